@@ -1,0 +1,136 @@
+"""The transformer block and the head, with the official parameter names.
+
+Legend: B batch, L this device's tokens, T text tokens, C channels, N heads, D head size, R runs of
+tokens that share a timestep.
+
+The blocks' matrix products run in the dtype of `context_BTC`, which is that of their weights; the
+residual stream, norms, modulation, RoPE and the head in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from wan.modules.layers import (
+    TanhGELU,
+    WanLayerNorm,
+    WanRMSNorm,
+    fp32_linear,
+    gated_add,
+    modulated_norm,
+    residual_add,
+)
+from wan.modules.local import Attention, Kernel
+from wan.modules.rope import RopeTable, apply_rope
+from wan.modules.step import StepInfo
+from wan.modules.textcache import TextKV
+
+
+class WanAttention(nn.Module):
+    """The projections both attentions have: q, k, v, o, and norms of q and k over all channels."""
+
+    def __init__(self, dim: int, num_heads: int, qk_norm: bool, eps: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.norm_q, self.norm_k = (
+            WanRMSNorm(dim, eps) if qk_norm else nn.Identity() for _ in range(2)
+        )
+
+    def heads(self, x_BLC: Tensor) -> Tensor:
+        """[B,L,C] -> [B,L,N,D]."""
+        return x_BLC.unflatten(-1, (self.num_heads, -1))
+
+
+class WanSelfAttention(WanAttention):
+    """Every token attends to all tokens of the video."""
+
+    def forward(
+        self, x_BLC: Tensor, rope: RopeTable, attention: Attention, step: StepInfo | None, layer: int
+    ) -> Tensor:
+        q_BLND = apply_rope(self.heads(self.norm_q(self.q(x_BLC)).float()), rope).to(x_BLC.dtype)
+        k_BLND = apply_rope(self.heads(self.norm_k(self.k(x_BLC)).float()), rope).to(x_BLC.dtype)
+        v_BLND = self.heads(self.v(x_BLC))
+        valid_len = None if step is None else step.valid_len
+        out = attention(q_BLND, k_BLND, v_BLND, valid_len=valid_len, step=step, layer=layer)
+        return self.o(out.flatten(2))
+
+
+class WanCrossAttention(WanAttention):
+    """Every token attends to the text, its zero-padded rows included (as the official model)."""
+
+    def text_kv(self, context_BTC: Tensor) -> TextKV:
+        """The text's keys and values; the same at every step of a prompt."""
+        k = self.norm_k(self.k(context_BTC)).to(context_BTC.dtype)
+        return self.heads(k), self.heads(self.v(context_BTC))
+
+    def forward(self, x_BLC: Tensor, kv: TextKV, kernel: Kernel) -> Tensor:
+        q_BLND = self.heads(self.norm_q(self.q(x_BLC)).to(x_BLC.dtype))
+        return self.o(kernel(q_BLND, *kv).flatten(2))
+
+
+class WanAttentionBlock(nn.Module):
+    """Self-attention, cross-attention, feed-forward; the first and last are gated by the timestep."""
+
+    def __init__(
+        self,
+        dim: int,
+        ffn_dim: int,
+        num_heads: int,
+        *,
+        qk_norm: bool,
+        cross_attn_norm: bool,
+        eps: float,
+        layer: int,
+        attention: Attention,
+        kernel: Kernel,
+    ) -> None:
+        super().__init__()
+        self.layer, self.eps = layer, eps
+        self.attention, self.kernel = attention, kernel
+        self.self_attn = WanSelfAttention(dim, num_heads, qk_norm, eps)
+        self.norm3 = WanLayerNorm(dim, eps) if cross_attn_norm else nn.Identity()
+        self.cross_attn = WanCrossAttention(dim, num_heads, qk_norm, eps)
+        self.ffn = nn.Sequential(nn.Linear(dim, ffn_dim), TanhGELU(), nn.Linear(ffn_dim, dim))
+        self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
+
+    def forward(
+        self,
+        x_BLC: Tensor,
+        e0_BR6C: Tensor,
+        runs: tuple[int, ...],
+        context_BTC: Tensor,
+        kv: TextKV | None,
+        rope: RopeTable,
+        step: StepInfo | None,
+    ) -> tuple[Tensor, TextKV]:
+        """The new float32 residual stream (x itself in inference) and the text K/V it used."""
+        dtype = context_BTC.dtype
+        modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)
+
+        y = modulated_norm(x_BLC, shift1, scale1, runs, self.eps).to(dtype)
+        y = self.self_attn(y, rope, self.attention, step, self.layer)
+        x_BLC = gated_add(x_BLC, y, gate1, runs)
+
+        kv = self.cross_attn.text_kv(context_BTC) if kv is None else kv
+        y = self.cross_attn(self.norm3(x_BLC).to(dtype), kv, self.kernel)
+        x_BLC = residual_add(x_BLC, y)
+
+        y = self.ffn(modulated_norm(x_BLC, shift2, scale2, runs, self.eps).to(dtype))
+        return gated_add(x_BLC, y, gate2, runs), kv
+
+
+class Head(nn.Module):
+    """Modulated norm and projection to the channels of a patch, in float32."""
+
+    def __init__(self, dim: int, out_features: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.head = nn.Linear(dim, out_features)
+        self.modulation = nn.Parameter(torch.randn(1, 2, dim) / dim**0.5)
+
+    def forward(self, x_BLC: Tensor, e_BRC: Tensor, runs: tuple[int, ...]) -> Tensor:
+        shift, scale = (self.modulation.float().unsqueeze(1) + e_BRC.unsqueeze(2)).unbind(2)
+        return fp32_linear(self.head, modulated_norm(x_BLC, shift, scale, runs, self.eps))

@@ -1,0 +1,92 @@
+"""What `WanModel` needs from outside, and the plain versions that serve a single device.
+
+Legend: B batch, S all tokens, L this device's tokens, N heads, D head size, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan.modules.step import StepInfo
+
+
+class Kernel(Protocol):
+    """Dense softmax attention, [B,S,N,D] in and out; query and key lengths may differ."""
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor: ...
+
+
+class Attention(Protocol):
+    """Self-attention over all tokens of the video, given this device's tokens of all heads."""
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLND: Tensor,
+        v_BLND: Tensor,
+        /,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+        layer: int | None = None,
+    ) -> Tensor: ...
+
+
+class TokenShard(Protocol):
+    """Which tokens this device computes. The methods see the token axis as dimension 1."""
+
+    def shard(self, x_BSC: Tensor) -> Tensor:
+        """Cut this device's tokens out of the whole (padded) sequence."""
+        ...
+
+    def gather(self, x_BLC: Tensor, tokens: int) -> Tensor:
+        """The first `tokens` tokens of the whole sequence, from every device's part."""
+        ...
+
+    def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Lengths, on this device, of consecutive runs given by their whole lengths."""
+        ...
+
+
+def sdpa(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
+    """PyTorch's scaled dot-product attention in the house layout."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+class LocalAttention:
+    """Self-attention when one device holds the whole sequence: a single kernel call."""
+
+    def __init__(self, kernel: Kernel = sdpa) -> None:
+        self.kernel = kernel
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLND: Tensor,
+        v_BLND: Tensor,
+        /,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+        layer: int | None = None,
+    ) -> Tensor:
+        """Keys at or behind valid_len are not attended to; step and layer do not matter here."""
+        return self.kernel(q_BLND, k_BLND[:, :valid_len], v_BLND[:, :valid_len])
+
+
+class LocalTokens:
+    """One device computes every token; nothing is padded."""
+
+    def shard(self, x_BSC: Tensor) -> Tensor:
+        return x_BSC
+
+    def gather(self, x_BLC: Tensor, tokens: int) -> Tensor:
+        return x_BLC[:, :tokens]
+
+    def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        return tuple(lengths)

@@ -1,0 +1,238 @@
+"""The Wan2.2 diffusion transformer (DiT) with the official names and forward signature.
+
+Legend: B batch, C channels, F H W latent frames/height/width, L this device's tokens, S all tokens,
+T text tokens, R runs of tokens that share a timestep.
+
+Dtypes are explicit, there is no autocast; `docs/numerics.md` has the table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan.modules.blocks import Head, WanAttentionBlock
+from wan.modules.layers import TanhGELU, fp32_linear
+from wan.modules.local import Attention, Kernel, LocalAttention, LocalTokens, TokenShard, sdpa
+from wan.modules.rope import RopeTables
+from wan.modules.step import StepInfo
+from wan.modules.textcache import TextKVCache, TextState
+
+MODEL_TYPES = ("t2v", "i2v", "ti2v")
+_FP32_PREFIXES = ("time_embedding.", "time_projection.", "head.")
+
+
+def keeps_fp32(name: str) -> bool:
+    """Whether the official code computes with this parameter in float32."""
+    return name.startswith(_FP32_PREFIXES) or name.endswith("modulation") or "norm" in name
+
+
+def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
+    """[..., dim] float32 features (cos block, sin block) of timesteps t.
+
+    Computed in float64, on the host: NPUs have no float64, and the official values need it.
+    """
+    half = dim // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = t.to("cpu", torch.float64).unsqueeze(-1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+
+
+def timestep_runs(t: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Timesteps [B] or [1, >= tokens] as values [B or 1, R] and the R lengths of their runs."""
+    if t.dim() == 1:
+        return t.unsqueeze(1), (tokens,)
+    values, counts = torch.unique_consecutive(t[0, :tokens].cpu(), return_counts=True)
+    return values.unsqueeze(0), tuple(counts.tolist())
+
+
+class WanModel(nn.Module):
+    """Predicts the flow velocity of noisy video latents.
+
+    The arguments are the official ones (config.json). The keyword-only collaborators default to
+    single-device versions: `attention` (self-attention over all tokens), `kernel` (dense attention,
+    used for the text), `tokens` (which tokens this device computes), `text_cache` (off).
+
+    Raises ValueError for a model type, window or head count that the network does not have.
+    """
+
+    def __init__(
+        self,
+        model_type: str = "t2v",
+        patch_size: tuple[int, int, int] = (1, 2, 2),
+        text_len: int = 512,
+        in_dim: int = 16,
+        dim: int = 2048,
+        ffn_dim: int = 8192,
+        freq_dim: int = 256,
+        text_dim: int = 4096,
+        out_dim: int = 16,
+        num_heads: int = 16,
+        num_layers: int = 32,
+        window_size: tuple[int, int] = (-1, -1),
+        qk_norm: bool = True,
+        cross_attn_norm: bool = True,
+        eps: float = 1e-6,
+        *,
+        attention: Attention | None = None,
+        kernel: Kernel = sdpa,
+        tokens: TokenShard | None = None,
+        text_cache: TextKVCache | None = None,
+    ) -> None:
+        super().__init__()
+        if model_type not in MODEL_TYPES:
+            raise ValueError(f"model_type is {model_type!r}; known types: {', '.join(MODEL_TYPES)}.")
+        if tuple(window_size) != (-1, -1):
+            raise ValueError(f"window_size is {window_size}; only global attention, (-1, -1), exists.")
+        if dim % num_heads or (dim // num_heads) % 2:
+            raise ValueError(f"dim {dim} cannot be cut into {num_heads} heads of an even size.")
+        self.model_type, self.patch_size, self.text_len = model_type, tuple(patch_size), text_len
+        self.in_dim, self.out_dim, self.dim, self.freq_dim = in_dim, out_dim, dim, freq_dim
+        self.num_heads, self.num_layers = num_heads, num_layers
+        attention = LocalAttention(kernel) if attention is None else attention
+        self.tokens: TokenShard = LocalTokens() if tokens is None else tokens
+        self.text_cache = text_cache
+        self.rope = RopeTables(dim // num_heads)
+
+        self.patch_embedding = nn.Conv3d(in_dim, dim, self.patch_size, self.patch_size)
+        self.text_embedding = nn.Sequential(
+            nn.Linear(text_dim, dim), TanhGELU(), nn.Linear(dim, dim)
+        )
+        self.time_embedding = nn.Sequential(nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, dim * 6))
+        self.blocks = nn.ModuleList(
+            WanAttentionBlock(
+                dim,
+                ffn_dim,
+                num_heads,
+                qk_norm=qk_norm,
+                cross_attn_norm=cross_attn_norm,
+                eps=eps,
+                layer=layer,
+                attention=attention,
+                kernel=kernel,
+            )
+            for layer in range(num_layers)
+        )
+        self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps)
+
+    def forward(
+        self,
+        x: list[Tensor],
+        t: Tensor,
+        context: list[Tensor],
+        seq_len: int,
+        y: list[Tensor] | None = None,
+        *,
+        step: StepInfo | None = None,
+    ) -> list[Tensor]:
+        """Velocities, float32 [out_dim, F, H, W] for each sample.
+
+        x: noisy latents, [C, F, H, W] each; y: i2v conditioning, concatenated to x on channels.
+        t: timesteps 0..1000, [B] or one per token, [B, >= tokens].
+        context: text embeddings, [length <= text_len, text_dim] each.
+        seq_len: the official padded length; it must hold the tokens, padding itself is not computed.
+        step: where in the run this call is, for attention layers and caches.
+        """
+        if y is not None:
+            x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
+        self._check(x, t, context, seq_len, y)
+        if len(x) > 1 and (t.dim() == 2 or len({sample.shape for sample in x}) > 1):
+            rows = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
+            singles = zip(x, rows.split(1), context, strict=True)
+            return [self._forward(s[None], row, [text], step)[0] for s, row, text in singles]
+        return list(self._forward(torch.stack(x), t, context, step).unbind(0))
+
+    def _forward(
+        self, x_BCFHW: Tensor, t: Tensor, context: list[Tensor], step: StepInfo | None
+    ) -> Tensor:
+        grid = self.grid(x_BCFHW.shape[2:])
+        values, lengths = timestep_runs(t, math.prod(grid))
+        features = sinusoidal_embedding(values, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
+        e_BRC = fp32_linear(
+            self.time_embedding[2], F.silu(fp32_linear(self.time_embedding[0], features))
+        )
+        e0_BR6C = fp32_linear(self.time_projection[1], F.silu(e_BRC)).unflatten(-1, (6, self.dim))
+        rope = self.rope.get(grid, x_BCFHW.device, self.tokens.shard)
+        text = self._text(context)
+        runs = self.tokens.runs(lengths)
+
+        x_BLC = self.tokens.shard(self._patchify(x_BCFHW, grid))
+        for layer, block in enumerate(self.blocks):
+            x_BLC, kv = block(x_BLC, e0_BR6C, runs, text.embedding, text.kv[layer], rope, step)
+            if self.text_cache is not None and not torch.is_grad_enabled():
+                text.kv[layer] = kv
+        x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, runs), math.prod(grid))
+        return self._unpatchify(x_BSC, grid)
+
+    def grid(self, latent_FHW: Any) -> tuple[int, int, int]:
+        """Tokens along frame, height and width of latents of this size."""
+        f, h, w = (size // patch for size, patch in zip(latent_FHW, self.patch_size, strict=True))
+        return f, h, w
+
+    def _patchify(self, x_BCFHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """[B,S,C] float32 patch embeddings: the convolution (kernel = stride) as a matrix product."""
+        weight = self.patch_embedding.weight
+        (f, h, w), (p, q, r) = grid, self.patch_size
+        patches = x_BCFHW.reshape(*x_BCFHW.shape[:2], f, p, h, q, w, r)
+        patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(x_BCFHW.shape[0], f * h * w, -1)
+        return F.linear(
+            patches.to(weight.dtype), weight.flatten(1), self.patch_embedding.bias
+        ).float()
+
+    def _unpatchify(self, x_BSC: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        (f, h, w), (p, q, r) = grid, self.patch_size
+        x = x_BSC.reshape(-1, f, h, w, p, q, r, self.out_dim).permute(0, 7, 1, 4, 2, 5, 3, 6)
+        return x.reshape(-1, self.out_dim, f * p, h * q, w * r)
+
+    def _text(self, context: list[Tensor]) -> TextState:
+        """The embedded context, from the cache where it is on."""
+        cache = None if torch.is_grad_enabled() else self.text_cache
+        state = None if cache is None else cache.get(context)
+        if state is None:
+            padded = torch.stack([F.pad(c, (0, 0, 0, self.text_len - len(c))) for c in context])
+            embedding = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))
+            state = TextState(embedding, [None] * self.num_layers)
+            if cache is not None:
+                cache.put(context, state)
+        return state
+
+    def _check(
+        self, x: list[Tensor], t: Tensor, context: list[Tensor], seq_len: int, y: Any
+    ) -> None:
+        """Refuse what the network cannot compute, with the shapes in the message."""
+        if self.model_type == "i2v" and y is None:
+            raise ValueError("An i2v model needs y, the conditioning latents; none were given.")
+        if not x or len(context) != len(x) or t.dim() not in (1, 2) or t.shape[0] not in (1, len(x)):
+            raise ValueError(
+                f"x, t and context must describe the same number of samples, but there are "
+                f"{len(x)} latents, timesteps of shape {list(t.shape)} and {len(context)} contexts."
+            )
+        for sample in x:
+            sizes = sample.shape[1:]
+            if sample.shape[0] != self.in_dim or any(
+                s % p for s, p in zip(sizes, self.patch_size, strict=True)
+            ):
+                raise ValueError(
+                    f"Latents of shape {list(sample.shape)} do not fit: the model takes "
+                    f"{self.in_dim} channels and sizes divisible by {self.patch_size}."
+                )
+            tokens = math.prod(self.grid(sizes))
+            if seq_len < tokens or (t.dim() == 2 and t.shape[1] < tokens):
+                raise ValueError(
+                    f"{tokens} tokens do not fit into seq_len {seq_len} "
+                    f"and timesteps of shape {list(t.shape)}."
+                )
+        longest = max(len(c) for c in context)
+        if longest > self.text_len:
+            raise ValueError(f"A context has {longest} rows; text_len is {self.text_len}.")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> WanModel:
+        """Moving or casting the model makes cached keys and values stale."""
+        if self.text_cache is not None:
+            self.text_cache.clear()
+        return super()._apply(fn, recurse)

@@ -1,0 +1,74 @@
+"""Three-axis rotary position embedding (RoPE, arXiv:2104.09864) of the Wan video transformer.
+
+Legend: B batch, S tokens, N heads, D head size. Adjacent channels (2j, 2j+1) form a pair that is
+rotated by position * 10000^(-2j/a) inside an axis of a channels. The D channels are split between
+frame, height and width as D - 4*(D//6), 2*(D//6), 2*(D//6): 44/42/42 for 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+RopeTable = tuple[Tensor, Tensor]
+"""(cos, signed sin), both float32 [S, 1, D]; see `rope_table`."""
+
+
+def axis_sizes(head_dim: int) -> tuple[int, int, int]:
+    """Channels of one head that encode frame, height and width."""
+    return head_dim - 4 * (head_dim // 6), 2 * (head_dim // 6), 2 * (head_dim // 6)
+
+
+def rope_angles(grid: tuple[int, int, int], head_dim: int) -> Tensor:
+    """Rotation angles, float64 [S, D/2], for tokens in (frame, height, width) raster order."""
+    axes = []
+    for axis, (length, channels) in enumerate(zip(grid, axis_sizes(head_dim), strict=True)):
+        exponents = torch.arange(0, channels, 2, dtype=torch.float64) / max(channels, 1)
+        angles = torch.outer(torch.arange(length, dtype=torch.float64), 10000.0**-exponents)
+        shape = [1, 1, 1, angles.shape[1]]
+        shape[axis] = length
+        axes.append(angles.view(shape).expand(*grid, angles.shape[1]))
+    return torch.cat(axes, dim=-1).flatten(0, 2)
+
+
+def rope_table(grid: tuple[int, int, int], head_dim: int) -> RopeTable:
+    """Cosines and signed sines in `apply_rope`'s layout, computed in float64, stored in float32."""
+    angles = rope_angles(grid, head_dim)
+    cos, sin = angles.cos(), angles.sin()
+    signed_sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
+    return cos.repeat_interleave(2, dim=-1).float()[:, None], signed_sin.float()[:, None]
+
+
+def apply_rope(x_BSND: Tensor, table: RopeTable) -> Tensor:
+    """Rotate every channel pair of x by its token's angles; float32 in, float32 out.
+
+    Real arithmetic: (a, b) -> (a cos - b sin, b cos + a sin), because NPUs have no complex type.
+    """
+    cos, signed_sin = table
+    swapped = x_BSND.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x_BSND * cos, swapped, signed_sin)
+
+
+class RopeTables:
+    """The table of the grid in use, built when the grid or the device changes."""
+
+    def __init__(self, head_dim: int) -> None:
+        self.head_dim = head_dim
+        self._key: object = None
+        self._table: RopeTable | None = None
+
+    def get(
+        self,
+        grid: tuple[int, int, int],
+        device: torch.device,
+        shard: Callable[[Tensor], Tensor],
+    ) -> RopeTable:
+        """The rows of this device's tokens; `shard` cuts them out of the whole grid's table."""
+        key = (grid, device, shard)
+        if self._table is None or self._key != key:
+            cos, sin = rope_table(grid, self.head_dim)
+            self._table = (shard(cos[None])[0].to(device), shard(sin[None])[0].to(device))
+            self._key = key
+        return self._table
