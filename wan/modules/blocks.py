@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from wan.kernels.base import Kernel
 from wan.modules.layers import (
     TanhGELU,
     WanLayerNorm,
@@ -21,7 +22,7 @@ from wan.modules.layers import (
     modulated_norm,
     residual_add,
 )
-from wan.modules.local import Attention, Kernel
+from wan.modules.local import Attention
 from wan.modules.rope import RopeTable, apply_rope
 from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKV
@@ -47,7 +48,12 @@ class WanSelfAttention(WanAttention):
     """Every token attends to all tokens of the video."""
 
     def forward(
-        self, x_BLC: Tensor, rope: RopeTable, attention: Attention, step: StepInfo | None, layer: int
+        self,
+        x_BLC: Tensor,
+        rope: RopeTable,
+        attention: Attention,
+        step: StepInfo | None,
+        layer: int,
     ) -> Tensor:
         q_BLND = apply_rope(self.heads(self.norm_q(self.q(x_BLC)).float()), rope).to(x_BLC.dtype)
         k_BLND = apply_rope(self.heads(self.norm_k(self.k(x_BLC)).float()), rope).to(x_BLC.dtype)
@@ -71,7 +77,7 @@ class WanCrossAttention(WanAttention):
 
 
 class WanAttentionBlock(nn.Module):
-    """Self-attention, cross-attention, feed-forward; the first and last are gated by the timestep."""
+    """Self-attention, cross-attention, feed-forward; the timestep gates the first and last."""
 
     def __init__(
         self,

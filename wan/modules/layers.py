@@ -62,7 +62,10 @@ def modulated_norm(
         parts = x_BLC.split(list(runs), dim=1)
         rows = zip(shift_BRC.split(1, dim=1), scale_BRC.split(1, dim=1), strict=True)
         return torch.cat(
-            [modulated_norm(p, *row, (p.shape[1],), eps) for p, row in zip(parts, rows, strict=True)],
+            [
+                modulated_norm(p, *row, (p.shape[1],), eps)
+                for p, row in zip(parts, rows, strict=True)
+            ],
             dim=1,
         )
     shape = x_BLC.shape[-1:]

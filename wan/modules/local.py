@@ -8,16 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from wan.kernels.base import Kernel
 from wan.modules.step import StepInfo
-
-
-class Kernel(Protocol):
-    """Dense softmax attention, [B,S,N,D] in and out; query and key lengths may differ."""
-
-    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor: ...
 
 
 class Attention(Protocol):
@@ -52,16 +46,10 @@ class TokenShard(Protocol):
         ...
 
 
-def sdpa(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
-    """PyTorch's scaled dot-product attention in the house layout."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
 class LocalAttention:
     """Self-attention when one device holds the whole sequence: a single kernel call."""
 
-    def __init__(self, kernel: Kernel = sdpa) -> None:
+    def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __call__(

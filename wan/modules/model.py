@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan.kernels.base import Kernel
+from wan.kernels.sdpa import SdpaKernel
 from wan.modules.blocks import Head, WanAttentionBlock
 from wan.modules.layers import TanhGELU, fp32_linear
-from wan.modules.local import Attention, Kernel, LocalAttention, LocalTokens, TokenShard, sdpa
+from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
 from wan.modules.rope import RopeTables
 from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache, TextState
@@ -79,20 +81,28 @@ class WanModel(nn.Module):
         eps: float = 1e-6,
         *,
         attention: Attention | None = None,
-        kernel: Kernel = sdpa,
+        kernel: Kernel | None = None,
         tokens: TokenShard | None = None,
         text_cache: TextKVCache | None = None,
     ) -> None:
         super().__init__()
         if model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type is {model_type!r}; known types: {', '.join(MODEL_TYPES)}.")
+            raise ValueError(
+                f"model_type is {model_type!r}; known types: {', '.join(MODEL_TYPES)}."
+            )
         if tuple(window_size) != (-1, -1):
-            raise ValueError(f"window_size is {window_size}; only global attention, (-1, -1), exists.")
+            raise ValueError(
+                f"window_size is {window_size}; only global attention, (-1, -1), exists."
+            )
         if dim % num_heads or (dim // num_heads) % 2:
             raise ValueError(f"dim {dim} cannot be cut into {num_heads} heads of an even size.")
-        self.model_type, self.patch_size, self.text_len = model_type, tuple(patch_size), text_len
-        self.in_dim, self.out_dim, self.dim, self.freq_dim = in_dim, out_dim, dim, freq_dim
+        self.model_type, self.text_len = model_type, text_len
+        p, q, r = patch_size
+        self.patch_size = (p, q, r)
+        self.in_dim, self.out_dim, self.dim = in_dim, out_dim, dim
+        self.freq_dim, self.text_dim = freq_dim, text_dim
         self.num_heads, self.num_layers = num_heads, num_layers
+        kernel = SdpaKernel() if kernel is None else kernel
         attention = LocalAttention(kernel) if attention is None else attention
         self.tokens: TokenShard = LocalTokens() if tokens is None else tokens
         self.text_cache = text_cache
@@ -102,7 +112,9 @@ class WanModel(nn.Module):
         self.text_embedding = nn.Sequential(
             nn.Linear(text_dim, dim), TanhGELU(), nn.Linear(dim, dim)
         )
-        self.time_embedding = nn.Sequential(nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_embedding = nn.Sequential(
+            nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
+        )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, dim * 6))
         self.blocks = nn.ModuleList(
             WanAttentionBlock(
@@ -135,7 +147,7 @@ class WanModel(nn.Module):
         x: noisy latents, [C, F, H, W] each; y: i2v conditioning, concatenated to x on channels.
         t: timesteps 0..1000, [B] or one per token, [B, >= tokens].
         context: text embeddings, [length <= text_len, text_dim] each.
-        seq_len: the official padded length; it must hold the tokens, padding itself is not computed.
+        seq_len: the official padded length; it must hold the tokens; padding is not computed.
         step: where in the run this call is, for attention layers and caches.
         """
         if y is not None:
@@ -175,7 +187,7 @@ class WanModel(nn.Module):
         return f, h, w
 
     def _patchify(self, x_BCFHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """[B,S,C] float32 patch embeddings: the convolution (kernel = stride) as a matrix product."""
+        """[B,S,C] float32 patch embeddings: a convolution with kernel = stride is a matmul."""
         weight = self.patch_embedding.weight
         (f, h, w), (p, q, r) = grid, self.patch_size
         patches = x_BCFHW.reshape(*x_BCFHW.shape[:2], f, p, h, q, w, r)
@@ -195,7 +207,7 @@ class WanModel(nn.Module):
         state = None if cache is None else cache.get(context)
         if state is None:
             padded = torch.stack([F.pad(c, (0, 0, 0, self.text_len - len(c))) for c in context])
-            embedding = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))
+            embedding = self.text_embedding(padded.to(self.patch_embedding.weight.dtype))
             state = TextState(embedding, [None] * self.num_layers)
             if cache is not None:
                 cache.put(context, state)
@@ -207,7 +219,12 @@ class WanModel(nn.Module):
         """Refuse what the network cannot compute, with the shapes in the message."""
         if self.model_type == "i2v" and y is None:
             raise ValueError("An i2v model needs y, the conditioning latents; none were given.")
-        if not x or len(context) != len(x) or t.dim() not in (1, 2) or t.shape[0] not in (1, len(x)):
+        if (
+            not x
+            or len(context) != len(x)
+            or t.dim() not in (1, 2)
+            or t.shape[0] not in (1, len(x))
+        ):
             raise ValueError(
                 f"x, t and context must describe the same number of samples, but there are "
                 f"{len(x)} latents, timesteps of shape {list(t.shape)} and {len(context)} contexts."

@@ -27,7 +27,7 @@ def _version(context: Tensor) -> int:
 
 
 class TextKVCache:
-    """Remembers the states of the last `capacity` contexts of one model (2: both guidance branches).
+    """The states of the last `capacity` contexts of one model (2: both guidance branches).
 
     A context is recognised by its tensor objects, not their values, so a hit costs nothing. Tensors
     that were changed in place since (outside inference mode) count as new.

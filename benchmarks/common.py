@@ -1,0 +1,153 @@
+"""What the benchmark programs share: interleaved timing, peak memory, a forward's matrix products,
+the environment, the output.
+
+A machine's speed drifts (clocks, neighbours, page cache), so variants are never timed one after the
+other: every round runs each variant once and a ratio is taken inside a round.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+
+Run = Callable[[], object]
+Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work; the CPU has none."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def seconds(run: Run, device: torch.device) -> float:
+    """Wall time of one run, to the end of its work on the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def interleave(
+    variants: Mapping[str, Run], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of every variant in every round; odd rounds run in reverse order."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds):
+        for name in list(variants)[:: -1 if number % 2 else 1]:
+            times[name].append(seconds(variants[name], device))
+    return times
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and extremes."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Median and extremes of the per-round ratios."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
+def peak_bytes(run: Run, device: torch.device) -> int:
+    """The most bytes allocated at one time during the run, beyond those allocated before it."""
+    if device.type == "cpu":
+        return _cpu_peak_bytes(run)
+    module = torch.get_device_module(device)
+    synchronize(device)
+    before = module.memory_allocated(device)
+    module.reset_peak_memory_stats(device)
+    run()
+    synchronize(device)
+    return int(module.max_memory_allocated(device) - before)
+
+
+def _cpu_peak_bytes(run: Run) -> int:
+    """As `peak_bytes`: the highest running sum of the CPU allocator's events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
+        run()
+    events = trace.profiler.kineto_results.events()
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
+    ]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda item: item[0]):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+class RecordProducts(TorchFunctionMode):
+    """Keeps the linear layers and attention calls made under it, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear: list[Call] = []
+        self.attention: list[Call] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            self.linear.append((func, args))
+        elif func is F.scaled_dot_product_attention:
+            self.attention.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+    def flops(self) -> int:
+        """Floating-point operations of the recorded calls, a multiply-add counting two."""
+        return sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in self.linear) + sum(
+            4 * q.numel() * k.shape[-2] for _, (q, k, _) in self.attention
+        )
+
+
+def replay(calls: Sequence[Call]) -> None:
+    """Make the calls, one result at a time."""
+    for func, args in calls:
+        func(*args)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a reader needs in order to judge or repeat the figures."""
+    return {
+        "command": shlex.join(sys.orig_argv),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "cpu": cpu_name(),
+        "device": str(device)
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_device_name(device),
+    }
+
+
+def cpu_name() -> str:
+    """The processor's model name, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def write_json(path: str | None, record: Mapping[str, Any]) -> None:
+    """The record as a file, where one was asked for."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,262 @@
+"""One forward pass of the DiT: ours, ours compiled, diffusers, and its matrix products alone.
+
+    python -m benchmarks.dit_forward --case 12x128
+    python -m benchmarks.dit_forward --case 40x128 --dtype bf16 --json results/dit.json
+    python -m benchmarks.dit_forward --gpu-case
+
+All models share their weights and get the same input. "linear" and "attention" replay those calls
+of our forward alone, on its own activations: with these kernels no forward can be faster than their
+sum. Every model computes the text's keys and values; only the row "ours, text cache" reuses them,
+as our model does in every step but the first. Memory is the most that one forward holds beside the
+weights.
+
+Legend: C channels, F H W latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from benchmarks.common import (
+    RecordProducts,
+    Run,
+    environment,
+    interleave,
+    peak_bytes,
+    ratios,
+    replay,
+    spread,
+    write_json,
+)
+from wan.keymaps import dit_diffusers_name
+from wan.modules.model import WanModel, keeps_fp32
+from wan.modules.textcache import TextKVCache
+
+CHANNELS, TEXT_DIM, TEXT_LEN, PATCH, HEAD_DIM = 16, 4096, 512, (1, 2, 2), 128
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TARGETS = {
+    ("ours", "products"): "target <= 1.06",
+    ("ours", "diffusers"): "target <= 0.97",
+    ("ours, compiled", "ours"): "target < 1",
+    ("ours, text cache", "ours"): "",
+    ("ours, compiled", "diffusers"): "",
+    ("ours, compiled", "products"): "",
+}
+
+Forward = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network of heads of 128 channels and the token grid of one video."""
+
+    heads: int
+    ffn: int
+    layers: int
+    grid: tuple[int, int, int]
+
+
+CASES = {
+    "12x128": Case(heads=12, ffn=8960, layers=2, grid=(5, 26, 30)),
+    "40x128": Case(heads=40, ffn=13824, layers=1, grid=(5, 15, 20)),
+}
+GPU_CASE = Case(heads=40, ffn=13824, layers=4, grid=(21, 45, 80))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A case in one dtype on one device."""
+
+    case: Case
+    dtype: torch.dtype
+    device: torch.device
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def wan(self, text_cache: TextKVCache | None = None) -> WanModel:
+        return WanModel(
+            in_dim=CHANNELS,
+            dim=self.case.heads * HEAD_DIM,
+            ffn_dim=self.case.ffn,
+            text_dim=TEXT_DIM,
+            text_len=TEXT_LEN,
+            out_dim=CHANNELS,
+            num_heads=self.case.heads,
+            num_layers=self.case.layers,
+            text_cache=text_cache,
+        )
+
+    def ours(self, weights: dict[str, Tensor], text_cache: TextKVCache | None = None) -> WanModel:
+        """Our model over these weights, sharing those that have their dtype already."""
+        with torch.device("meta"):
+            model = self.wan(text_cache)
+        cast = {k: v if keeps_fp32(k) else v.to(self.dtype) for k, v in weights.items()}
+        model.load_state_dict(cast, assign=True)
+        return model
+
+    def diffusers(self, weights: dict[str, Tensor]) -> Any:
+        """diffusers' model over these weights, cast as its `from_pretrained` casts them."""
+        model: Any = WanTransformer3DModel(
+            num_attention_heads=self.case.heads,
+            attention_head_dim=HEAD_DIM,
+            ffn_dim=self.case.ffn,
+            num_layers=self.case.layers,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            text_dim=TEXT_DIM,
+        )
+        kept = set(model._keep_in_fp32_modules)
+        named = {dit_diffusers_name(name): tensor for name, tensor in weights.items()}
+        cast = {k: v if kept & set(k.split(".")) else v.to(self.dtype) for k, v in named.items()}
+        model.load_state_dict(cast, assign=True)
+        model.rope.to(self.device)
+        return model.eval()
+
+    def forwards(self) -> dict[str, Forward]:
+        """Each model's forward of the same input to a [C,F,H,W] output."""
+        with self.device:
+            weights = self.wan().state_dict()
+        size = [n * p for n, p in zip(self.case.grid, PATCH, strict=True)]
+        latent, context = self.randn(CHANNELS, *size), self.randn(TEXT_LEN, TEXT_DIM)
+        t = torch.tensor([500.0], device=self.device)
+
+        ours, theirs = self.ours(weights), self.diffusers(weights)
+        shared = ours.state_dict()
+        cached, compiled = self.ours(shared, TextKVCache()), self.ours(shared)
+        for block in compiled.blocks:
+            block.compile(fullgraph=True)
+
+        def run(model: WanModel) -> Forward:
+            return lambda: model([latent], t, [context], math.prod(self.case.grid))[0]
+
+        return {
+            "ours": run(ours),
+            "ours, text cache": run(cached),
+            "ours, compiled": run(compiled),
+            "diffusers": lambda: theirs(latent[None], t, context[None], return_dict=False)[0][0],
+        }
+
+
+@torch.no_grad()
+def measure(bench: Bench, rounds: int) -> dict[str, Any]:
+    """Seconds, peak bytes and operations of every row, and how far the outputs lie apart."""
+    torch.manual_seed(0)
+    forwards = bench.forwards()
+    counters.clear()
+    forwards["ours, compiled"]()  # compiles; the others' first forward is the one that is weighed
+    graphs = counters["stats"]["unique_graphs"]
+    peaks = {name: peak_bytes(run, bench.device) for name, run in forwards.items()}
+    outputs = {name: run().float() for name, run in forwards.items()}
+    with RecordProducts() as record:
+        forwards["ours"]()
+
+    side, count = (2048, 20) if bench.device.type == "cpu" else (8192, 50)
+    a, b = bench.randn(side, side), bench.randn(side, side)
+    alone: dict[str, Run] = {
+        "linear": lambda: replay(record.linear),
+        "attention": lambda: replay(record.attention),
+        "matmul": lambda: replay([(torch.mm, (a, b))] * count),
+    }
+    times = interleave({**forwards, **alone}, rounds, bench.device)
+    times["products"] = [sum(x) for x in zip(times["linear"], times["attention"], strict=True)]
+    return {
+        "case": asdict(bench.case),
+        "dtype": str(bench.dtype),
+        "rounds": rounds,
+        "seconds": times,
+        "peak_bytes": peaks,
+        "flops": {"forward": record.flops(), "matmul": 2 * count * side**3},
+        "compiled_graphs": graphs,
+        "output_size": outputs["ours"].abs().max().item(),
+        "difference": {
+            name: (outputs["ours"] - output).abs().max().item() for name, output in outputs.items()
+        },
+    }
+
+
+def summarise(record: dict[str, Any]) -> dict[str, Any]:
+    """Ratios of times within rounds, ratios of memory, and the rate of our forward."""
+    times, peaks, flops = record["seconds"], record["peak_bytes"], record["flops"]
+    rate = flops["forward"] / spread(times["ours"])["median"]
+    return {
+        "time": {f"{a} / {b}": ratios(times[a], times[b]) for a, b in TARGETS},
+        "memory": {name: peak / peaks["diffusers"] for name, peak in peaks.items()},
+        "tflops": rate / 1e12,
+        "share_of_matmul": rate * spread(times["matmul"])["median"] / flops["matmul"],
+    }
+
+
+def report(record: dict[str, Any]) -> None:
+    """The figures for people."""
+    case, summary, peaks = record["case"], record["summary"], record["peak_bytes"]
+    print(
+        f"\n{case['heads']}x{HEAD_DIM}, ffn {case['ffn']}, layers {case['layers']}, "
+        f"{math.prod(case['grid'])} tokens, {record['dtype']}, {record['rounds']} rounds\n"
+        f"{'':20}seconds   fastest   peak MiB"
+    )
+    for name, values in record["seconds"].items():
+        held = f"{peaks[name] / 2**20:11.1f}" if name in peaks else ""
+        print(f"  {name:16}{spread(values)['median']:9.3f} {min(values):9.3f}{held}")
+    for (a, b), target in TARGETS.items():
+        found = summary["time"][f"{a} / {b}"]
+        low, high = found["min"], found["max"]
+        print(f"  {f'{a} / {b}':28}{found['median']:.3f}  ({low:.3f} to {high:.3f})  {target}")
+    print(f"  memory ours / diffusers     {summary['memory']['ours']:.3f}  target <= 1")
+    print(f"  memory compiled / diffusers {summary['memory']['ours, compiled']:.3f}")
+    print(
+        f"  {summary['tflops']:.3f} TFLOP/s, {summary['share_of_matmul']:.1%} of a matrix product; "
+        f"{record['compiled_graphs']} graphs compiled\n"
+        f"  outputs to {record['output_size']:.2f}; largest distance from ours: "
+        + ", ".join(f"{name} {d:.1e}" for name, d in record["difference"].items() if name != "ours")
+    )
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
+    """The options, and the preset with what they change of it."""
+
+    def grid(text: str) -> tuple[int, ...]:
+        sizes = tuple(int(size) for size in text.split(","))
+        if len(sizes) != 3:
+            raise argparse.ArgumentTypeError(f"{text!r} is not F,H,W, the token grid")
+        return sizes
+
+    parser = argparse.ArgumentParser(description="Time one DiT forward against diffusers.")
+    parser.add_argument("--case", choices=CASES, default="12x128")
+    parser.add_argument("--gpu-case", action="store_true", help="40x128, 75 600 tokens, bf16, cuda")
+    parser.add_argument("--heads", type=int, help="of 128 channels each")
+    parser.add_argument("--ffn", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--grid", type=grid, metavar="F,H,W", help="tokens on each axis")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+")
+    parser.add_argument("--device")
+    parser.add_argument("--repeats", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(argv)
+    changes = {k: v for k in ("heads", "ffn", "layers", "grid") if (v := getattr(options, k))}
+    options.dtype = options.dtype or (["bf16"] if options.gpu_case else list(DTYPES))
+    options.device = torch.device(options.device or ("cuda" if options.gpu_case else "cpu"))
+    return options, replace(GPU_CASE if options.gpu_case else CASES[options.case], **changes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options, case = parse(argv)
+    records = []
+    for dtype in options.dtype:
+        record = measure(Bench(case, DTYPES[dtype], options.device), options.repeats)
+        records.append(record | {"summary": summarise(record)})
+        report(records[-1])
+    write_json(options.json, {"environment": environment(options.device), "results": records})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Key maps: strict sets of names against the library modules, and the official tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import UMT5Config, UMT5EncoderModel
+
+from wan import keymaps
+from wan.modules.model import WanModel
+
+REFERENCE = Path(os.environ.get("WAN_REFERENCE_DIR", ""))
+needs_reference = pytest.mark.skipif(
+    "WAN_REFERENCE_DIR" not in os.environ,
+    reason="WAN_REFERENCE_DIR is not set: the official tensors are not here",
+)
+LIMIT = 2e-5  # reference README, "Tolerances"
+STOCK_DIT_LIMIT = 1e-4  # the same: diffusers computes the sinusoid in float32
+# 11 layers: two-digit block numbers.
+TINY_DIT = {"in_dim": 36, "out_dim": 16, "dim": 32, "ffn_dim": 64, "text_dim": 64}
+TINY_DIT |= {"num_heads": 4, "num_layers": 11}
+
+# A bijection alone would accept two layers of one shape exchanged; these lines would not.
+DIT_PAIRS = """
+patch_embedding.weight patch_embedding.weight
+text_embedding.2.bias condition_embedder.text_embedder.linear_2.bias
+time_embedding.0.weight condition_embedder.time_embedder.linear_1.weight
+time_projection.1.bias condition_embedder.time_proj.bias
+head.modulation scale_shift_table
+head.head.bias proj_out.bias
+blocks.10.modulation blocks.10.scale_shift_table
+blocks.10.norm3.weight blocks.10.norm2.weight
+blocks.10.self_attn.q.weight blocks.10.attn1.to_q.weight
+blocks.10.self_attn.norm_k.weight blocks.10.attn1.norm_k.weight
+blocks.10.cross_attn.v.bias blocks.10.attn2.to_v.bias
+blocks.10.cross_attn.o.bias blocks.10.attn2.to_out.0.bias
+blocks.10.ffn.0.weight blocks.10.ffn.net.0.proj.weight
+blocks.10.ffn.2.weight blocks.10.ffn.net.2.weight
+"""
+VAE_PAIRS = """
+conv1.bias quant_conv.bias
+conv2.weight post_quant_conv.weight
+encoder.conv1.weight encoder.conv_in.weight
+decoder.head.0.gamma decoder.norm_out.gamma
+decoder.head.2.bias decoder.conv_out.bias
+encoder.middle.1.to_qkv.bias encoder.mid_block.attentions.0.to_qkv.bias
+encoder.middle.2.residual.3.gamma encoder.mid_block.resnets.1.norm2.gamma
+encoder.downsamples.10.residual.6.bias encoder.down_blocks.10.conv2.bias
+encoder.downsamples.3.shortcut.weight encoder.down_blocks.3.conv_shortcut.weight
+encoder.downsamples.5.time_conv.bias encoder.down_blocks.5.time_conv.bias
+decoder.upsamples.11.resample.1.bias decoder.up_blocks.2.upsamplers.0.resample.1.bias
+decoder.upsamples.14.residual.2.weight decoder.up_blocks.3.resnets.2.conv1.weight
+encoder.downsamples.1.downsamples.2.time_conv.bias encoder.down_blocks.1.downsampler.time_conv.bias
+encoder.downsamples.1.downsamples.0.residual.0.gamma encoder.down_blocks.1.resnets.0.norm1.gamma
+decoder.upsamples.0.upsamples.3.resample.1.weight decoder.up_blocks.0.upsampler.resample.1.weight
+"""
+
+
+def pairs(table: str) -> list[list[str]]:
+    return [line.split() for line in table.strip().splitlines()]
+
+
+def vae_config(residual: bool) -> dict[str, Any]:
+    if not residual:
+        return {"base_dim": 8, "z_dim": 16}
+    return {
+        "base_dim": 8,
+        "decoder_base_dim": 10,
+        "z_dim": 48,
+        "is_residual": True,
+        "in_channels": 12,
+        "out_channels": 12,
+        "patch_size": 2,
+        "scale_factor_spatial": 16,
+        "latents_mean": [0.0] * 48,
+        "latents_std": [1.0] * 48,
+    }
+
+
+def t5_config(vocab: int) -> UMT5Config:
+    sizes = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
+    return UMT5Config(vocab_size=vocab, feed_forward_proj="gated-gelu", **sizes)
+
+
+def dit(config: dict[str, Any]) -> WanTransformer3DModel:
+    """diffusers' network for the official arguments `config`."""
+    return WanTransformer3DModel(
+        num_attention_heads=config["num_heads"],
+        attention_head_dim=config["dim"] // config["num_heads"],
+        in_channels=config["in_dim"],
+        out_channels=config["out_dim"],
+        text_dim=config["text_dim"],
+        ffn_dim=config["ffn_dim"],
+        num_layers=config["num_layers"],
+    )
+
+
+def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every stored tensor once (transformers lists the tied embedding twice) and its shape."""
+    buffers = [key for key in module.state_dict() if key in dict(module.named_buffers())]
+    assert not buffers, f"stored buffers: {buffers}"
+    return {name: tuple(p.shape) for name, p in module.named_parameters()}
+
+
+def renamed(tensors: dict[str, Tensor], rule: Callable[[str], str]) -> dict[str, Tensor]:
+    """Tensors under their new names, in float32; two tensors of one name are an error."""
+    result = {rule(name): tensor.float() for name, tensor in tensors.items()}
+    assert len(result) == len(tensors)
+    return result
+
+
+def assert_maps_onto(tensors: dict[str, Tensor], rule: Callable[[str], str], module: nn.Module):
+    mapped = {name: tuple(t.shape) for name, t in renamed(tensors, rule).items()}
+    assert mapped == shapes(module)
+
+
+# Real modules of the libraries, without the official tensors.
+
+
+def test_dit_names_are_those_of_diffusers_and_back():
+    with torch.device("meta"):
+        ours, theirs = shapes(WanModel(**TINY_DIT)), shapes(dit(TINY_DIT))
+    assert {keymaps.dit_diffusers_name(name): shape for name, shape in ours.items()} == theirs
+    assert {keymaps.dit_official_name(name): shape for name, shape in theirs.items()} == ours
+    for name in theirs:
+        assert keymaps.dit_diffusers_name(keymaps.dit_official_name(name)) == name
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model.", "model."])
+@pytest.mark.parametrize("rule", [str, keymaps.dit_diffusers_name])
+def test_prefixed_and_official_dit_names_become_official(prefix: str, rule: Callable[[str], str]):
+    with torch.device("meta"):
+        names = shapes(WanModel(**TINY_DIT))
+    assert [keymaps.dit_official_name(prefix + rule(name)) for name in names] == list(names)
+
+
+@pytest.mark.parametrize(("official", "diffusers"), pairs(DIT_PAIRS))
+def test_dit_names_one_by_one(official: str, diffusers: str):
+    assert keymaps.dit_diffusers_name(official) == diffusers
+    assert keymaps.dit_official_name(diffusers) == official
+
+
+def test_t5_names_and_back():
+    with torch.device("meta"):
+        names = set(shapes(UMT5EncoderModel(t5_config(300))))
+    official = {keymaps.t5_official_name(name) for name in names}
+    layer = ["norm1", "attn.q", "attn.k", "attn.v", "attn.o", "pos_embedding.embedding"]
+    layer += ["norm2", "ffn.gate.0", "ffn.fc1", "ffn.fc2"]
+    expected = {f"blocks.{i}.{part}.weight" for i in range(3) for part in layer}
+    assert official == expected | {"token_embedding.weight", "norm.weight"}
+    assert {keymaps.t5_transformers_name(name) for name in official} == names
+    assert {keymaps.t5_transformers_name(name) for name in names} == names
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["vae21", "vae22"])
+def test_vae_names_are_a_bijection(residual: bool):
+    with torch.device("meta"):
+        names = set(shapes(AutoencoderKLWan(**vae_config(residual))))
+    official = {keymaps.vae_official_name(name, residual) for name in names}
+    assert len(official) == len(names) == (196 if residual else 194)
+    assert {keymaps.vae_diffusers_name(name) for name in official} == names
+    assert {keymaps.vae_diffusers_name(name) for name in names} == names
+
+
+@pytest.mark.parametrize(("official", "diffusers"), pairs(VAE_PAIRS))
+def test_vae_names_one_by_one(official: str, diffusers: str):
+    assert keymaps.vae_diffusers_name(official) == diffusers
+    nested = official.count("samples.") > 1
+    assert keymaps.vae_official_name(diffusers, nested) == official
+
+
+# The official tensors.
+
+
+@needs_reference
+@pytest.mark.parametrize(
+    ("name", "case"), [("dit_t2v_h12", "b"), ("dit_ti2v", "uniform"), ("dit_i2v", "a")]
+)
+def test_official_dit_tensors_give_the_official_output(name: str, case: str):
+    weights = load_file(REFERENCE / f"{name}.weights.safetensors")
+    cases = load_file(REFERENCE / f"{name}.cases.safetensors")
+    config = json.loads((REFERENCE / f"{name}.json").read_text())["config"]
+    module = dit(config).eval()
+    assert_maps_onto(weights, keymaps.dit_diffusers_name, module)
+    assert set(weights) == {keymaps.dit_official_name(key) for key in shapes(module)}
+
+    module.load_state_dict(renamed(weights, keymaps.dit_diffusers_name))
+    x, text = cases[f"{case}.x"], cases[f"{case}.context"]
+    if config["model_type"] == "i2v":
+        x = torch.cat((x, cases[f"{case}.y"]))
+    text = F.pad(text, (0, 0, 0, config["text_len"] - len(text)))
+    with torch.no_grad():
+        out = module(x[None], cases[f"{case}.t"], text[None]).sample[0]
+    assert (out - cases[f"{case}.out"]).abs().max() <= STOCK_DIT_LIMIT
+
+
+@needs_reference
+def test_official_t5_tensors_give_the_official_output():
+    weights = load_file(REFERENCE / "t5.weights.safetensors")
+    cases = load_file(REFERENCE / "t5.cases.safetensors")
+    config = t5_config(300)
+    config._attn_implementation = "eager"
+    module = UMT5EncoderModel(config).eval()
+    assert_maps_onto(weights, keymaps.t5_transformers_name, module)
+    assert set(weights) == {keymaps.t5_official_name(key) for key in shapes(module)}
+
+    mapped = renamed(weights, keymaps.t5_transformers_name)
+    mapped["encoder.embed_tokens.weight"] = mapped["shared.weight"]
+    module.load_state_dict(mapped)
+    with torch.no_grad():
+        out = module(cases["ids"], attention_mask=cases["mask"]).last_hidden_state
+    for row, valid in enumerate((23, 150)):
+        assert (out[row, :valid] - cases["out"][row, :valid]).abs().max() <= LIMIT
+
+
+@needs_reference
+@pytest.mark.parametrize("residual", [False, True], ids=["vae21", "vae22"])
+def test_official_vae_tensors_give_the_official_outputs(residual: bool):
+    name = "vae22" if residual else "vae21"
+    weights = load_file(REFERENCE / f"{name}.weights.safetensors")
+    cases = load_file(REFERENCE / f"{name}.cases.safetensors")
+    module = AutoencoderKLWan(**vae_config(residual)).eval()
+    assert_maps_onto(weights, keymaps.vae_diffusers_name, module)
+    assert set(weights) == {keymaps.vae_official_name(key, residual) for key in shapes(module)}
+
+    module.load_state_dict(renamed(weights, keymaps.vae_diffusers_name))
+    mean, std = (cases[key].view(1, -1, 1, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        for case in ("c0", "c1", "c2"):
+            latent = (module.encode(cases[f"{case}.video"][None]).latent_dist.mode() - mean) / std
+            assert (latent[0] - cases[f"{case}.latent"]).abs().max() <= LIMIT
+            for source, target in (("latent", "decoded"), ("latent_rand", "decoded_rand")):
+                z = cases[f"{case}.{source}"][None] * std + mean
+                decoded = module.decode(z).sample.clamp(-1, 1)
+                assert (decoded[0] - cases[f"{case}.{target}"]).abs().max() <= LIMIT

@@ -1,0 +1,29 @@
+"""The networks of a checkpoint: loaded when first needed, released as the memory policy says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from wan.modules.model import WanModel
+
+
+class Experts:
+    """Hands out networks by name ("high_noise", "low_noise" or "dit").
+
+    load(name) brings one to the device. With `offload`, asking for one releases the other first, so
+    that at most one is in memory; its files stay mapped by the system, which makes a reload cheap.
+    """
+
+    def __init__(self, load: Callable[[str], WanModel], *, offload: bool) -> None:
+        self._load, self.offload = load, offload
+        self._loaded: dict[str, WanModel] = {}
+
+    def get(self, name: str) -> WanModel:
+        if name not in self._loaded:
+            if self.offload:
+                self.release()
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def release(self) -> None:
+        self._loaded.clear()

@@ -1,0 +1,21 @@
+"""What a dense attention kernel is.
+
+Legend: B batch, S tokens, N heads, D head size. Every kernel takes and returns [B,S,N,D].
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Kernel(Protocol):
+    """softmax(q k^T / sqrt(D)) v over whole sequences; q and k may have different lengths."""
+
+    @property
+    def name(self) -> str:
+        """For logs and records."""
+        ...
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor: ...

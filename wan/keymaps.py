@@ -1,0 +1,130 @@
+"""What a tensor is called where: official names, and those of diffusers and transformers.
+
+Each network has one table of (official, library) name parts. A part that starts with a dot is
+replaced anywhere in a name, any other only at its beginning; both end at a dot or with the name.
+Rows are applied one after the other, so the inverse applies them backwards. A name that no row
+knows is the same in both worlds, or already in the wanted form, and passes unchanged.
+
+Sources: the tables of `docs/wan22_spec.md` 3.3 to 3.5, proven by the strict tests against the
+library modules in `tests/unit/test_keymaps.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Rows = tuple[tuple[str, str], ...]
+
+_DIT: Rows = (
+    ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+    ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+    ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+    ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+    ("time_projection.1", "condition_embedder.time_proj"),
+    ("head.head", "proj_out"),
+    ("head.modulation", "scale_shift_table"),
+    (".modulation", ".scale_shift_table"),
+    (".self_attn", ".attn1"),
+    (".cross_attn", ".attn2"),
+    (".q", ".to_q"),
+    (".k", ".to_k"),
+    (".v", ".to_v"),
+    (".o", ".to_out.0"),
+    (".ffn.0", ".ffn.net.0.proj"),
+    (".ffn.2", ".ffn.net.2"),
+    # The norm before cross-attention; each side calls the one before the FFN by the other's name,
+    # but that norm has no tensors.
+    (".norm3", ".norm2"),
+)
+
+_T5: Rows = (
+    ("token_embedding", "shared"),
+    ("norm", "encoder.final_layer_norm"),
+    ("blocks", "encoder.block"),
+    (".norm1", ".layer.0.layer_norm"),
+    (".attn", ".layer.0.SelfAttention"),
+    (".pos_embedding.embedding", ".layer.0.SelfAttention.relative_attention_bias"),
+    (".norm2", ".layer.1.layer_norm"),
+    (".ffn.gate.0", ".layer.1.DenseReluDense.wi_0"),
+    (".ffn.fc1", ".layer.1.DenseReluDense.wi_1"),
+    (".ffn.fc2", ".layer.1.DenseReluDense.wo"),
+)
+
+_VAE: Rows = (
+    ("conv1", "quant_conv"),
+    ("conv2", "post_quant_conv"),
+    ("encoder.conv1", "encoder.conv_in"),
+    ("decoder.conv1", "decoder.conv_in"),
+    (".head.0", ".norm_out"),
+    (".head.2", ".conv_out"),
+    (".middle.0", ".mid_block.resnets.0"),
+    (".middle.1", ".mid_block.attentions.0"),
+    (".middle.2", ".mid_block.resnets.1"),
+    (".residual.0", ".norm1"),
+    (".residual.2", ".conv1"),
+    (".residual.3", ".norm2"),
+    (".residual.6", ".conv2"),
+    (".shortcut", ".conv_shortcut"),
+)
+
+# The 2.1 VAE numbers its blocks flat: in the decoder three residual blocks, then an upsampler.
+_VAE_FLAT: Rows = (
+    (".downsamples", ".down_blocks"),
+    *((f".upsamples.{4 * b + 3}", f".up_blocks.{b}.upsamplers.0") for b in range(3)),
+    *(
+        (f".upsamples.{4 * b + r}", f".up_blocks.{b}.resnets.{r}")
+        for b in range(4)
+        for r in range(3)
+    ),
+)
+
+# The 2.2 VAE nests them: two (encoder) or three (decoder) residual blocks, then the resampler.
+_VAE_NESTED: Rows = (
+    *((f".downsamples.{b}.downsamples.2", f".down_blocks.{b}.downsampler") for b in range(4)),
+    *((f".upsamples.{b}.upsamples.3", f".up_blocks.{b}.upsampler") for b in range(4)),
+    *((f".downsamples.{b}.downsamples", f".down_blocks.{b}.resnets") for b in range(4)),
+    *((f".upsamples.{b}.upsamples", f".up_blocks.{b}.resnets") for b in range(4)),
+)
+
+
+def dit_official_name(name: str) -> str:
+    """The official name of a DiT tensor, from diffusers' name or a prefixed community one."""
+    return _rename(name.removeprefix("model.").removeprefix("diffusion_model."), _inverse(_DIT))
+
+
+def dit_diffusers_name(official: str) -> str:
+    """The name in diffusers' WanTransformer3DModel of an official DiT tensor."""
+    return _rename(official, _DIT)
+
+
+def t5_transformers_name(official: str) -> str:
+    """The name in transformers' UMT5EncoderModel of an official text encoder tensor."""
+    return _rename(official, _T5)
+
+
+def t5_official_name(name: str) -> str:
+    """The official name of a UMT5EncoderModel tensor."""
+    return _rename(name, _inverse(_T5))
+
+
+def vae_diffusers_name(official: str) -> str:
+    """The name in diffusers' AutoencoderKLWan of an official tensor of either VAE."""
+    return _rename(official, _VAE_NESTED + _VAE_FLAT + _VAE)
+
+
+def vae_official_name(name: str, residual: bool) -> str:
+    """The official name of an AutoencoderKLWan tensor; `residual` (its config) is the 2.2 VAE."""
+    return _rename(name, _inverse((_VAE_NESTED if residual else _VAE_FLAT) + _VAE))
+
+
+def _inverse(rows: Rows) -> Rows:
+    return tuple((new, old) for old, new in reversed(rows))
+
+
+def _rename(name: str, rows: Iterable[tuple[str, str]]) -> str:
+    for old, new in rows:
+        if old.startswith("."):
+            name = f"{name}.".replace(f"{old}.", f"{new}.")[:-1]
+        elif f"{name}.".startswith(f"{old}."):
+            name = new + name[len(old) :]
+    return name

@@ -1,0 +1,62 @@
+"""Messages, progress bars and stage times; only the main rank speaks."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+logger = logging.getLogger("wan")
+
+
+def setup(main_rank: bool = True) -> None:
+    """Send messages to stdout: INFO and up on the main rank, errors only on the others."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if main_rank else logging.ERROR)
+
+
+def progress(total: int | None, description: str, unit: str) -> Any:
+    """A tqdm bar on the main rank, silent elsewhere and where nobody set up logging (API use)."""
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total,
+        desc=description,
+        unit=unit,
+        unit_scale=unit == "B",
+        disable=not logger.isEnabledFor(logging.INFO),
+        dynamic_ncols=True,
+    )
+
+
+class Stages:
+    """Seconds spent per named stage of a run, and memory peaks.
+
+    synchronize: waits for the device, so that a stage's time holds all of its work.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._synchronize = synchronize
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def peak_host_memory() -> int:
+    """The process's highest resident memory so far, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

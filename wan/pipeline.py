@@ -1,0 +1,112 @@
+"""One request from prompt to frames: encode, condition, denoise, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from PIL import Image
+from torch import Tensor
+
+from wan import conditioning, sampler
+from wan.device import Device
+from wan.experts import Experts
+from wan.log import Stages
+from wan.settings.errors import InputError
+from wan.settings.request import Request
+from wan.text import TextEncoder
+from wan.vae import VideoVAE
+
+T = TypeVar("T")
+
+
+class Lazy(Generic[T]):
+    """A part that is made when first needed and can be released."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._value: T | None = None
+
+    def get(self) -> T:
+        if self._value is None:
+            self._value = self._make()
+        return self._value
+
+    def release(self) -> None:
+        self._value = None
+
+
+@dataclass
+class Pipeline:
+    """The parts of a run. offload: release each part as soon as its stage is over."""
+
+    device: Device
+    text: Lazy[TextEncoder]
+    vae: Lazy[VideoVAE]
+    experts: Experts
+    text_dim: int
+    text_len: int
+    offload: bool
+
+    def set_offload(self, offload: bool) -> None:
+        self.offload = self.experts.offload = offload
+
+    def latents(
+        self,
+        request: Request,
+        *,
+        image: Image.Image | None = None,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        stages: Stages | None = None,
+    ) -> Tensor:
+        """Denoised latents, float32 [Z,f,h,w], on the device.
+
+        prompt_embeds, negative_prompt_embeds: [length, text_dim], used instead of the prompts.
+        """
+        stages = Stages(self.device.synchronize) if stages is None else stages
+        with stages("text"):
+            context = self._context(request.prompt, prompt_embeds)
+            if all(scale == 1 for scale in request.guide_scale):
+                negative = context  # never looked at
+            else:
+                negative = self._context(request.negative_prompt, negative_prompt_embeds)
+            self._done(self.text)
+        with stages("conditioning"):
+            conditions = conditioning.prepare(
+                request,
+                context,
+                negative,
+                image,
+                lambda video: self.vae.get().encode(video),
+                self.device.torch,
+            )
+            self._done(self.vae)
+        with stages("denoising"):
+            latents = sampler.denoise(request, conditions, self.experts)
+            self._done(self.experts)
+        return latents
+
+    def decode(self, latents_Zfhw: Tensor, stages: Stages | None = None) -> Tensor:
+        """Pixels [3,F,H,W] in [-1, 1]."""
+        stages = Stages(self.device.synchronize) if stages is None else stages
+        with stages("decoding"):
+            video = self.vae.get().decode(latents_Zfhw)
+            self._done(self.vae)
+        return video
+
+    def _context(self, prompt: str, embeds: Tensor | None) -> Tensor:
+        if embeds is None:
+            embeds = self.text.get()(prompt)
+        if embeds.dim() != 2 or embeds.shape[1] != self.text_dim or len(embeds) > self.text_len:
+            raise InputError(
+                f"Text embeddings of shape {list(embeds.shape)} do not fit the DiT: it takes "
+                f"[length <= {self.text_len}, {self.text_dim}]."
+            )
+        return embeds.to(self.device.torch)
+
+    def _done(self, part: Lazy[TextEncoder] | Lazy[VideoVAE] | Experts) -> None:
+        if self.offload:
+            part.release()
+            self.device.empty_cache()

@@ -1,0 +1,146 @@
+"""The denoising loop: official noise schedules, diffusers' solvers, experts and guidance.
+
+Legend: N steps, Z latent channels, f h w latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wan.log import progress
+from wan.modules.step import StepInfo
+from wan.settings.presets import TRAIN_TIMESTEPS
+from wan.settings.request import Request
+
+
+def sigma_table(solver: str, steps: int, shift: float) -> tuple[Tensor, Tensor]:
+    """Sigmas, float32 [N+1] ending in 0, and timesteps, int64 [N].
+
+    The official grids: UniPC starts just below 1, where training does, DPM++ at 1. The model sees
+    the truncated timesteps, the solver the exact sigmas.
+    """
+    start = float(np.float32(1 - 1 / TRAIN_TIMESTEPS)) if solver == "unipc" else 1.0
+    ratios = np.linspace(start, 0, steps + 1)[:-1]
+    sigmas = shift * ratios / (1 + (shift - 1) * ratios)
+    timesteps = torch.from_numpy(sigmas * TRAIN_TIMESTEPS).to(torch.int64)
+    return torch.from_numpy(np.append(sigmas, 0.0).astype(np.float32)), timesteps
+
+
+def make_solver(name: str, steps: int, shift: float) -> Any:
+    """diffusers' UniPC or DPM++ stepping on the official table (their own tables differ)."""
+    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+
+    kind = UniPCMultistepScheduler if name == "unipc" else DPMSolverMultistepScheduler
+    solver = kind(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
+    solver.set_timesteps(steps)
+    solver.sigmas, solver.timesteps = sigma_table(name, steps, shift)
+    # Steps are counted, not looked up: with many steps neighbouring timesteps truncate to the same
+    # number, and a look-up would start one step late.
+    solver.set_begin_index(0)
+    return solver
+
+
+class Denoiser(Protocol):
+    """`WanModel.forward`."""
+
+    def __call__(
+        self,
+        x: list[Tensor],
+        t: Tensor,
+        context: list[Tensor],
+        seq_len: int,
+        y: list[Tensor] | None = None,
+        *,
+        step: StepInfo | None = None,
+    ) -> list[Tensor]: ...
+
+
+class ExpertSource(Protocol):
+    """Hands out networks by name, loading and releasing them as it sees fit."""
+
+    def get(self, name: str) -> Denoiser: ...
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What holds during a whole run.
+
+    start [Z,f,h,w]: the initial latents. context, negative_context: [length, text_dim] each.
+    y [20,f,h,w]: i2v's channels beside the latents. timesteps(t): what the model is told at t.
+    impose(latents): puts back what is given, such as ti2v's first frame.
+    """
+
+    start: Tensor
+    context: Tensor
+    negative_context: Tensor
+    y: Tensor | None
+    timesteps: Callable[[Tensor], Tensor]
+    impose: Callable[[Tensor], Tensor]
+
+
+def expert_at(timestep: int, boundary: float | None) -> tuple[str, int]:
+    """The network for a timestep and the index of its guidance scale."""
+    if boundary is None:
+        return "dit", 0
+    if timestep >= boundary * TRAIN_TIMESTEPS:
+        return "high_noise", 1
+    return "low_noise", 0
+
+
+def denoise(request: Request, conditions: Conditions, experts: ExpertSource) -> Tensor:
+    """Clean latents [Z,f,h,w]; solver steps are taken in float32 on the latents' device."""
+    solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
+    latents = conditions.start
+    first, _ = expert_at(int(solver.timesteps[0]), request.boundary)
+    experts.get(first)  # before the bar, so that its pace is that of the steps
+    with torch.no_grad(), progress(request.sample_steps, "sampling", "step") as bar:
+        for index, timestep in enumerate(solver.timesteps):
+            name, scale = expert_at(int(timestep), request.boundary)
+            bar.set_postfix_str(name, refresh=False)
+            velocity = guided_velocity(
+                experts.get(name),
+                latents,
+                conditions,
+                conditions.timesteps(timestep),
+                _step(request, index, name),
+                request.guide_scale[scale],
+            )
+            latents = solver.step(velocity, timestep, latents, return_dict=False)[0]
+            latents = conditions.impose(latents)
+            bar.update()
+    return latents
+
+
+def guided_velocity(
+    model: Denoiser,
+    latents: Tensor,
+    conditions: Conditions,
+    t: Tensor,
+    step: Callable[[str], StepInfo],
+    scale: float,
+) -> Tensor:
+    """u + scale * (c - u) of the two guidance branches; at scale 1 that is c, and u is skipped."""
+    y = None if conditions.y is None else [conditions.y]
+
+    def branch(name: str, context: Tensor) -> Tensor:
+        info = step(name)
+        return model([latents], t, [context], info.valid_len, y, step=info)[0]
+
+    cond = branch("cond", conditions.context)
+    if scale == 1:
+        return cond
+    uncond = branch("uncond", conditions.negative_context)
+    return uncond + scale * (cond - uncond)
+
+
+def _step(request: Request, index: int, expert: str) -> Callable[[str], StepInfo]:
+    f, h, w = request.grid
+    return lambda branch: StepInfo(
+        index, request.sample_steps, branch, expert, request.grid, f * h * w
+    )

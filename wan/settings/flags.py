@@ -1,0 +1,162 @@
+"""The command line: one table of flags, and what is refused by name.
+
+Every flag's parsed default is "not given", so that values can be layered: flags win over a JSON
+record, that over the checkpoint's generation_config.json, that over the task's presets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from wan.settings import values
+from wan.settings.errors import InputError
+from wan.settings.execution import DEVICES, PRECISIONS
+from wan.settings.presets import TASKS, UNBUILT_TASKS
+from wan.settings.request import READERS
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting. A switch takes no value on the command line; in JSON it is true or false."""
+
+    name: str
+    read: values.Reader
+    help: str
+    switch: bool = False
+    record: bool = True  # part of the JSON record that --from_json repeats
+
+
+def _task(name: str, raw: Any) -> str:
+    if raw in UNBUILT_TASKS:
+        raise InputError(UNBUILT_TASKS[raw])
+    return str(values.choice(*TASKS)(name, raw))
+
+
+_SEED = values.integer(-(2**63), 2**63 - 1)
+_GROUPS: dict[str, tuple[Flag, ...]] = {
+    "what to generate": (
+        Flag("task", _task, f"{', '.join(TASKS)} (default t2v-A14B)"),
+        Flag("prompt", READERS["prompt"], "default: an example of the task"),
+        Flag(
+            "negative_prompt",
+            READERS["negative_prompt"],
+            "default, also for '': the official one",
+        ),
+        Flag("image", values.text, "picture to start from (i2v: needed, ti2v: optional)"),
+        Flag("size", READERS["size"], "WIDTH*HEIGHT; with a picture its area counts"),
+        Flag("frame_num", READERS["frame_num"], "frames, 4n+1"),
+        Flag("base_seed", _SEED, "negative (default): a random one"),
+    ),
+    "checkpoint": (
+        Flag("ckpt_dir", values.text, "checkpoint folder; default ./Wan2.2-..., else a tiny demo"),
+    ),
+    "sampling": (
+        Flag("sample_solver", READERS["sample_solver"], "unipc (default) or dpm++"),
+        Flag("sample_steps", READERS["sample_steps"], "solver steps"),
+        Flag("sample_shift", READERS["sample_shift"], "shift of the noise schedule"),
+        Flag(
+            "sample_guide_scale", READERS["guide_scale"], "one number, or LOW,HIGH; 1: no guidance"
+        ),
+        Flag("noise_device", READERS["noise_device"], "cpu (default): same noise anywhere"),
+    ),
+    "device and memory": (
+        Flag("device", values.choice(*DEVICES), "auto (default), cpu, cuda, npu"),
+        Flag("precision", values.choice(*PRECISIONS), "auto: bf16 on CUDA, fp32 on the CPU"),
+        Flag("convert_model_dtype", values.switch, "store all DiT weights in bf16", switch=True),
+        Flag("offload_model", values.switch, "true/false: keep one network at a time (true)"),
+        Flag("t5_cpu", values.switch, "run the text encoder on the CPU", switch=True),
+        Flag("text_kv_cache", values.switch, "true/false: keep the text's K/V over steps (true)"),
+        Flag("compile", values.switch, "compile the transformer blocks", switch=True),
+        Flag("vae_tiling", values.switch, "decode in tiles: less memory, not exact", switch=True),
+        Flag("ulysses_size", values.integer(1, 1024), "sequence-parallel degree (1)"),
+        Flag("t5_fsdp", values.switch, "shard the text encoder over devices", switch=True),
+        Flag("dit_fsdp", values.switch, "shard the DiT over devices", switch=True),
+    ),
+    "prompt extension": (
+        Flag("use_prompt_extend", values.switch, "let a language model write more", switch=True),
+        Flag(
+            "prompt_extend_method",
+            values.choice("local_qwen", "dashscope"),
+            "local_qwen (default) or dashscope",
+        ),
+        Flag("prompt_extend_model", values.text, "folder or name of the language model"),
+        Flag("prompt_extend_target_lang", values.choice("zh", "en"), "zh (default) or en"),
+    ),
+    "output": (
+        Flag("save_file", values.text, "path of the mp4; default: a name from task and prompt"),
+        Flag("fps", values.positive(240), "frames per second of the file"),
+        Flag("save_latents", values.switch, "keep the denoised latents", switch=True),
+        Flag("decode_latents", values.text, "only decode this latents file", record=False),
+        Flag("from_json", values.text, "repeat the run of this JSON record", record=False),
+    ),
+}
+FLAGS: dict[str, Flag] = {flag.name: flag for group in _GROUPS.values() for flag in group}
+
+_S2V = "it belongs to s2v-14B, which is not built here"
+_ANIMATE = "it belongs to animate-14B, which is not built here"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("src_root_path", "refert_num", "replace_flag", "use_relighting_lora"), _ANIMATE
+    ),
+    **dict.fromkeys(("num_clip", "audio", "enable_tts", "tts_prompt_audio", "tts_text"), _S2V),
+    **dict.fromkeys(("tts_prompt_text", "pose_video", "start_from_ref", "infer_frames"), _S2V),
+    **dict.fromkeys(("cfg_size", "ring_size", "comm_type"), "this version runs on one device"),
+    "tp_size": "tensor parallelism is not built; run without it",
+    "vae_parallel": "the VAE runs on one device; --vae_tiling bounds its memory",
+    "quant_dit_path": "quantised weights are not built; --convert_model_dtype halves the memory",
+    **dict.fromkeys(
+        ("use_rainfusion", "sparsity", "sparse_start_step", "rainfusion_type"),
+        "sparse attention is not built; run without it",
+    ),
+    **dict.fromkeys(
+        ("use_attentioncache", "attentioncache_ratio", "attentioncache_interval", "start_step"),
+        "step caches are not built; lower --sample_steps instead",
+    ),
+    "end_step": "step caches are not built; lower --sample_steps instead",
+}
+"""Flags of the official code and the Ascend fork that are not built, and what to do instead."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; --help lists the flags.")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = _Parser(
+        prog="generate.py",
+        description="Generate a video with Wan2.2 from a text prompt, a picture, or both.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for title, flags in _GROUPS.items():
+        group = result.add_argument_group(title)
+        for flag in flags:
+            if flag.switch:
+                group.add_argument(f"--{flag.name}", action="store_true", help=flag.help)
+            else:
+                metavar = flag.name.rsplit("_", 1)[-1].upper()
+                group.add_argument(f"--{flag.name}", metavar=metavar, help=flag.help)
+    return result
+
+
+def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """The flags that were given, as checked values. InputError for anything wrong in them."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for argument in arguments:
+        name = argument.removeprefix("--").split("=")[0]
+        if argument.startswith("--") and name in REFUSED:
+            raise InputError(f"--{name} is not available: {REFUSED[name]}.")
+    return read(vars(parser().parse_args(arguments)), "--{}")
+
+
+def read(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Check values against the table. `source` makes a value's shown name from its key."""
+    unknown = [key for key in raw if key not in FLAGS]
+    if unknown:
+        raise InputError(f"{source.format(unknown[0])} is not a known setting; remove it.")
+    return {key: FLAGS[key].read(source.format(key), value) for key, value in raw.items()}

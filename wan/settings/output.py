@@ -1,0 +1,63 @@
+"""Where the results go."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from wan.settings.errors import InputError
+
+
+@dataclass(frozen=True)
+class Output:
+    """The video's path (.mp4); the JSON record and the latents stand beside it under its name.
+
+    keep_latents: the denoised latents stay on disk; otherwise they go once the video is written.
+    """
+
+    save_file: Path
+    fps: float
+    keep_latents: bool = False
+
+    def __post_init__(self) -> None:
+        check_writable(self.save_file)
+
+    @property
+    def record(self) -> Path:
+        return self.save_file.with_suffix(".json")
+
+    @property
+    def latents(self) -> Path:
+        return self.save_file.with_suffix(".latents.safetensors")
+
+
+def check_writable(path: Path) -> None:
+    """The path must name an mp4 in a folder that exists or can be made."""
+    if path.suffix.lower() != ".mp4":
+        raise InputError(f"--save_file {path} must end in .mp4, the only format written.")
+    if path.is_dir():
+        raise InputError(f"--save_file {path} is a folder; add a file name.")
+    if len(os.fsencode(path.name)) > 200:
+        raise InputError(f"--save_file has a name of {len(path.name)} characters; shorten it.")
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(
+            f"--save_file {path} cannot be written: {parent} is not a writable folder."
+        )
+
+
+def generated_name(task: str, size: tuple[int, int], prompt: str) -> str:
+    """`task_WxH_start-of-prompt_time.mp4`, safe as a file name on every system.
+
+    The official name keeps `*`, quotes and line breaks; here letters, digits, `-` and `.` stay.
+    """
+    words = re.sub(r"[^\w.-]+", "_", prompt).strip("_.")
+    while len(words.encode("utf-8")) > 50:
+        words = words[:-1]
+    stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
+    return "_".join(filter(None, (task, f"{size[0]}x{size[1]}", words, stamp))) + ".mp4"

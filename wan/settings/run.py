@@ -1,0 +1,245 @@
+"""One run, fully resolved. Everything wrong is refused here, before torch is imported."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wan.settings import env
+from wan.settings.checkpoint import Checkpoint, check_task, describe
+from wan.settings.errors import InputError
+from wan.settings.execution import Execution, Parallel
+from wan.settings.files import read_json, safetensors_header, safetensors_metadata
+from wan.settings.flags import FLAGS, read
+from wan.settings.output import Output, generated_name
+from wan.settings.presets import ALIASES, EXAMPLE_PROMPTS, NEGATIVE_PROMPT, PRESETS, Preset
+from wan.settings.request import Request, check_image
+
+DemoMaker = Callable[[str, Path], None]
+"""(task, folder): writes the demo checkpoint."""
+ExtensionCheck = Callable[[str, str | None], None]
+"""(method, model): raises InputError when prompt extension cannot work."""
+_FROM_CHECKPOINT = [
+    "size",
+    "frame_num",
+    "sample_solver",
+    "sample_steps",
+    "sample_shift",
+    "sample_guide_scale",
+    "fps",
+    "negative_prompt",
+]
+
+
+@dataclass(frozen=True)
+class PromptExtension:
+    """The language model that extends the prompt."""
+
+    method: str
+    model: str | None
+    target_lang: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything generate.py needs. `notices` are lines the user should see before the work."""
+
+    request: Request
+    checkpoint: Checkpoint
+    execution: Execution
+    output: Output
+    image: Path | None
+    extension: PromptExtension | None
+    decode_latents: Path | None
+    settings: dict[str, Any]
+    notices: tuple[str, ...]
+
+
+def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: ExtensionCheck) -> Run:
+    """Layer the given flags over records, checkpoint and presets, and check all of it.
+
+    flags: checked values as `flags.parse` returns them. make_demo is called only when no checkpoint
+    is given and the demo has not been made yet.
+    """
+    values = {**_recorded(flags), **flags}
+    execution = _fields(Execution, values)
+    Parallel(env.world_size(), *(values.get(k, d) for k, d in _PARALLEL.items()))
+    task = values.get("task", "t2v-A14B")
+    preset = PRESETS[ALIASES.get(task, task)]
+    image_size = _check_image(values, preset)
+    extension = _extension(values, check_extension)
+    folder, demo = _folder(values, preset)
+    if demo and not folder.is_dir():
+        _request(values, preset, image_size)  # refuse before spending time on the demo
+        make_demo(preset.task, folder)
+    checkpoint = describe(folder)
+    if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
+        preset = PRESETS["t2v-14B"]
+    check_task(checkpoint, preset)
+    needed = ("vae",) if "decode_latents" in values else ("vae", "text_encoder", "tokenizer")
+    for part in needed:
+        checkpoint.require(part)
+    values = {**_generation_config(folder), **values}
+    request = _request(values, preset, image_size)
+    output = Output(
+        Path(values.get("save_file") or generated_name(task, request.video_size, request.prompt)),
+        values.get("fps", preset.fps),
+        values.get("save_latents", False),
+    )
+    return Run(
+        request=request,
+        checkpoint=checkpoint,
+        execution=execution,
+        output=output,
+        image=Path(values["image"]) if "image" in values else None,
+        extension=extension,
+        decode_latents=_latents_file(values),
+        settings=_record(values, request, output, folder),
+        notices=tuple(_notices(request, folder, demo)),
+    )
+
+
+_PARALLEL = {"ulysses_size": 1, "t5_fsdp": False, "dit_fsdp": False}
+
+
+def _fields(kind: type[Execution], values: Mapping[str, Any]) -> Execution:
+    return kind(**{k: values[k] for k in kind.__dataclass_fields__ if k in values})
+
+
+def _recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the earlier run that --from_json or --decode_latents continues."""
+    if "from_json" in flags and "decode_latents" in flags:
+        raise InputError("--from_json and --decode_latents exclude each other; give one of them.")
+    if "from_json" in flags:
+        path = Path(flags["from_json"])
+        settings = read_json(path).get("settings")
+    elif "decode_latents" in flags:
+        path = Path(flags["decode_latents"])
+        latents = safetensors_header(path).get("latents")
+        if latents is None or len(latents.shape) != 4:
+            raise InputError(
+                f"{path} holds no latents of generate.py; give a .latents.safetensors."
+            )
+        settings = safetensors_metadata(path).get("settings")
+    else:
+        return {}
+    if not isinstance(settings, dict):
+        raise InputError(f"{path} is not a record of generate.py (no settings in it).")
+    return read(settings, f"{path}: {{}}")
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    raw = read_json(path)
+    for key in raw:
+        if key not in _FROM_CHECKPOINT:
+            raise InputError(
+                f"{path} sets {key!r}; a checkpoint may set {', '.join(_FROM_CHECKPOINT)}."
+            )
+    return read(raw, f"{path}: {{}}")
+
+
+def _check_image(values: Mapping[str, Any], preset: Preset) -> tuple[int, int] | None:
+    if "decode_latents" in values:
+        return None
+    if "image" not in values:
+        if preset.kind == "i2v":
+            raise InputError(f"Task {preset.task} starts from a picture; give one with --image.")
+        return None
+    if preset.kind == "t2v":
+        raise InputError(
+            f"Task {preset.task} takes no --image; use i2v-A14B or ti2v-5B, or drop the picture."
+        )
+    return check_image(Path(values["image"]))
+
+
+def _extension(values: Mapping[str, Any], check: ExtensionCheck) -> PromptExtension | None:
+    if not values.get("use_prompt_extend", False):
+        return None
+    method, model = (
+        values.get("prompt_extend_method", "local_qwen"),
+        values.get("prompt_extend_model"),
+    )
+    check(method, model)
+    return PromptExtension(method, model, values.get("prompt_extend_target_lang", "zh"))
+
+
+def _folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, bool]:
+    """The checkpoint folder, and whether it is the demo's."""
+    if "ckpt_dir" in values:
+        return Path(values["ckpt_dir"]).expanduser(), False
+    official = Path(preset.folder)
+    if official.is_dir():
+        return official, False
+    return env.cache_dir() / f"demo-{preset.task}-v1", True
+
+
+def _request(
+    values: Mapping[str, Any], preset: Preset, image_size: tuple[int, int] | None
+) -> Request:
+    width, height = preset.size.split("*")
+    seed = values.get("base_seed", -1)
+    return Request(
+        preset=preset,
+        prompt=values.get("prompt", EXAMPLE_PROMPTS[preset.kind]),
+        negative_prompt=values.get("negative_prompt") or NEGATIVE_PROMPT,
+        image_size=image_size,
+        size=values.get("size", (int(width), int(height))),
+        frame_num=values.get("frame_num", preset.frame_num),
+        sample_steps=values.get("sample_steps", preset.sample_steps),
+        sample_shift=values.get("sample_shift", preset.sample_shift),
+        sample_solver=values.get("sample_solver", "unipc"),
+        guide_scale=values.get("sample_guide_scale", preset.guide_scale),
+        boundary=preset.boundary,
+        seed=seed if seed >= 0 else random.SystemRandom().randrange(2**63),
+        noise_device=values.get("noise_device", "cpu"),
+    )
+
+
+def _latents_file(values: Mapping[str, Any]) -> Path | None:
+    return Path(values["decode_latents"]) if "decode_latents" in values else None
+
+
+def _record(
+    values: Mapping[str, Any], request: Request, output: Output, folder: Path
+) -> dict[str, Any]:
+    """All settings under their flag names, enough to repeat the run."""
+    resolved = {
+        **values,
+        "task": values.get("task", request.preset.task),
+        "ckpt_dir": str(folder),
+        "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt,
+        "size": request.size,
+        "frame_num": request.frame_num,
+        "sample_steps": request.sample_steps,
+        "sample_shift": request.sample_shift,
+        "sample_solver": request.sample_solver,
+        "sample_guide_scale": request.guide_scale,
+        "base_seed": request.seed,
+        "noise_device": request.noise_device,
+        "fps": output.fps,
+        "save_file": str(output.save_file),
+    }
+    return {
+        name: resolved[name] for name, flag in FLAGS.items() if flag.record and name in resolved
+    }
+
+
+def _notices(request: Request, folder: Path, demo: bool) -> list[str]:
+    lines = []
+    preset = request.preset
+    if demo:
+        lines.append(
+            f"No --ckpt_dir and no ./{preset.folder}: using the tiny demo checkpoint {folder}. "
+            "Its weights are random, so the video is noise; it shows that everything runs."
+        )
+    size = "*".join(map(str, request.size))
+    if not demo and size not in preset.trained_sizes:
+        lines.append(f"{size} is not a trained size of {preset.task} {preset.trained_sizes}.")
+    return lines

@@ -1,0 +1,104 @@
+"""Readers of single values: raw text or JSON in, a checked Python value or an InputError out.
+
+Every reader gets the value's name as the user knows it (`--frame_num`, or a key of a JSON file).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wan.settings.errors import InputError
+
+Reader = Callable[[str, Any], Any]
+
+
+def text(name: str, raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise InputError(f"{name} is {raw!r}; it must be text.")
+    try:
+        raw.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"{name} is not valid UTF-8 text; pass it in UTF-8.") from None
+    return raw
+
+
+def switch(name: str, raw: Any) -> bool:
+    """Official boolean words: yes/true/t/y/1 and no/false/f/n/0, in any case."""
+    word = str(raw).strip().lower()
+    if word in ("yes", "true", "t", "y", "1"):
+        return True
+    if word in ("no", "false", "f", "n", "0"):
+        return False
+    raise InputError(f"{name} is {raw!r}; use true or false.")
+
+
+def integer(minimum: int, maximum: int, hint: str = "") -> Reader:
+    """A whole number within [minimum, maximum]."""
+
+    def read(name: str, raw: Any) -> int:
+        try:
+            value = int(str(raw))
+        except ValueError:
+            raise InputError(f"{name} is {raw!r}; it must be a whole number.{hint}") from None
+        if isinstance(raw, bool) or not minimum <= value <= maximum:
+            raise InputError(f"{name} is {raw}; it must be from {minimum} to {maximum}.{hint}")
+        return value
+
+    return read
+
+
+def positive(maximum: float) -> Reader:
+    """A finite number in (0, maximum]."""
+
+    def read(name: str, raw: Any) -> float:
+        try:
+            value = float(str(raw))
+        except ValueError:
+            raise InputError(f"{name} is {raw!r}; it must be a number.") from None
+        if not math.isfinite(value) or not 0 < value <= maximum:
+            raise InputError(f"{name} is {raw}; it must be above 0 and at most {maximum:g}.")
+        return value
+
+    return read
+
+
+def choice(*allowed: str) -> Reader:
+    def read(name: str, raw: Any) -> str:
+        if raw not in allowed:
+            raise InputError(f"{name} is {raw!r}; choose one of {', '.join(allowed)}.")
+        return str(raw)
+
+    return read
+
+
+def frame_num(name: str, raw: Any) -> int:
+    """A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
+    value = int(integer(1, 4093)(name, raw))
+    below = (value - 1) // 4 * 4 + 1
+    if value != below:
+        raise InputError(f"{name} is {value}; it must be 4n+1: use {below} or {below + 4}.")
+    return value
+
+
+def size(name: str, raw: Any) -> tuple[int, int]:
+    """`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
+    parts: Sequence[Any] = raw if isinstance(raw, list | tuple) else re.split(r"[*xX]", str(raw))
+    try:
+        width, height = (int(str(part)) for part in parts)
+    except ValueError:
+        raise InputError(f"{name} is {raw!r}; write WIDTH*HEIGHT, for example 832*480.") from None
+    if width < 1 or height < 1:
+        raise InputError(f"{name} is {raw}; width and height must be positive.")
+    return width, height
+
+
+def guide_scale(name: str, raw: Any) -> tuple[float, float]:
+    """One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
+    parts: Sequence[Any] = raw if isinstance(raw, list | tuple) else str(raw).split(",")
+    if not 1 <= len(parts) <= 2:
+        raise InputError(f"{name} is {raw!r}; give one number, or LOW,HIGH for the two experts.")
+    low, high = (positive(100)(name, parts[i]) for i in (0, -1))
+    return low, high

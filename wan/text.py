@@ -1,0 +1,132 @@
+"""Prompts to text embeddings: official cleaning, UMT5 tokenizer and encoder.
+
+Legend: T tokens of one prompt (at most text_len), C text channels.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wan.log import logger
+from wan.settings.errors import InputError
+
+
+def clean_prompt(prompt: str) -> str:
+    """The official cleaning: mend Unicode, unescape HTML twice, collapse white space.
+
+    ftfy also turns full-width punctuation into ASCII, which changes the token ids.
+    """
+    import ftfy
+
+    mended = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return re.sub(r"\s+", " ", mended).strip()
+
+
+class TextEncoder:
+    """UMT5 with eager attention, which is bit-equal to the official encoder.
+
+    weights: a state dict under transformers' names, on the device. dtype: what is computed in;
+    where weights are bfloat16 and dtype is float32, one layer at a time is upcast, so that the real
+    encoder takes 11 GB and not 23.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], tokenizer: Path, *, dtype: torch.dtype, text_len: int
+    ) -> None:
+        self.text_len = text_len
+        self._tokenizer = _load_tokenizer(tokenizer)
+        self._model = _umt5(weights)
+        if self._model.dtype != dtype:
+            _compute_in(self._model, dtype)
+
+    @torch.no_grad()
+    def __call__(self, prompt: str) -> Tensor:
+        """Embedding [T, C] of a prompt. What exceeds text_len tokens is cut, with a message."""
+        text = clean_prompt(prompt)
+        ids = self._tokenizer(text).input_ids
+        if len(ids) > self.text_len:
+            logger.warning(
+                "The prompt has %d tokens; those after the first %d are cut.",
+                len(ids),
+                self.text_len,
+            )
+        tokens = self._tokenizer(
+            text,
+            padding="max_length",
+            truncation=True,
+            max_length=self.text_len,
+            return_tensors="pt",
+        ).to(self._model.device)
+        states = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        return states[0, : min(len(ids), self.text_len)]
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{folder} holds no usable tokenizer ({reason}); download it.") from error
+
+
+def _umt5(weights: Mapping[str, Tensor]) -> Any:
+    """A UMT5 encoder whose sizes are those of the tensors."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    state = {name: t for name, t in weights.items() if name != "encoder.embed_tokens.weight"}
+    layer = "encoder.block.0.layer"
+    try:
+        vocab_size, d_model = state["shared.weight"].shape
+        buckets, heads = state[f"{layer}.0.SelfAttention.relative_attention_bias.weight"].shape
+        config = UMT5Config(
+            vocab_size=vocab_size,
+            d_model=d_model,
+            d_kv=state[f"{layer}.0.SelfAttention.q.weight"].shape[0] // heads,
+            d_ff=state[f"{layer}.1.DenseReluDense.wi_0.weight"].shape[0],
+            num_layers=len({name.split(".")[2] for name in state if ".block." in name}),
+            num_heads=heads,
+            relative_attention_num_buckets=buckets,
+            relative_attention_max_distance=128,
+            feed_forward_proj="gated-gelu",
+            layer_norm_epsilon=1e-6,
+        )
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            model = UMT5EncoderModel(config)
+        model.set_input_embeddings(nn.Embedding(vocab_size, d_model, device="meta"))
+        state["encoder.embed_tokens.weight"] = state["shared.weight"]
+        model.load_state_dict(state, strict=True, assign=True)
+    except (KeyError, RuntimeError) as error:
+        raise InputError(
+            f"The text encoder's weights are not those of a UMT5 encoder ({error}); download "
+            "models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again."
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def _compute_in(model: Any, dtype: torch.dtype) -> None:
+    """Upcast each layer while it runs and put its stored weights back afterwards, exactly."""
+    parts = [*model.encoder.block, model.encoder.final_layer_norm]
+    for part in parts:
+        stored = {name: parameter.data for name, parameter in part.named_parameters()}
+
+        def upcast(module: nn.Module, _: Any, stored: dict[str, Tensor] = stored) -> None:
+            for name, parameter in module.named_parameters():
+                parameter.data = stored[name].to(dtype)
+
+        def restore(module: nn.Module, _: Any, __: Any, stored: dict[str, Tensor] = stored) -> None:
+            for name, parameter in module.named_parameters():
+                parameter.data = stored[name]
+
+        part.register_forward_pre_hook(upcast)
+        part.register_forward_hook(restore)
+    model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].to(dtype))
