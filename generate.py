@@ -88,7 +88,7 @@ def _extended(run: Run, image: Image | None, pipeline: Pipeline, stages: Stages)
             model=run.extension.model,
             target_lang=run.extension.target_lang,
             seed=run.request.seed,
-            device=str(pipeline.device.torch),
+            device=str(pipeline.device.torch_device),
         )
     settings = {**run.settings, "prompt": prompt, "use_prompt_extend": False}
     return replace(run, request=replace(run.request, prompt=prompt), settings=settings)

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 
 from tools.tiny_networks import DTYPES, RECIPES, Networks, Recipe, State, diffusers_dit
 from wan import keymaps
+from wan.settings.errors import InputError
 
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
 
@@ -40,13 +41,13 @@ def make_checkpoint(
 ) -> Path:
     """Write the checkpoint folder `out` and return it.
 
-    Raises ValueError for an unknown task, layout or dtype, and if `out` already holds something.
+    Raises InputError for an unknown task, layout or dtype, and if `out` already holds something.
     """
     for value, known in ((task, RECIPES), (layout, WRITERS), (dtype, DTYPES)):
         if value not in known:
-            raise ValueError(f"{value!r} is unknown here; choose one of {', '.join(known)}.")
+            raise InputError(f"{value!r} is unknown here; choose one of {', '.join(known)}.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty; name another folder or remove it.")
+        raise InputError(f"{out} exists and is not empty; name another folder or remove it.")
     # Under its final name there is a complete folder or none.
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
@@ -174,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the DiT's tensors")
     try:
         print(make_checkpoint(**vars(parser.parse_args(argv))))
-    except ValueError as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -57,7 +57,7 @@ class Recipe:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The DiT's config.json with the official keys; text_dim and patch_size are not among them."""
+        """The DiT's config.json: the official keys, without text_dim or patch_size."""
         dim = self.num_heads * self.head_dim
         return {
             "_class_name": "WanModel",

@@ -81,7 +81,7 @@ def _expert(
     kernel = SdpaKernel()
     model = loading.load_dit(
         checkpoint.experts[name],
-        device=device.torch,
+        device=device.torch_device,
         dtype_of=loading.dit_dtypes(dtype, execution.convert_model_dtype),
         label=f"DiT {name}",
         attention=LocalAttention(kernel),
@@ -105,7 +105,7 @@ def _text_encoder(
     weights = loading.load_tensors(
         checkpoint.require("text_encoder"),
         t5_transformers_name,
-        device=torch.device("cpu") if execution.t5_cpu else device.torch,
+        device=torch.device("cpu") if execution.t5_cpu else device.torch_device,
         dtype_of=lambda _, stored: stored if dtype == torch.float32 else dtype,
         label="text encoder",
     )
@@ -118,7 +118,7 @@ def _vae(checkpoint: Checkpoint, execution: Execution, device: Device) -> VideoV
     weights = loading.load_tensors(
         checkpoint.require("vae"),
         vae_diffusers_name,
-        device=device.torch,
+        device=device.torch_device,
         dtype_of=lambda *_: torch.float32,
         label="VAE",
     )

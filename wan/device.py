@@ -13,11 +13,11 @@ from wan.settings.errors import InputError
 class Device:
     """A device and what the rest of the code asks of it."""
 
-    torch: torch.device
+    torch_device: torch.device
 
     @property
     def type(self) -> str:
-        return self.torch.type
+        return self.torch_device.type
 
     @property
     def default_precision(self) -> torch.dtype:
@@ -25,7 +25,7 @@ class Device:
 
     def synchronize(self) -> None:
         if self.type == "cuda":
-            torch.cuda.synchronize(self.torch)
+            torch.cuda.synchronize(self.torch_device)
 
     def empty_cache(self) -> None:
         if self.type == "cuda":
@@ -33,14 +33,14 @@ class Device:
 
     def reset_peak_memory(self) -> None:
         if self.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.torch)
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_memory(self) -> int | None:
         """Highest memory allocated on the accelerator, bytes; None on the CPU."""
-        return torch.cuda.max_memory_allocated(self.torch) if self.type == "cuda" else None
+        return torch.cuda.max_memory_allocated(self.torch_device) if self.type == "cuda" else None
 
     def name(self) -> str:
-        return torch.cuda.get_device_name(self.torch) if self.type == "cuda" else "CPU"
+        return torch.cuda.get_device_name(self.torch_device) if self.type == "cuda" else "CPU"
 
 
 def resolve(wish: str, index: int = 0) -> Device:

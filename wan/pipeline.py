@@ -80,7 +80,7 @@ class Pipeline:
                 negative,
                 image,
                 lambda video: self.vae.get().encode(video),
-                self.device.torch,
+                self.device.torch_device,
             )
             self._done(self.vae)
         with stages("denoising"):
@@ -104,7 +104,7 @@ class Pipeline:
                 f"Text embeddings of shape {list(embeds.shape)} do not fit the DiT: it takes "
                 f"[length <= {self.text_len}, {self.text_dim}]."
             )
-        return embeds.to(self.device.torch)
+        return embeds.to(self.device.torch_device)
 
     def _done(self, part: Lazy[TextEncoder] | Lazy[VideoVAE] | Experts) -> None:
         if self.offload:

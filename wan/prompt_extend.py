@@ -135,8 +135,8 @@ def _ask_dashscope(question: Question, model: str | None, seed: int) -> str:
     from dashscope.common.error import DashScopeException
 
     model = model or ("qwen-plus" if question.image is None else "qwen-vl-max")
-    # How a service fails: the client's own errors, the network's (OSError), a reply that is no JSON
-    # (ValueError), and a reply without the fields that the client or we look up (the others).
+    # The client's own errors, the network's (OSError), a reply that is no JSON (ValueError), and a
+    # reply without the fields that the client or we look up (the others).
     failures = (DashScopeException, OSError, ValueError, TypeError, LookupError, AttributeError)
     reason = ""
     for failed in range(_TRIES):
@@ -147,7 +147,7 @@ def _ask_dashscope(question: Question, model: str | None, seed: int) -> str:
             reason = str(error)
         except failures as error:
             reason = f"{type(error).__name__}: {error}"
-    reason = textwrap.shorten(reason, 300)
+    reason = textwrap.shorten(reason, 200)
     raise _NoAnswerError(f"dashscope model {model!r} failed {_TRIES} times, at last {reason}")
 
 
@@ -240,9 +240,12 @@ def _load(name: str, needs_vision: bool) -> tuple[Any, Any, bool]:
         kind = tf.AutoModelForImageTextToText if vision else tf.AutoModelForCausalLM
         model = kind.from_pretrained(source, dtype="auto")
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        wanted = "a vision" if needs_vision else "an"
+        remedy = f"give the local folder of {wanted} Instruct model with --prompt_extend_model"
+        if isinstance(error, ImportError):
+            remedy = "install that package"
+        reason = textwrap.shorten(str(error), 200)
         raise PromptExtendError(
-            f"The prompt extension model {name!r} cannot be used "
-            f"({textwrap.shorten(str(error), 300)}); give the local folder of "
-            f"{'a vision' if needs_vision else 'an'} Instruct model with --prompt_extend_model."
+            f"The prompt extension model {name!r} cannot be used ({reason}); {remedy}."
         ) from error
     return model, processor, vision

@@ -154,9 +154,10 @@ def _shrink(image: Image) -> Image:
     image = image.convert("RGB")
     if scale >= 1:
         return image
-    # Rounding down keeps the area below the limit; a thin line of a picture keeps one pixel.
-    size = max(1, int(width * scale)), max(1, int(height * scale))
-    return image.resize(size, Resampling.LANCZOS)
+    # Rounded down to stay below the limit; the last minimum is for pictures one pixel wide or high.
+    width = min(max(1, int(width * scale)), MAX_AREA)
+    height = min(max(1, int(height * scale)), MAX_AREA // width)
+    return image.resize((width, height), Resampling.LANCZOS)
 
 
 def messages(system: Any, user: Any) -> list[dict[str, Any]]:

@@ -8,9 +8,7 @@ import io
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,67 +23,51 @@ from wan import prompt_extend
 from wan.prompt_extend import PromptExtendError, check_available, extend_prompt
 from wan.settings.errors import InputError
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-SPECIAL += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-TEMPLATE = """\
-{%- for m in messages -%}
-<|im_start|>{{ m.role }}
-{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
-{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}\
-{% endif %}{%- endfor %}{% endif %}<|im_end|>
-{% endfor -%}
-{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 2}
-
-
-def is_chinese(text: str) -> bool:
-    return any("\u4e00" <= c <= "\u9fff" for c in text)
+RED, BLUE = (Image.new("RGB", (64, 48), colour) for colour in ("red", "blue"))
+LOST = "Prompt extension failed, the original prompt is used: "
 
 
 def ask(prompt: str, **changes: Any) -> str:
-    defaults: dict[str, Any] = {
+    usual: dict[str, Any] = {
         "task_kind": "t2v",
         "image": None,
         "method": "dashscope",
         "model": None,
-        "target_lang": "en",
-        "seed": 7,
-        "device": "cpu",
     }
-    return extend_prompt(prompt, **(defaults | changes))
+    usual |= {"target_lang": "en", "seed": 7, "device": "cpu"}
+    return extend_prompt(prompt, **(usual | changes))
+
+
+def local(prompt: str, model: Any, **changes: Any) -> str:
+    return ask(prompt, method="local_qwen", model=model and str(model), **changes)
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Texts of the warnings so far; wan.log.setup, called by another test, stops propagation."""
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """Has `messages`. wan.log.setup, if another test called it, stopped the propagation."""
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
-    return caplog.messages
-
-
-# The service --------------------------------------------------------------------------------------
+    return caplog
 
 
 class Service:
-    """Stands for dashscope: hands out `replies` in turn (the last one for ever), keeps the calls."""
+    """What the fake dashscope answers, call after call, and what it was asked."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self.replies: list[Any] = []
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.error: type[Exception] = module.common.error.DashScopeException
-        module.Generation = SimpleNamespace(call=self._call("text"))
-        module.MultiModalConversation = SimpleNamespace(call=self._call("vision"))
+    replies: list[Any]
+    asked: list[tuple[str, str, dict[str, Any]]]
+    pauses: list[float]
 
-    def _call(self, kind: str) -> Callable[..., Any]:
-        def call(model: str, **options: Any) -> Any:
-            self.calls.append((kind, {"model": model, **options}))
-            reply = self.replies[min(len(self.calls), len(self.replies)) - 1]
-            if isinstance(reply, Exception):
-                raise reply
-            return reply
+    def answer(self, kind: str, model: str, options: dict[str, Any]) -> Any:
+        self.asked.append((kind, model, options))
+        reply = self.replies[len(self.asked) - 1]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
-        return call
+    def messages(self) -> tuple[Any, Any]:
+        """System and user content of the latest call."""
+        system, user = self.asked[-1][2]["messages"]
+        assert (system["role"], user["role"]) == ("system", "user")
+        return system["content"], user["content"]
 
 
 def answer(content: Any) -> SimpleNamespace:
@@ -93,82 +75,82 @@ def answer(content: Any) -> SimpleNamespace:
     return SimpleNamespace(status_code=200, output=SimpleNamespace(choices=[choice]))
 
 
-def failure(status: int = 429) -> SimpleNamespace:
-    return SimpleNamespace(status_code=status, code="Throttling", message="too many", output=None)
+BUSY = SimpleNamespace(status_code=429, code="Throttling", message="too many", output=None)
+CLIENT_ERROR = type("DashScopeException", (Exception,), {})
 
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Service:
-    modules = {name: ModuleType(name) for name in ("", ".common", ".common.error")}
-    for name, module in modules.items():
-        module.__spec__ = ModuleSpec(f"dashscope{name}", None)
-        monkeypatch.setitem(sys.modules, f"dashscope{name}", module)
-    modules[""].common, modules[".common"].error = modules[".common"], modules[".common.error"]
-    modules[".common.error"].DashScopeException = type("DashScopeException", (Exception,), {})
+    modules = [ModuleType(f"dashscope{name}") for name in ("", ".common", ".common.error")]
+    for module in modules:
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    made = Service()
+    made.replies, made.asked, made.pauses = [answer("text")] * 20, [], []
+    for kind in ("Generation", "MultiModalConversation"):
+        call = lambda model, kind=kind, **options: made.answer(kind, model, options)  # noqa: E731
+        setattr(modules[0], kind, SimpleNamespace(call=call))
+    modules[2].__dict__["DashScopeException"] = CLIENT_ERROR
     monkeypatch.setenv("DASH_API_KEY", "sk-test")
     monkeypatch.delenv("DASH_API_URL", raising=False)
-    monkeypatch.setattr(prompt_extend, "_PAUSE_S", 0.0)
-    return Service(modules[""])
+    monkeypatch.setattr(prompt_extend.time, "sleep", made.pauses.append)
+    return made
 
 
-def test_a_text_request_and_its_answer(service: Service, warnings: list[str]) -> None:
+def test_a_text_question(service: Service, log: Any) -> None:
     service.replies = [answer("  A cat, in full.\n")]
-    assert ask("a cat in {braces}", seed=2**62 + 5) == "A cat, in full."
-    [(kind, sent)] = service.calls
-    system, user = sent.pop("messages")
-    assert kind == "text"
-    assert sent.pop("request_timeout") * 4 < 600, "NCCL's patience on the ranks that wait"
-    assert sent == {"model": "qwen-plus", "seed": 5, "result_format": "message"} | {
-        "api_key": "sk-test"
-    }
-    assert (system["role"], user["role"]) == ("system", "user")
-    # Never the prompt alone: the client uploads a text that names a local file.
-    assert user["content"].endswith("a cat in {braces}") and user["content"][0] != "a"
-    assert warnings == []
+    assert ask(" a {cat} ", seed=2**62 + 5) == "A cat, in full."
+    [(kind, model, options)] = service.asked
+    assert (kind, model) == ("Generation", "qwen-plus")
+    # Never the prompt alone: the client uploads a text that is the name of a local file.
+    assert service.messages()[1] == "Request: a {cat}"
+    assert options.pop("request_timeout") * 4 < 600, "NCCL's patience on the ranks that wait"
+    del options["messages"]
+    assert options == {"api_key": "sk-test", "seed": 5, "result_format": "message"}
+    assert not log.messages
 
 
-def test_the_address_of_the_service(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    service.replies = [answer("text")]
+def test_a_picture_question(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DASH_API_URL", "https://example.test/api/v1")
-    ask("a cat", model="qwen-max")
-    assert service.calls[0][1]["base_address"] == "https://example.test/api/v1"
-    assert service.calls[0][1]["model"] == "qwen-max"
+    service.replies = [answer([{"text": "A red "}, {"text": "cat."}])]
+    assert ask("a cat", image=Image.new("RGBA", (2000, 1000), (255, 0, 0, 255))) == "A red cat."
+    [(kind, model, options)] = service.asked
+    assert (kind, model) == ("MultiModalConversation", "qwen-vl-max")
+    assert options["base_address"] == "https://example.test/api/v1"
+    system, [picture, words] = service.messages()
+    assert [list(part) for part in (*system, picture)] == [["text"], ["image"]]
+    assert words == {"text": "Request: a cat"}
+    head, data = picture["image"].split(",")
+    assert head == "data:image/png;base64"
+    sent = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert (sent.size, sent.mode, sent.getpixel((9, 9))) == ((724, 362), "RGB", (255, 0, 0))
 
 
-@pytest.mark.parametrize("first", ["status", "client", "network", "empty", "malformed"])
-def test_a_failed_try_is_repeated(service: Service, warnings: list[str], first: str) -> None:
-    bad = {
-        "status": failure(),
-        "client": service.error("bad key"),
-        "network": ConnectionError("no route"),
-        "empty": answer("  "),
-        "malformed": answer(None),
-    }
-    service.replies = [bad[first], answer("at last")]
-    assert ask("a cat") == "at last"
-    assert len(service.calls) == 2
-    assert warnings == []
+@pytest.mark.parametrize("size", [(40, 30), (512, 512), (513, 512), (300_000, 1), (1, 300_000)])
+def test_only_large_pictures_shrink(service: Service, size: tuple[int, int]) -> None:
+    ask("a cat", image=Image.new("L", size))
+    data = service.messages()[1][0]["image"].split(",")[1]
+    sent = Image.open(io.BytesIO(base64.b64decode(data))).size
+    fits = size[0] * size[1] <= 512 * 512
+    assert sent == size if fits else 0.99 * 512 * 512 < sent[0] * sent[1] <= 512 * 512
 
 
-def test_pauses_grow(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(prompt_extend, "_PAUSE_S", 1.0)
-    monkeypatch.setattr(prompt_extend.time, "sleep", pauses.append)
-    service.replies = [failure()]
-    ask("a cat")
-    assert pauses == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    "bad", [BUSY, CLIENT_ERROR("key"), ConnectionError("route"), answer(" "), answer(None)]
+)
+def test_a_failed_try_is_repeated(service: Service, log: Any, bad: Any) -> None:
+    service.replies = [bad, answer("at last")]
+    assert ask("a cat", model="qwen-max") == "at last"
+    assert [model for _, model, _ in service.asked] == ["qwen-max"] * 2
+    assert not log.messages
 
 
-def test_four_failures_give_the_original_prompt_and_a_warning(
-    service: Service, warnings: list[str]
-) -> None:
-    service.replies = [failure(500), failure(500), failure(500), failure(429), answer("too late")]
+def test_four_failures_give_the_original_prompt_and_a_warning(service: Service, log: Any) -> None:
+    service.replies = [OSError(), BUSY, BUSY, BUSY, answer("too late")]
     assert ask(" a cat ") == " a cat "
-    assert len(service.calls) == 4
-    assert warnings == [
-        "Prompt extension failed, the original prompt is used: dashscope model 'qwen-plus' failed "
-        "4 times, at last status 429, Throttling: too many."
-    ]
+    assert service.pauses == [0, 1, 2, 3]
+    reason = "dashscope model 'qwen-plus' failed 4 times, at last status 429, Throttling: too many."
+    assert log.messages == [LOST + reason]
 
 
 def test_our_own_mistakes_are_not_swallowed(service: Service) -> None:
@@ -177,145 +159,75 @@ def test_our_own_mistakes_are_not_swallowed(service: Service) -> None:
         ask("a cat")
 
 
-def test_a_picture_goes_to_the_vision_model(service: Service) -> None:
-    service.replies = [answer([{"text": "A red "}, {"text": "cat."}])]
-    picture = Image.new("RGBA", (2000, 1000), (255, 0, 0, 255))
-    assert ask("a cat", task_kind="i2v", image=picture) == "A red cat."
-    [(kind, sent)] = service.calls
-    assert (kind, sent["model"]) == ("vision", "qwen-vl-max")
-    system, user = sent["messages"]
-    assert [list(part) for part in system["content"]] == [["text"]]
-    assert [list(part) for part in user["content"]] == [["image"], ["text"]]
-    assert user["content"][1]["text"].endswith("a cat")
-    head, data = user["content"][0]["image"].split(",")
-    assert head == "data:image/png;base64"
-    image = Image.open(io.BytesIO(base64.b64decode(data)))
-    assert (image.mode, image.getpixel((5, 5))) == ("RGB", (255, 0, 0))
-    assert 0.99 * 512 * 512 < image.width * image.height <= 512 * 512
-    assert image.width / image.height == pytest.approx(2, abs=0.01)
-
-
-@pytest.mark.parametrize("size", [(40, 30), (512, 512), (513, 512), (300_000, 1)])
-def test_only_large_pictures_shrink(service: Service, size: tuple[int, int]) -> None:
-    service.replies = [answer("text")]
-    ask("a cat", task_kind="ti2v", image=Image.new("L", size))
-    data = service.calls[0][1]["messages"][1]["content"][0]["image"].split(",")[1]
-    image = Image.open(io.BytesIO(base64.b64decode(data)))
-    if size[0] * size[1] <= 512 * 512:
-        assert image.size == size
-    else:
-        assert image.width < size[0] and 1 <= image.width * image.height <= 512 * 512
-
-
-# What is asked ------------------------------------------------------------------------------------
-
-
-def system_text(service: Service, prompt: str, lang: str, kind: str, picture: bool) -> str:
-    service.replies, service.calls = [answer("text")], []
-    ask(prompt, task_kind=kind, image=Image.new("RGB", (8, 8)) if picture else None)
-    ask(
-        prompt,
-        task_kind=kind,
-        image=Image.new("RGB", (8, 8)) if picture else None,
-        target_lang=lang,
-    )
-    content = service.calls[-1][1]["messages"][0]["content"]
-    return content if isinstance(content, str) else content[0]["text"]
-
-
 @pytest.mark.parametrize("lang", ["zh", "en"])
-def test_the_system_text_fits_task_and_picture(service: Service, lang: str) -> None:
-    def text(kind: str, picture: bool, prompt: str = "a cat") -> str:
-        return system_text(service, prompt, lang, kind, picture)
+def test_system_texts(service: Service, lang: str) -> None:
+    def system(kind: str, image: Any, prompt: str = "a cat") -> str:
+        ask(prompt, task_kind=kind, image=image, target_lang=lang)
+        system, user = service.messages()
+        told = str(system) + str([part for part in user if "image" not in part])
+        assert any("\u4e00" <= c <= "\u9fff" for c in told) == (lang == "zh")
+        assert ("60到120个英文单词" if lang == "zh" else "60 to 120 words") in told
+        assert image is None or user[1]["text"].strip(), "the service refuses an empty text"
+        return system if isinstance(system, str) else system[0]["text"]
 
-    t2v, i2v, describe = text("t2v", False), text("i2v", True), text("i2v", True, " ")
+    t2v, i2v, describe = system("t2v", None), system("i2v", RED), system("i2v", RED, " ")
     assert len({t2v, i2v, describe}) == 3
-    assert text("ti2v", False) == t2v
-    assert text("ti2v", True) == i2v
-    assert text("t2v", True) == t2v
-    assert text("ti2v", True, "") == text("t2v", True, "") == describe
-
-
-@pytest.mark.parametrize("kind", ["t2v", "i2v"])
-@pytest.mark.parametrize("prompt", ["a cat", "一只猫", ""])
-def test_texts_are_in_the_target_language(service: Service, kind: str, prompt: str) -> None:
-    zh = system_text(service, prompt, "zh", kind, picture=True)
-    assert "汉字" in zh and "60到120" in zh
-    assert "".join(part["text"] for part in service.calls[-1][1]["messages"][1]["content"][1:])
-    en = system_text(service, prompt, "en", kind, picture=True)
-    assert not is_chinese(en) and "60 to 120 words" in en and "in English" in en
-    user = service.calls[-1][1]["messages"][1]["content"][1]["text"]
-    assert prompt in user and len(user) > len(prompt)
-
-
-# Refusals -----------------------------------------------------------------------------------------
+    assert [system("ti2v", None), system("ti2v", RED), system("t2v", RED)] == [t2v, i2v, t2v]
+    assert system("ti2v", RED, "") == system("t2v", RED, "") == describe
 
 
 def test_the_module_loads_without_the_heavy_libraries() -> None:
-    code = (
-        "import sys; from wan.prompt_extend import check_available as c; c('local_qwen', None); "
-        "bad = {'torch', 'transformers', 'PIL', 'dashscope'} & set(sys.modules); assert not bad, bad"
-    )
+    code = """if True:
+        import sys, wan.prompt_extend
+        wan.prompt_extend.check_available("local_qwen", None)
+        assert not {"torch", "transformers", "PIL", "dashscope"} & set(sys.modules)"""
     root = Path(prompt_extend.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
 
 
-def test_the_refusal_is_shown_as_a_sentence() -> None:
-    assert issubclass(PromptExtendError, InputError)
+def test_what_is_not_available(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(method: str, message: str) -> None:
+        with pytest.raises(InputError, match=message):  # shown as a sentence, no traceback
+            ask("a cat", method=method)
 
-
-def test_unknown_method() -> None:
-    with pytest.raises(PromptExtendError, match=r"method 'gpt'; choose .* local_qwen, dashscope\."):
-        check_available("gpt", None)
-
-
-@pytest.mark.parametrize(
-    ("method", "package"), [("dashscope", "dashscope"), ("local_qwen", "transformers")]
-)
-def test_missing_package(monkeypatch: pytest.MonkeyPatch, method: str, package: str) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(PromptExtendError, match=f"the package {package}, which is not installed"):
-        check_available(method, None)
-
-
-@pytest.mark.usefixtures("service")
-def test_dashscope_key_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_available("dashscope", None)
+    refused("gpt", r"method 'gpt'; choose one of local_qwen, dashscope\.")
     monkeypatch.setenv("DASH_API_URL", "example.test")
-    with pytest.raises(PromptExtendError, match="DASH_API_URL is 'example.test'; give an address"):
-        check_available("dashscope", None)
+    refused("dashscope", r"DASH_API_URL is 'example\.test'; give an address")
     monkeypatch.delenv("DASH_API_KEY")
-    with pytest.raises(PromptExtendError, match="needs an API key; set .* DASH_API_KEY"):
-        check_available("dashscope", None)
+    refused("dashscope", r"needs an API key; set .* DASH_API_KEY")
+    for method, package in (("dashscope", "dashscope"), ("local_qwen", "transformers")):
+        monkeypatch.setitem(sys.modules, package, None)
+        refused(method, f"needs the package {package}, which is not installed; run 'pip install")
+    assert not service.asked
 
 
 def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(model: str, message: str) -> None:
+        with pytest.raises(PromptExtendError, match=message):
+            check_available("local_qwen", model)
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     for absent in ("./nowhere", "~/nowhere", str(tmp_path / "nowhere"), "../nowhere"):
-        with pytest.raises(PromptExtendError, match="nowhere' does not exist; .* Qwen2.5_14B"):
-            check_available("local_qwen", absent)
+        refused(absent, r"nowhere' does not exist; give .* Qwen2\.5_14B")
     present = ("./model", "~/model", "model", str(tmp_path / "model"))
     for folder in present:
-        with pytest.raises(PromptExtendError, match="model' has no config.json; give the folder"):
-            check_available("local_qwen", folder)
-    (tmp_path / "model" / "config.json").write_text("{}")
+        refused(folder, r"model' has no config\.json; give the folder")
+    (tmp_path / "model" / "config.json").touch()
     for fine in (*present, None, "Qwen2.5_3B", "Qwen/Qwen2.5-1.5B-Instruct"):
         check_available("local_qwen", fine)
-    with pytest.raises(PromptExtendError, match="model is empty"):
-        check_available("local_qwen", " ")
+    refused(" ", "model is empty; name one")
 
 
 @pytest.mark.usefixtures("service")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task_kind": "s2v"}, "task kind .* 's2v'; choose one of t2v, i2v, ti2v"),
-        ({"target_lang": "fr"}, "target language .* 'fr'; choose one of zh, en"),
+        ({"task_kind": "s2v"}, "'s2v'; choose one of t2v, i2v, ti2v"),
+        ({"target_lang": "fr"}, "'fr'; choose one of zh, en"),
         ({"task_kind": "i2v"}, "i2v got no image; give one with --image"),
         ({"prompt": " "}, "empty prompt and no image; give a --prompt"),
-        ({"method": "gpt"}, "method 'gpt'"),
     ],
 )
 def test_questions_that_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
@@ -323,16 +235,37 @@ def test_questions_that_cannot_be_asked(changes: dict[str, Any], message: str) -
         ask(**({"prompt": "a cat"} | changes))
 
 
-# Local models -------------------------------------------------------------------------------------
+# Local models: real transformers models and tokenizers, tiny and random.
+
+TEMPLATE = """\
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
+{{ '<|image_pad|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}<|im_end|>
+{% endfor -%}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """For models of this size, more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make_tokenizer() -> Any:
-    """Bytes and the special tokens of Qwen's chat format."""
+    """The bytes and the special tokens of Qwen's chat format."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator([], trainer)
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -340,15 +273,19 @@ def make_tokenizer() -> Any:
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
         model_input_names=["input_ids", "attention_mask"],
-        extra_special_tokens={"image_token": "<|image_pad|>"},
     )
 
 
-def save(model: Any, processor: Any, folder: Path, **generation: Any) -> Path:
+def save(kind: Any, config: Any, processor: Any, folder: Path, **generation: Any) -> Path:
     """A random model that samples, as the Qwen Instruct models do."""
+    torch.manual_seed(0)
+    model = kind(config).bfloat16()
+    for matrix in (p for p in model.parameters() if p.dim() > 1):
+        matrix.data *= 6  # large enough for every input to show in the answer
     tokenizer = getattr(processor, "tokenizer", processor)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model.generation_config = tf.GenerationConfig(do_sample=True, **ids, **generation)
+    generation = {"suppress_tokens": tokenizer.all_special_ids} | generation  # it goes on
+    generation |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.generation_config = tf.GenerationConfig(do_sample=True, **generation)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
@@ -356,22 +293,19 @@ def save(model: Any, processor: Any, folder: Path, **generation: Any) -> Path:
 
 def make_text_model(folder: Path, **generation: Any) -> Path:
     tokenizer = make_tokenizer()
-    torch.manual_seed(0)
     config = tf.Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **SIZES)
-    return save(tf.Qwen2ForCausalLM(config), tokenizer, folder, **generation)
+    return save(tf.Qwen2ForCausalLM, config, tokenizer, folder, **generation)
 
 
 def make_vision_model(folder: Path) -> Path:
-    """LLaVA: a vision model whose processor needs no torchvision."""
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
+    """LLaVA, because the processor of Qwen2.5-VL needs torchvision."""
+    tokenizer, size = make_tokenizer(), {"height": 28, "width": 28}
     config = tf.LlavaConfig(
         vision_config=tf.CLIPVisionConfig(image_size=28, patch_size=14, **SIZES),
         text_config=tf.Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **SIZES),
         image_token_index=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         vision_feature_layer=-1,
     )
-    size = {"height": 28, "width": 28}
     processor = tf.LlavaProcessor(
         image_processor=tf.CLIPImageProcessorPil(size=size, crop_size=size),
         tokenizer=tokenizer,
@@ -381,28 +315,137 @@ def make_vision_model(folder: Path) -> Path:
         image_token="<|image_pad|>",
         chat_template=TEMPLATE,
     )
-    return save(tf.LlavaForConditionalGeneration(config), processor, folder)
+    return save(tf.LlavaForConditionalGeneration, config, processor, folder)
 
 
 @pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_text_model(tmp_path_factory.mktemp("text")))
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_text_model(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
-def vision_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_vision_model(tmp_path_factory.mktemp("vision")))
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("vision"))
 
 
-def test_local_same_seed_same_text(text_model: str) -> None:
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each generate() got and gave. Random models seldom stop, so a few tokens must do."""
+    seen = []
+    original = tf.GenerationMixin.generate
+
+    def generate(self: Any, *, max_new_tokens: int, **inputs: Any) -> Any:
+        out = original(self, max_new_tokens=8, **inputs)
+        start = inputs["input_ids"].shape[1]
+        assert torch.equal(out[:, :start], inputs["input_ids"])
+        run = {"limit": max_new_tokens, "new": out[0, start:], "dtype": self.dtype, **inputs}
+        seen.append(SimpleNamespace(**run))
+        return out
+
+    monkeypatch.setattr(tf.GenerationMixin, "generate", generate)
+    return seen
+
+
+@pytest.mark.usefixtures("runs")
+def test_local_seeds_and_memory(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(text_model.parent))
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    texts = [ask("a cat", method="local_qwen", model=text_model, seed=s) for s in (1, 1, 2)]
+    gc.disable()  # only the collection asked for counts
+    try:
+        texts = [local("a cat", f"~/{text_model.name}", seed=seed) for seed in (1, 1, 2)]
+        alive = [x for x in gc.get_objects() if type(x) is tf.Qwen2ForCausalLM]
+    finally:
+        gc.enable()
     assert texts[0] == texts[1] != texts[2]
-    assert all(text and text == text.strip() for text in texts)
     assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers changed"
+    assert not alive
 
 
-def test_vision(vision_model: str) -> None:
-    red = Image.new("RGB", (64, 64), "red")
-    print(ask("a cat", method="local_qwen", model=vision_model, image=red))
+def test_local_chat(text_model: Path, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[Any] = []
+    monkeypatch.setattr(tf.Qwen2ForCausalLM, "to", lambda _, place: places.append(place))
+    text = local("一只 cat", text_model, target_lang="zh", device="cpu:0")
+    [run] = runs
+    tokenizer = make_tokenizer()
+    assert text == tokenizer.decode(run.new, skip_special_tokens=True).strip() != ""
+    system, user, end = tokenizer.decode(run.input_ids[0]).split("<|im_end|>\n")
+    assert system.startswith("<|im_start|>system\n你把简短的需求改写成")
+    assert user == "<|im_start|>user\n需求：一只 cat"
+    assert end == "<|im_start|>assistant\n"
+    assert (run.limit, run.dtype, places) == (512, torch.bfloat16, [torch.device("cpu:0")])
+
+
+def test_local_vision(vision_model: Path, runs: Any) -> None:
+    for image in (RED, BLUE):
+        assert local("a cat", vision_model, task_kind="i2v", image=image)
+    red, blue = (run.pixel_values[0, :, 9, 9] for run in runs)
+    assert red.argmax() == 0 and blue.argmax() == 2, "the picture reaches the model"
+    user = make_tokenizer().decode(runs[0].input_ids[0]).split("<|im_end|>\n")[1]
+    # 28*28 pixels in patches of 14*14 are 4 tokens.
+    assert user == "<|im_start|>user\n" + 4 * "<|image_pad|>" + "Request: a cat"
+    assert runs[0].limit == 512
+    assert local("a cat", vision_model), "a vision model also takes a prompt alone"
+
+
+def test_local_silence_gives_the_original_prompt(tmp_path: Path, log: Any) -> None:
+    eos = make_tokenizer().eos_token_id
+    others = [i for i in range(len(make_tokenizer())) if i != eos]
+    assert local(" a cat", make_text_model(tmp_path, suppress_tokens=others)) == " a cat"
+    assert log.messages == [LOST + "the answer is empty."]
+
+
+@pytest.mark.parametrize(
+    ("model", "image", "source"),
+    [
+        (None, None, "Qwen/Qwen2.5-14B-Instruct"),
+        (None, RED, "Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("QwenVL2.5_3B", None, "Qwen/Qwen2.5-VL-3B-Instruct"),
+        ("QwenVL2.5_7B", RED, "Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("Qwen2.5_3B", None, "Qwen/Qwen2.5-3B-Instruct"),
+        ("Qwen2.5_7B", None, "Qwen/Qwen2.5-7B-Instruct"),
+        ("Qwen2.5_14B", None, "Qwen/Qwen2.5-14B-Instruct"),
+        ("me/my-model", None, "me/my-model"),
+    ],
+)
+def test_local_names_and_no_network(
+    monkeypatch: pytest.MonkeyPatch, model: str | None, image: Any, source: str
+) -> None:
+    def no_network(name: str) -> None:
+        raise OSError(f"no network for {name}")
+
+    monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
+    with pytest.raises(PromptExtendError, match=rf"\(no network for {source}\); give the local"):
+        local("a cat", model, image=image)
+
+
+def test_local_missing_package(vision_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise ImportError("needs the\nTorchvision library")
+
+    monkeypatch.setattr(tf.AutoProcessor, "from_pretrained", missing)
+    with pytest.raises(PromptExtendError, match=r"\(needs the Torchvision library\); install that"):
+        local("a cat", vision_model, image=RED)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "image", "message"),
+    [
+        ("config.json", b"{", None, "not a valid JSON"),
+        ("config.json", b'{"model_type": "t5"}', None, "T5Config"),
+        ("chat_template.jinja", None, None, "no chat template"),
+        ("model.safetensors", b"12345678 no weights", None, "header"),
+        ("model.safetensors", None, None, "no file named model.safetensors"),
+        ("unused", b"", RED, r"a text model, .* image.* a vision Instruct model"),
+    ],
+)
+def test_local_models_that_cannot_be_used(
+    tmp_path: Path, file: str, content: bytes | None, image: Any, message: str
+) -> None:
+    folder = make_text_model(tmp_path)
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(PromptExtendError, match=f"cannot be used .*{message}.*_extend_model"):
+        local("a cat", folder, image=image)

@@ -11,6 +11,7 @@ with autograd on, every operation returns a new tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ class TanhGELU(nn.Module):
         return torch.ops.aten.gelu_(x, approximate="tanh")
 
 
-def fp32_linear(linear: nn.Module, x: Tensor) -> Tensor:
+def fp32_linear(linear: Any, x: Tensor) -> Tensor:
     """The layer applied in float32, also when its weights are stored in bfloat16."""
     return F.linear(x.float(), linear.weight.float(), linear.bias.float())
 

@@ -14,7 +14,7 @@ from wan.settings.errors import InputError
 from wan.settings.execution import Execution, Parallel
 from wan.settings.files import read_json, safetensors_header, safetensors_metadata
 from wan.settings.flags import FLAGS, read
-from wan.settings.output import Output, generated_name
+from wan.settings.output import Output, check_writable, generated_name
 from wan.settings.presets import ALIASES, EXAMPLE_PROMPTS, NEGATIVE_PROMPT, PRESETS, Preset
 from wan.settings.request import Request, check_image
 
@@ -71,6 +71,8 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     preset = PRESETS[ALIASES.get(task, task)]
     image_size = _check_image(values, preset)
     extension = _extension(values, check_extension)
+    if values.get("save_file"):
+        check_writable(Path(values["save_file"]))
     folder, demo = _folder(values, preset)
     if demo and not folder.is_dir():
         _request(values, preset, image_size)  # refuse before spending time on the demo
@@ -82,7 +84,8 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     needed = ("vae",) if "decode_latents" in values else ("vae", "text_encoder", "tokenizer")
     for part in needed:
         checkpoint.require(part)
-    values = {**_generation_config(folder), **values}
+    defaults = _generation_config(folder)
+    values = {**defaults, **values}
     request = _request(values, preset, image_size)
     output = Output(
         Path(values.get("save_file") or generated_name(task, request.video_size, request.prompt)),
@@ -98,7 +101,7 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
         extension=extension,
         decode_latents=_latents_file(values),
         settings=_record(values, request, output, folder),
-        notices=tuple(_notices(request, folder, demo)),
+        notices=tuple(_notices(request, folder, demo, defaults.get("size"))),
     )
 
 
@@ -231,7 +234,10 @@ def _record(
     }
 
 
-def _notices(request: Request, folder: Path, demo: bool) -> list[str]:
+def _notices(
+    request: Request, folder: Path, demo: bool, own_size: tuple[int, int] | None
+) -> list[str]:
+    """Lines worth reading before the work. own_size: what the checkpoint itself asks for."""
     lines = []
     preset = request.preset
     if demo:
@@ -240,6 +246,7 @@ def _notices(request: Request, folder: Path, demo: bool) -> list[str]:
             "Its weights are random, so the video is noise; it shows that everything runs."
         )
     size = "*".join(map(str, request.size))
-    if not demo and size not in preset.trained_sizes:
-        lines.append(f"{size} is not a trained size of {preset.task} {preset.trained_sizes}.")
+    if size not in preset.trained_sizes and request.size != own_size:
+        trained = ", ".join(preset.trained_sizes)
+        lines.append(f"{size} is not a size {preset.task} was trained on ({trained}).")
     return lines

@@ -1,0 +1,37 @@
+# Everything from a fresh clone with only Python 3.11 (and a C++ compiler for --compile) present.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all check clean
+
+# The main job on this machine: a short text-to-video run on a tiny checkpoint made here.
+demo: $(VENV)/.run
+	$(BIN)/python generate.py --task t2v-A14B --save_file outputs/demo.mp4
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS)
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: its exact version decides which of its builds the rest is resolved with.
+$(VENV)/.run: requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet "$$(grep -o '^torch==[0-9.]*' requirements.txt)"
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.run
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,344 @@
+"""Bad input: one sentence, exit code 2, no weight read, under 3 s, mostly without torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import generate
+
+REPO = Path(generate.__file__).parent
+SIMPLE = {
+    "unknown task": (["--task", "t2v-99B"], "choose one of t2v-A14B"),
+    "task not built: speech": (["--task", "s2v-14B"], "s2v-14B is not built"),
+    "task not built: animate": (["--task", "animate-14B"], "animate-14B is not built"),
+    "unknown flag": (["--promt", "x"], "unrecognized arguments: --promt x"),
+    "abbreviated flag": (["--prom", "x"], "unrecognized arguments"),
+    "flag without value": (["--prompt"], "expected one argument"),
+    "size words": (["--size", "large"], "write WIDTH*HEIGHT"),
+    "size of three": (["--size", "1*2*3"], "write WIDTH*HEIGHT"),
+    "size zero": (["--size", "0*480"], "must be positive"),
+    "size not whole tokens": (["--size", "100*100"], "multiples of 16: try 96*96"),
+    "size for 5B": (["--task", "ti2v-5B", "--size", "1280*720"], "32: try 1280*704"),
+    "size beyond positions": (["--size", "16400*16"], "1024 positions"),
+    "frames not 4n+1": (["--frame_num", "80"], "use 77 or 81"),
+    "frames zero": (["--frame_num", "0"], "from 1 to"),
+    "frames negative": (["--frame_num", "-3"], "from 1 to"),
+    "frames fraction": (["--frame_num", "8.5"], "whole number"),
+    "steps zero": (["--sample_steps", "0"], "from 1 to 1000"),
+    "steps negative": (["--sample_steps", "-4"], "from 1 to 1000"),
+    "steps huge": (["--sample_steps", "5000"], "from 1 to 1000"),
+    "steps words": (["--sample_steps", "many"], "whole number"),
+    "shift zero": (["--sample_shift", "0"], "above 0"),
+    "shift negative": (["--sample_shift", "-5"], "above 0"),
+    "shift nan": (["--sample_shift", "nan"], "above 0"),
+    "shift infinite": (["--sample_shift", "inf"], "above 0"),
+    "scale zero": (["--sample_guide_scale", "0"], "above 0"),
+    "scale negative": (["--sample_guide_scale", "-1"], "above 0"),
+    "scale nan in pair": (["--sample_guide_scale", "3,nan"], "above 0"),
+    "scale of three": (["--sample_guide_scale", "1,2,3"], "LOW,HIGH"),
+    "scale words": (["--sample_guide_scale", "strong"], "must be a number"),
+    "solver": (["--sample_solver", "euler"], "unipc, dpm++"),
+    "seed words": (["--base_seed", "x"], "whole number"),
+    "seed huge": (["--base_seed", "9" * 30], "from -"),
+    "fps zero": (["--fps", "0"], "above 0"),
+    "fps nan": (["--fps", "nan"], "above 0"),
+    "precision": (["--precision", "fp16"], "auto, bf16, fp32"),
+    "precision conflict": (["--precision", "fp32", "--convert_model_dtype"], "drop one"),
+    "device": (["--device", "tpu"], "auto, cpu, cuda, npu"),
+    "device npu": (["--device", "npu"], "not built yet"),
+    "noise device": (["--noise_device", "gpu"], "cpu, device"),
+    "offload words": (["--offload_model", "maybe"], "use true or false"),
+    "ulysses": (["--ulysses_size", "8"], "several devices"),
+    "fsdp": (["--dit_fsdp"], "several devices"),
+    "t5 fsdp": (["--t5_fsdp"], "several devices"),
+    "tensor parallel": (["--tp_size=2"], "--tp_size is not available"),
+    "vae parallel": (["--vae_parallel"], "--vae_tiling"),
+    "quantised": (["--quant_dit_path", "x"], "--convert_model_dtype"),
+    "speech flag": (["--audio", "x.wav"], "s2v-14B"),
+    "i2v without image": (["--task", "i2v-A14B"], "give one with --image"),
+    "t2v with image": (["--image", "x.png"], "takes no --image"),
+    "image missing": (["--task", "i2v-A14B", "--image", "no.png"], "does not exist"),
+    "folder missing": (["--ckpt_dir", "nowhere/at/all"], "does not exist"),
+    "hub name": (["--ckpt_dir", "Wan-AI/Wan2.2-T2V-A14B"], "download the checkpoint first"),
+    "folder is a file": (["--ckpt_dir", str(REPO / "README.md")], "is a file"),
+    "output not mp4": (["--save_file", "video.avi"], "must end in .mp4"),
+    "output below a file": (["--save_file", str(REPO / "README.md/x.mp4")], "writable folder"),
+    "output name too long": (["--save_file", "x" * 250 + ".mp4"], "shorten it"),
+    "record missing": (["--from_json", "no.json"], "cannot be read"),
+    "latents missing": (["--decode_latents", "no.safetensors"], "cannot be read"),
+    "both continuations": (["--from_json", "a", "--decode_latents", "b"], "exclude each other"),
+    "prompt extension method": (["--prompt_extend_method", "gpt"], "local_qwen, dashscope"),
+    "prompt extension folder": (
+        ["--use_prompt_extend", "--prompt_extend_model", "./no-such-model"],
+        "no-such-model",
+    ),
+}
+
+
+def refused(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line that generate.py says; everything else about a refusal is asserted here."""
+    start = time.perf_counter()
+    assert generate.main(argv) == 2
+    assert time.perf_counter() - start < 3
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("generate.py: "), lines
+    assert lines[0].endswith((".", "!")) and "Traceback" not in lines[0]
+    return lines[0]
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Any attempt to read tensors, or to make the demo checkpoint, is a failure."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("torch.load", fail)
+    monkeypatch.setattr("wan.loading.safe_open", fail)
+    monkeypatch.setattr("wan.build.demo_checkpoint", fail)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_arguments(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    argv, sentence = SIMPLE[name]
+    assert sentence in refused(argv, capfd)
+
+
+def test_refusals_need_no_torch(tmp_path: Path) -> None:
+    """All of the table in one fresh interpreter: torch is never imported, each takes < 3 s."""
+    script = (
+        "import json, sys, time, generate\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    start = time.perf_counter()\n"
+        "    assert generate.main(argv) == 2, argv\n"
+        "    assert time.perf_counter() - start < 3, argv\n"
+        "assert not {'torch', 'diffusers', 'transformers', 'numpy'} & set(sys.modules)\n"
+    )
+    argvs = [argv for argv, _ in SIMPLE.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(argvs)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(SIMPLE)
+
+
+def test_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "2 processes (torchrun) needs several devices" in refused([], capfd)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert "WORLD_SIZE is 'two'" in refused([], capfd)
+
+
+def picture_file(kind: str, folder: Path) -> Path:
+    path = folder / f"{kind}.png"
+    if kind == "empty":
+        path.touch()
+    elif kind == "text":
+        path.write_text("not a picture")
+    elif kind == "truncated":
+        Image.effect_noise((64, 64), 50).save(path)
+        path.write_bytes(path.read_bytes()[:400])
+    elif kind == "animated":
+        path = path.with_suffix(".gif")
+        frames = [Image.new("RGB", (32, 32), color) for color in ("red", "blue")]
+        frames[0].save(path, save_all=True, append_images=frames[1:])
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "flat":
+        Image.new("RGB", (4000, 2)).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("empty", "is empty (0 bytes)"),
+        ("text", "cannot be read as a picture"),
+        ("truncated", "cannot be read as a picture"),
+        ("animated", "is animated (2 frames)"),
+        ("folder", "is not a file"),
+        ("flat", "one side of the video would vanish"),
+    ],
+)
+def test_pictures(
+    kind: str, sentence: str, tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--task", "i2v-A14B", "--image", str(picture_file(kind, tmp_path))]
+    argv += ["--ckpt_dir", str(tiny("i2v-A14B"))]
+    assert sentence in refused(argv, capfd)
+
+
+HIGH = "high_noise_model"
+STEM = "diffusion_pytorch_model"
+
+
+def _shard(folder: Path) -> Path:
+    return sorted((folder / HIGH).glob("*.safetensors"))[0]
+
+
+def _edit_json(path: Path, change: Callable[[dict], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def _rename_in_header(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert len(old) == len(new) and old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+def _drop_map_entry(folder: Path) -> None:
+    index = folder / HIGH / f"{STEM}.safetensors.index.json"
+    _edit_json(
+        index, lambda value: value["weight_map"].update({"ghost.weight": _shard(folder).name})
+    )
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard truncated": (
+        lambda f: _shard(f).write_bytes(_shard(f).read_bytes()[:-100]),
+        "download it again",
+    ),
+    "shard garbage": (lambda f: _shard(f).write_bytes(b"\xff" * 500), "download it again"),
+    "shard empty": (lambda f: _shard(f).write_bytes(b""), "download it again"),
+    "shard header broken": (
+        lambda f: _shard(f).write_bytes(struct.pack("<Q", 9) + b"{not json" + b"x" * 20),
+        "unreadable header",
+    ),
+    "shard missing": (lambda f: _shard(f).unlink(), "download the shard"),
+    "index missing": (
+        lambda f: (f / HIGH / f"{STEM}.safetensors.index.json").unlink(),
+        "download the index",
+    ),
+    "index names a ghost": (_drop_map_entry, "lacks the tensor ghost.weight"),
+    "index not JSON": (
+        lambda f: (f / HIGH / f"{STEM}.safetensors.index.json").write_text("{"),
+        "is not valid JSON",
+    ),
+    "config not JSON": (lambda f: (f / HIGH / "config.json").write_text("[]"), "JSON list"),
+    "config of another net": (
+        lambda f: _edit_json(f / HIGH / "config.json", lambda c: c.update(ffn_dim=64)),
+        "has shape",
+    ),
+    "config with more layers": (
+        lambda f: _edit_json(f / HIGH / "config.json", lambda c: c.update(num_layers=3)),
+        "lacks tensor blocks.2.",
+    ),
+    "config with fewer layers": (
+        lambda f: _edit_json(f / HIGH / "config.json", lambda c: c.update(num_layers=1)),
+        "has the unknown tensor blocks.1.",
+    ),
+    "config with odd heads": (
+        lambda f: _edit_json(f / HIGH / "config.json", lambda c: c.update(num_heads=7)),
+        "7 heads",
+    ),
+    "expert missing": (lambda f: shutil.rmtree(f / "low_noise_model"), "the other expert"),
+    "no networks": (
+        lambda f: [shutil.rmtree(f / d) for d in (HIGH, "low_noise_model")],
+        "holds no DiT weights",
+    ),
+    "VAE missing": (lambda f: (f / "Wan2.1_VAE.pth").unlink(), "has no vae"),
+    "VAE truncated": (
+        lambda f: (f / "Wan2.1_VAE.pth").write_bytes((f / "Wan2.1_VAE.pth").read_bytes()[:9999]),
+        "truncated or corrupt",
+    ),
+    "text encoder missing": (
+        lambda f: (f / "models_t5_umt5-xxl-enc-bf16.pth").unlink(),
+        "has no text encoder",
+    ),
+    "tokenizer missing": (lambda f: shutil.rmtree(f / "google"), "has no tokenizer"),
+    "generation config not JSON": (
+        lambda f: (f / "generation_config.json").write_text("nope"),
+        "is not valid JSON",
+    ),
+    "generation config unknown key": (
+        lambda f: (f / "generation_config.json").write_text('{"prompt": "x"}'),
+        "a checkpoint may set",
+    ),
+    "generation config bad value": (
+        lambda f: (f / "generation_config.json").write_text('{"frame_num": 80}'),
+        "use 77 or 81",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoints(
+    name: str, tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(tiny("t2v-A14B"), folder)
+    damage, sentence = BROKEN[name]
+    damage(folder)
+    assert sentence in refused(["--ckpt_dir", str(folder)], capfd)
+
+
+@pytest.mark.parametrize(
+    ("task", "folder", "sentence"),
+    [
+        ("i2v-A14B", "t2v-A14B", "two experts for t2v"),
+        ("t2v-A14B", "ti2v-5B", "one network for ti2v"),
+        ("ti2v-5B", "t2v-A14B", "needs one network for ti2v"),
+        ("t2v-1.3B", "t2v-A14B", "needs one network for t2v"),
+        ("t2v-A14B", "t2v-1.3B", "one network for t2v"),
+    ],
+)
+def test_folder_of_another_task(
+    task: str,
+    folder: str,
+    sentence: str,
+    tiny,
+    picture: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["--task", task, "--ckpt_dir", str(tiny(folder))]
+    argv += ["--image", str(picture)] if task == "i2v-A14B" else []
+    assert sentence in refused(argv, capfd)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "no settings in it"),
+        ('{"settings": {"colour": 1}}', "colour is not a known setting"),
+        ('{"settings": {"fps": NaN}}', "above 0"),
+        ('{"settings": {"prompt": 7}}', "must be text"),
+        ('{"settings": {"sample_steps": true}}', "must be"),
+    ],
+)
+def test_records(
+    content: str, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(content)
+    assert sentence in refused(["--from_json", str(path)], capfd)
+
+
+def test_cuda_where_there_is_none(tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    argv = ["--device", "cuda", "--ckpt_dir", str(tiny("t2v-A14B"))]
+    assert "sees no CUDA device" in refused(argv, capfd)

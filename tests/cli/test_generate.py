@@ -1,0 +1,266 @@
+"""Whole runs of generate.py on tiny checkpoints, with their files read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import imageio
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import generate
+
+REPO = Path(generate.__file__).parent
+QUICK = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", "--base_seed", "7"]
+
+
+def frames(path: Path) -> np.ndarray:
+    return np.stack(list(imageio.get_reader(path).iter_data()))
+
+
+def run(*argv: object) -> None:
+    assert generate.main([str(argument) for argument in argv]) == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "with_image", "size"),
+    [
+        ("t2v-A14B", False, (64, 64)),
+        ("t2v-14B", False, (64, 64)),
+        ("i2v-A14B", True, (64, 48)),
+        ("i2v-14B", True, (64, 48)),
+        ("ti2v-5B", False, (64, 64)),
+        ("ti2v-5B", True, (96, 32)),
+        ("t2v-1.3B", False, (64, 64)),
+    ],
+)
+def test_mp4_of_each_task(
+    task: str, with_image: bool, size: tuple[int, int], tiny, picture: Path, tmp_path: Path
+) -> None:
+    folder = tiny(task.replace("-14B", "-A14B"))
+    out = tmp_path / "new" / "folder" / "video.mp4"
+    image = ["--image", picture] if with_image else []
+    run("--task", task, *image, "--ckpt_dir", folder, "--save_file", out, *QUICK)
+    reader = imageio.get_reader(out)
+    assert reader.get_meta_data()["size"] == size
+    assert reader.get_meta_data()["fps"] == (24 if task == "ti2v-5B" else 16)
+    assert frames(out).shape == (5, size[1], size[0], 3)
+    assert sorted(p.name for p in out.parent.iterdir()) == ["video.json", "video.mp4"]
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["seed"] == 7 and record["video"]["frames"] == 5
+    assert record["settings"]["base_seed"] == 7 and record["settings"]["task"] == task
+    assert {"text", "conditioning", "denoising", "decoding", "writing"} <= set(record["seconds"])
+
+
+def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
+    """A folder with one t2v network runs with the Wan 2.1 presets under t2v-14B and t2v-1.3B."""
+    args = ["--ckpt_dir", tiny("t2v-1.3B"), "--size", "64*64", "--frame_num", "1"]
+    for task in ("t2v-14B", "t2v-1.3B"):
+        out = tmp_path / f"{task}.mp4"
+        run("--task", task, *args, "--save_file", out, "--base_seed", "7")
+        settings = json.loads(out.with_suffix(".json").read_text())["settings"]
+        assert settings["sample_guide_scale"] == [5.0, 5.0]
+        assert settings["sample_shift"] == 5.0
+    assert (frames(tmp_path / "t2v-14B.mp4") == frames(tmp_path / "t2v-1.3B.mp4")).all()
+
+
+@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
+def test_both_layouts_give_the_same_video(task: str, tiny, picture: Path, tmp_path: Path) -> None:
+    """And a second run with the same seed does, too."""
+    image = ["--image", picture] if task != "t2v-A14B" else []
+    for name, layout in (("a", "official"), ("b", "diffusers"), ("again", "official")):
+        out = tmp_path / f"{name}.mp4"
+        run("--task", task, *image, "--ckpt_dir", tiny(task, layout), "--save_file", out, *QUICK)
+    first = (tmp_path / "a.mp4").read_bytes()
+    assert (tmp_path / "b.mp4").read_bytes() == first
+    assert (tmp_path / "again.mp4").read_bytes() == first
+
+
+def test_single_files_without_config(tiny, tmp_path: Path) -> None:
+    """Community form: one safetensors file per expert beside VAE and text encoder, prefixed keys.
+
+    Without a config.json the head size is taken to be the real networks' 128, so this checkpoint is
+    described, not run.
+    """
+    from safetensors.torch import save_file
+
+    from wan.settings.checkpoint import describe
+
+    source = tiny("t2v-A14B")
+    for expert in ("high_noise", "low_noise"):
+        state: dict[str, torch.Tensor] = {}
+        for shard in sorted((source / f"{expert}_model").glob("*.safetensors")):
+            state |= load_file(shard)
+        prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in state.items()}
+        save_file(prefixed, tmp_path / f"wan_{expert}_14B.safetensors")
+    for name in ("Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth", "google"):
+        os.symlink(source / name, tmp_path / name)
+    found = describe(tmp_path)
+    assert found.kind == "t2v" and set(found.experts) == {"high_noise", "low_noise"}
+    config = found.experts["high_noise"].config
+    assert (config["dim"], config["ffn_dim"], config["text_dim"]) == (240, 480, 64)
+    assert (config["num_layers"], config["out_dim"], config["freq_dim"]) == (2, 16, 256)
+
+
+def test_from_json_repeats_the_run(tiny, tmp_path: Path) -> None:
+    out, again = tmp_path / "a.mp4", tmp_path / "b.mp4"
+    prompt = "A 'quoted' prompt,\nwith ünïcode 龙"
+    run("--ckpt_dir", tiny("t2v-A14B"), "--save_file", out, "--prompt", prompt, *QUICK)
+    run("--from_json", out.with_suffix(".json"), "--save_file", again)
+    assert again.read_bytes() == out.read_bytes()
+    settings = json.loads(again.with_suffix(".json").read_text())["settings"]
+    assert settings["prompt"] == prompt
+    run("--from_json", out.with_suffix(".json"), "--save_file", again, "--base_seed", "8")
+    assert again.read_bytes() != out.read_bytes()
+
+
+@pytest.mark.parametrize("stage", ["decode", "write"])
+def test_a_failure_after_denoising_loses_nothing(
+    stage: str, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK]
+    expected, out = tmp_path / "expected.mp4", tmp_path / "video.mp4"
+    run(*args, "--save_file", expected)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        target = "wan.vae.VideoVAE.decode" if stage == "decode" else "wan.video.to_uint8"
+        patch.setattr(target, fail)
+        with pytest.raises(OSError, match="disk full"):
+            run(*args, "--save_file", out)
+    latents = tmp_path / "video.latents.safetensors"
+    assert sorted(p.name for p in tmp_path.iterdir() if p.stem != "expected") == [latents.name]
+    assert f"--decode_latents {latents}" in capfd.readouterr().out
+    run("--decode_latents", latents)
+    assert out.read_bytes() == expected.read_bytes()
+    assert latents.exists()
+
+
+def test_save_latents(tiny, tmp_path: Path) -> None:
+    out = tmp_path / "video.mp4"
+    run("--ckpt_dir", tiny("t2v-A14B"), "--save_file", out, "--save_latents", *QUICK)
+    latents = load_file(tmp_path / "video.latents.safetensors")["latents"]
+    assert latents.shape == (16, 2, 8, 8) and latents.dtype == torch.float32
+    run("--decode_latents", tmp_path / "video.latents.safetensors", "--fps", "30")
+    assert imageio.get_reader(out).get_meta_data()["fps"] == 30
+
+
+def test_generated_name_and_notices(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("--ckpt_dir", tiny("t2v-A14B"), "--prompt", 'a/b "c"\n*?<>| 龙', *QUICK)
+    (name,) = [p.name for p in tmp_path.glob("*.mp4")]
+    assert name.startswith("t2v-A14B_64x64_a_b_c_龙_")
+    said = capfd.readouterr().out
+    assert "64*64 is not a size t2v-A14B was trained on" in said
+    assert "Seed 7, noise drawn on the cpu" in said and "Peak memory: host" in said
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--offload_model", "false"],
+        ["--text_kv_cache", "false"],
+        ["--t5_cpu"],
+        ["--noise_device", "device"],
+        ["--offload_model", "false", "--text_kv_cache", "false"],
+    ],
+)
+def test_flags_that_do_not_change_the_video(flags: list[str], tiny, tmp_path: Path) -> None:
+    plain, other = tmp_path / "plain.mp4", tmp_path / "other.mp4"
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK]
+    run(*args, "--save_file", plain)
+    run(*args, *flags, "--save_file", other)
+    assert other.read_bytes() == plain.read_bytes()
+
+
+@pytest.mark.parametrize("flags", [["--precision", "bf16"], ["--convert_model_dtype"]])
+def test_bf16_is_close(flags: list[str], tiny, tmp_path: Path) -> None:
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file"]
+    run(*args, tmp_path / "fp32.mp4")
+    run(*args, tmp_path / "bf16.mp4", *flags)
+    exact, rounded = (
+        load_file(tmp_path / f"{name}.latents.safetensors")["latents"] for name in ("fp32", "bf16")
+    )
+    difference = ((exact - rounded).square().mean() / exact.square().mean()).sqrt()
+    assert 0 < difference < 0.05
+
+
+def test_guidance_one_skips_the_unconditional_pass(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wan.modules.model import WanModel
+
+    calls = []
+    forward = WanModel.forward
+
+    def counted(self: WanModel, *args: object, **kwargs: object) -> list[torch.Tensor]:
+        calls.append(kwargs["step"])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(WanModel, "forward", counted)
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4"]
+    run(*args, "--sample_steps", "4", "--sample_guide_scale", "1,4")
+    assert [(c.index, c.expert, c.branch) for c in calls] == [
+        *((i, "high_noise", branch) for i in range(3) for branch in ("cond", "uncond")),
+        (3, "low_noise", "cond"),
+    ]
+    assert all(c.grid == (2, 4, 4) and c.valid_len == 32 and c.count == 4 for c in calls)
+
+
+def test_many_steps_with_colliding_timesteps(tiny, tmp_path: Path) -> None:
+    args = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), "--sample_guide_scale", "1"]
+    args += ["--size", "16*16", "--frame_num", "1", "--sample_steps", "100"]
+    run(*args, "--sample_shift", "12", "--save_file", tmp_path / "v.mp4", "--save_latents")
+    assert load_file(tmp_path / "v.latents.safetensors")["latents"].isfinite().all()
+
+
+def test_tiling_and_compile_flags_run(tiny, tmp_path: Path) -> None:
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4"]
+    run(*args, "--vae_tiling")
+    assert frames(tmp_path / "v.mp4").shape == (5, 64, 64, 3)
+
+
+def test_help_is_quick_and_light(tmp_path: Path) -> None:
+    script = "import sys, generate\ntry: generate.main(['--help'])\nfinally: print(*sys.modules)"
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin"},
+        timeout=60,
+    )
+    assert time.perf_counter() - start < 2
+    assert "--sample_guide_scale" in done.stdout
+    assert not {"torch", "numpy", "diffusers"} & set(done.stdout.split())
+
+
+def test_the_demo_checkpoint_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    run("--task", "ti2v-5B", "--save_file", "a.mp4", "--size", "64*64", "--frame_num", "5")
+    assert "using the tiny demo checkpoint" in capfd.readouterr().out
+    made = (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns
+    run("--task", "ti2v-5B", "--save_file", "b.mp4", "--size", "64*64", "--frame_num", "5")
+    assert (tmp_path / "cache/wan/demo-ti2v-5B-v1").stat().st_mtime_ns == made
+
+
+def test_the_official_folder_is_found(tiny, tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.symlink(tiny("t2v-A14B"), tmp_path / "Wan2.2-T2V-A14B")
+    run("--save_file", "a.mp4", *QUICK)
+    assert "demo" not in capfd.readouterr().out

@@ -1,0 +1,187 @@
+"""Our numbers against tensors that the official code produced (float32, CPU)."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from wan.keymaps import t5_transformers_name, vae_diffusers_name
+from wan.modules.model import WanModel, sinusoidal_embedding
+from wan.modules.rope import apply_rope, rope_angles, rope_table
+from wan.sampler import make_solver, sigma_table
+from wan.settings.geometry import size_covered, size_from_area
+from wan.settings.presets import PRESETS
+from wan.text import TextEncoder, clean_prompt
+from wan.vae import VideoVAE
+from wan.video import to_uint8
+
+SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}
+DIT_CASES = [
+    *(("dit_t2v_h12", case) for case in ("a", "a_pad176", "a_pad180", "b", "c", "d")),
+    *(("dit_i2v", case) for case in ("a", "odd")),
+    *(("dit_ti2v", case) for case in ("uniform", "first_frame", "first_frame_pad64", "odd")),
+]
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return (ours.double() - theirs.double()).abs().max().item()
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in load_file(path).items()}
+
+
+def dit_case(reference: Path, name: str, case: str) -> tuple[WanModel, tuple, torch.Tensor]:
+    model = WanModel(**json.loads((reference / f"{name}.json").read_text())["config"])
+    model.load_state_dict(weights(reference / f"{name}.weights.safetensors"), strict=True)
+    cases = load_file(reference / f"{name}.cases.safetensors")
+    x, t, context = (cases[f"{case}.{key}"] for key in ("x", "t", "context"))
+    y = cases.get(f"{case}.y")
+    arguments = ([x], t, [context], int(cases[f"{case}.seq_len"]), None if y is None else [y])
+    return model, arguments, cases[f"{case}.out"]
+
+
+@pytest.mark.parametrize(("name", "case"), DIT_CASES)
+def test_dit(reference: Path, name: str, case: str) -> None:
+    model, arguments, out = dit_case(reference, name, case)
+    with torch.no_grad():
+        assert distance(model(*arguments)[0], out) <= 2e-5
+
+
+def test_dit_with_autograd_takes_the_same_path(reference: Path) -> None:
+    model, arguments, out = dit_case(reference, "dit_ti2v", "first_frame")
+    ours = model(*arguments)[0]
+    assert distance(ours.detach(), out) <= 2e-5
+    ours.square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_bf16_weights_stay_close(reference: Path) -> None:
+    """2 % relative rms is what the official network shows under bfloat16 autocast."""
+    from wan.modules.model import keeps_fp32
+
+    model, arguments, out = dit_case(reference, "dit_t2v_h12", "a")
+    for name, parameter in model.named_parameters():
+        if not keeps_fp32(name):
+            parameter.data = parameter.data.bfloat16()
+    with torch.no_grad():
+        ours = model(*arguments)[0]
+    assert ours.dtype == torch.float32
+    assert ((ours - out).square().mean() / out.square().mean()).sqrt() <= 0.02
+
+
+@pytest.mark.parametrize("head_dim", [128, 24, 16, 12, 8])
+def test_rope(reference: Path, head_dim: int) -> None:
+    cases = load_file(reference / "rope.safetensors")
+    rotated = apply_rope(cases[f"d{head_dim}.x"].float(), rope_table((3, 5, 7), head_dim))
+    assert distance(rotated, cases[f"d{head_dim}.out"]) <= 5e-6
+
+
+def test_rope_angles(reference: Path) -> None:
+    cases = load_file(reference / "rope.safetensors")
+    positions = cases["table128.positions"].long()
+    frame, height, width = (
+        rope_angles(grid, 128)[positions][:, part]
+        for grid, part in (
+            ((1024, 1, 1), slice(0, 22)),
+            ((1, 1024, 1), slice(22, 43)),
+            ((1, 1, 1024), slice(43, 64)),
+        )
+    )
+    angles = torch.cat((frame, height, width), dim=1)
+    assert distance(angles.cos(), cases["table128.cos"]) <= 1e-12
+    assert distance(angles.sin(), cases["table128.sin"]) <= 1e-12
+
+
+def test_time_embedding(reference: Path) -> None:
+    cases = load_file(reference / "time_embedding.safetensors")
+    assert distance(sinusoidal_embedding(cases["t"], 256), cases["emb_f32"]) <= 1e-6
+
+
+def test_sigma_tables_are_exact(reference: Path) -> None:
+    cases = load_file(reference / "schedulers.safetensors")
+    tables = [key.removesuffix(".sigmas") for key in cases if key.endswith(".sigmas")]
+    assert len(tables) >= 42
+    for table in tables:
+        steps, shift = map(int, re.search(r"s(\d+)_shift(\d+)", table).groups())
+        solver = "unipc" if table.endswith("unipc") else "dpm++"
+        sigmas, timesteps = sigma_table(solver, steps, shift)
+        assert torch.equal(sigmas, cases[f"{table}.sigmas"]), table
+        assert torch.equal(timesteps, cases[f"{table}.timesteps"]), table
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("steps", "shift"), [(4, 5), (20, 12), (40, 5)])
+def test_trajectories(reference: Path, solver: str, steps: int, shift: int) -> None:
+    cases = load_file(reference / "schedulers.safetensors")
+    run = f"s{steps}_shift{shift}"
+    stepper = make_solver(solver, steps, shift)
+    trajectory = [cases[f"{run}.noise"]]
+    for index, t in enumerate(stepper.timesteps):
+        velocity = cases[f"{run}.model_outputs"][index]
+        trajectory.append(stepper.step(velocity, t, trajectory[-1], return_dict=False)[0])
+    theirs = cases[f"{run}.{SOLVERS[solver]}.trajectory"]
+    assert distance(torch.stack(trajectory), theirs) <= 2e-5
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_text_encoder_in_fp32(reference: Path, tiny, stored: torch.dtype) -> None:
+    """Also from bfloat16 weights, which are upcast a layer at a time."""
+    state = load_file(reference / "t5.weights.safetensors")
+    state = {t5_transformers_name(name): tensor.to(stored) for name, tensor in state.items()}
+    tokenizer = tiny("t2v-1.3B") / "google/umt5-xxl"
+    encoder = TextEncoder(state, tokenizer, dtype=torch.float32, text_len=160)
+    cases = load_file(reference / "t5.cases.safetensors")
+    with torch.no_grad():
+        out = encoder._model(cases["ids"], cases["mask"]).last_hidden_state
+    for row, valid in enumerate((23, 150)):
+        assert distance(out[row, :valid], cases["out"][row, :valid]) <= 2e-5
+    assert {p.dtype for p in encoder._model.parameters()} == {stored}
+
+
+@pytest.mark.parametrize("name", ["vae21", "vae22"])
+@pytest.mark.parametrize("case", ["c0", "c1", "c2"])
+def test_vae(reference: Path, name: str, case: str) -> None:
+    state = weights(reference / f"{name}.weights.safetensors")
+    vae = VideoVAE({vae_diffusers_name(key): tensor for key, tensor in state.items()})
+    cases = load_file(reference / f"{name}.cases.safetensors")
+    assert distance(vae.encode(cases[f"{case}.video"]), cases[f"{case}.latent"]) <= 2e-5
+    for latent, decoded in (("latent", "decoded"), ("latent_rand", "decoded_rand")):
+        ours = vae.decode(cases[f"{case}.{latent}"])
+        assert distance(ours, cases[f"{case}.{decoded}"]) <= 2e-5
+
+
+def test_sizes_and_prompt_cleaning(reference: Path) -> None:
+    tables = json.loads((reference / "preprocess.json").read_text())
+    for row in tables["ti2v_best_output_size"]:
+        size = size_covered(PRESETS["ti2v-5B"], tuple(row["image_wh"]), row["max_area"])
+        assert list(size) == row["out_wh"]
+    for row in tables["i2v_size"]:
+        size = size_from_area(PRESETS["i2v-A14B"], tuple(row["image_wh"]), row["max_area"])
+        assert list(size) == row["pixel_hw"][::-1]
+    for row in tables["text_clean"]:
+        assert clean_prompt(row["raw"]) == row["clean"]
+
+
+def test_frames_as_handed_to_the_encoder(reference: Path) -> None:
+    cases = load_file(reference / "save_video.safetensors")
+    video = next(t for t in cases.values() if t.is_floating_point())
+    frames = next(t for t in cases.values() if t.dtype == torch.uint8)
+    assert torch.equal(to_uint8(video[0]), frames)
+
+
+def test_pixels_are_exact() -> None:
+    from wan.conditioning import pixels
+
+    values = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    ours = pixels(Image.fromarray(np.stack((values,) * 3, axis=-1)))
+    expected = (torch.from_numpy(values).float() / 255 - 0.5) / 0.5
+    assert torch.equal(ours[1], expected)

@@ -1,0 +1,253 @@
+"""WanModel's own promises: names, batches, refusals, runs of timesteps, the text cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from wan.modules.layers import gated_add, modulated_norm
+from wan.modules.local import LocalAttention
+from wan.modules.model import WanModel, keeps_fp32, timestep_runs
+from wan.modules.rope import RopeTables, axis_sizes, rope_table
+from wan.modules.step import StepInfo
+from wan.modules.textcache import TextKVCache
+
+TINY = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "text_len": 8}
+
+
+def model(**changes: object) -> WanModel:
+    torch.manual_seed(0)
+    return WanModel(**{**TINY, **changes}).eval().requires_grad_(False)
+
+
+def inputs(seed: int = 0, grid: tuple[int, int, int] = (3, 4, 6)) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(16, *grid, generator=generator), torch.randn(5, 16, generator=generator)
+
+
+def test_official_tensor_names() -> None:
+    names = set(model().state_dict())
+    assert len(names) == 27 * 2 + 15
+    assert {"blocks.1.self_attn.norm_q.weight", "blocks.0.norm3.bias", "head.modulation"} <= names
+    assert {"blocks.0.modulation", "time_projection.1.weight", "text_embedding.2.bias"} <= names
+
+
+def test_parameter_counts_of_the_published_networks() -> None:
+    """Counts from the published checkpoints."""
+    from wan.settings.presets import PRESETS
+
+    counts = {"t2v-A14B": 14_288_491_584, "i2v-A14B": 14_288_901_184, "ti2v-5B": 4_999_787_712}
+    for task, count in counts.items():
+        p = PRESETS[task]
+        with torch.device("meta"):
+            net = WanModel(
+                in_dim=p.in_dim,
+                out_dim=48 if p.kind == "ti2v" else 16,
+                dim=p.dim,
+                ffn_dim=p.ffn_dim,
+                num_heads=p.num_heads,
+                num_layers=p.num_layers,
+            )
+        assert sum(t.numel() for t in net.state_dict().values()) == count
+
+
+def test_fp32_parameters() -> None:
+    kept = {name for name in model().state_dict() if keeps_fp32(name)}
+    assert "blocks.0.modulation" in kept and "head.head.weight" in kept
+    assert "time_embedding.0.weight" in kept and "blocks.0.cross_attn.norm_k.weight" in kept
+    assert "blocks.0.ffn.0.weight" not in kept and "patch_embedding.weight" not in kept
+    assert "text_embedding.0.weight" not in kept
+
+
+@torch.no_grad()
+def test_a_batch_equals_its_samples() -> None:
+    net = model()
+    pairs = [inputs(seed) for seed in range(3)]
+    x, context = [list(side) for side in zip(*pairs, strict=True)]
+    t = torch.tensor([10, 500, 999])
+    batch = net(x, t, context, 18)
+    for i in range(3):
+        single = net([x[i]], t[i : i + 1], [context[i]], 18)[0]
+        torch.testing.assert_close(batch[i], single, atol=2e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_samples_of_different_sizes() -> None:
+    net = model()
+    (a, text_a), (b, text_b) = inputs(0), inputs(1, (2, 2, 4))
+    both = net([a, b], torch.tensor([500]), [text_a, text_b], 18)
+    assert torch.equal(both[0], net([a], torch.tensor([500]), [text_a], 18)[0])
+    assert torch.equal(both[1], net([b], torch.tensor([500]), [text_b], 18)[0])
+
+
+@torch.no_grad()
+def test_uniform_per_token_timesteps_equal_the_scalar() -> None:
+    net, (x, context) = model(), inputs()
+    scalar = net([x], torch.tensor([700]), [context], 18)[0]
+    tokens = net([x], torch.full((1, 20), 700), [context], 20)[0]
+    assert torch.equal(scalar, tokens)
+
+
+@torch.no_grad()
+def test_many_runs_of_timesteps() -> None:
+    """Every token its own timestep: the modulation of each row is its own."""
+    net, (x, context) = model(), inputs()
+    t = torch.arange(18)[None] * 50.0
+    many = net([x], t, [context], 18)[0]
+    assert not torch.allclose(many, net([x], t[:, :1].expand(1, 18), [context], 18)[0], atol=1e-3)
+
+
+def test_timestep_runs() -> None:
+    values, lengths = timestep_runs(torch.tensor([[0, 0, 7, 7, 7, 9, 9]]), 5)
+    assert values.tolist() == [[0, 7]] and lengths == (2, 3)
+    values, lengths = timestep_runs(torch.tensor([3, 4]), 5)
+    assert values.tolist() == [[3], [4]] and lengths == (5,)
+
+
+def test_modulation_by_runs_equals_expansion_per_token() -> None:
+    x, runs = torch.randn(1, 7, 12), (3, 4)
+    shift, scale, gate = (torch.randn(1, 2, 12) for _ in range(3))
+    wide = [p.repeat_interleave(torch.tensor(runs), dim=1) for p in (shift, scale, gate)]
+    expected = torch.nn.functional.layer_norm(x, (12,), eps=1e-6) * (1 + wide[1]) + wide[0]
+    torch.testing.assert_close(modulated_norm(x, shift, scale, runs, 1e-6), expected)
+    y, before = torch.randn(1, 7, 12), x.clone()
+    with torch.no_grad():
+        torch.testing.assert_close(gated_add(x, y, gate, runs), before + y * wide[2])
+    torch.testing.assert_close(gated_add(before, y, gate, runs), before + y * wide[2])
+
+
+def test_inputs_are_not_changed() -> None:
+    net, (x, context) = model(), inputs()
+    before = x.clone(), context.clone()
+    with torch.no_grad():
+        net([x], torch.tensor([5]), [context], 18)
+    assert torch.equal(x, before[0]) and torch.equal(context, before[1])
+
+
+@torch.no_grad()
+def test_text_cache_is_exact_and_computes_once() -> None:
+    cache = TextKVCache()
+    cached, plain = model(text_cache=cache), model()
+    calls = []
+    for block in cached.blocks:
+        block.cross_attn.k.register_forward_hook(lambda *_: calls.append(1))
+    (x, cond), (_, uncond) = inputs(0), inputs(1)
+    for t in (900, 500, 100):
+        for context in (cond, uncond):
+            a, b = (net([x], torch.tensor([t]), [context], 18)[0] for net in (cached, plain))
+            assert torch.equal(a, b)
+    assert len(calls) == 2 * 2
+    assert cache.nbytes() == 2 * 2 * 2 * 8 * 48 * 4  # prompts x layers x (k, v) x text_len x dim
+    net_input = cond.clone()
+    a = cached([x], torch.tensor([7]), [net_input], 18)[0]
+    net_input.add_(1)
+    b = cached([x], torch.tensor([7]), [net_input], 18)[0]
+    assert not torch.equal(a, b), "a context changed in place must not be found in the cache"
+
+
+@torch.no_grad()
+def test_moving_the_model_forgets_text() -> None:
+    cache = TextKVCache()
+    net, (x, context) = model(text_cache=cache), inputs()
+    net([x], torch.tensor([7]), [context], 18)
+    assert cache.nbytes() > 0
+    net.double()
+    assert cache.nbytes() == 0
+
+
+@torch.no_grad()
+def test_the_attention_layer_is_told_the_moment() -> None:
+    seen = []
+
+    class Recorder(LocalAttention):
+        def __call__(self, q, k, v, /, *, valid_len=None, step=None, layer=None):
+            seen.append((layer, valid_len, step))
+            return super().__call__(q, k, v, valid_len=valid_len, step=step, layer=layer)
+
+    from wan.kernels.sdpa import SdpaKernel
+
+    net, (x, context) = model(attention=Recorder(SdpaKernel())), inputs()
+    step = StepInfo(1, 4, "cond", "dit", (3, 2, 3), 18)
+    net([x], torch.tensor([7]), [context], 18, step=step)
+    assert seen == [(0, 18, step), (1, 18, step)]
+
+
+def test_padded_keys_are_not_attended_to() -> None:
+    from wan.kernels.sdpa import SdpaKernel
+
+    q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
+    padded = [torch.cat((x, torch.full((1, 2, 2, 8), 1e3)), dim=1) for x in (k, v)]
+    layer = LocalAttention(SdpaKernel())
+    assert torch.equal(layer(q, *padded, valid_len=6), layer(q, k, v))
+
+
+def test_rope_tables_are_built_once_per_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr("wan.modules.rope.rope_table", lambda *a: built.append(a) or rope_table(*a))
+    tables = RopeTables(24)
+
+    def whole(x: Tensor) -> Tensor:
+        return x
+
+    for grid in ((2, 3, 4), (2, 3, 4), (1, 3, 4), (1, 3, 4)):
+        cos, _ = tables.get(grid, torch.device("cpu"), whole)
+        assert cos.shape == (grid[0] * 12, 1, 24)
+    assert len(built) == 2
+
+
+def test_axis_sizes() -> None:
+    assert axis_sizes(128) == (44, 42, 42) and axis_sizes(6) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_heads": 5}, "5 heads"),
+        ({"num_heads": 16}, "even size"),
+        ({"window_size": (8, 8)}, "only global attention"),
+        ({"model_type": "s2v"}, "known types"),
+    ],
+)
+def test_networks_that_do_not_exist(change: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        model(**change)
+
+
+def test_calls_that_do_not_fit() -> None:
+    net, (x, context) = model(), inputs()
+    t = torch.tensor([5])
+    with pytest.raises(ValueError, match="16 channels"):
+        net([x[:3]], t, [context], 18)
+    with pytest.raises(ValueError, match="divisible by"):
+        net([x[..., :5]], t, [context], 18)
+    with pytest.raises(ValueError, match="18 tokens do not fit"):
+        net([x], t, [context], 17)
+    with pytest.raises(ValueError, match="18 tokens do not fit"):
+        net([x], torch.zeros(1, 17), [context], 18)
+    with pytest.raises(ValueError, match="text_len is 8"):
+        net([x], t, [torch.randn(9, 16)], 18)
+    with pytest.raises(ValueError, match="same number of samples"):
+        net([x, x], t, [context], 18)
+    with pytest.raises(ValueError, match="needs y"):
+        model(model_type="i2v", in_dim=36)([x], t, [context], 18)
+
+
+def test_blocks_compile_without_a_break() -> None:
+    """fullgraph; one graph for all layers and all steps with the text cache full."""
+    torch._dynamo.reset()
+    net, (x, context) = model(text_cache=TextKVCache()), inputs()
+    with torch.no_grad():
+        expected = [net([x], torch.tensor([t]), [context], 18)[0] for t in (900, 100)]
+    compiled = model(text_cache=TextKVCache())
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in compiled.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for t, wanted in zip((900, 100), expected, strict=True):
+            found = compiled([x], torch.tensor([t]), [context], 18)[0]
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+        graphs = counter.frame_count
+        compiled([x], torch.tensor([50]), [context], 18)
+    assert counter.frame_count == graphs == 2  # text K/V computed, and taken from the cache

@@ -1,0 +1,262 @@
+"""The tiny checkpoints: the published file lists, and tensors that are the same in both layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer, UMT5EncoderModel
+
+from tools import make_tiny_checkpoint
+from tools.make_tiny_checkpoint import main, make_checkpoint
+from wan import keymaps
+from wan.modules.model import WanModel
+
+TASKS = ("t2v-A14B", "i2v-A14B", "ti2v-5B", "t2v-1.3B")
+LAYOUTS = ("official", "diffusers")
+VAE = {"t2v-A14B": "2.1", "i2v-A14B": "2.1", "ti2v-5B": "2.2", "t2v-1.3B": "2.1"}
+DITS = {  # folders, high noise first
+    "official": {True: ("high_noise_model", "low_noise_model"), False: ("",)},
+    "diffusers": {True: ("transformer", "transformer_2"), False: ("transformer",)},
+}
+DIT_NUMBERS = {  # model_type, dim, ffn_dim, num_heads, in_dim, out_dim
+    "t2v-A14B": ["t2v", 240, 480, 40, 16, 16],
+    "i2v-A14B": ["i2v", 240, 480, 40, 36, 16],
+    "ti2v-5B": ["ti2v", 192, 384, 24, 48, 48],
+    "t2v-1.3B": ["t2v", 96, 192, 12, 16, 16],
+}
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+Make = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """(task, layout) -> its folder, written once."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def folder(task: str, layout: str) -> Path:
+        path = root / f"{task}-{layout}"
+        return path if path.exists() else make_checkpoint(task, path, layout=layout)
+
+    return folder
+
+
+def relative_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def dit_files(task: str, stem: str = "diffusion_pytorch_model") -> list[str]:
+    if task == "t2v-1.3B":
+        return ["config.json", f"{stem}.safetensors"]
+    shards = [f"{stem}-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    return ["config.json", f"{stem}.safetensors.index.json", *shards]
+
+
+def expected_files(task: str, layout: str) -> set[str]:
+    """Spec 3.1 and 3.2."""
+    dits = DITS[layout]["A14B" in task]
+    files = {str(Path(dit, file)) for dit in dits for file in dit_files(task)}
+    files.add("generation_config.json")
+    if layout == "official":
+        files |= {f"google/umt5-xxl/{file}" for file in TOKENIZER}
+        files |= {"models_t5_umt5-xxl-enc-bf16.pth", f"Wan{VAE[task]}_VAE.pth"}
+        return files | ({"configuration.json"} if "A14B" in task else set())
+    shards = {f"text_encoder/model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    files |= shards | {"text_encoder/config.json", "text_encoder/model.safetensors.index.json"}
+    files |= {f"tokenizer/{file}" for file in TOKENIZER}
+    files |= {"vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
+    return files | {"model_index.json", "scheduler/scheduler_config.json"}
+
+
+def safetensors_in(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a model folder; an index must name exactly what its shards hold."""
+    state, weight_map = {}, {}
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        state.update(tensors)
+        weight_map.update(dict.fromkeys(tensors, file.name))
+    for path in folder.glob("*.safetensors.index.json"):
+        index = json.loads(path.read_text())
+        assert index["weight_map"] == weight_map
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in state.values())
+    return state
+
+
+def official_tensors(folder: Path, task: str, layout: str) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint: "part/official name"."""
+    if layout == "official":
+        vae = torch.load(folder / f"Wan{VAE[task]}_VAE.pth", weights_only=True)
+        t5 = torch.load(folder / "models_t5_umt5-xxl-enc-bf16.pth", weights_only=True)
+    else:
+        vae, t5 = (safetensors_in(folder / part) for part in ("vae", "text_encoder"))
+        vae = {keymaps.vae_official_name(k, VAE[task] == "2.2"): t for k, t in vae.items()}
+        t5 = {keymaps.t5_official_name(k): t for k, t in t5.items()}
+    parts = {"vae": vae, "t5": t5}
+    for number, dit in enumerate(DITS[layout]["A14B" in task]):
+        state = safetensors_in(folder / dit)
+        parts[f"dit{number}"] = {keymaps.dit_official_name(k): t for k, t in state.items()}
+    return {f"{part}/{k}": t for part, state in parts.items() for k, t in state.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_files_are_those_of_the_published_folder(make: Make, task: str, layout: str):
+    folder = make(task, layout)
+    assert relative_files(folder) == expected_files(task, layout)
+    assert sum(path.stat().st_size for path in folder.rglob("*")) < 40e6
+    quick = json.loads((folder / "generation_config.json").read_text())
+    assert quick == {"size": "128*128", "frame_num": 9, "sample_steps": 4}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_official_dit_config_and_names(make: Make, task: str):
+    for dit in DITS["official"]["A14B" in task]:
+        folder = make(task, "official") / dit
+        config = json.loads((folder / "config.json").read_text())
+        keys = "_class_name _diffusers_version dim eps ffn_dim freq_dim in_dim model_type num_heads"
+        assert sorted(config) == [*keys.split(), "num_layers", "out_dim", "text_len"]
+        arguments = {key: value for key, value in config.items() if not key.startswith("_")}
+        keys = "model_type dim ffn_dim num_heads in_dim out_dim"
+        assert [config[key] for key in keys.split()] == DIT_NUMBERS[task]
+        with torch.device("meta"):
+            model = WanModel(**arguments, text_dim=64)
+        model.load_state_dict(safetensors_in(folder), assign=True)  # strict
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_both_layouts_hold_the_same_tensors(make: Make, task: str):
+    official, other = (official_tensors(make(task, x), task, x) for x in LAYOUTS)
+    assert official.keys() == other.keys()
+    for name, tensor in official.items():
+        wanted = torch.float32 if name.startswith("vae/") else torch.bfloat16
+        assert tensor.dtype == other[name].dtype == wanted
+        assert torch.equal(tensor, other[name]), name
+    if "A14B" in task:
+        assert not torch.equal(official["dit0/head.modulation"], official["dit1/head.modulation"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_diffusers_loads_its_folder(make: Make, task: str):
+    """The library itself judges the layout, and finds no tensor missing or unknown."""
+    folder = make(task, "diffusers")
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    boundary = {"t2v-A14B": 0.875, "i2v-A14B": 0.9}.get(task)
+    assert pipeline.config.boundary_ratio == boundary
+    assert pipeline.config.expand_timesteps == (task == "ti2v-5B")
+    assert type(pipeline).__name__.startswith("WanImage" if task == "i2v-A14B" else "WanPipeline")
+    assert (pipeline.transformer_2 is None) == (boundary is None)
+    assert pipeline.scheduler.config.flow_shift == (5.0 if task == "ti2v-5B" else 3.0)
+    _, info = UMT5EncoderModel.from_pretrained(folder / "text_encoder", output_loading_info=True)
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_official_vae_decodes_to_pictures_that_are_not_saturated(make: Make, task: str):
+    vae = diffusers.AutoencoderKLWan.from_pretrained(make(task, "diffusers") / "vae")
+    state = torch.load(make(task, "official") / f"Wan{VAE[task]}_VAE.pth", weights_only=True)
+    vae.load_state_dict({keymaps.vae_diffusers_name(name): t for name, t in state.items()})
+    z = vae.config.z_dim
+    assert (z, vae.config.latents_mean[0]) == (
+        (48, -0.2289) if task == "ti2v-5B" else (16, -0.7571)
+    )
+    std = torch.tensor(vae.config.latents_std).view(1, z, 1, 1, 1)
+    noise = torch.randn(1, z, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        video = vae.decode(noise * std).sample
+    assert 0.1 < video.std() < 1
+    assert (video.abs() >= 1).float().mean() < 0.15
+
+
+def test_dit_output_has_the_size_of_noise(make: Make):
+    folder = make("t2v-1.3B", "diffusers") / "transformer"
+    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    x, text = (torch.randn(s, generator=generator) for s in ((1, 16, 2, 8, 8), (1, 512, 64)))
+    with torch.no_grad():
+        out = model(x, torch.tensor([500]), text).sample
+    assert 0.5 < out.std() < 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokenizer(make: Make, layout: str):
+    path = "google/umt5-xxl" if layout == "official" else "tokenizer"
+    folder = make("t2v-1.3B", layout) / path
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    prompt = "Two cats (1 red) walk, 一只猫"
+    batch = tokenizer(prompt, padding="max_length", truncation=True, max_length=512)
+    ids, valid = batch.input_ids, sum(batch.attention_mask)
+    assert len(ids) == 512 and ids[valid - 1 :] == [1] + [0] * (512 - valid)
+    assert 2 not in ids and 4 < valid < 30
+    assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
+    assert tokenizer("\N{SNOWMAN}").input_ids[-2:] == [2, 1]
+    long = tokenizer("cat " * 600, padding="max_length", truncation=True, max_length=512).input_ids
+    assert len(long) == 512 and long[-1] == 1
+    embedding = official_tensors(make("t2v-1.3B", layout), "t2v-1.3B", layout)
+    assert len(embedding["t5/token_embedding.weight"]) == len(tokenizer)
+
+
+def test_dtype_changes_no_value_and_seed_changes_all(make: Make, tmp_path: Path):
+    bf16 = official_tensors(make("t2v-1.3B", "official"), "t2v-1.3B", "official")
+    same = make_checkpoint("t2v-1.3B", tmp_path / "fp32", dtype="fp32")
+    for name, tensor in official_tensors(same, "t2v-1.3B", "official").items():
+        assert tensor.dtype == (torch.bfloat16 if name.startswith("t5/") else torch.float32)
+        assert torch.equal(tensor, bf16[name].to(tensor.dtype)), name
+    other = make_checkpoint("t2v-1.3B", tmp_path / "other", seed=1)
+    tensors = official_tensors(other, "t2v-1.3B", "official")
+    assert not any(torch.equal(tensor, bf16[name]) for name, tensor in tensors.items())
+
+
+def test_the_script_writes_the_same_bytes(make: Make, tmp_path: Path):
+    script = make_tiny_checkpoint.__file__
+    arguments = ["--task", "t2v-1.3B", "--out", str(tmp_path / "new" / "folder")]
+    subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, check=True)
+    first = make("t2v-1.3B", "official")
+    for file in relative_files(first):
+        assert (tmp_path / "new" / "folder" / file).read_bytes() == (first / file).read_bytes(), (
+            file
+        )
+
+
+def test_a_folder_with_content_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("keep")
+    (tmp_path / "file").touch()
+    for name in ("full", "file"):
+        assert main(["--task", "t2v-1.3B", "--out", str(tmp_path / name)]) == 2
+        message = capsys.readouterr().err
+        assert f"{tmp_path / name} exists and is not empty" in message and message.count("\n") == 1
+    assert relative_files(tmp_path) == {"full/mine.txt", "file"}
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path):
+    folder = make_checkpoint("t2v-1.3B", tmp_path)
+    assert relative_files(folder) == expected_files("t2v-1.3B", "official")
+
+
+def test_unknown_words_are_refused_with_the_known_ones(tmp_path: Path):
+    for wrong in ({"task": "s2v-14B"}, {"layout": "comfy"}, {"dtype": "fp16"}):
+        with pytest.raises(ValueError, match=r"unknown here; choose one of \w+"):
+            make_checkpoint(**({"task": "t2v-A14B", "out": tmp_path / "x"} | wrong))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch, layout: str):
+    def interrupt(*_: object) -> None:
+        assert relative_files(tmp_path), "interrupted too early to prove anything"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_tiny_checkpoint, "_write_tokenizer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_checkpoint("t2v-1.3B", tmp_path / "tiny", layout=layout)
+    assert not list(tmp_path.iterdir())
