@@ -23,8 +23,6 @@ from wan.prompt_texts import PromptExtendError, Question, ask, check_one_of, mes
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["LOCAL_MODELS", "METHODS", "PromptExtendError", "check_available", "extend_prompt"]
-
 METHODS = ("local_qwen", "dashscope")
 LOCAL_MODELS = {
     "QwenVL2.5_3B": "Qwen/Qwen2.5-VL-3B-Instruct",
@@ -154,7 +152,7 @@ def _ask_dashscope(question: Question, model: str | None, seed: int) -> str:
 def _call_dashscope(question: Question, model: str, seed: int) -> str:
     import dashscope
 
-    # The service takes seeds of 31 bits; ours have up to 63.
+    # Not every version of the service takes our seeds of up to 63 bits; 31 are always fine.
     options = {**_dash_access(), "seed": seed % 2**31, "request_timeout": _TIMEOUT_S}
     if question.image is None:
         chat = messages(question.system, question.user)

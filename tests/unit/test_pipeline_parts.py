@@ -1,0 +1,173 @@
+"""Conditioning, sampling, memory policy and files: parts that whole runs do not take apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from wan import conditioning
+from wan.experts import Experts
+from wan.sampler import Conditions, expert_at, guided_velocity, sigma_table
+from wan.settings.presets import PRESETS
+from wan.settings.request import Request
+from wan.video import written_whole
+
+
+def request(task: str, **changes: object) -> Request:
+    values = {
+        "preset": PRESETS[task],
+        "prompt": "",
+        "negative_prompt": "",
+        "image_size": None,
+        "size": (96, 64),
+        "frame_num": 9,
+        "sample_steps": 4,
+        "sample_shift": 5.0,
+        "sample_solver": "unipc",
+        "guide_scale": (3.0, 4.0),
+        "boundary": PRESETS[task].boundary,
+        "seed": 3,
+    }
+    return Request(**{**values, **changes})
+
+
+def picture(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def prepare(r: Request, image: Image.Image | None, encode) -> Conditions:
+    context = torch.zeros(1, 4)
+    return conditioning.prepare(r, context, context, image, encode, torch.device("cpu"))
+
+
+def test_noise_is_the_first_draw_of_the_seed() -> None:
+    generator = torch.Generator().manual_seed(3)
+    expected = torch.randn(16, 3, 8, 12, generator=generator)
+    assert torch.equal(prepare(request("t2v-A14B"), None, None).start, expected)
+
+
+def test_i2v_channels() -> None:
+    """4 mask channels (1 for the given frame), then the encoded [picture, grey, grey, ...]."""
+    r, image, seen = request("i2v-A14B", image_size=(200, 150)), picture(200, 150), []
+
+    def encode(video: torch.Tensor) -> torch.Tensor:
+        seen.append(video)
+        width, height = r.video_size
+        return torch.full((16, 3, height // 8, width // 8), 0.5)
+
+    y = prepare(r, image, encode).y
+    width, height = r.video_size
+    assert r.video_size == (80, 64)
+    assert y.shape == (20, 3, height // 8, width // 8)
+    assert (y[:4, 0] == 1).all() and (y[:4, 1:] == 0).all() and (y[4:] == 0.5).all()
+    (video,) = seen
+    assert video.shape == (3, 9, height, width) and (video[:, 1:] == 0).all()
+    source = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255 * 2 - 1
+    expected = F.interpolate(source[None], size=(height, width), mode="bicubic")[0]
+    torch.testing.assert_close(video[:, 0], expected, atol=1e-6, rtol=0)
+
+
+def test_ti2v_covers_and_crops() -> None:
+    """Scaled by the larger ratio with Lanczos, then the centre."""
+    image = picture(100, 100)
+    frame = conditioning.cover(image, (96, 64))
+    resized = np.array(image.resize((96, 96), Image.Resampling.LANCZOS))[16:80]
+    expected = torch.from_numpy(resized).permute(2, 0, 1).float() / 255 * 2 - 1
+    assert frame.shape == (3, 1, 64, 96)
+    torch.testing.assert_close(frame[:, 0], expected, atol=1e-6, rtol=0)
+
+
+def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
+    r = request("ti2v-5B", image_size=(96, 64), frame_num=13)
+    first = torch.full((48, 1, 4, 6), 7.0)
+    conditions = prepare(r, picture(96, 64), lambda video: first)
+    assert conditions.y is None and (conditions.start[:, :1] == 7).all()
+    plain = prepare(request("ti2v-5B", frame_num=13), None, None).start
+    assert torch.equal(conditions.start[:, 1:], plain[:, 1:])
+    t = conditions.timesteps(torch.tensor(900))
+    assert t.shape == (1, 4 * 2 * 3) and t.dtype == torch.float32
+    assert (t[0, :6] == 0).all() and (t[0, 6:] == 900).all()
+    moved = conditions.impose(torch.zeros(48, 4, 4, 6))
+    assert (moved[:, :1] == 7).all() and (moved[:, 1:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("task", "solver", "high"),
+    [
+        ("t2v-A14B", "unipc", 26),
+        ("t2v-A14B", "dpm++", 26),
+        ("i2v-A14B", "unipc", 15),
+        ("i2v-A14B", "dpm++", 15),
+    ],
+)
+def test_official_share_of_the_experts(task: str, solver: str, high: int) -> None:
+    preset = PRESETS[task]
+    _, timesteps = sigma_table(solver, 40, preset.sample_shift)
+    names = [expert_at(int(t), preset.boundary) for t in timesteps]
+    assert names == [("high_noise", 1)] * high + [("low_noise", 0)] * (40 - high)
+
+
+def test_boundary_itself_is_high_noise() -> None:
+    assert expert_at(875, 0.875) == ("high_noise", 1) and expert_at(874, 0.875) == ("low_noise", 0)
+    assert expert_at(999, None) == ("dit", 0)
+
+
+def test_guidance_formula() -> None:
+    conditions = Conditions(
+        start=torch.zeros(1),
+        context=torch.tensor(2.0),
+        negative_context=torch.tensor(0.5),
+        y=None,
+        timesteps=lambda t: t,
+        impose=lambda x: x,
+    )
+
+    def model(x, t, context, seq_len, y, *, step):
+        return [context[0] * torch.ones(2)]
+
+    class Step:
+        valid_len = 1
+
+    guided = guided_velocity(
+        model, torch.zeros(2), conditions, torch.tensor([1]), lambda _: Step(), 4
+    )
+    assert guided.tolist() == [6.5, 6.5]
+
+
+@pytest.mark.parametrize(("offload", "loads"), [(True, "abab"), (False, "ab")])
+def test_experts_in_memory(offload: bool, loads: str) -> None:
+    import gc
+    import weakref
+
+    alive, order = weakref.WeakSet(), []
+
+    def load(name: str) -> torch.nn.Module:
+        gc.collect()
+        assert not (offload and alive), "the idle network must be gone before the next one comes"
+        order.append(name)
+        network = torch.nn.Linear(1, 1)
+        alive.add(network)
+        return network
+
+    experts = Experts(load, offload=offload)
+    for name in "aabbab":
+        experts.get(name)
+    assert "".join(order) == loads
+
+
+def test_files_are_whole_or_absent(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "file.txt"
+    with pytest.raises(RuntimeError), written_whole(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert not path.exists() and not list(path.parent.iterdir())
+    with written_whole(path) as temporary:
+        temporary.write_text("whole")
+        assert not path.exists()
+    assert path.read_text() == "whole" and len(list(path.parent.iterdir())) == 1

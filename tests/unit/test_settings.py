@@ -1,0 +1,200 @@
+"""Layering of settings, sizes, files: the pure parts of what generate.py is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from wan.settings import flags
+from wan.settings.env import cache_dir, world_size
+from wan.settings.errors import InputError
+from wan.settings.geometry import check_size, latent_shape, size_covered, size_from_area, token_grid
+from wan.settings.output import generated_name
+from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
+from wan.settings.request import check_image
+from wan.settings.run import Run, resolve
+
+
+def resolved(*argv: object) -> Run:
+    def no_demo(*_: object) -> None:
+        raise AssertionError("the demo must not be made here")
+
+    return resolve(flags.parse([str(a) for a in argv]), no_demo, lambda *_: None)
+
+
+def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
+    folder = bare(tiny("t2v-A14B"), tmp_path)
+    request = resolved("--ckpt_dir", folder).request
+    assert (request.size, request.frame_num) == ((1280, 720), 81)
+    assert (request.sample_steps, request.sample_shift, request.boundary) == (40, 12.0, 0.875)
+    assert request.guide_scale == (3.0, 4.0) and request.sample_solver == "unipc"
+    assert request.negative_prompt == NEGATIVE_PROMPT and request.grid == (21, 45, 80)
+    assert request.seed >= 0
+
+
+def test_official_defaults_of_the_other_tasks(tiny, tmp_path: Path) -> None:
+    request = resolved("--task", "ti2v-5B", "--ckpt_dir", bare(tiny("ti2v-5B"), tmp_path)).request
+    assert (request.size, request.frame_num, request.sample_steps) == ((1280, 704), 121, 50)
+    assert request.grid == (31, 22, 40) and request.boundary is None
+    i2v = PRESETS["i2v-A14B"]
+    assert (i2v.sample_shift, i2v.boundary, i2v.guide_scale) == (5.0, 0.9, (3.5, 3.5))
+
+
+def bare(source: Path, tmp_path: Path) -> Path:
+    """The checkpoint without its generation_config.json."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for item in source.iterdir():
+        if item.name != "generation_config.json":
+            (folder / item.name).symlink_to(item)
+    return folder
+
+
+def test_flags_over_record_over_checkpoint_over_presets(tiny, tmp_path: Path) -> None:
+    folder = bare(tiny("t2v-A14B"), tmp_path)
+    config = {"sample_steps": 4, "sample_shift": 3, "frame_num": 9, "sample_guide_scale": 1}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"settings": {"sample_steps": 5, "sample_shift": 4}}))
+    run = resolved("--ckpt_dir", folder, "--from_json", record, "--sample_steps", 6)
+    assert run.request.sample_steps == 6
+    assert run.request.sample_shift == 4
+    assert run.request.frame_num == 9 and run.request.guide_scale == (1.0, 1.0)
+    assert run.request.size == (1280, 720)
+
+
+def test_the_record_repeats_itself(tiny, tmp_path: Path) -> None:
+    args = ["--ckpt_dir", tiny("t2v-A14B"), "--sample_guide_scale", "2,3", "--vae_tiling"]
+    first = resolved(*args, "--offload_model", "f", "--save_file", tmp_path / "x.mp4")
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"settings": first.settings}))
+    again = resolved("--from_json", path)
+    assert (again.request, again.execution, again.output) == (
+        first.request,
+        first.execution,
+        first.output,
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "pair"), [("5", (5.0, 5.0)), ("3,4", (3.0, 4.0)), ("1.5, 2", (1.5, 2.0))]
+)
+def test_guide_scale(raw: str, pair: tuple[float, float]) -> None:
+    assert flags.parse(["--sample_guide_scale", raw])["sample_guide_scale"] == pair
+
+
+@pytest.mark.parametrize("word", ["yes", "TRUE", "t", "y", "1"])
+def test_official_boolean_words(word: str) -> None:
+    assert flags.parse(["--offload_model", word])["offload_model"] is True
+    assert flags.parse(["--offload_model", "No"])["offload_model"] is False
+
+
+def test_an_empty_prompt_stays_empty(tiny) -> None:
+    assert resolved("--ckpt_dir", tiny("t2v-A14B"), "--prompt", "").request.prompt == ""
+    request = resolved("--ckpt_dir", tiny("t2v-A14B"), "--negative_prompt", "").request
+    assert request.negative_prompt == NEGATIVE_PROMPT
+
+
+def test_every_official_flag_is_known_or_refused_by_name() -> None:
+    official = [
+        "task",
+        "size",
+        "frame_num",
+        "ckpt_dir",
+        "offload_model",
+        "ulysses_size",
+        "t5_fsdp",
+        "t5_cpu",
+        "dit_fsdp",
+        "save_file",
+        "prompt",
+        "use_prompt_extend",
+        "prompt_extend_method",
+        "prompt_extend_model",
+        "prompt_extend_target_lang",
+        "base_seed",
+        "image",
+        "sample_solver",
+        "sample_steps",
+        "sample_shift",
+        "sample_guide_scale",
+        "convert_model_dtype",
+        "src_root_path",
+        "refert_num",
+        "replace_flag",
+        "use_relighting_lora",
+        "num_clip",
+        "audio",
+        "enable_tts",
+        "tts_prompt_audio",
+        "tts_prompt_text",
+        "tts_text",
+        "pose_video",
+        "start_from_ref",
+        "infer_frames",
+    ]
+    assert not [f for f in official if f not in flags.FLAGS and f not in flags.REFUSED]
+    assert not set(flags.FLAGS) & set(flags.REFUSED)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 20), st.sampled_from(list(PRESETS)))
+def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None:
+    preset = PRESETS[task]
+    size = (w * preset.size_multiple, h * preset.size_multiple)
+    check_size(preset, size, 4 * n + 1)
+    assert token_grid(preset, size, 4 * n + 1) == (n + 1, h, w)
+    f, lat_h, lat_w = latent_shape(preset, size, 4 * n + 1)
+    assert (lat_h * preset.vae_stride[1], lat_w * preset.vae_stride[2]) == size[::-1]
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([399360, 901120, 921600]))
+def test_sizes_for_any_picture_fit_the_task_or_are_refused(w: int, h: int, area: int) -> None:
+    for rule, task in ((size_from_area, "i2v-A14B"), (size_covered, "ti2v-5B")):
+        preset = PRESETS[task]
+        try:
+            size = rule(preset, (w, h), area)
+        except InputError as error:
+            assert "would vanish" in str(error)
+            continue
+        assert size[0] % preset.size_multiple == 0 == size[1] % preset.size_multiple
+        assert 0 < size[0] * size[1] <= area * 1.0001
+
+
+@given(st.text())
+def test_generated_names_are_safe(prompt: str) -> None:
+    name = generated_name("t2v-A14B", (64, 64), prompt)
+    assert name.endswith(".mp4") and len(name.encode()) < 120
+    assert not set(name) & set('/\\*?"<>|:\n\r\t\0 ')
+
+
+def test_pictures_are_measured_as_shown(tmp_path: Path) -> None:
+    """A phone's portrait picture is stored sideways with an EXIF turn."""
+    image, path = Image.new("RGB", (64, 32)), tmp_path / "phone.jpg"
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(path, exif=exif)
+    assert check_image(path) == (32, 64)
+
+
+def test_environment() -> None:
+    assert world_size({}) == 1 and world_size({"WORLD_SIZE": "8"}) == 8
+    assert cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/wan")
+    with pytest.raises(InputError, match="WORLD_SIZE"):
+        world_size({"WORLD_SIZE": "0"})
+
+
+def test_decode_latents_checks_the_file(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"other": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(InputError, match="holds no latents"):
+        resolved("--decode_latents", tmp_path / "x.safetensors")
+    save_file({"latents": torch.zeros(16, 1, 2, 2)}, tmp_path / "y.safetensors")
+    with pytest.raises(InputError, match="no settings in it"):
+        resolved("--decode_latents", tmp_path / "y.safetensors")
