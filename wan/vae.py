@@ -32,9 +32,10 @@ _STD_48 = (
     0.7468, 0.7744,
 )
 # fmt: on
-_PARTS_22: dict[str, Any] = {
+VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the 2.2 one
     "latents_mean": _MEAN_48,
     "latents_std": _STD_48,
+    "z_dim": 48,
     "is_residual": True,
     "in_channels": 12,
     "out_channels": 12,
@@ -94,12 +95,11 @@ def _autoencoder(weights: Mapping[str, Tensor]) -> Any:
     try:
         base, channels = weights["encoder.conv_in.weight"].shape[:2]
         z_dim = weights["post_quant_conv.weight"].shape[0]
-        version: dict[str, Any] = {(3, 16): {}, (12, 48): _PARTS_22}[channels, z_dim]
+        version: dict[str, Any] = {(3, 16): {"z_dim": 16}, (12, 48): VAE_22}[channels, z_dim]
         with torch.device("meta"):
             model = AutoencoderKLWan(
                 base_dim=base,
                 decoder_base_dim=weights["decoder.conv_in.weight"].shape[0] // 4,
-                z_dim=z_dim,
                 **version,
             )
         model.load_state_dict(weights, strict=True, assign=True)

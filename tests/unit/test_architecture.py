@@ -45,13 +45,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "wan.log": (),
     "wan.keymaps": (),
     "wan.video": (),
-    "wan.prompt_texts": (),
+    "wan.prompt_texts": ("wan.settings.errors",),
 }
 # Library -> the only modules that may import it.
 ONLY_IN = {
     "diffusers": ("wan.vae", "wan.sampler"),
     "transformers": ("wan.text", "wan.prompt_extend"),
-    "safetensors": ("wan.loading", "wan.video"),
+    "safetensors": ("wan.loading", "wan.prompt_extend", "wan.video"),
     "dashscope": ("wan.prompt_extend",),
     "torch_npu": ("wan.device", "wan.kernels"),
     "mindiesd": ("wan.device", "wan.kernels"),

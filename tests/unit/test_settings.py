@@ -148,7 +148,7 @@ def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None
     size = (w * preset.size_multiple, h * preset.size_multiple)
     check_size(preset, size, 4 * n + 1)
     assert token_grid(preset, size, 4 * n + 1) == (n + 1, h, w)
-    f, lat_h, lat_w = latent_shape(preset, size, 4 * n + 1)
+    _f, lat_h, lat_w = latent_shape(preset, size, 4 * n + 1)
     assert (lat_h * preset.vae_stride[1], lat_w * preset.vae_stride[2]) == size[::-1]
 
 
