@@ -50,20 +50,20 @@ def generate(run: Run) -> Path:
     pipeline.device.reset_peak_memory()
     stages = Stages(pipeline.device.synchronize)
     if run.decode_latents is not None:
-        latents, kept = video.load_latents(run.decode_latents), run.decode_latents
+        kept: Path | None = run.decode_latents
+        latents = video.load_latents(run.decode_latents)
     else:
         image = None if run.image is None else video.read_image(run.image)
         run = _extended(run, image, pipeline, stages)
         logger.info("Prompt: %s", run.request.prompt)
         latents = pipeline.latents(run.request, image=image, stages=stages)
-        kept = run.output.latents
-        video.save_latents(latents, kept, run.settings)
+        kept = _save_latents(run, latents)
     with _latents_survive(kept):
         frames = pipeline.decode(latents, stages)
         with stages("writing"):
             video.save_video(frames, run.output.save_file, run.output.fps)
         _save_record(run, pipeline, stages, frames)
-    if run.decode_latents is None and not run.output.keep_latents:
+    if kept is not None and run.decode_latents is None and not run.output.keep_latents:
         kept.unlink()
     _summary(run, pipeline, stages)
     return run.output.save_file
@@ -94,12 +94,26 @@ def _extended(run: Run, image: Image | None, pipeline: Pipeline, stages: Stages)
     return replace(run, request=replace(run.request, prompt=prompt), settings=settings)
 
 
+def _save_latents(run: Run, latents: Tensor) -> Path | None:
+    """Put the result of the long part on disk; where that fails, decoding goes on from memory."""
+    from wan import video
+
+    try:
+        video.save_latents(latents, run.output.latents, run.settings)
+    except OSError as error:
+        logger.warning("The latents could not be saved (%s); decoding them right away.", error)
+        return None
+    return run.output.latents
+
+
 @contextmanager
-def _latents_survive(path: Path) -> Iterator[None]:
+def _latents_survive(path: Path | None) -> Iterator[None]:
     """When decoding or writing fails, say where the result of the long part is."""
     try:
         yield
     except BaseException:
+        if path is None:
+            raise
         command = f"python generate.py --decode_latents {shlex.quote(str(path))}"
         logger.error("The denoised latents are safe in %s; continue with: %s", path, command)
         raise

@@ -60,8 +60,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Median and extremes of the per-round ratios."""
-    return spread([a / b for a, b in zip(over, under, strict=True)])
+    """Median and extremes of the per-round ratios, and the ratio of the two fastest rounds."""
+    found = spread([a / b for a, b in zip(over, under, strict=True)])
+    return found | {"fastest": min(over) / min(under)}
 
 
 def peak_bytes(run: Run, device: torch.device) -> int:

@@ -1,8 +1,8 @@
 """One forward pass of the DiT: ours, ours compiled, diffusers, and its matrix products alone.
 
-    python -m benchmarks.dit_forward --case 12x128
-    python -m benchmarks.dit_forward --case 40x128 --dtype bf16 --json results/dit.json
-    python -m benchmarks.dit_forward --gpu-case
+    python benchmarks/dit_forward.py --case 12x128
+    python benchmarks/dit_forward.py --case 40x128 --dtype bf16 --json results/dit.json
+    python benchmarks/dit_forward.py --gpu-case
 
 All models share their weights and get the same input. "linear" and "attention" replay those calls
 of our forward alone, on its own activations: with these kernels no forward can be faster than their
@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,17 +28,9 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from benchmarks.common import (
-    RecordProducts,
-    Run,
-    environment,
-    interleave,
-    peak_bytes,
-    ratios,
-    replay,
-    spread,
-    write_json,
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
 from wan.keymaps import dit_diffusers_name
 from wan.modules.model import WanModel, keeps_fp32
 from wan.modules.textcache import TextKVCache
@@ -155,19 +149,19 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
     counters.clear()
     forwards["ours, compiled"]()  # compiles; the others' first forward is the one that is weighed
     graphs = counters["stats"]["unique_graphs"]
-    peaks = {name: peak_bytes(run, bench.device) for name, run in forwards.items()}
+    peaks = {name: common.peak_bytes(run, bench.device) for name, run in forwards.items()}
     outputs = {name: run().float() for name, run in forwards.items()}
-    with RecordProducts() as record:
+    with common.RecordProducts() as record:
         forwards["ours"]()
 
     side, count = (2048, 20) if bench.device.type == "cpu" else (8192, 50)
     a, b = bench.randn(side, side), bench.randn(side, side)
-    alone: dict[str, Run] = {
-        "linear": lambda: replay(record.linear),
-        "attention": lambda: replay(record.attention),
-        "matmul": lambda: replay([(torch.mm, (a, b))] * count),
+    alone: dict[str, common.Run] = {
+        "linear": lambda: common.replay(record.linear),
+        "attention": lambda: common.replay(record.attention),
+        "matmul": lambda: common.replay([(torch.mm, (a, b))] * count),
     }
-    times = interleave({**forwards, **alone}, rounds, bench.device)
+    times = common.interleave({**forwards, **alone}, rounds, bench.device)
     times["products"] = [sum(x) for x in zip(times["linear"], times["attention"], strict=True)]
     return {
         "case": asdict(bench.case),
@@ -187,12 +181,12 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
 def summarise(record: dict[str, Any]) -> dict[str, Any]:
     """Ratios of times within rounds, ratios of memory, and the rate of our forward."""
     times, peaks, flops = record["seconds"], record["peak_bytes"], record["flops"]
-    rate = flops["forward"] / spread(times["ours"])["median"]
+    rate = flops["forward"] / common.spread(times["ours"])["median"]
     return {
-        "time": {f"{a} / {b}": ratios(times[a], times[b]) for a, b in TARGETS},
+        "time": {f"{a} / {b}": common.ratios(times[a], times[b]) for a, b in TARGETS},
         "memory": {name: peak / peaks["diffusers"] for name, peak in peaks.items()},
         "tflops": rate / 1e12,
-        "share_of_matmul": rate * spread(times["matmul"])["median"] / flops["matmul"],
+        "share_of_matmul": rate * common.spread(times["matmul"])["median"] / flops["matmul"],
     }
 
 
@@ -206,14 +200,17 @@ def report(record: dict[str, Any]) -> None:
     )
     for name, values in record["seconds"].items():
         held = f"{peaks[name] / 2**20:11.1f}" if name in peaks else ""
-        print(f"  {name:16}{spread(values)['median']:9.3f} {min(values):9.3f}{held}")
+        print(f"  {name:16}{common.spread(values)['median']:9.3f} {min(values):9.3f}{held}")
     for (a, b), target in TARGETS.items():
         found = summary["time"][f"{a} / {b}"]
-        low, high = found["min"], found["max"]
-        print(f"  {f'{a} / {b}':28}{found['median']:.3f}  ({low:.3f} to {high:.3f})  {target}")
-    print(f"  memory ours / diffusers     {summary['memory']['ours']:.3f}  target <= 1")
-    print(f"  memory compiled / diffusers {summary['memory']['ours, compiled']:.3f}")
+        print(
+            f"  {f'{a} / {b}':28}{found['median']:.3f}  ({found['min']:.3f} to {found['max']:.3f}), "
+            f"of the fastest {found['fastest']:.3f}  {target}"
+        )
+    memory = summary["memory"]
     print(
+        f"  memory ours / diffusers     {memory['ours']:.3f}  target <= 1, "
+        f"compiled / diffusers {memory['ours, compiled']:.3f}\n"
         f"  {summary['tflops']:.3f} TFLOP/s, {summary['share_of_matmul']:.1%} of a matrix product; "
         f"{record['compiled_graphs']} graphs compiled\n"
         f"  outputs to {record['output_size']:.2f}; largest distance from ours: "
@@ -255,7 +252,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         record = measure(Bench(case, DTYPES[dtype], options.device), options.repeats)
         records.append(record | {"summary": summarise(record)})
         report(records[-1])
-    write_json(options.json, {"environment": environment(options.device), "results": records})
+    common.write_json(
+        options.json, {"environment": common.environment(options.device), "results": records}
+    )
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class _Facade:
         matching = [t for t in self.tasks if self._fits(t)]
         self._preset = PRESETS[(matching or self.tasks)[0]]
         check_task(self._checkpoint, self._preset)
+        two = self._preset.boundary is not None
+        self._boundary = config.get("boundary", self._preset.boundary) if two else None
         fp32 = config.t5_dtype == torch.float32
         self._pipeline = build.pipeline(
             self._checkpoint,
@@ -102,7 +104,7 @@ class _Facade:
             image_size=None if image is None else image.size,
             size=size,
             guide_scale=(low, high),
-            boundary=self.config.get("boundary"),
+            boundary=self._boundary,
             seed=seed if seed >= 0 else random.SystemRandom().randrange(2**63),
             **sampling,
         )

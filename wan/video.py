@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageOps
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 
@@ -60,7 +60,7 @@ def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> 
     """Latents with the settings of their run, from which `--decode_latents` continues."""
     with written_whole(path) as temporary:
         tensors = {"latents": latents_Zfhw.cpu().contiguous()}
-        save_file(tensors, temporary, metadata={"settings": json.dumps(settings)})
+        temporary.write_bytes(save(tensors, metadata={"settings": json.dumps(settings)}))
 
 
 def load_latents(path: Path) -> Tensor:

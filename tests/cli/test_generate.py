@@ -109,7 +109,7 @@ def test_single_files_without_config(tiny, tmp_path: Path) -> None:
     assert (config["num_layers"], config["out_dim"], config["freq_dim"]) == (2, 16, 256)
 
 
-def test_from_json_repeats_the_run(tiny, tmp_path: Path) -> None:
+def test_from_json_repeats_the_run(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, again = tmp_path / "a.mp4", tmp_path / "b.mp4"
     prompt = "A 'quoted' prompt,\nwith ünïcode 龙"
     run("--ckpt_dir", tiny("t2v-A14B"), "--save_file", out, "--prompt", prompt, *QUICK)
@@ -117,6 +117,10 @@ def test_from_json_repeats_the_run(tiny, tmp_path: Path) -> None:
     assert again.read_bytes() == out.read_bytes()
     settings = json.loads(again.with_suffix(".json").read_text())["settings"]
     assert settings["prompt"] == prompt
+    monkeypatch.chdir(tmp_path)
+    run("--from_json", out.with_suffix(".json"))
+    (third,) = set(tmp_path.glob("*.mp4")) - {out, again}
+    assert third.read_bytes() == out.read_bytes(), "the repeat gets a name of its own"
     run("--from_json", out.with_suffix(".json"), "--save_file", again, "--base_seed", "8")
     assert again.read_bytes() != out.read_bytes()
 
@@ -264,3 +268,46 @@ def test_the_official_folder_is_found(tiny, tmp_path: Path, monkeypatch, capfd) 
     os.symlink(tiny("t2v-A14B"), tmp_path / "Wan2.2-T2V-A14B")
     run("--save_file", "a.mp4", *QUICK)
     assert "demo" not in capfd.readouterr().out
+
+
+def test_an_extended_prompt_is_used_and_recorded(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a stand-in for the dashscope client; the record repeats without any service."""
+    package = tmp_path / "site" / "dashscope"
+    (package / "common").mkdir(parents=True)
+    (package / "common" / "__init__.py").touch()
+    (package / "common" / "error.py").write_text("class DashScopeException(Exception): pass\n")
+    (package / "__init__.py").write_text(
+        "from types import SimpleNamespace as N\n"
+        "class Generation:\n"
+        "    @staticmethod\n"
+        "    def call(model, **options):\n"
+        "        message = N(content='a much longer prompt')\n"
+        "        return N(status_code=200, output=N(choices=[N(message=message)]))\n"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("DASH_API_KEY", "sk-test")
+    args = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file"]
+    method = ["--use_prompt_extend", "--prompt_extend_method", "dashscope"]
+    run(*args, tmp_path / "extended.mp4", "--prompt", "short", *method)
+    run(*args, tmp_path / "direct.mp4", "--prompt", "a much longer prompt")
+    expected = (tmp_path / "direct.mp4").read_bytes()
+    assert (tmp_path / "extended.mp4").read_bytes() == expected
+    record = tmp_path / "extended.json"
+    assert json.loads(record.read_text())["settings"]["prompt"] == "a much longer prompt"
+    monkeypatch.delenv("DASH_API_KEY")
+    run("--from_json", record, "--save_file", tmp_path / "again.mp4")
+    assert (tmp_path / "again.mp4").read_bytes() == expected
+
+
+def test_unsaved_latents_do_not_stop_the_run(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("wan.video.save_latents", full)
+    run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4")
+    assert frames(tmp_path / "v.mp4").shape[0] == 5
+    assert "could not be saved (no space left)" in capfd.readouterr().out

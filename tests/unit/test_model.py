@@ -111,7 +111,7 @@ def test_modulation_by_runs_equals_expansion_per_token() -> None:
     shift, scale, gate = (torch.randn(1, 2, 12) for _ in range(3))
     wide = [p.repeat_interleave(torch.tensor(runs), dim=1) for p in (shift, scale, gate)]
     expected = torch.nn.functional.layer_norm(x, (12,), eps=1e-6) * (1 + wide[1]) + wide[0]
-    torch.testing.assert_close(modulated_norm(x, shift, scale, runs, 1e-6), expected)
+    torch.testing.assert_close(modulated_norm(x, shift, scale, runs, 1e-6, torch.float32), expected)
     y, before = torch.randn(1, 7, 12), x.clone()
     with torch.no_grad():
         torch.testing.assert_close(gated_add(x, y, gate, runs), before + y * wide[2])

@@ -17,6 +17,7 @@ from wan.modules.layers import (
     TanhGELU,
     WanLayerNorm,
     WanRMSNorm,
+    by_slices,
     fp32_linear,
     gated_add,
     modulated_norm,
@@ -55,12 +56,24 @@ class WanSelfAttention(WanAttention):
         step: StepInfo | None,
         layer: int,
     ) -> Tensor:
-        q_BLND = apply_rope(self.heads(self.norm_q(self.q(x_BLC)).float()), rope).to(x_BLC.dtype)
-        k_BLND = apply_rope(self.heads(self.norm_k(self.k(x_BLC)).float()), rope).to(x_BLC.dtype)
-        v_BLND = self.heads(self.v(x_BLC))
-        valid_len = None if step is None else step.valid_len
-        out = attention(q_BLND, k_BLND, v_BLND, valid_len=valid_len, step=step, layer=layer)
-        return self.o(out.flatten(2))
+        # The kernel's arguments are given without names, so that they are freed when it returns.
+        out_BLND = attention(
+            self.norm_rope(self.norm_q, self.q(x_BLC), rope),
+            self.norm_rope(self.norm_k, self.k(x_BLC), rope),
+            self.heads(self.v(x_BLC)),
+            valid_len=None if step is None else step.valid_len,
+            step=step,
+            layer=layer,
+        )
+        return self.o(out_BLND.flatten(2))
+
+    def norm_rope(self, norm: nn.Module, x_BLC: Tensor, rope: RopeTable) -> Tensor:
+        """Normalised and rotated queries or keys [B,L,N,D], in float32 on the way; x is used up."""
+
+        def compute(x_BLC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return apply_rope(self.heads(norm(x_BLC).float()), (cos, sin)).flatten(2)
+
+        return self.heads(by_slices(compute, x_BLC, x_BLC.dtype, *rope, overwrite=True))
 
 
 class WanCrossAttention(WanAttention):
@@ -68,11 +81,11 @@ class WanCrossAttention(WanAttention):
 
     def text_kv(self, context_BTC: Tensor) -> TextKV:
         """The text's keys and values; the same at every step of a prompt."""
-        k = self.norm_k(self.k(context_BTC)).to(context_BTC.dtype)
+        k = by_slices(self.norm_k, self.k(context_BTC), context_BTC.dtype, overwrite=True)
         return self.heads(k), self.heads(self.v(context_BTC))
 
     def forward(self, x_BLC: Tensor, kv: TextKV, kernel: Kernel) -> Tensor:
-        q_BLND = self.heads(self.norm_q(self.q(x_BLC)).to(x_BLC.dtype))
+        q_BLND = self.heads(by_slices(self.norm_q, self.q(x_BLC), x_BLC.dtype, overwrite=True))
         return self.o(kernel(q_BLND, *kv).flatten(2))
 
 
@@ -116,16 +129,16 @@ class WanAttentionBlock(nn.Module):
         modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)
 
-        y = modulated_norm(x_BLC, shift1, scale1, runs, self.eps).to(dtype)
-        y = self.self_attn(y, rope, self.attention, step, self.layer)
-        x_BLC = gated_add(x_BLC, y, gate1, runs)
+        y_BLC = modulated_norm(x_BLC, shift1, scale1, runs, self.eps, dtype)
+        y_BLC = self.self_attn(y_BLC, rope, self.attention, step, self.layer)
+        x_BLC = gated_add(x_BLC, y_BLC, gate1, runs)
 
         kv = self.cross_attn.text_kv(context_BTC) if kv is None else kv
-        y = self.cross_attn(self.norm3(x_BLC).to(dtype), kv, self.kernel)
-        x_BLC = residual_add(x_BLC, y)
+        y_BLC = by_slices(self.norm3, x_BLC, dtype)
+        x_BLC = residual_add(x_BLC, self.cross_attn(y_BLC, kv, self.kernel))
 
-        y = self.ffn(modulated_norm(x_BLC, shift2, scale2, runs, self.eps).to(dtype))
-        return gated_add(x_BLC, y, gate2, runs), kv
+        y_BLC = modulated_norm(x_BLC, shift2, scale2, runs, self.eps, dtype)
+        return gated_add(x_BLC, self.ffn(y_BLC), gate2, runs), kv
 
 
 class Head(nn.Module):
@@ -139,4 +152,6 @@ class Head(nn.Module):
 
     def forward(self, x_BLC: Tensor, e_BRC: Tensor, runs: tuple[int, ...]) -> Tensor:
         shift, scale = (self.modulation.float().unsqueeze(1) + e_BRC.unsqueeze(2)).unbind(2)
-        return fp32_linear(self.head, modulated_norm(x_BLC, shift, scale, runs, self.eps))
+        return fp32_linear(
+            self.head, modulated_norm(x_BLC, shift, scale, runs, self.eps, torch.float32)
+        )

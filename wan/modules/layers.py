@@ -4,18 +4,47 @@ Legend: B batch, L tokens, C channels, R runs. Tokens with the same timestep sha
 modulation, so a row covers a *run* of consecutive tokens and is never expanded per token. A
 text-to-video forward has one run; the 5B image mode has two (first frame at t=0, then the rest).
 
-In inference the residual stream is updated in place, which saves one copy of it at the peak;
-with autograd on, every operation returns a new tensor.
+In inference the residual stream is updated in place, which saves one copy of it at the peak, and
+the float32 steps between two matrix products run on a slice of tokens at a time (`by_slices`); with
+autograd on, every operation returns a new tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def by_slices(
+    compute: Callable[..., Tensor],
+    x_BLC: Tensor,
+    dtype: torch.dtype,
+    *rows_L: Tensor,
+    overwrite: bool = False,
+) -> Tensor:
+    """compute(x, *rows) in dtype, for a computation that sees each token alone.
+
+    overwrite: x is ours, used only here and of this dtype, so the result may take its memory.
+
+    Float32 copies of all tokens are the memory peak of a bfloat16 model and, on a CPU, cost more
+    time than the arithmetic; a slice's copies are small and stay in the cache. The compiler, which
+    fuses them away, and autograd, which keeps them, get all tokens at once.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return compute(x_BLC, *rows_L).to(dtype)
+    # 1 MiB of float32 fits into a core's cache; accelerators want kernels that outlast a launch.
+    elements = 1 << (18 if x_BLC.device.type == "cpu" else 24)
+    size = max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
+    out_BLC = x_BLC if overwrite else torch.empty_like(x_BLC, dtype=dtype)
+    for first in range(0, x_BLC.shape[1], size):
+        part = slice(first, first + size)
+        out_BLC[:, part] = compute(x_BLC[:, part], *(rows[part] for rows in rows_L))
+    return out_BLC
 
 
 class WanRMSNorm(nn.Module):
@@ -56,23 +85,29 @@ def fp32_linear(linear: Any, x: Tensor) -> Tensor:
 
 
 def modulated_norm(
-    x_BLC: Tensor, shift_BRC: Tensor, scale_BRC: Tensor, runs: Sequence[int], eps: float
+    x_BLC: Tensor,
+    shift_BRC: Tensor,
+    scale_BRC: Tensor,
+    runs: Sequence[int],
+    eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """layer_norm(x) * (1 + scale) + shift with each run's own row, in float32."""
-    if len(runs) > 1:
-        parts = x_BLC.split(list(runs), dim=1)
-        rows = zip(shift_BRC.split(1, dim=1), scale_BRC.split(1, dim=1), strict=True)
-        return torch.cat(
-            [
-                modulated_norm(p, *row, (p.shape[1],), eps)
-                for p, row in zip(parts, rows, strict=True)
-            ],
-            dim=1,
-        )
+    """layer_norm(x) * (1 + scale) + shift with each run's own row; float32 inside, dtype out."""
+    parts = zip(
+        x_BLC.split(list(runs), 1), shift_BRC.split(1, 1), scale_BRC.split(1, 1), strict=True
+    )
+    normed = [
+        by_slices(partial(_modulated_norm, shift_B1C=shift, scale_B1C=scale, eps=eps), x, dtype)
+        for x, shift, scale in parts
+    ]
+    return normed[0] if len(normed) == 1 else torch.cat(normed, dim=1)
+
+
+def _modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
     shape = x_BLC.shape[-1:]
     if x_BLC.shape[0] == 1:  # one row: it is the affine part of the norm, one pass over memory
-        return F.layer_norm(x_BLC.float(), shape, 1 + scale_BRC[0, 0], shift_BRC[0, 0], eps)
-    return torch.addcmul(shift_BRC, F.layer_norm(x_BLC.float(), shape, eps=eps), 1 + scale_BRC)
+        return F.layer_norm(x_BLC.float(), shape, 1 + scale_B1C[0, 0], shift_B1C[0, 0], eps)
+    return torch.addcmul(shift_B1C, F.layer_norm(x_BLC.float(), shape, eps=eps), 1 + scale_B1C)
 
 
 def gated_add(x_BLC: Tensor, y_BLC: Tensor, gate_BRC: Tensor, runs: Sequence[int]) -> Tensor:

@@ -119,6 +119,8 @@ def _recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
     if "from_json" in flags:
         path = Path(flags["from_json"])
         settings = read_json(path).get("settings")
+        if isinstance(settings, dict):  # the repeat gets a name of its own: nothing is overwritten
+            settings = {key: value for key, value in settings.items() if key != "save_file"}
     elif "decode_latents" in flags:
         path = Path(flags["decode_latents"])
         latents = safetensors_header(path).get("latents")
@@ -215,7 +217,8 @@ def _record(
     resolved = {
         **values,
         "task": values.get("task", request.preset.task),
-        "ckpt_dir": str(folder),
+        "ckpt_dir": str(folder.absolute()),
+        **({"image": str(Path(values["image"]).absolute())} if "image" in values else {}),
         "prompt": request.prompt,
         "negative_prompt": request.negative_prompt,
         "size": request.size,

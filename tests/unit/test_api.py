@@ -1,0 +1,128 @@
+"""The official Python classes: names, keywords, results."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import wan
+from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
+
+QUICK = {"frame_num": 5, "sampling_steps": 2, "seed": 7}
+
+
+def keywords(function) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY and p.name != "self"]
+
+
+def test_official_keywords_in_official_order() -> None:
+    common = "frame_num shift sample_solver sampling_steps guide_scale n_prompt seed offload_model"
+    expected = {
+        wan.WanT2V: f"input_prompt size {common}",
+        wan.WanI2V: f"input_prompt img max_area {common}",
+        wan.WanTI2V: f"input_prompt img size max_area {common}",
+    }
+    for kind, names in expected.items():
+        assert keywords(kind.generate) == names.split()
+        assert keywords(kind.__init__)[:2] == ["config", "checkpoint_dir"]
+        for name in ("device_id", "rank", "t5_fsdp", "dit_fsdp", "use_sp", "t5_cpu"):
+            assert name in keywords(kind.__init__)
+
+
+def test_configs() -> None:
+    t2v = WAN_CONFIGS["t2v-A14B"]
+    assert (t2v.sample_shift, t2v.boundary, t2v.sample_guide_scale) == (12.0, 0.875, (3.0, 4.0))
+    assert (t2v.high_noise_checkpoint, t2v.t5_dtype) == ("high_noise_model", torch.bfloat16)
+    assert WAN_CONFIGS["ti2v-5B"].sample_guide_scale == 5.0
+    assert SIZE_CONFIGS["832*480"] == (832, 480) and MAX_AREA_CONFIGS["832*480"] == 399360
+    assert SUPPORTED_SIZES["ti2v-5B"] == ("704*1280", "1280*704")
+    t2v.sample_neg_prompt, before = "changed", t2v.sample_neg_prompt
+    assert WAN_CONFIGS["t2v-A14B"].sample_neg_prompt == "changed"
+    t2v.sample_neg_prompt = before
+
+
+def test_text_to_video(tiny) -> None:
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], str(tiny("t2v-A14B")))
+    video = model.generate("a cat", size=(64, 32), guide_scale=4, **QUICK)
+    assert video.shape == (3, 5, 32, 64) and video.dtype == torch.float32
+    assert video.min() >= -1 and video.max() <= 1
+    again = model.generate("a cat", size=(64, 32), guide_scale=(4.0, 4.0), **QUICK)
+    assert torch.equal(video, again)
+    kept = model.generate("a cat", size=(64, 32), guide_scale=4, offload_model=False, **QUICK)
+    assert torch.equal(video, kept)
+
+
+def test_latents_decode_to_the_video(tiny) -> None:
+    model = wan.WanTI2V(WAN_CONFIGS["ti2v-5B"], tiny("ti2v-5B"))
+    video = model.generate("a cat", size=(64, 32), **QUICK)
+    latents = model.generate("a cat", size=(64, 32), output_type="latent", **QUICK)
+    assert latents.shape == (48, 2, 2, 4)
+    assert torch.equal(model._pipeline.decode(latents), video)
+
+
+def test_embeddings_replace_prompts(tiny) -> None:
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
+    encoder = model._pipeline.text.get()
+    embeds = {"prompt_embeds": encoder("a cat"), "negative_prompt_embeds": encoder("a dog")}
+    args = {"size": (64, 32), "output_type": "latent", **QUICK}
+    assert torch.equal(
+        model.generate("ignored", **embeds, **args),
+        model.generate("a cat", n_prompt="a dog", **args),
+    )
+    with pytest.raises(ValueError, match="do not fit the DiT"):
+        model.generate("", prompt_embeds=torch.zeros(4, 3), **args)
+
+
+def test_image_to_video(tiny, picture: Path) -> None:
+    model = wan.WanI2V(WAN_CONFIGS["i2v-A14B"], tiny("i2v-A14B"))
+    video = model.generate("a cat", Image.open(picture), max_area=64 * 32, **QUICK)
+    assert video.shape == (3, 5, 32, 48)
+
+
+def test_dense_folders_have_no_boundary(tiny) -> None:
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-1.3B"))
+    assert model.generate("a cat", size=(32, 32), **QUICK).shape == (3, 5, 32, 32)
+
+
+def test_an_edited_boundary_counts(tiny) -> None:
+    from copy import deepcopy
+
+    config = deepcopy(WAN_CONFIGS["t2v-A14B"])
+    args = {"size": (64, 32), "output_type": "latent", "seed": 7, "frame_num": 5}
+    usual = wan.WanT2V(config, tiny("t2v-A14B")).generate("a", sampling_steps=4, **args)
+    config.boundary = 0.1
+    edited = wan.WanT2V(config, tiny("t2v-A14B")).generate("a", sampling_steps=4, **args)
+    assert not torch.equal(usual, edited)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"frame_num": 6}, "use 5 or 9"),
+        ({"size": (60, 32)}, "multiples of 16"),
+        ({"shift": float("nan")}, "above 0"),
+        ({"sampling_steps": 0}, "from 1 to"),
+        ({"guide_scale": -1}, "above 0"),
+        ({"sample_solver": "euler"}, "unipc, dpm"),
+        ({"output_type": "pil"}, "'pt' or 'latent'"),
+        ({"input_prompt": None}, "must be text"),
+    ],
+)
+def test_refusals(tiny, change: dict, sentence: str) -> None:
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
+    with pytest.raises(ValueError, match=sentence):
+        model.generate(**{"input_prompt": "a", "size": (64, 32), **QUICK, **change})
+
+
+def test_refused_folders(tiny, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two experts for i2v"):
+        wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("i2v-A14B"))
+    with pytest.raises(ValueError, match="does not exist"):
+        wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tmp_path / "nothing")
+    with pytest.raises(ValueError, match="several devices"):
+        wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), dit_fsdp=True)
