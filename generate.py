@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import platform
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wan import log, prompt_extend
-from wan.log import Stages, logger
+from wan.log import logger
 from wan.settings import flags
 from wan.settings.errors import InputError
 from wan.settings.run import Run, resolve
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit codes: 0 done, 2 refused, 130 interrupted."""
     log.setup()
     try:
-        run = resolve(flags.parse(argv), _make_demo, prompt_extend.check_available)
+        run = _resolved(argv)
         for notice in run.notices:
             logger.warning(notice)
         generate(run)
@@ -42,30 +44,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _resolved(argv: Sequence[str] | None) -> Run:
+    try:
+        return resolve(flags.parse(argv), _make_demo, prompt_extend.check_available)
+    except OSError as error:  # a path that the system itself refuses: too long, no permission, ...
+        path = error.filename or "A path"
+        raise InputError(f"{path} cannot be used ({error.strerror}); give another one.") from error
+
+
 def generate(run: Run) -> Path:
     """Carry out a resolved run; returns the path of the video it wrote."""
     from wan import build, video
 
     pipeline = build.pipeline(run.checkpoint, run.execution)
     pipeline.device.reset_peak_memory()
-    stages = Stages(pipeline.device.synchronize)
+    kept: Path | None
     if run.decode_latents is not None:
-        kept: Path | None = run.decode_latents
-        latents = video.load_latents(run.decode_latents)
+        latents, kept = video.load_latents(run.decode_latents), run.decode_latents
     else:
         image = None if run.image is None else video.read_image(run.image)
-        run = _extended(run, image, pipeline, stages)
+        run = _extended(run, image, pipeline)
         logger.info("Prompt: %s", run.request.prompt)
-        latents = pipeline.latents(run.request, image=image, stages=stages)
+        latents = pipeline.latents(run.request, image=image)
         kept = _save_latents(run, latents)
     with _latents_survive(kept):
-        frames = pipeline.decode(latents, stages)
-        with stages("writing"):
+        frames = pipeline.decode(latents)
+        with pipeline.stages("writing"):
             video.save_video(frames, run.output.save_file, run.output.fps)
-        _save_record(run, pipeline, stages, frames)
-    if kept is not None and run.decode_latents is None and not run.output.keep_latents:
-        kept.unlink()
-    _summary(run, pipeline, stages)
+        _save_record(run, pipeline, frames)
+    if kept is not None and run.decode_latents is None:
+        if run.output.keep_latents:
+            shutil.move(kept, run.output.latents)
+        else:
+            kept.unlink(missing_ok=True)
+    _summary(run, pipeline)
     return run.output.save_file
 
 
@@ -75,11 +87,11 @@ def _make_demo(task: str, folder: Path) -> None:
     build.demo_checkpoint(task, folder)
 
 
-def _extended(run: Run, image: Image | None, pipeline: Pipeline, stages: Stages) -> Run:
+def _extended(run: Run, image: Image | None, pipeline: Pipeline) -> Run:
     """The run with its prompt extended, if that was asked for; the record repeats the result."""
     if run.extension is None:
         return run
-    with stages("prompt extension"):
+    with pipeline.stages("prompt extension"):
         prompt = prompt_extend.extend_prompt(
             run.request.prompt,
             task_kind=run.request.preset.kind,
@@ -95,15 +107,24 @@ def _extended(run: Run, image: Image | None, pipeline: Pipeline, stages: Stages)
 
 
 def _save_latents(run: Run, latents: Tensor) -> Path | None:
-    """Put the result of the long part on disk; where that fails, decoding goes on from memory."""
+    """Put the result of the long part on disk before anything else can fail.
+
+    Beside the video, else in the system's folder for temporary files; None where neither takes it.
+    """
     from wan import video
 
-    try:
-        video.save_latents(latents, run.output.latents, run.settings)
-    except OSError as error:
-        logger.warning("The latents could not be saved (%s); decoding them right away.", error)
-        return None
-    return run.output.latents
+    if not bool(latents.isfinite().all()):
+        logger.warning("The latents hold NaN or infinity, so the video will be broken.")
+    beside = run.output.unfinished
+    for path in (beside, Path(tempfile.gettempdir()) / beside.name):
+        try:
+            video.save_latents(latents, path, run.settings)
+        except OSError as error:
+            logger.error("The denoised latents could not be saved to %s (%s).", path, error)
+        else:
+            return path
+    logger.error("Decoding goes on from memory: if it fails, the run is lost.")
+    return None
 
 
 @contextmanager
@@ -119,17 +140,17 @@ def _latents_survive(path: Path | None) -> Iterator[None]:
         raise
 
 
-def _save_record(run: Run, pipeline: Pipeline, stages: Stages, frames_3FHW: Tensor) -> None:
-    from wan import video
+def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> None:
+    from wan import build, video
 
     _, count, height, width = frames_3FHW.shape
+    used = build.resolved(run.execution, pipeline.device)
     record = {
-        "settings": run.settings,
+        "settings": {**run.settings, "precision": used["precision"]},
         "seed": run.request.seed,
         "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
-        "device": pipeline.device.name(),
-        "noise_device": run.request.noise_device,
-        "seconds": {name: round(seconds, 3) for name, seconds in stages.seconds.items()},
+        "used": used,
+        "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
         "peak_memory_bytes": {
             "device": pipeline.device.peak_memory(),
             "host": log.peak_host_memory(),
@@ -153,9 +174,9 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _summary(run: Run, pipeline: Pipeline, stages: Stages) -> None:
+def _summary(run: Run, pipeline: Pipeline) -> None:
     device = pipeline.device.peak_memory()
-    parts: list[Any] = [f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items()]
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
     memory = f"host {log.peak_host_memory() / 2**30:.2f} GiB"
     if device is not None:
         memory = f"device {device / 2**30:.2f} GiB, {memory}"

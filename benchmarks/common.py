@@ -7,6 +7,7 @@ other: every round runs each variant once and a ratio is taken inside a round.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shlex
@@ -24,7 +25,7 @@ from torch.autograd import DeviceType
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-Run = Callable[[], object]
+Run = Callable[[], Any]
 Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
@@ -147,8 +148,17 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def write_json(path: str | None, record: Mapping[str, Any]) -> None:
-    """The record as a file, where one was asked for."""
+def grid(text: str) -> tuple[int, ...]:
+    """A token grid from the command line."""
+    sizes = tuple(int(size) for size in text.split(","))
+    if len(sizes) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not F,H,W")
+    return sizes
+
+
+def write_json(path: str | None, device: torch.device, results: Sequence[Any]) -> None:
+    """The results and the environment as a file, where one was asked for."""
     if path:
+        record = {"environment": environment(device), "results": results}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(record, indent=2) + "\n")

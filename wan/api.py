@@ -6,12 +6,15 @@
 
 Differences from the official classes: networks are loaded when first needed; besides the official
 keywords `generate` takes `prompt_embeds`, `negative_prompt_embeds` ([length, text_dim]) and
-`output_type` ("pt": the video, "latent": what the VAE would decode).
+`output_type` ("pt": the video, "latent": what the VAE would decode). With `offload_model=True`, the
+official default, every network is released after its stage and read again by the next call; give
+False to keep what fits.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,23 @@ from PIL import Image
 from torch import Tensor
 
 from wan import build
-from wan.settings.checkpoint import check_task, describe
+from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution, Parallel
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request
 
 GuideScale = float | tuple[float, float]
+
+
+def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
+    """The checkpoint with the files that the config names, where the folder has them."""
+    named = {
+        "vae": checkpoint.folder / config.vae_checkpoint,
+        "text_encoder": checkpoint.folder / config.t5_checkpoint,
+        "tokenizer": checkpoint.folder / config.t5_tokenizer,
+    }
+    return replace(checkpoint, **{part: path for part, path in named.items() if path.exists()})
 
 
 class _Facade:
@@ -47,22 +60,27 @@ class _Facade:
         *,
         device: str = "auto",
         precision: str = "auto",
+        noise_device: str = "cpu",
     ) -> None:
         """config: from WAN_CONFIGS, perhaps edited. checkpoint_dir: official or diffusers layout.
 
-        init_on_cpu has no effect: networks go straight to their device. device and precision as on
-        the command line. Raises InputError (a ValueError) for folders and settings that do not fit.
+        Of the config, boundary, sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer,
+        vae_checkpoint) and float32 as t5_dtype or param_dtype count; the networks' sizes come from
+        the checkpoint. init_on_cpu has no effect: networks go straight to their device. device,
+        precision and noise_device as on the command line. Raises InputError (a ValueError) for
+        folders and settings that do not fit.
         """
-        Parallel(world_size=2 if use_sp else 1, t5_fsdp=t5_fsdp, dit_fsdp=dit_fsdp)
-        self.config, self.rank = config, rank
-        self._execution = Execution(
+        Parallel(world_size=2 if use_sp or rank else 1, t5_fsdp=t5_fsdp, dit_fsdp=dit_fsdp)
+        self.config, self._noise_device = config, noise_device
+        if precision == "auto" and config.param_dtype == torch.float32:
+            precision = "fp32"
+        execution = Execution(
             device=device,
             precision=precision,
             convert_model_dtype=convert_model_dtype,
-            offload_model=False,
             t5_cpu=t5_cpu,
         )
-        self._checkpoint = describe(Path(checkpoint_dir))
+        self._checkpoint = _with_files(describe(Path(checkpoint_dir)), config)
         matching = [t for t in self.tasks if self._fits(t)]
         self._preset = PRESETS[(matching or self.tasks)[0]]
         check_task(self._checkpoint, self._preset)
@@ -71,7 +89,7 @@ class _Facade:
         fp32 = config.t5_dtype == torch.float32
         self._pipeline = build.pipeline(
             self._checkpoint,
-            self._execution,
+            execution,
             device_index=device_id,
             t5_dtype=torch.float32 if fp32 else None,
         )
@@ -98,6 +116,7 @@ class _Facade:
             raise InputError(f"output_type is {output_type!r}; choose 'pt' or 'latent'.")
         low, high = guide_scale if isinstance(guide_scale, tuple | list) else (guide_scale,) * 2
         request = Request(
+            noise_device=self._noise_device,
             preset=self._preset,
             prompt=prompt,
             negative_prompt=n_prompt or self.config.sample_neg_prompt,
@@ -180,6 +199,8 @@ class WanI2V(_Facade):
         output_type: str = "pt",
     ) -> Tensor:
         """The video [3,F,H,W] with img's aspect ratio at about max_area pixels; see `WanT2V`."""
+        if img is None:
+            raise InputError("WanI2V.generate starts from a picture; give one as img.")
         return self._run(
             input_prompt,
             img,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -12,15 +14,18 @@ from wan.device import Device
 from wan.experts import Experts
 from wan.kernels.sdpa import SdpaKernel
 from wan.keymaps import t5_transformers_name, vae_diffusers_name
-from wan.log import logger
+from wan.log import Stages, logger
 from wan.modules.local import LocalAttention, LocalTokens
 from wan.modules.model import WanModel
 from wan.modules.textcache import TextKVCache
 from wan.pipeline import Lazy, Pipeline
 from wan.settings.checkpoint import Checkpoint
+from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.text import TextEncoder
-from wan.vae import VideoVAE
+from wan.text import TextEncoder, umt5_sizes
+from wan.vae import VideoVAE, autoencoder_sizes
+
+T = TypeVar("T")
 
 
 def pipeline(
@@ -35,29 +40,59 @@ def pipeline(
     t5_dtype: the text encoder computes in the run's precision unless this says otherwise.
     """
     device = devices.resolve(execution.device, device_index)
-    dtype = _compute_dtype(execution, device)
-    models = {name: loading.meta_dit(files) for name, files in checkpoint.experts.items()}
-    model = next(iter(models.values()))
+    dtype = _precision(execution, device)
+    networks = {name: loading.meta_dit(files) for name, files in checkpoint.experts.items()}
+    network = next(iter(networks.values()))
+    _check_parts(checkpoint, network)
+    stages = Stages(device.synchronize)
+
+    def timed(make: Callable[[], T]) -> Lazy[T]:
+        def load() -> T:
+            with stages("loading"):
+                return make()
+
+        return Lazy(load)
+
+    def expert(name: str) -> WanModel:
+        with stages("loading"):
+            return _expert(checkpoint, execution, device, dtype, name)
+
     logger.info(
-        "%s, %s, %d x %d heads, kernel %s",
+        "%s checkpoint, %s, %s, %d x %d heads, kernel %s",
+        checkpoint.layout,
         device.name(),
-        str(dtype).removeprefix("torch."),
-        model.num_layers,
-        model.num_heads,
+        dtype_name(_dit_dtype(execution, dtype)),
+        network.num_layers,
+        network.num_heads,
         SdpaKernel.name,
     )
     return Pipeline(
         device=device,
-        text=Lazy(lambda: _text_encoder(checkpoint, execution, device, t5_dtype or dtype, model)),
-        vae=Lazy(lambda: _vae(checkpoint, execution, device)),
-        experts=Experts(
-            lambda name: _expert(checkpoint, execution, device, dtype, name),
-            offload=execution.offload_model,
+        text=timed(
+            lambda: _text_encoder(checkpoint, execution, device, t5_dtype or dtype, network)
         ),
-        text_dim=model.text_dim,
-        text_len=model.text_len,
+        vae=timed(lambda: _vae(checkpoint, execution, device)),
+        experts=Experts(expert, offload=execution.offload_model),
+        text_dim=network.text_dim,
+        text_len=network.text_len,
         offload=execution.offload_model,
+        stages=stages,
     )
+
+
+def resolved(execution: Execution, device: Device) -> dict[str, str]:
+    """What "auto" came to, for the record."""
+    dtype = _precision(execution, device)
+    return {
+        "device": device.name(),
+        "precision": "fp32" if dtype == torch.float32 else "bf16",
+        "dit_dtype": dtype_name(_dit_dtype(execution, dtype)),
+        "kernel": SdpaKernel.name,
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def demo_checkpoint(task: str, folder: Path) -> None:
@@ -65,14 +100,43 @@ def demo_checkpoint(task: str, folder: Path) -> None:
     from tools.make_tiny_checkpoint import make_checkpoint
 
     logger.info("Making the tiny demo checkpoint %s (once).", folder)
-    make_checkpoint(task, folder)
+    try:
+        make_checkpoint(task, folder)
+    except (OSError, InputError):
+        if not folder.is_dir():  # otherwise another run has just made the same one
+            raise
 
 
-def _compute_dtype(execution: Execution, device: Device) -> torch.dtype:
-    if execution.convert_model_dtype:
-        return torch.bfloat16
+def _check_parts(checkpoint: Checkpoint, network: WanModel) -> None:
+    """The VAE and the text encoder must be whole and belong to the networks; weights stay unread.
+
+    Parts that are absent are left to those who need them: embeddings can replace a text encoder.
+    """
+    if checkpoint.vae is not None:
+        sizes = autoencoder_sizes(loading.tensor_shapes(checkpoint.vae, vae_diffusers_name))
+        if sizes["z_dim"] != network.out_dim:
+            raise InputError(
+                f"{checkpoint.vae} has {sizes['z_dim']} latent channels, the DiT "
+                f"{network.out_dim}; they belong to different checkpoints: download the VAE again."
+            )
+    if checkpoint.text_encoder is not None:
+        shapes = loading.tensor_shapes(checkpoint.text_encoder, t5_transformers_name)
+        width = umt5_sizes(shapes)["d_model"]
+        if width != network.text_dim:
+            raise InputError(
+                f"{checkpoint.text_encoder} makes embeddings of {width} channels, the DiT takes "
+                f"{network.text_dim}; they belong to different checkpoints: download both again."
+            )
+
+
+def _precision(execution: Execution, device: Device) -> torch.dtype:
     choices = {"bf16": torch.bfloat16, "fp32": torch.float32, "auto": device.default_precision}
     return choices[execution.precision]
+
+
+def _dit_dtype(execution: Execution, dtype: torch.dtype) -> torch.dtype:
+    """--convert_model_dtype stores the DiT in bf16, and so its products are computed in bf16."""
+    return torch.bfloat16 if execution.convert_model_dtype else dtype
 
 
 def _expert(
@@ -82,7 +146,7 @@ def _expert(
     model = loading.load_dit(
         checkpoint.experts[name],
         device=device.torch_device,
-        dtype_of=loading.dit_dtypes(dtype, execution.convert_model_dtype),
+        dtype_of=loading.dit_dtypes(_dit_dtype(execution, dtype), execution.convert_model_dtype),
         label=f"DiT {name}",
         attention=LocalAttention(kernel),
         kernel=kernel,

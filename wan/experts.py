@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from wan.modules.model import WanModel
@@ -11,7 +12,7 @@ class Experts:
     """Hands out networks by name ("high_noise", "low_noise" or "dit").
 
     load(name) brings one to the device. With `offload`, asking for one releases the other first, so
-    that at most one is in memory; its files stay mapped by the system, which makes a reload cheap.
+    that at most one is in memory; one that is needed again is read again.
     """
 
     def __init__(self, load: Callable[[str], WanModel], *, offload: bool) -> None:
@@ -27,3 +28,4 @@ class Experts:
 
     def release(self) -> None:
         self._loaded.clear()
+        gc.collect()  # a compiled module refers to itself

@@ -5,8 +5,7 @@ replaced anywhere in a name, any other only at its beginning; both end at a dot 
 Rows are applied one after the other, so the inverse applies them backwards. A name that no row
 knows is the same in both worlds, or already in the wanted form, and passes unchanged.
 
-Sources: the tables of `docs/wan22_spec.md` 3.3 to 3.5, proven by the strict tests against the
-library modules in `tests/unit/test_keymaps.py`.
+Proven by strict loading into the library modules in `tests/unit/test_keymaps.py`.
 """
 
 from __future__ import annotations

@@ -82,6 +82,16 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, TensorInfo], origin: P
             )
 
 
+def tensor_shapes(path: Path, rename: Callable[[str], str]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that `load_tensors` would give, without reading a weight."""
+    if path.suffix == ".pth":
+        found = {name: tuple(tensor.shape) for name, tensor in _read_pickle(path).items()}
+    else:
+        tensors = safetensors_header(path) if path.is_file() else _library_folder(path)
+        found = {name: info.shape for name, info in tensors.items()}
+    return {rename(name): shape for name, shape in found.items()}
+
+
 def load_tensors(
     path: Path,
     rename: Callable[[str], str],
@@ -97,10 +107,7 @@ def load_tensors(
     """
     if path.suffix == ".pth":
         state = _read_pickle(path)
-        source, total = (
-            iter(state.items()),
-            sum(t.numel() * t.element_size() for t in state.values()),
-        )
+        source, total = iter(state.items()), sum(tensor.nbytes for tensor in state.values())
     else:
         tensors = safetensors_header(path) if path.is_file() else _library_folder(path)
         source, total = _read_safetensors(tensors), _total(tensors)

@@ -37,7 +37,7 @@ def progress(total: int | None, description: str, unit: str) -> Any:
 
 
 class Stages:
-    """Seconds spent per named stage of a run, and memory peaks.
+    """Seconds spent per named stage of a run; a stage inside another is not counted twice.
 
     synchronize: waits for the device, so that a stage's time holds all of its work.
     """
@@ -45,15 +45,18 @@ class Stages:
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         self.seconds: dict[str, float] = {}
         self._synchronize = synchronize
+        self._inner = 0.0  # seconds that stages inside the running one have taken
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, outer_inner, self._inner = time.perf_counter(), self._inner, 0.0
         try:
             yield
             self._synchronize()
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            elapsed = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
+            self._inner = outer_inner + elapsed
 
 
 def peak_host_memory() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -35,6 +36,7 @@ class Lazy(Generic[T]):
 
     def release(self) -> None:
         self._value = None
+        gc.collect()  # library modules may refer to themselves
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Pipeline:
     text_dim: int
     text_len: int
     offload: bool
+    stages: Stages
 
     def set_offload(self, offload: bool) -> None:
         self.offload = self.experts.offload = offload
@@ -59,21 +62,19 @@ class Pipeline:
         image: Image.Image | None = None,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
-        stages: Stages | None = None,
     ) -> Tensor:
         """Denoised latents, float32 [Z,f,h,w], on the device.
 
         prompt_embeds, negative_prompt_embeds: [length, text_dim], used instead of the prompts.
         """
-        stages = Stages(self.device.synchronize) if stages is None else stages
-        with stages("text"):
+        with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
             if all(scale == 1 for scale in request.guide_scale):
                 negative = context  # never looked at
             else:
                 negative = self._context(request.negative_prompt, negative_prompt_embeds)
             self._done(self.text)
-        with stages("conditioning"):
+        with self.stages("conditioning"):
             conditions = conditioning.prepare(
                 request,
                 context,
@@ -83,15 +84,14 @@ class Pipeline:
                 self.device.torch_device,
             )
             self._done(self.vae)
-        with stages("denoising"):
+        with self.stages("denoising"):
             latents = sampler.denoise(request, conditions, self.experts)
             self._done(self.experts)
         return latents
 
-    def decode(self, latents_Zfhw: Tensor, stages: Stages | None = None) -> Tensor:
+    def decode(self, latents_Zfhw: Tensor) -> Tensor:
         """Pixels [3,F,H,W] in [-1, 1]."""
-        stages = Stages(self.device.synchronize) if stages is None else stages
-        with stages("decoding"):
+        with self.stages("decoding"):
             video = self.vae.get().decode(latents_Zfhw)
             self._done(self.vae)
         return video

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,38 +78,52 @@ def _load_tokenizer(folder: Path) -> Any:
         raise InputError(f"{folder} holds no usable tokenizer ({reason}); download it.") from error
 
 
+def umt5_sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The sizes of a UMT5 encoder whose tensors have these shapes, as UMT5Config names them.
+
+    InputError where they are not those of a UMT5 encoder.
+    """
+    layer = "encoder.block.0.layer"
+    try:
+        vocab_size, d_model = shapes["shared.weight"]
+        buckets, heads = shapes[f"{layer}.0.SelfAttention.relative_attention_bias.weight"]
+        return {
+            "vocab_size": vocab_size,
+            "d_model": d_model,
+            "d_kv": shapes[f"{layer}.0.SelfAttention.q.weight"][0] // heads,
+            "d_ff": shapes[f"{layer}.1.DenseReluDense.wi_0.weight"][0],
+            "num_layers": len({name.split(".")[2] for name in shapes if ".block." in name}),
+            "num_heads": heads,
+            "relative_attention_num_buckets": buckets,
+        }
+    except (KeyError, ValueError) as error:
+        raise InputError(_WRONG.format(f"unexpected {error}")) from error
+
+
+_WRONG = (
+    "The text encoder's weights are not those of a UMT5 encoder ({}); download "
+    "models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again."
+)
+
+
 def _umt5(weights: Mapping[str, Tensor]) -> Any:
     """A UMT5 encoder whose sizes are those of the tensors."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    state = {name: t for name, t in weights.items() if name != "encoder.embed_tokens.weight"}
-    layer = "encoder.block.0.layer"
+    config: Any = UMT5Config(
+        **umt5_sizes({name: tensor.shape for name, tensor in weights.items()}),
+        relative_attention_max_distance=128,
+        feed_forward_proj="gated-gelu",
+        layer_norm_epsilon=1e-6,
+    )
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = UMT5EncoderModel(config)
+    state = {**weights, "encoder.embed_tokens.weight": weights["shared.weight"]}  # one table
     try:
-        vocab_size, d_model = state["shared.weight"].shape
-        buckets, heads = state[f"{layer}.0.SelfAttention.relative_attention_bias.weight"].shape
-        config = UMT5Config(
-            vocab_size=vocab_size,
-            d_model=d_model,
-            d_kv=state[f"{layer}.0.SelfAttention.q.weight"].shape[0] // heads,
-            d_ff=state[f"{layer}.1.DenseReluDense.wi_0.weight"].shape[0],
-            num_layers=len({name.split(".")[2] for name in state if ".block." in name}),
-            num_heads=heads,
-            relative_attention_num_buckets=buckets,
-            relative_attention_max_distance=128,
-            feed_forward_proj="gated-gelu",
-            layer_norm_epsilon=1e-6,
-        )
-        config._attn_implementation = "eager"
-        with torch.device("meta"):
-            model = UMT5EncoderModel(config)
-        model.set_input_embeddings(nn.Embedding(vocab_size, d_model, device="meta"))
-        state["encoder.embed_tokens.weight"] = state["shared.weight"]
         model.load_state_dict(state, strict=True, assign=True)
-    except (KeyError, RuntimeError) as error:
-        raise InputError(
-            f"The text encoder's weights are not those of a UMT5 encoder ({error}); download "
-            "models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again."
-        ) from error
+    except RuntimeError as error:
+        raise InputError(_WRONG.format(error)) from error
     return model.eval().requires_grad_(False)
 
 
@@ -128,5 +142,5 @@ def _compute_in(model: Any, dtype: torch.dtype) -> None:
                 parameter.data = stored[name]
 
         part.register_forward_pre_hook(upcast)
-        part.register_forward_hook(restore)
+        part.register_forward_hook(restore, always_call=True)
     model.get_input_embeddings().register_forward_hook(lambda *args: args[-1].to(dtype))

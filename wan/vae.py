@@ -6,7 +6,7 @@ as officially.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from wan.log import progress
 from wan.settings.errors import InputError
+
+Shape = Sequence[int]
 
 # Per-channel statistics of the 2.2 latents, published with the model; 2.1's are diffusers' default.
 # fmt: off
@@ -53,8 +55,6 @@ class VideoVAE:
 
     def __init__(self, weights: Mapping[str, Tensor], *, tiling: bool = False) -> None:
         self._model = _autoencoder(weights)
-        if tiling:
-            self._model.enable_tiling()
         self.tiling = tiling
         config = self._model.config
         device = next(self._model.parameters()).device
@@ -77,6 +77,8 @@ class VideoVAE:
     def decode(self, latent_Zfhw: Tensor) -> Tensor:
         """Normalised latents to pixels [3, F, H, W], clamped to [-1, 1]."""
         latent = latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
+        if self.tiling:  # only here: tiles would change what a picture is encoded to
+            self._model.enable_tiling()
         # The decoder is called once per latent frame (and tile).
         total = None if self.tiling else latent.shape[2]
         with progress(total, "decoding", "latent frame") as bar:
@@ -85,27 +87,40 @@ class VideoVAE:
                 video = self._model.decode(latent, return_dict=False)[0]
             finally:
                 hook.remove()
+                self._model.disable_tiling()
         return video[0].clamp_(-1, 1)
+
+
+def autoencoder_sizes(shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """The arguments of diffusers' autoencoder that tensors of these shapes have.
+
+    InputError where they are not those of a Wan 2.1 or 2.2 VAE.
+    """
+    try:
+        base, channels = shapes["encoder.conv_in.weight"][:2]
+        z_dim = shapes["post_quant_conv.weight"][0]
+        version: dict[str, Any] = {(3, 16): {"z_dim": 16}, (12, 48): VAE_22}[channels, z_dim]
+        decoder_base = shapes["decoder.conv_in.weight"][0] // 4
+    except (KeyError, ValueError, IndexError) as error:
+        raise InputError(_WRONG.format(f"unexpected {error}")) from error
+    return {"base_dim": base, "decoder_base_dim": decoder_base, **version}
+
+
+_WRONG = (
+    "The VAE's weights are not those of a Wan 2.1 or 2.2 VAE ({}); download Wan2.1_VAE.pth or "
+    "Wan2.2_VAE.pth (or vae/) again."
+)
 
 
 def _autoencoder(weights: Mapping[str, Tensor]) -> Any:
     """diffusers' autoencoder with the sizes that the tensors have."""
     from diffusers import AutoencoderKLWan
 
+    sizes = autoencoder_sizes({name: tensor.shape for name, tensor in weights.items()})
+    with torch.device("meta"):
+        model = AutoencoderKLWan(**sizes)
     try:
-        base, channels = weights["encoder.conv_in.weight"].shape[:2]
-        z_dim = weights["post_quant_conv.weight"].shape[0]
-        version: dict[str, Any] = {(3, 16): {"z_dim": 16}, (12, 48): VAE_22}[channels, z_dim]
-        with torch.device("meta"):
-            model = AutoencoderKLWan(
-                base_dim=base,
-                decoder_base_dim=weights["decoder.conv_in.weight"].shape[0] // 4,
-                **version,
-            )
         model.load_state_dict(weights, strict=True, assign=True)
-    except (KeyError, RuntimeError) as error:
-        raise InputError(
-            f"The VAE's weights are not those of a Wan 2.1 or 2.2 VAE ({error}); download "
-            "Wan2.1_VAE.pth or Wan2.2_VAE.pth (or vae/) again."
-        ) from error
+    except RuntimeError as error:
+        raise InputError(_WRONG.format(error)) from error
     return model.eval().requires_grad_(False)

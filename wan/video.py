@@ -48,6 +48,23 @@ def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
                 writer.append_data(to_uint8(frame)[0].numpy())
         finally:
             writer.close()
+        # The encoder's exit code is not looked at by the library; a full disk shows only here.
+        count = _frames_in(temporary)
+        if count != video_3FHW.shape[1]:
+            raise OSError(
+                f"{path} could not be written: the encoder kept {count} of "
+                f"{video_3FHW.shape[1]} frames; is the disk full?"
+            )
+
+
+def _frames_in(path: Path) -> int:
+    """Frames of a video file; 0 for a file that is none."""
+    import imageio_ffmpeg
+
+    try:
+        return int(imageio_ffmpeg.count_frames_and_secs(path)[0])
+    except (OSError, RuntimeError):
+        return 0
 
 
 def read_image(path: Path) -> Image.Image:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import generate
@@ -75,6 +76,12 @@ SIMPLE = {
     "output below a file": (["--save_file", str(REPO / "README.md/x.mp4")], "writable folder"),
     "output name too long": (["--save_file", "x" * 250 + ".mp4"], "shorten it"),
     "record missing": (["--from_json", "no.json"], "cannot be read"),
+    "scale pair for one network": (
+        ["--task", "ti2v-5B", "--sample_guide_scale", "3,4"],
+        "one network",
+    ),
+    "folder name too long": (["--ckpt_dir", "x" * 300], "cannot be used"),
+    "image name too long": (["--task", "i2v-A14B", "--image", "x" * 300], "cannot be used"),
     "latents missing": (["--decode_latents", "no.safetensors"], "cannot be read"),
     "both continuations": (["--from_json", "a", "--decode_latents", "b"], "exclude each other"),
     "prompt extension method": (["--prompt_extend_method", "gpt"], "local_qwen, dashscope"),
@@ -103,7 +110,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("torch.load", fail)
+    monkeypatch.setattr("wan.loading._copied", fail)
     monkeypatch.setattr("wan.loading.safe_open", fail)
     monkeypatch.setattr("wan.build.demo_checkpoint", fail)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -262,6 +269,30 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "Wan2.1_VAE.pth").write_bytes((f / "Wan2.1_VAE.pth").read_bytes()[:9999]),
         "truncated or corrupt",
     ),
+    "config without heads": (
+        lambda f: _edit_json(f / HIGH / "config.json", lambda c: c.update(num_heads=0)),
+        "0 heads",
+    ),
+    "shard entry without shape": (
+        lambda f: _rename_in_header(_shard(f), b'"shape"', b'"shapo"'),
+        "unreadable header",
+    ),
+    "quantised weights": (
+        lambda f: _rename_in_header(_shard(f), b'"BF16"', b'"F8E4"'),
+        "quantised weights are not built",
+    ),
+    "VAE of the other family": (
+        lambda f: torch.save({"x": torch.zeros(1)}, f / "Wan2.1_VAE.pth"),
+        "not those of a Wan 2.1 or 2.2 VAE",
+    ),
+    "VAE file with code": (
+        lambda f: torch.save({"x": Path("boom")}, f / "Wan2.1_VAE.pth"),
+        "not a plain state dict",
+    ),
+    "text encoder of another model": (
+        lambda f: torch.save({"x": torch.zeros(1)}, f / "models_t5_umt5-xxl-enc-bf16.pth"),
+        "not those of a UMT5 encoder",
+    ),
     "text encoder missing": (
         lambda f: (f / "models_t5_umt5-xxl-enc-bf16.pth").unlink(),
         "has no text encoder",
@@ -336,9 +367,29 @@ def test_records(
 
 
 def test_cuda_where_there_is_none(tiny, capfd: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     argv = ["--device", "cuda", "--ckpt_dir", str(tiny("t2v-A14B"))]
     assert "sees no CUDA device" in refused(argv, capfd)
+
+
+def test_other_files_are_not_replaced(
+    tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "holiday.json").write_text('{"mine": 1}')
+    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), "--save_file", str(tmp_path / "holiday.mp4")]
+    assert "which is no record of generate.py" in refused(argv, capfd)
+
+
+def test_decoding_refuses_what_it_would_ignore(
+    tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "x.safetensors"
+    settings = {"task": "t2v-A14B", "ckpt_dir": str(tiny("t2v-A14B"))}
+    metadata = {"settings": json.dumps(settings), "format": "pt"}
+    save_file({"latents": torch.zeros(48, 2, 4, 4)}, path, metadata=metadata)
+    argv = ["--decode_latents", str(path)]
+    assert "--sample_steps has no effect" in refused([*argv, "--sample_steps", "4"], capfd)
+    assert "has 48 channels, the 2.1 VAE of this task decodes 16" in refused(argv, capfd)

@@ -18,4 +18,9 @@ class Kernel(Protocol):
         """For logs and records."""
         ...
 
+    @property
+    def can_return_lse(self) -> bool:
+        """Whether the log-sum-exp can be asked for, which a real ring needs."""
+        ...
+
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor: ...

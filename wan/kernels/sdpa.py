@@ -13,6 +13,7 @@ class SdpaKernel:
     """Implements `wan.kernels.base.Kernel`."""
 
     name = "sdpa"
+    can_return_lse = False
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))

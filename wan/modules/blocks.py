@@ -53,6 +53,7 @@ class WanSelfAttention(WanAttention):
         x_BLC: Tensor,
         rope: RopeTable,
         attention: Attention,
+        valid_len: int,
         step: StepInfo | None,
         layer: int,
     ) -> Tensor:
@@ -61,7 +62,7 @@ class WanSelfAttention(WanAttention):
             self.norm_rope(self.norm_q, self.q(x_BLC), rope),
             self.norm_rope(self.norm_k, self.k(x_BLC), rope),
             self.heads(self.v(x_BLC)),
-            valid_len=None if step is None else step.valid_len,
+            valid_len=valid_len,
             step=step,
             layer=layer,
         )
@@ -122,6 +123,7 @@ class WanAttentionBlock(nn.Module):
         context_BTC: Tensor,
         kv: TextKV | None,
         rope: RopeTable,
+        valid_len: int,
         step: StepInfo | None,
     ) -> tuple[Tensor, TextKV]:
         """The new float32 residual stream (x itself in inference) and the text K/V it used."""
@@ -130,7 +132,7 @@ class WanAttentionBlock(nn.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)
 
         y_BLC = modulated_norm(x_BLC, shift1, scale1, runs, self.eps, dtype)
-        y_BLC = self.self_attn(y_BLC, rope, self.attention, step, self.layer)
+        y_BLC = self.self_attn(y_BLC, rope, self.attention, valid_len, step, self.layer)
         x_BLC = gated_add(x_BLC, y_BLC, gate1, runs)
 
         kv = self.cross_attn.text_kv(context_BTC) if kv is None else kv

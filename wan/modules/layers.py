@@ -29,7 +29,7 @@ def by_slices(
 ) -> Tensor:
     """compute(x, *rows) in dtype, for a computation that sees each token alone.
 
-    overwrite: x is ours, used only here and of this dtype, so the result may take its memory.
+    overwrite: x is used only here, so the result may take its memory (hooks that keep x must copy).
 
     Float32 copies of all tokens are the memory peak of a bfloat16 model and, on a CPU, cost more
     time than the arithmetic; a slice's copies are small and stay in the cache. The compiler, which
@@ -40,7 +40,8 @@ def by_slices(
     # 1 MiB of float32 fits into a core's cache; accelerators want kernels that outlast a launch.
     elements = 1 << (18 if x_BLC.device.type == "cpu" else 24)
     size = max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
-    out_BLC = x_BLC if overwrite else torch.empty_like(x_BLC, dtype=dtype)
+    reuse = overwrite and x_BLC.dtype == dtype
+    out_BLC = x_BLC if reuse else torch.empty_like(x_BLC, dtype=dtype)
     for first in range(0, x_BLC.shape[1], size):
         part = slice(first, first + size)
         out_BLC[:, part] = compute(x_BLC[:, part], *(rows[part] for rows in rows_L))

@@ -31,7 +31,11 @@ class Attention(Protocol):
 
 
 class TokenShard(Protocol):
-    """Which tokens this device computes. The methods see the token axis as dimension 1."""
+    """Which tokens this device computes. The methods see the token axis as dimension 1.
+
+    `shard` pads where the devices need equal parts, and whoever attends masks by valid_len; padded
+    tokens belong to the last run.
+    """
 
     def shard(self, x_BSC: Tensor) -> Tensor:
         """Cut this device's tokens out of the whole (padded) sequence."""

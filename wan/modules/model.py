@@ -94,7 +94,7 @@ class WanModel(nn.Module):
             raise ValueError(
                 f"window_size is {window_size}; only global attention, (-1, -1), exists."
             )
-        if dim % num_heads or (dim // num_heads) % 2:
+        if num_heads < 1 or dim % num_heads or (dim // num_heads) % 2:
             raise ValueError(f"dim {dim} cannot be cut into {num_heads} heads of an even size.")
         self.model_type, self.text_len = model_type, text_len
         p, q, r = patch_size
@@ -145,7 +145,7 @@ class WanModel(nn.Module):
         """Velocities, float32 [out_dim, F, H, W] for each sample.
 
         x: noisy latents, [C, F, H, W] each; y: i2v conditioning, concatenated to x on channels.
-        t: timesteps 0..1000, [B] or one per token, [B, >= tokens].
+        t: timesteps 0..1000, [B] or one per token, [B, >= tokens]; on the host, or it is fetched.
         context: text embeddings, [length <= text_len, text_dim] each.
         seq_len: the official padded length; it must hold the tokens; padding is not computed.
         step: where in the run this call is, for attention layers and caches.
@@ -163,7 +163,8 @@ class WanModel(nn.Module):
         self, x_BCFHW: Tensor, t: Tensor, context: list[Tensor], step: StepInfo | None
     ) -> Tensor:
         grid = self.grid(x_BCFHW.shape[2:])
-        values, lengths = timestep_runs(t, math.prod(grid))
+        tokens = math.prod(grid)
+        values, lengths = timestep_runs(t, tokens)
         features = sinusoidal_embedding(values, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
         e_BRC = fp32_linear(
             self.time_embedding[2], F.silu(fp32_linear(self.time_embedding[0], features))
@@ -175,10 +176,12 @@ class WanModel(nn.Module):
 
         x_BLC = self.tokens.shard(self._patchify(x_BCFHW, grid))
         for layer, block in enumerate(self.blocks):
-            x_BLC, kv = block(x_BLC, e0_BR6C, runs, text.embedding, text.kv[layer], rope, step)
+            x_BLC, kv = block(
+                x_BLC, e0_BR6C, runs, text.embedding, text.kv[layer], rope, tokens, step
+            )
             if self.text_cache is not None and not torch.is_grad_enabled():
                 text.kv[layer] = kv
-        x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, runs), math.prod(grid))
+        x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, runs), tokens)
         return self._unpatchify(x_BSC, grid)
 
     def grid(self, latent_FHW: Any) -> tuple[int, int, int]:

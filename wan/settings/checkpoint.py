@@ -28,6 +28,7 @@ _DIFFUSERS_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _DIT_STEM = "diffusion_pytorch_model"
 _T5_STEM = "models_t5_umt5-xxl-enc-bf16"
 _KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
+_DTYPES = ("F32", "BF16", "F16", "F64")
 _OFFICIAL_KEYS = [
     "model_type",
     "dim",
@@ -176,19 +177,33 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             "index, or the folders high_noise_model/ and low_noise_model/."
         )
     tensors = {dit_official_name(name): info for name, info in found.items()}
-    if "patch_embedding.weight" not in tensors:
+    if "patch_embedding.weight" not in tensors or len(_patch(tensors)) != 5:
         raise InputError(
             f"{folder} holds no Wan DiT (no patch_embedding.weight); check --ckpt_dir."
         )
+    for info in tensors.values():
+        if info.dtype not in _DTYPES:
+            raise InputError(
+                f"{info.file}: {info.name} is stored as {info.dtype}; quantised weights are not "
+                f"built here, give weights in one of {', '.join(_DTYPES)}."
+            )
     path = folder / "config.json"
-    stated = _official_config(read_json(path)) if path.is_file() else {}
+    stated = _official_config(path) if path.is_file() else {}
     return DitFiles(folder, {**_config_from_shapes(tensors), **stated}, tensors)
 
 
-def _official_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _patch(tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+    return tensors["patch_embedding.weight"].shape
+
+
+def _official_config(path: Path) -> dict[str, Any]:
     """The official constructor arguments in an official or diffusers config.json."""
+    raw = read_json(path)
     config = {key: raw[key] for key in _OFFICIAL_KEYS if key in raw}
     if "num_attention_heads" in raw:
+        for key in ("in_channels", "out_channels", "attention_head_dim"):
+            if key not in raw:
+                raise InputError(f"{path} lacks {key}; download the file again.")
         config |= {
             "in_dim": raw["in_channels"],
             "out_dim": raw["out_channels"],
@@ -225,7 +240,7 @@ def _config_from_shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
 
 
 def _kind(files: DitFiles) -> str:
-    in_dim = files.tensors["patch_embedding.weight"].shape[1]
+    in_dim = _patch(files.tensors)[1]
     if in_dim not in _KINDS or "blocks.0.cross_attn.k_img.weight" in files.tensors:
         raise InputError(
             f"{files.folder} is a Wan network that is not built here ({in_dim} input channels); "

@@ -57,6 +57,7 @@ def safetensors_header(path: Path) -> dict[str, TensorInfo]:
                 raise InputError(f"{path} is not a safetensors file; {remedy}.")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
+            tensors = {name: _tensor_info(path, name, entry) for name, entry in header.items()}
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
             actual = path.stat().st_size
     except OSError as error:
@@ -67,16 +68,12 @@ def safetensors_header(path: Path) -> dict[str, TensorInfo]:
         raise InputError(f"{path} has an unreadable header; {remedy}.") from None
     if actual != 8 + length + end:
         raise InputError(f"{path} has {actual} bytes instead of {8 + length + end}; {remedy}.")
-    return {
-        name: TensorInfo(
-            path,
-            name,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            entry["data_offsets"][1] - entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-    }
+    return tensors
+
+
+def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
+    start, end = entry["data_offsets"]
+    return TensorInfo(path, name, entry["dtype"], tuple(entry["shape"]), end - start)
 
 
 def sharded_tensors(index: Path) -> dict[str, TensorInfo]:
@@ -125,8 +122,11 @@ def check_complete(path: Path) -> Path:
     return path
 
 
-def safetensors_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of a safetensors file; values that are JSON themselves are parsed."""
+def safetensors_metadata(path: Path, key: str) -> Any:
+    """One metadata value, itself JSON, of a file with a sound header; None where it is absent."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {key: json.loads(value) for key, value in header.get("__metadata__", {}).items()}
+    try:
+        return json.loads(header.get("__metadata__", {})[key])
+    except (KeyError, ValueError):
+        return None

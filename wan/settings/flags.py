@@ -91,7 +91,12 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("fps", values.positive(240), "frames per second of the file"),
         Flag("save_latents", values.switch, "keep the denoised latents", switch=True),
         Flag("decode_latents", values.text, "only decode this latents file", record=False),
-        Flag("from_json", values.text, "repeat the run of this JSON record", record=False),
+        Flag(
+            "from_json",
+            values.text,
+            "repeat the run of this record, under a new name",
+            record=False,
+        ),
     ),
 }
 FLAGS: dict[str, Flag] = {flag.name: flag for group in _GROUPS.values() for flag in group}

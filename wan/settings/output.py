@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 
 from wan.settings.errors import InputError
+from wan.settings.files import read_json
+from wan.settings.request import Request
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Output:
     def latents(self) -> Path:
         return self.save_file.with_suffix(".latents.safetensors")
 
+    @property
+    def unfinished(self) -> Path:
+        """Where the latents wait while the video is not written yet; no other run's name."""
+        return self.save_file.with_suffix(f".{os.getpid()}.latents.safetensors")
+
 
 def check_writable(path: Path) -> None:
     """The path must name an mp4 in a folder that exists or can be made."""
@@ -42,6 +49,12 @@ def check_writable(path: Path) -> None:
         raise InputError(f"--save_file {path} is a folder; add a file name.")
     if len(os.fsencode(path.name)) > 200:
         raise InputError(f"--save_file has a name of {len(path.name)} characters; shorten it.")
+    record = path.with_suffix(".json")
+    if record.exists() and "settings" not in read_json(record):
+        raise InputError(
+            f"--save_file {path} would replace {record}, which is no record of generate.py; "
+            "choose another name."
+        )
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -51,13 +64,15 @@ def check_writable(path: Path) -> None:
         )
 
 
-def generated_name(task: str, size: tuple[int, int], prompt: str) -> str:
-    """`task_WxH_start-of-prompt_time.mp4`, safe as a file name on every system.
+def generated_name(task: str, request: Request) -> str:
+    """`task_WxH_start-of-prompt_seed_time.mp4`, safe as a file name on every system.
 
     The official name keeps `*`, quotes and line breaks; here letters, digits, `-` and `.` stay.
     """
-    words = re.sub(r"[^\w.-]+", "_", prompt).strip("_.")
+    words = re.sub(r"[^\w.-]+", "_", request.prompt).strip("_.")
     while len(words.encode("utf-8")) > 50:
         words = words[:-1]
     stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
-    return "_".join(filter(None, (task, f"{size[0]}x{size[1]}", words, stamp))) + ".mp4"
+    width, height = request.video_size
+    parts = (task, f"{width}x{height}", words, str(request.seed), stamp)
+    return "_".join(filter(None, parts)) + ".mp4"

@@ -30,7 +30,6 @@ class Preset:
     kind: str  # "t2v", "i2v" or "ti2v": what conditions the video
     folder: str  # the official checkpoint's folder name
     experts: tuple[str, ...]
-    in_dim: int
     dim: int
     ffn_dim: int
     num_heads: int
@@ -61,7 +60,6 @@ _VAE_21: dict[str, Any] = {"vae": "2.1", "vae_stride": (4, 8, 8)}
 _WAN21: dict[str, Any] = {
     "kind": "t2v",
     "experts": _ONE,
-    "in_dim": 16,
     **_VAE_21,
     "sample_steps": 50,
     "sample_shift": 5.0,
@@ -77,7 +75,6 @@ PRESETS: dict[str, Preset] = {
             kind="t2v",
             folder="Wan2.2-T2V-A14B",
             experts=_TWO,
-            in_dim=16,
             **_NET_14B,
             **_VAE_21,
             sample_steps=40,
@@ -92,7 +89,6 @@ PRESETS: dict[str, Preset] = {
             kind="i2v",
             folder="Wan2.2-I2V-A14B",
             experts=_TWO,
-            in_dim=36,
             **_NET_14B,
             **_VAE_21,
             sample_steps=40,
@@ -107,7 +103,6 @@ PRESETS: dict[str, Preset] = {
             kind="ti2v",
             folder="Wan2.2-TI2V-5B",
             experts=_ONE,
-            in_dim=48,
             dim=3072,
             ffn_dim=14336,
             num_heads=24,

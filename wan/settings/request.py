@@ -50,7 +50,13 @@ class Request:
 
     def __post_init__(self) -> None:
         for name, read in READERS.items():
-            read(name, getattr(self, name))
+            object.__setattr__(self, name, read(name, getattr(self, name)))
+        low, high = self.guide_scale
+        if self.boundary is None and low != high:
+            raise InputError(
+                f"--sample_guide_scale is {low:g},{high:g}, but {self.preset.task} has one "
+                "network; give one number."
+            )
         if self.image_size is None:
             check_size(self.preset, self.size, self.frame_num)
         else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,16 @@ from wan.settings import env
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution, Parallel
-from wan.settings.files import read_json, safetensors_header, safetensors_metadata
-from wan.settings.flags import FLAGS, read
+from wan.settings.flags import FLAGS
 from wan.settings.output import Output, check_writable, generated_name
 from wan.settings.presets import ALIASES, EXAMPLE_PROMPTS, NEGATIVE_PROMPT, PRESETS, Preset
 from wan.settings.request import Request, check_image
+from wan.settings.sources import check_latents, generation_config, recorded
 
 DemoMaker = Callable[[str, Path], None]
 """(task, folder): writes the demo checkpoint."""
 ExtensionCheck = Callable[[str, str | None], None]
 """(method, model): raises InputError when prompt extension cannot work."""
-_FROM_CHECKPOINT = [
-    "size",
-    "frame_num",
-    "sample_solver",
-    "sample_steps",
-    "sample_shift",
-    "sample_guide_scale",
-    "fps",
-    "negative_prompt",
-]
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     flags: checked values as `flags.parse` returns them. make_demo is called only when no checkpoint
     is given and the demo has not been made yet.
     """
-    values = {**_recorded(flags), **flags}
+    values = {**recorded(flags), **flags}
     execution = _fields(Execution, values)
     Parallel(env.world_size(), *(values.get(k, d) for k, d in _PARALLEL.items()))
     task = values.get("task", "t2v-A14B")
@@ -84,11 +75,11 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     needed = ("vae",) if "decode_latents" in values else ("vae", "text_encoder", "tokenizer")
     for part in needed:
         checkpoint.require(part)
-    defaults = _generation_config(folder)
+    defaults = generation_config(folder)
     values = {**defaults, **values}
     request = _request(values, preset, image_size)
     output = Output(
-        Path(values.get("save_file") or generated_name(task, request.video_size, request.prompt)),
+        Path(values.get("save_file") or generated_name(task, request)),
         values.get("fps", preset.fps),
         values.get("save_latents", False),
     )
@@ -99,8 +90,8 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
         output=output,
         image=Path(values["image"]) if "image" in values else None,
         extension=extension,
-        decode_latents=_latents_file(values),
-        settings=_record(values, request, output, folder),
+        decode_latents=_latents_file(values, preset),
+        settings=_record(values, request, execution, output, folder),
         notices=tuple(_notices(request, folder, demo, defaults.get("size"))),
     )
 
@@ -110,43 +101,6 @@ _PARALLEL = {"ulysses_size": 1, "t5_fsdp": False, "dit_fsdp": False}
 
 def _fields(kind: type[Execution], values: Mapping[str, Any]) -> Execution:
     return kind(**{k: values[k] for k in kind.__dataclass_fields__ if k in values})
-
-
-def _recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the earlier run that --from_json or --decode_latents continues."""
-    if "from_json" in flags and "decode_latents" in flags:
-        raise InputError("--from_json and --decode_latents exclude each other; give one of them.")
-    if "from_json" in flags:
-        path = Path(flags["from_json"])
-        settings = read_json(path).get("settings")
-        if isinstance(settings, dict):  # the repeat gets a name of its own: nothing is overwritten
-            settings = {key: value for key, value in settings.items() if key != "save_file"}
-    elif "decode_latents" in flags:
-        path = Path(flags["decode_latents"])
-        latents = safetensors_header(path).get("latents")
-        if latents is None or len(latents.shape) != 4:
-            raise InputError(
-                f"{path} holds no latents of generate.py; give a .latents.safetensors."
-            )
-        settings = safetensors_metadata(path).get("settings")
-    else:
-        return {}
-    if not isinstance(settings, dict):
-        raise InputError(f"{path} is not a record of generate.py (no settings in it).")
-    return read(settings, f"{path}: {{}}")
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    raw = read_json(path)
-    for key in raw:
-        if key not in _FROM_CHECKPOINT:
-            raise InputError(
-                f"{path} sets {key!r}; a checkpoint may set {', '.join(_FROM_CHECKPOINT)}."
-            )
-    return read(raw, f"{path}: {{}}")
 
 
 def _check_image(values: Mapping[str, Any], preset: Preset) -> tuple[int, int] | None:
@@ -177,7 +131,7 @@ def _extension(values: Mapping[str, Any], check: ExtensionCheck) -> PromptExtens
 def _folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, bool]:
     """The checkpoint folder, and whether it is the demo's."""
     if "ckpt_dir" in values:
-        return Path(values["ckpt_dir"]).expanduser(), False
+        return Path(os.path.expanduser(values["ckpt_dir"])), False
     official = Path(preset.folder)
     if official.is_dir():
         return official, False
@@ -206,12 +160,20 @@ def _request(
     )
 
 
-def _latents_file(values: Mapping[str, Any]) -> Path | None:
-    return Path(values["decode_latents"]) if "decode_latents" in values else None
+def _latents_file(values: Mapping[str, Any], preset: Preset) -> Path | None:
+    if "decode_latents" not in values:
+        return None
+    path = Path(values["decode_latents"])
+    check_latents(path, preset.vae)
+    return path
 
 
 def _record(
-    values: Mapping[str, Any], request: Request, output: Output, folder: Path
+    values: Mapping[str, Any],
+    request: Request,
+    execution: Execution,
+    output: Output,
+    folder: Path,
 ) -> dict[str, Any]:
     """All settings under their flag names, enough to repeat the run."""
     resolved = {
@@ -230,7 +192,8 @@ def _record(
         "base_seed": request.seed,
         "noise_device": request.noise_device,
         "fps": output.fps,
-        "save_file": str(output.save_file),
+        "save_file": str(output.save_file.absolute()),
+        **asdict(execution),
     }
     return {
         name: resolved[name] for name, flag in FLAGS.items() if flag.record and name in resolved

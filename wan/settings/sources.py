@@ -1,0 +1,88 @@
+"""Where settings come from besides flags: earlier runs' records and the checkpoint itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wan.settings.errors import InputError
+from wan.settings.files import read_json, safetensors_header, safetensors_metadata
+from wan.settings.flags import read
+
+_FROM_CHECKPOINT = (
+    "size",
+    "frame_num",
+    "sample_solver",
+    "sample_steps",
+    "sample_shift",
+    "sample_guide_scale",
+    "fps",
+    "negative_prompt",
+)
+_WHILE_DECODING = (
+    "decode_latents",
+    "ckpt_dir",
+    "save_file",
+    "fps",
+    "device",
+    "vae_tiling",
+    "offload_model",
+)
+LATENT_CHANNELS = {"2.1": 16, "2.2": 48}
+
+
+def recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the earlier run that --from_json repeats or --decode_latents continues."""
+    if "from_json" in flags and "decode_latents" in flags:
+        raise InputError("--from_json and --decode_latents exclude each other; give one of them.")
+    if "from_json" in flags:
+        path = Path(flags["from_json"])
+        settings = read_json(path).get("settings")
+        if isinstance(settings, dict):  # the repeat gets a name of its own: nothing is overwritten
+            settings = {key: value for key, value in settings.items() if key != "save_file"}
+    elif "decode_latents" in flags:
+        for name in flags:
+            if name not in _WHILE_DECODING:
+                raise InputError(
+                    f"--{name} has no effect with --decode_latents, which only decodes; drop it."
+                )
+        path = Path(flags["decode_latents"])
+        _latents(path)
+        settings = safetensors_metadata(path, "settings")
+    else:
+        return {}
+    if not isinstance(settings, dict):
+        raise InputError(f"{path} is not a record of generate.py (no settings in it).")
+    return read(settings, f"{path}: {{}}")
+
+
+def _latents(path: Path) -> tuple[int, ...]:
+    found = safetensors_header(path).get("latents")
+    if found is None or len(found.shape) != 4:
+        raise InputError(f"{path} holds no latents of generate.py; give a .latents.safetensors.")
+    return found.shape
+
+
+def check_latents(path: Path, vae: str) -> None:
+    """The latents must be those of the task's VAE ("2.1" or "2.2")."""
+    channels = _latents(path)[0]
+    if channels != LATENT_CHANNELS[vae]:
+        raise InputError(
+            f"{path} has {channels} channels, the {vae} VAE of this task decodes "
+            f"{LATENT_CHANNELS[vae]}; give the --ckpt_dir the latents were made with."
+        )
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Sampling defaults that the checkpoint brings in its generation_config.json."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    raw = read_json(path)
+    for key in raw:
+        if key not in _FROM_CHECKPOINT:
+            raise InputError(
+                f"{path} sets {key!r}; a checkpoint may set {', '.join(_FROM_CHECKPOINT)}."
+            )
+    return read(raw, f"{path}: {{}}")
