@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 
 from wan.modules.model import WanModel
@@ -27,5 +28,7 @@ class Experts:
         return self._loaded[name]
 
     def release(self) -> None:
+        freed = [weakref.ref(model) for model in self._loaded.values()]
         self._loaded.clear()
-        gc.collect()  # a compiled module refers to itself
+        if any(model() is not None for model in freed):
+            gc.collect()  # a compiled module refers to itself

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -36,7 +35,6 @@ class Lazy(Generic[T]):
 
     def release(self) -> None:
         self._value = None
-        gc.collect()  # library modules may refer to themselves
 
 
 @dataclass
