@@ -13,8 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wan.keymaps import t5_transformers_name, vae_diffusers_name
-from wan.modules.model import WanModel, sinusoidal_embedding
+from wan.modules.model import WanModel
 from wan.modules.rope import apply_rope, rope_angles, rope_table
+from wan.modules.timesteps import sinusoidal_embedding
 from wan.sampler import make_solver, sigma_table
 from wan.settings.geometry import size_covered, size_from_area
 from wan.settings.presets import PRESETS

@@ -14,7 +14,8 @@ FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "generate": ("wan.build", "wan.log", "wan.prompt_extend", "wan.settings", "wan.video", "wan"),
     "wan": ("wan.api",),
-    "wan.api": ("wan.build", "wan.settings"),
+    "wan.api": ("wan.facade", "wan.settings"),
+    "wan.facade": ("wan.build", "wan.settings"),
     "wan.build": ("wan",),
     "wan.pipeline": (
         "wan.conditioning",
@@ -115,9 +116,38 @@ def test_forbidden_words(path: Path) -> None:
         assert "torch.cuda." not in text and "torch.npu." not in text
 
 
-def test_every_module_has_a_rule_and_no_build_import_hides() -> None:
+# Longer than the house's 40 lines, and why.
+LONG_FUNCTIONS = {
+    "wan.modules.model.WanModel.__init__": "half of it is the official signature",
+    "wan.facade.Facade.__init__": "half of it is the official signature",
+    "wan.api.WanT2V.generate": "the official signature",
+    "wan.api.WanI2V.generate": "the official signature",
+    "wan.api.WanTI2V.generate": "the official signature",
+    "wan.settings.run.resolve": "the order of the checks, one call each",
+    "wan.build.pipeline": "composition, one argument a line",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_rooms_are_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 250
+    parents = {
+        child: node for node in ast.walk(ast.parse(text)) for child in ast.iter_child_nodes(node)
+    }
+    for node in parents:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        parent = parents[node]
+        owner = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
+        length = node.end_lineno - node.lineno + 1
+        name = f"{module(path)}.{owner}{node.name}"
+        assert length <= 40 or name in LONG_FUNCTIONS, f"{name} has {length} lines"
+
+
+def test_only_the_facades_import_build() -> None:
     users = {module(p) for p in FILES if any(under(i, ("wan.build",)) for i in imports(p))}
-    assert users == {"generate", "wan.api"}
+    assert users == {"generate", "wan.facade"}
 
 
 def test_import_wan_is_light() -> None:

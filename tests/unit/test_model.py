@@ -9,10 +9,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from wan.modules.layers import gated_add, modulated_norm
 from wan.modules.local import LocalAttention
-from wan.modules.model import WanModel, keeps_fp32, timestep_runs
+from wan.modules.model import WanModel, keeps_fp32
 from wan.modules.rope import RopeTables, axis_sizes, rope_table
 from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache
+from wan.modules.timesteps import timestep_runs
 
 TINY = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "text_len": 8}
 

@@ -23,6 +23,7 @@ from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
 from wan.modules.rope import RopeTables
 from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache, TextState
+from wan.modules.timesteps import sinusoidal_embedding, timestep_runs
 
 MODEL_TYPES = ("t2v", "i2v", "ti2v")
 _FP32_PREFIXES = ("time_embedding.", "time_projection.", "head.")
@@ -31,25 +32,6 @@ _FP32_PREFIXES = ("time_embedding.", "time_projection.", "head.")
 def keeps_fp32(name: str) -> bool:
     """Whether the official code computes with this parameter in float32."""
     return name.startswith(_FP32_PREFIXES) or name.endswith("modulation") or "norm" in name
-
-
-def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
-    """[..., dim] float32 features (cos block, sin block) of timesteps t.
-
-    Computed in float64, on the host: NPUs have no float64, and the official values need it.
-    """
-    half = dim // 2
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = t.to("cpu", torch.float64).unsqueeze(-1) * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
-
-
-def timestep_runs(t: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Timesteps [B] or [1, >= tokens] as values [B or 1, R] and the R lengths of their runs."""
-    if t.dim() == 1:
-        return t.unsqueeze(1), (tokens,)
-    values, counts = torch.unique_consecutive(t[0, :tokens].cpu(), return_counts=True)
-    return values.unsqueeze(0), tuple(counts.tolist())
 
 
 class WanModel(nn.Module):

@@ -1,0 +1,137 @@
+"""What the three official classes share: checkpoint, pipeline, and one request at a time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from wan import build
+from wan.settings.checkpoint import Checkpoint, check_task, describe
+from wan.settings.errors import InputError
+from wan.settings.execution import Execution, Parallel
+from wan.settings.presets import PRESETS
+from wan.settings.request import Request
+
+GuideScale = float | tuple[float, float]
+
+
+def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
+    """The checkpoint with the files that the config names, where the folder has them."""
+    named = {
+        "vae": checkpoint.folder / config.vae_checkpoint,
+        "text_encoder": checkpoint.folder / config.t5_checkpoint,
+        "tokenizer": checkpoint.folder / config.t5_tokenizer,
+    }
+    return replace(checkpoint, **{part: path for part, path in named.items() if path.exists()})
+
+
+class Facade:
+    tasks: tuple[str, ...]
+
+    def __init__(
+        self,
+        config: Any,
+        checkpoint_dir: str | Path,
+        device_id: int = 0,
+        rank: int = 0,
+        t5_fsdp: bool = False,
+        dit_fsdp: bool = False,
+        use_sp: bool = False,
+        t5_cpu: bool = False,
+        init_on_cpu: bool = True,
+        convert_model_dtype: bool = False,
+        *,
+        device: str = "auto",
+        precision: str = "auto",
+        noise_device: str = "cpu",
+    ) -> None:
+        """config: from WAN_CONFIGS, perhaps edited. checkpoint_dir: official or diffusers layout.
+
+        Of the config, boundary, sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer,
+        vae_checkpoint) and float32 as t5_dtype or param_dtype count; the networks' sizes come from
+        the checkpoint. init_on_cpu has no effect: networks go straight to their device. device,
+        precision and noise_device as on the command line. Raises InputError (a ValueError) for
+        folders and settings that do not fit.
+        """
+        Parallel(world_size=2 if use_sp or rank else 1, t5_fsdp=t5_fsdp, dit_fsdp=dit_fsdp)
+        self.config, self._noise_device = config, noise_device
+        if precision == "auto" and config.param_dtype == torch.float32:
+            precision = "fp32"
+        execution = Execution(
+            device=device,
+            precision=precision,
+            convert_model_dtype=convert_model_dtype,
+            t5_cpu=t5_cpu,
+        )
+        self._checkpoint = _with_files(describe(Path(checkpoint_dir)), config)
+        matching = [t for t in self.tasks if self._fits(t)]
+        self._preset = PRESETS[(matching or self.tasks)[0]]
+        check_task(self._checkpoint, self._preset)
+        two = self._preset.boundary is not None
+        self._boundary = config.get("boundary", self._preset.boundary) if two else None
+        fp32 = config.t5_dtype == torch.float32
+        self._pipeline = build.pipeline(
+            self._checkpoint,
+            execution,
+            device_index=device_id,
+            t5_dtype=torch.float32 if fp32 else None,
+        )
+
+    def _fits(self, task: str) -> bool:
+        preset = PRESETS[task]
+        return self._checkpoint.experts.keys() == set(preset.experts)
+
+    def _run(
+        self,
+        prompt: str,
+        image: Image.Image | None,
+        size: tuple[int, int],
+        offload_model: bool,
+        output_type: str,
+        embeds: tuple[Tensor | None, Tensor | None],
+        sampling: dict[str, Any],
+    ) -> Tensor:
+        if output_type not in ("pt", "latent"):
+            raise InputError(f"output_type is {output_type!r}; choose 'pt' or 'latent'.")
+        request = Request(
+            preset=self._preset,
+            prompt=prompt,
+            image_size=None if image is None else image.size,
+            size=size,
+            boundary=self._boundary,
+            noise_device=self._noise_device,
+            **sampling,
+        )
+        self._pipeline.set_offload(offload_model)
+        latents = self._pipeline.latents(
+            request, image=image, prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1]
+        )
+        return latents if output_type == "latent" else self._pipeline.decode(latents)
+
+    def _sampling(
+        self,
+        frame_num: int,
+        shift: float,
+        solver: str,
+        steps: int,
+        guide_scale: GuideScale,
+        n_prompt: str,
+        seed: int,
+    ) -> dict[str, Any]:
+        """The official keywords under the names of `Request`."""
+        pair = guide_scale if isinstance(guide_scale, tuple | list) else (guide_scale,) * 2
+        return {
+            "frame_num": frame_num,
+            "sample_shift": shift,
+            "sample_solver": solver,
+            "sample_steps": steps,
+            "guide_scale": pair,
+            "negative_prompt": n_prompt or self.config.sample_neg_prompt,
+            "seed": seed if seed >= 0 else random.SystemRandom().randrange(2**63),
+        }
