@@ -145,8 +145,9 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> None:
 
     _, count, height, width = frames_3FHW.shape
     used = build.resolved(run.execution, pipeline.device)
+    stored_bf16 = run.execution.convert_model_dtype  # says itself what the DiT computes in
     record = {
-        "settings": {**run.settings, "precision": used["precision"]},
+        "settings": run.settings | ({} if stored_bf16 else {"precision": used["precision"]}),
         "seed": run.request.seed,
         "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
         "used": used,

@@ -19,8 +19,17 @@ class Experts:
     def __init__(self, load: Callable[[str], WanModel], *, offload: bool) -> None:
         self._load, self.offload = load, offload
         self._loaded: dict[str, WanModel] = {}
+        self._kept: dict[str, WanModel] = {}
+
+    def keep(self, name: str) -> WanModel:
+        """A network for someone who will change it: it stays in memory, changes and all."""
+        if name not in self._kept:
+            self._kept[name] = self._loaded.pop(name, None) or self._load(name)
+        return self._kept[name]
 
     def get(self, name: str) -> WanModel:
+        if name in self._kept:
+            return self._kept[name]
         if name not in self._loaded:
             if self.offload:
                 self.release()

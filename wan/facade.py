@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan import build
+from wan.modules.model import WanModel
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution, Parallel
@@ -19,6 +20,13 @@ from wan.settings.presets import PRESETS
 from wan.settings.request import Request
 
 GuideScale = float | tuple[float, float]
+
+
+_NETWORKS = {
+    "high_noise_model": "high_noise",
+    "low_noise_model": "low_noise",
+    "model": "dit",
+}
 
 
 def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
@@ -86,6 +94,16 @@ class Facade:
     def _fits(self, task: str) -> bool:
         preset = PRESETS[task]
         return self._checkpoint.experts.keys() == set(preset.experts)
+
+    def __getattr__(self, name: str) -> WanModel:
+        """The official attributes low_noise_model and high_noise_model, or model where it is one.
+
+        For tools that change networks in place: one that was asked for stays in memory.
+        """
+        expert = _NETWORKS.get(name)
+        if expert is None or expert not in self._checkpoint.experts:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._pipeline.experts.keep(expert)
 
     def _run(
         self,

@@ -216,6 +216,8 @@ def test_bf16_is_close(flags: list[str], tiny, tmp_path: Path) -> None:
     )
     difference = ((exact - rounded).square().mean() / exact.square().mean()).sqrt()
     assert 0 < difference < 0.05
+    run("--from_json", tmp_path / "bf16.json", "--save_file", tmp_path / "again.mp4")
+    assert (tmp_path / "again.mp4").read_bytes() == (tmp_path / "bf16.mp4").read_bytes()
 
 
 def test_guidance_one_skips_the_unconditional_pass(

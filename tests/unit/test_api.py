@@ -89,6 +89,21 @@ def test_dense_folders_have_no_boundary(tiny) -> None:
     assert model.generate("a cat", size=(32, 32), **QUICK).shape == (3, 5, 32, 32)
 
 
+def test_networks_that_a_tool_changed_stay(tiny) -> None:
+    """As quantisation tools do: low_noise_model, high_noise_model, or model for a single one."""
+    args = {"size": (64, 32), "output_type": "latent", "seed": 7, "frame_num": 5}
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
+    before = model.generate("a", sampling_steps=4, **args)
+    for network in (model.high_noise_model, model.low_noise_model):
+        network.head.head.bias.data.add_(1)
+    after = [model.generate("a", sampling_steps=4, **args) for _ in range(2)]
+    assert torch.equal(after[0], after[1]) and not torch.equal(before, after[0])
+    assert model.low_noise_model is model.low_noise_model
+    assert wan.WanTI2V(WAN_CONFIGS["ti2v-5B"], tiny("ti2v-5B")).model.num_heads == 24
+    with pytest.raises(AttributeError, match="no attribute 'model'"):
+        model.model  # noqa: B018
+
+
 def test_an_edited_boundary_counts(tiny) -> None:
     from copy import deepcopy
 

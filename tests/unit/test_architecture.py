@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "generate": ("wan.build", "wan.log", "wan.prompt_extend", "wan.settings", "wan.video", "wan"),
     "wan": ("wan.api",),
     "wan.api": ("wan.facade", "wan.settings"),
-    "wan.facade": ("wan.build", "wan.settings"),
+    "wan.facade": ("wan.build", "wan.modules.model", "wan.settings"),
     "wan.build": ("wan",),
     "wan.pipeline": (
         "wan.conditioning",
