@@ -24,7 +24,8 @@ class Experts:
     def keep(self, name: str) -> WanModel:
         """A network for someone who will change it: it stays in memory, changes and all."""
         if name not in self._kept:
-            self._kept[name] = self._loaded.pop(name, None) or self._load(name)
+            loaded = name in self._loaded
+            self._kept[name] = self._loaded.pop(name) if loaded else self._load(name)
         return self._kept[name]
 
     def get(self, name: str) -> WanModel:

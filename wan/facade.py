@@ -20,8 +20,6 @@ from wan.settings.presets import PRESETS
 from wan.settings.request import Request
 
 GuideScale = float | tuple[float, float]
-
-
 _NETWORKS = {
     "high_noise_model": "high_noise",
     "low_noise_model": "low_noise",
@@ -40,6 +38,8 @@ def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
 
 
 class Facade:
+    """One checkpoint, ready for requests. `tasks`: a class's; the folder decides among them."""
+
     tasks: tuple[str, ...]
 
     def __init__(

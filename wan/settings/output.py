@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -58,10 +59,14 @@ def check_writable(path: Path) -> None:
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    try:
+        with tempfile.TemporaryFile(dir=parent):  # permission bits alone do not tell, nor does root
+            pass
+    except OSError as error:
         raise InputError(
-            f"--save_file {path} cannot be written: {parent} is not a writable folder."
-        )
+            f"--save_file {path} cannot be written: {parent} is not a writable folder "
+            f"({error.strerror}); choose another one."
+        ) from error
 
 
 def generated_name(task: str, request: Request) -> str:

@@ -25,6 +25,12 @@ def text(name: str, raw: Any) -> str:
     return raw
 
 
+def path(name: str, raw: Any) -> str:
+    if not text(name, raw).strip():
+        raise InputError(f"{name} is empty; give a path or leave the flag out.")
+    return str(raw)
+
+
 def switch(name: str, raw: Any) -> bool:
     """Official boolean words: yes/true/t/y/1 and no/false/f/n/0, in any case."""
     word = str(raw).strip().lower()
@@ -50,16 +56,17 @@ def integer(minimum: int, maximum: int, hint: str = "") -> Reader:
     return read
 
 
-def positive(maximum: float) -> Reader:
-    """A finite number in (0, maximum]."""
+def positive(maximum: float, minimum: float = 0.0) -> Reader:
+    """A finite number in (0, maximum], or in [minimum, maximum] where a minimum is given."""
+    allowed = f"from {minimum:g} to {maximum:g}" if minimum else f"above 0 and at most {maximum:g}"
 
     def read(name: str, raw: Any) -> float:
         try:
             value = float(str(raw))
         except ValueError:
             raise InputError(f"{name} is {raw!r}; it must be a number.") from None
-        if not math.isfinite(value) or not 0 < value <= maximum:
-            raise InputError(f"{name} is {raw}; it must be above 0 and at most {maximum:g}.")
+        if not math.isfinite(value) or not max(minimum, 5e-324) <= value <= maximum:
+            raise InputError(f"{name} is {raw}; it must be {allowed}.")
         return value
 
     return read
