@@ -266,6 +266,17 @@ def test_tiling_is_close_and_leaves_the_latents_alone(tiny, picture: Path, tmp_p
     assert 0 < difference.mean() < 30
 
 
+def test_tiles_are_for_decoding_only(tiny) -> None:
+    from wan import build
+    from wan.settings.checkpoint import describe
+    from wan.settings.execution import Execution
+
+    execution = Execution(vae_tiling=True, offload_model=False)
+    pipeline = build.pipeline(describe(tiny("t2v-A14B")), execution)
+    pipeline.decode(torch.zeros(16, 1, 4, 4))
+    assert not pipeline.vae.get()._model.use_tiling
+
+
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_latents(tiny, tmp_path: Path) -> None:
     """--compile with the default compiler, both experts, offload and the text cache."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from wan.modules.layers import gated_add, modulated_norm
+from wan.modules.layers import by_slices, gated_add, modulated_norm
 from wan.modules.local import LocalAttention
 from wan.modules.model import WanModel, keeps_fp32
 from wan.modules.rope import RopeTables, axis_sizes, rope_table
@@ -58,6 +58,7 @@ def test_fp32_parameters() -> None:
     kept = {name for name in model().state_dict() if keeps_fp32(name)}
     assert "blocks.0.modulation" in kept and "head.head.weight" in kept
     assert "time_embedding.0.weight" in kept and "blocks.0.cross_attn.norm_k.weight" in kept
+    assert "time_projection.1.weight" in kept
     assert "blocks.0.ffn.0.weight" not in kept and "patch_embedding.weight" not in kept
     assert "text_embedding.0.weight" not in kept
 
@@ -117,6 +118,17 @@ def test_modulation_by_runs_equals_expansion_per_token() -> None:
     with torch.no_grad():
         torch.testing.assert_close(gated_add(x, y, gate, runs), before + y * wide[2])
     torch.testing.assert_close(gated_add(before, y, gate, runs), before + y * wide[2])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_slices_of_tokens_cover_every_token(overwrite: bool) -> None:
+    """More than one slice, the last one short."""
+    x, rows = torch.randn(1, 40_001, 64), torch.randn(40_001, 64)
+    expected = x * 2 + rows
+    found = by_slices(lambda x, rows: x * 2 + rows, x, torch.float32, rows, overwrite=overwrite)
+    assert torch.equal(found, expected)
+    assert (found.data_ptr() == x.data_ptr()) == overwrite
 
 
 def test_inputs_are_not_changed() -> None:
