@@ -19,6 +19,7 @@ from wan.settings.output import generated_name
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.settings.request import Request, check_image
 from wan.settings.run import Run, resolve
+from wan.video import read_image
 
 
 def resolved(*argv: object) -> Run:
@@ -201,6 +202,7 @@ def test_pictures_are_measured_as_shown(tmp_path: Path) -> None:
     exif[0x0112] = 6
     image.save(path, exif=exif)
     assert check_image(path) == (32, 64)
+    assert read_image(path).size == (32, 64)
 
 
 def test_environment() -> None:
