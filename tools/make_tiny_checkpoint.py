@@ -1,6 +1,6 @@
 """A complete Wan checkpoint folder with tiny random networks, for tests and first tries.
 
-    python tools/make_tiny_checkpoint.py --task t2v-A14B --out /tmp/tiny
+    python tools/make_tiny_checkpoint.py --task t2v-A14B --out tiny
 
 Files and names are those of the published folders (official, or `*-Diffusers`); only the sizes
 differ. The networks make noise, but noise with sane statistics, so a whole run can be checked. One
