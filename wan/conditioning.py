@@ -28,8 +28,8 @@ def noise(request: Request, device: torch.device) -> Tensor:
     Drawn on the CPU by default, so that a seed means the same video on every device; the official
     code draws on the device (--noise_device device).
     """
-    channels = {"2.1": 16, "2.2": 48}[request.preset.vae]
-    shape = (channels, *latent_shape(request.preset, request.video_size, request.frame_num))
+    preset = request.preset
+    shape = (preset.latent_channels, *latent_shape(preset, request.video_size, request.frame_num))
     where = torch.device("cpu") if request.noise_device == "cpu" else device
     generator = torch.Generator(where).manual_seed(request.seed)
     return torch.randn(shape, generator=generator, device=where, dtype=torch.float32).to(device)

@@ -47,6 +47,11 @@ class Preset:
     patch_size: tuple[int, int, int] = (1, 2, 2)
 
     @property
+    def latent_channels(self) -> int:
+        """Channels of the VAE's latents, and of the networks' output."""
+        return {"2.1": 16, "2.2": 48}[self.vae]
+
+    @property
     def size_multiple(self) -> int:
         """Width and height must be multiples of one token's side in pixels."""
         return self.vae_stride[1] * self.patch_size[1]

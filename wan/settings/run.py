@@ -164,7 +164,7 @@ def _latents_file(values: Mapping[str, Any], preset: Preset) -> Path | None:
     if "decode_latents" not in values:
         return None
     path = Path(values["decode_latents"])
-    check_latents(path, preset.vae)
+    check_latents(path, preset)
     return path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from wan.settings.errors import InputError
 from wan.settings.files import read_json, safetensors_header, safetensors_metadata
 from wan.settings.flags import read
+from wan.settings.presets import Preset
 
 _FROM_CHECKPOINT = (
     "size",
@@ -29,7 +30,6 @@ _WHILE_DECODING = (
     "vae_tiling",
     "offload_model",
 )
-LATENT_CHANNELS = {"2.1": 16, "2.2": 48}
 
 
 def recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,13 +64,13 @@ def _latents(path: Path) -> tuple[int, ...]:
     return found.shape
 
 
-def check_latents(path: Path, vae: str) -> None:
-    """The latents must be those of the task's VAE ("2.1" or "2.2")."""
+def check_latents(path: Path, preset: Preset) -> None:
+    """The latents must be those of the task's VAE."""
     channels = _latents(path)[0]
-    if channels != LATENT_CHANNELS[vae]:
+    if channels != preset.latent_channels:
         raise InputError(
-            f"{path} has {channels} channels, the {vae} VAE of this task decodes "
-            f"{LATENT_CHANNELS[vae]}; give the --ckpt_dir the latents were made with."
+            f"{path} has {channels} channels, the {preset.vae} VAE of this task decodes "
+            f"{preset.latent_channels}; give the --ckpt_dir the latents were made with."
         )
 
 
