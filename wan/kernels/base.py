@@ -20,7 +20,13 @@ class Kernel(Protocol):
 
     @property
     def can_return_lse(self) -> bool:
-        """Whether the log-sum-exp can be asked for, which a real ring needs."""
+        """Whether `with_lse` exists, which a real ring needs."""
         ...
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor: ...
+
+    def with_lse(
+        self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /
+    ) -> tuple[Tensor, Tensor]:
+        """The result and the log-sum-exp (natural log, float32 [B,N,S]) of each row's logits."""
+        ...

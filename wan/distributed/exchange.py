@@ -1,0 +1,99 @@
+"""The Ulysses exchange (arXiv:2309.14509): heads against tokens, by one all-to-all.
+
+Legend: B batch, s this card's tokens, S the group's tokens, N all heads, h heads of a card,
+D head size, P cards in the group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+"""None: the default group where there is one, else this process alone."""
+
+
+def group_size(group: Group) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def group_rank(group: Group) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+class Pending:
+    """An exchange under way. What is being sent stays alive until `wait`."""
+
+    def __init__(self, parts: Tensor, axis: int, work: Any = None, send: Tensor | None = None):
+        """parts: what is received, the group's cards in front of their tokens or heads (axis)."""
+        self._parts: Tensor | None = parts
+        self._axis, self._work, self._send = axis, work, send
+
+    def wait(self, into: Tensor | None = None) -> Tensor:
+        """The result; written to `into` where given, which saves a copy. Call it once."""
+        assert self._parts is not None, "an exchange is waited for once"
+        if self._work is not None:
+            self._work.wait()
+        parts, axis = self._parts, self._axis
+        self._parts = self._send = None
+        if into is None:
+            return parts.flatten(axis, axis + 1).contiguous()
+        into.unflatten(axis, (parts.shape[axis], -1)).copy_(parts)
+        return into
+
+
+def all_to_all_4D(x: Tensor, scatter_idx: int, gather_idx: int, group: Group) -> Tensor:
+    """Exchange a [B, tokens, heads, D] tensor over `group`; every card must call it.
+
+    scatter_idx=2, gather_idx=1: [B,s,N,D] -> [B,S,h,D], heads are scattered, tokens gathered.
+    scatter_idx=1, gather_idx=2: [B,S,h,D] -> [B,s,N,D], the way back. Any dtype; float8 travels as
+    bytes. Raises ValueError for other axes and sizes that do not divide.
+    """
+    return start_all_to_all_4D(x, scatter_idx, gather_idx, group, async_op=False).wait()
+
+
+def start_all_to_all_4D(
+    x: Tensor, scatter_idx: int, gather_idx: int, group: Group, *, async_op: bool = True
+) -> Pending:
+    """`all_to_all_4D` as a handle; with async_op the transfer runs beside what follows.
+
+    One contiguous copy per direction: going, heads are packed by card (the tokens then arrive in
+    order); coming back, each card's heads are put between the others' (batch 1; else one more).
+    """
+    if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
+        raise ValueError(
+            f"scatter_idx and gather_idx are {scatter_idx} and {gather_idx}; "
+            "use 2 and 1, or 1 and 2 for the way back."
+        )
+    cards = group_size(group)
+    if x.shape[scatter_idx] % cards:
+        axis = {1: "tokens", 2: "heads"}[scatter_idx]
+        raise ValueError(f"{x.shape[scatter_idx]} {axis} cannot be divided among {cards} cards.")
+    if cards == 1:
+        return Pending(x.unsqueeze(gather_idx), gather_idx)
+    send_PBxxx = x.unflatten(scatter_idx, (cards, -1)).movedim(scatter_idx, 0).contiguous()
+    received, work = _all_to_all(_as_bytes(send_PBxxx), group, async_op)
+    parts = received.view(x.dtype).movedim(0, gather_idx)
+    return Pending(parts, gather_idx, work, send_PBxxx if async_op else None)
+
+
+def _all_to_all(send: Tensor, group: Group, async_op: bool) -> tuple[Tensor, Any]:
+    """Part i of the first axis goes to card i."""
+    if torch.compiler.is_compiling():  # a functional collective stays in the graph
+        result = funcol.all_to_all_single(send, None, None, _resolved(group))
+        return funcol.wait_tensor(result), None
+    received = torch.empty_like(send)
+    return received, dist.all_to_all_single(received, send, group=group, async_op=async_op)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """gloo knows no float8; one byte is as good as another."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _resolved(group: Group) -> dist.ProcessGroup:
+    return dist.group.WORLD if group is None else group  # type: ignore[return-value]

@@ -1,0 +1,135 @@
+"""Ring attention (arXiv:2310.01889): K/V blocks travel, partial results are merged by their LSE.
+
+Legend: B batch, S rows, N heads, D head size, R cards in the ring. Each card starts with the K/V
+block of its own tokens. A hop is started before the blocks at hand are attended to, so it runs
+beside that computation; at most the blocks at hand and those arriving are in memory, whatever R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wan.distributed.exchange import Group, group_rank, group_size
+
+RING_TYPES = ("ring", "bidirectional")
+
+Block = tuple[int, Tensor, Tensor]
+"""(card it belongs to, k, v), k and v [B,S,N,D] each."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What one card does in one hop: (peer, block) pairs, blocks named by their owner's rank."""
+
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+
+
+def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
+    """A card's R - 1 hops, with which it sees every other card's block exactly once.
+
+    ring: every block goes one way round. bidirectional: blocks stream both ways along the line
+    0..R-1 and stop at its ends; the link between the last and the first card is not used.
+    """
+    if ring_type not in RING_TYPES:
+        raise ValueError(f"ring_type is {ring_type!r}; use one of {', '.join(RING_TYPES)}.")
+    plan = []
+    for t in range(1, size):
+        if ring_type == "ring":
+            right, left = (rank + 1) % size, (rank - 1) % size
+            plan.append(Hop(((right, (rank - t + 1) % size),), ((left, (rank - t) % size),)))
+            continue
+        sends = [(rank + 1, rank - t + 1), (rank - 1, rank + t - 1)]
+        receives = [(rank - 1, rank - t), (rank + 1, rank + t)]
+        plan.append(
+            Hop(
+                tuple((p, b) for p, b in sends if 0 <= p < size and 0 <= b < size),
+                tuple((p, b) for p, b in receives if 0 <= b < size),
+            )
+        )
+    return tuple(plan)
+
+
+class Ring:
+    """The cards that share a sequence by K/V blocks.
+
+    ring_type: one of RING_TYPES. Raises ValueError for another one.
+    """
+
+    def __init__(self, group: Group, ring_type: str = "ring") -> None:
+        self.group, self.ring_type = group, ring_type
+        self.size, self.rank = group_size(group), group_rank(group)
+        self.hops = hops(ring_type, self.rank, self.size)
+
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
+        """Every card's block once, the own one first. All cards must consume all of them."""
+        ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
+        for hop in self.hops:
+            arriving = {b: (torch.empty_like(k), torch.empty_like(v)) for _, b in hop.receives}
+            operations = [
+                dist.P2POp(verb, _as_bytes(tensor), group=self.group, group_peer=peer)
+                for verb, pairs, held in (
+                    (dist.isend, hop.sends, ready),
+                    (dist.irecv, hop.receives, arriving),
+                )
+                for peer, block in pairs
+                for tensor in held[block]
+            ]
+            works = dist.batch_isend_irecv(operations) if operations else []
+            yield from ((owner, *kv) for owner, kv in ready.items())
+            for work in works:
+                work.wait()
+            ready = arriving
+        yield from ((owner, *kv) for owner, kv in ready.items())
+
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All cards' K/V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
+        return self._gather(k), self._gather(v)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(
+            _as_bytes(out).flatten(0, 1), _as_bytes(x.contiguous()), self.group
+        )
+        return out.movedim(0, 1).flatten(1, 2)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+class Merged:
+    """Softmax-weighted sum of partial attention results, exact and in float32.
+
+    With normalised parts (o, lse): out <- out + sigmoid(lse_j - lse) (o_j - out) and
+    lse <- logaddexp(lse, lse_j), which never overflows.
+
+    An element's bits must not depend on how many heads are merged at once, but a vectorised
+    exponential differs in the last bit from the scalar one that ends a loop. So on the CPU weights
+    are float64 until rounded once, and sums are plain sub, mul, add, which are exact either way.
+    """
+
+    def __init__(self) -> None:
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, out_BSND: Tensor, lse_BNS: Tensor) -> None:
+        """One more part; its keys are disjoint from the others'. lse: natural log, float32."""
+        lse = lse_BNS.double() if lse_BNS.device.type == "cpu" else lse_BNS.float()
+        if self._out is None or self._lse is None:
+            self._out, self._lse = out_BSND, lse
+            return
+        weight = torch.sigmoid(lse - self._lse).float().transpose(1, 2).unsqueeze(-1)
+        self._out = self._out.float()
+        self._out.add_(out_BSND.float().sub(self._out).mul_(weight))
+        self._lse = torch.logaddexp(self._lse, lse)
+
+    def result(self) -> Tensor:
+        """[B,S,N,D], float32 if parts were merged. At least one part must have been added."""
+        assert self._out is not None, "no part was added"
+        return self._out

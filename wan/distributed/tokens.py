@@ -1,0 +1,83 @@
+"""Which tokens each card computes.
+
+Legend: B batch, S all tokens, L this card's tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan.distributed.exchange import Group, group_rank, group_size
+
+
+@dataclass(frozen=True)
+class TokenPlan:
+    """Equal, consecutive shards of a sequence; what is missing at its end is padding (integers).
+
+    tokens: real tokens. cards: how many share them. multiple: a shard's length is a multiple of
+    this (the row blocks of quantised exchanges and sparse masks).
+    """
+
+    tokens: int
+    cards: int
+    multiple: int = 1
+
+    @property
+    def shard_len(self) -> int:
+        per_card = -(-self.tokens // self.cards)
+        return -(-per_card // self.multiple) * self.multiple
+
+    @property
+    def padded(self) -> int:
+        """Length of the whole sequence with padding."""
+        return self.shard_len * self.cards
+
+    def valid(self, rank: int) -> int:
+        """Real tokens of a card; they come before its padding."""
+        return min(max(self.tokens - rank * self.shard_len, 0), self.shard_len)
+
+    def runs(self, lengths: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Lengths, within a card's shard, of runs given by their whole lengths.
+
+        Padding belongs to the last run. Runs that the shard does not touch have length 0.
+        """
+        begin, end = rank * self.shard_len, (rank + 1) * self.shard_len
+        borders = [sum(lengths[:i]) for i in range(len(lengths))] + [self.padded]
+        clipped = [min(max(b, begin), end) for b in borders]
+        return tuple(b - a for a, b in zip(clipped, clipped[1:], strict=False))
+
+
+class ShardedTokens:
+    """Implements `wan.modules.local.TokenShard` over a group: card i computes the i-th shard."""
+
+    def __init__(self, group: Group, multiple: int = 1) -> None:
+        self.group, self.multiple = group, multiple
+        self.cards, self.rank = group_size(group), group_rank(group)
+
+    def plan(self, tokens: int) -> TokenPlan:
+        return TokenPlan(tokens, self.cards, self.multiple)
+
+    def shard(self, x_BSC: Tensor) -> Tensor:
+        """[B,S,...] -> [B,L,...], zero-padded where the sequence has ended."""
+        plan = self.plan(x_BSC.shape[1])
+        begin = self.rank * plan.shard_len
+        own = x_BSC[:, begin : begin + plan.valid(self.rank)]
+        missing = plan.shard_len - own.shape[1]
+        # Cloned: the block updates its input in place, and the whole sequence can be freed.
+        return F.pad(own, [0, 0] * (own.dim() - 2) + [0, missing]) if missing else own.clone()
+
+    def gather(self, x_BLC: Tensor, tokens: int) -> Tensor:
+        """[B,L,C] -> [B,tokens,C] on every card."""
+        x_BLC = x_BLC.contiguous()
+        out = torch.empty(self.cards, *x_BLC.shape, dtype=x_BLC.dtype, device=x_BLC.device)
+        dist.all_gather_into_tensor(out.flatten(0, 1), x_BLC, self.group)
+        return out.movedim(0, 1).flatten(1, 2)[:, :tokens]
+
+    def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        return self.plan(sum(lengths)).runs(lengths, self.rank)
