@@ -3,7 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check clean
+.PHONY: setup demo test test-all check clean
+
+setup: $(VENV)/.run
 
 # The main job on this machine: a short text-to-video run on a tiny checkpoint made here.
 demo: $(VENV)/.run

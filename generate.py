@@ -8,15 +8,16 @@ import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wan import log, prompt_extend
 from wan.log import logger
-from wan.settings import flags
+from wan.settings import env, flags
 from wan.settings.errors import InputError
 from wan.settings.run import Run, resolve
 
@@ -24,17 +25,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from wan.distributed.mesh import Team
     from wan.pipeline import Pipeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Exit codes: 0 done, 2 refused, 130 interrupted."""
-    log.setup()
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."""
     try:
-        run = _resolved(argv)
-        for notice in run.notices:
-            logger.warning(notice)
-        generate(run)
+        log.setup(env.rank() == 0)
+        if env.world_size() > 1:
+            from wan import launch
+
+            return launch.run(lambda: _resolved(argv), generate)
+        generate(_resolved(argv))
     except InputError as error:
         print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -52,20 +55,26 @@ def _resolved(argv: Sequence[str] | None) -> Run:
         raise InputError(f"{path} cannot be used ({error.strerror}); give another one.") from error
 
 
-def generate(run: Run) -> Path:
-    """Carry out a resolved run; returns the path of the video it wrote."""
+def generate(run: Run, team: Team | None = None) -> None:
+    """Carry out a resolved run. Of a team, the main rank decodes and writes the video."""
     from wan import build, video
 
-    pipeline = build.pipeline(run.checkpoint, run.execution)
+    for notice in run.notices:
+        logger.warning(notice)
+    pipeline = build.pipeline(run.checkpoint, run.execution, parallel=run.parallel, team=team)
     pipeline.device.reset_peak_memory()
     kept: Path | None
     if run.decode_latents is not None:
         latents, kept = video.load_latents(run.decode_latents), run.decode_latents
     else:
         image = None if run.image is None else video.read_image(run.image)
-        run = _extended(run, image, pipeline)
+        run = _extended(run, image, pipeline, team)
         logger.info("Prompt: %s", run.request.prompt)
         latents = pipeline.latents(run.request, image=image)
+        if team is not None:
+            team.close()
+            if not team.is_main:
+                return
         kept = _save_latents(run, latents)
     with _latents_survive(kept):
         frames = pipeline.decode(latents)
@@ -78,30 +87,37 @@ def generate(run: Run) -> Path:
         else:
             kept.unlink(missing_ok=True)
     _summary(run, pipeline)
-    return run.output.save_file
 
 
 def _make_demo(task: str, folder: Path) -> None:
+    """One process per machine makes the demo checkpoint; the others wait for it."""
     from wan import build
 
-    build.demo_checkpoint(task, folder)
+    if env.local_rank() == 0:
+        build.demo_checkpoint(task, folder)
+    while not folder.is_dir():  # torchrun ends this process if the maker fails
+        time.sleep(0.1)
 
 
-def _extended(run: Run, image: Image | None, pipeline: Pipeline) -> Run:
+def _extended(run: Run, image: Image | None, pipeline: Pipeline, team: Team | None) -> Run:
     """The run with its prompt extended, if that was asked for; the record repeats the result."""
     if run.extension is None:
         return run
+    prompt = run.request.prompt
     with pipeline.stages("prompt extension"):
-        prompt = prompt_extend.extend_prompt(
-            run.request.prompt,
-            task_kind=run.request.preset.kind,
-            image=image,
-            method=run.extension.method,
-            model=run.extension.model,
-            target_lang=run.extension.target_lang,
-            seed=run.request.seed,
-            device=str(pipeline.device.torch_device),
-        )
+        if team is None or team.is_main:
+            prompt = prompt_extend.extend_prompt(
+                prompt,
+                task_kind=run.request.preset.kind,
+                image=image,
+                method=run.extension.method,
+                model=run.extension.model,
+                target_lang=run.extension.target_lang,
+                seed=run.request.seed,
+                device=str(pipeline.device.torch_device),
+            )
+        if team is not None:
+            prompt = team.value_from_main(prompt)
     settings = {**run.settings, "prompt": prompt, "use_prompt_extend": False}
     return replace(run, request=replace(run.request, prompt=prompt), settings=settings)
 
@@ -144,7 +160,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> None:
     from wan import build, video
 
     _, count, height, width = frames_3FHW.shape
-    used = build.resolved(run.execution, pipeline.device)
+    used = build.resolved(run.execution, pipeline.device) | asdict(run.parallel)
     stored_bf16 = run.execution.convert_model_dtype  # says itself what the DiT computes in
     record = {
         "settings": run.settings | ({} if stored_bf16 else {"precision": used["precision"]}),

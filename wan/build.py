@@ -4,47 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from wan import device as devices
 from wan import loading
 from wan.device import Device
+from wan.distributed.mesh import Team
+from wan.distributed.ring import Ring
+from wan.distributed.tokens import ShardedTokens
 from wan.experts import Experts
 from wan.kernels.sdpa import SdpaKernel
 from wan.keymaps import t5_transformers_name, vae_diffusers_name
 from wan.log import Stages, logger
-from wan.modules.local import LocalAttention, LocalTokens
+from wan.modules import schedule
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
 from wan.modules.model import WanModel
 from wan.modules.textcache import TextKVCache
 from wan.pipeline import Lazy, Pipeline
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.parallel import Parallel
 from wan.text import TextEncoder, umt5_sizes
 from wan.vae import VideoVAE, autoencoder_sizes
 
 T = TypeVar("T")
+ALONE = Parallel()
 
 
 def pipeline(
     checkpoint: Checkpoint,
     execution: Execution,
     *,
+    parallel: Parallel = ALONE,
+    team: Team | None = None,
     device_index: int = 0,
     t5_dtype: torch.dtype | None = None,
 ) -> Pipeline:
     """Everything composed, no weight read yet; names and shapes of the networks are checked.
 
-    t5_dtype: the text encoder computes in the run's precision unless this says otherwise.
+    parallel, team: the topology, and the processes that form it. device_index: which device, where
+    there is no team. t5_dtype: the text encoder computes in the run's precision unless this says
+    otherwise.
     """
-    device = devices.resolve(execution.device, device_index)
+    device = devices.resolve(execution.device, device_index) if team is None else team.device
     dtype = _precision(execution, device)
     networks = {name: loading.meta_dit(files) for name, files in checkpoint.experts.items()}
     network = next(iter(networks.values()))
     _check_parts(checkpoint, network)
     stages = Stages(device.synchronize)
+    collaborators = _collaborators(parallel, team)
 
     def timed(make: Callable[[], T]) -> Lazy[T]:
         def load() -> T:
@@ -55,17 +67,17 @@ def pipeline(
 
     def expert(name: str) -> WanModel:
         with stages("loading"):
-            return _expert(checkpoint, execution, device, dtype, name)
+            return _expert(checkpoint, execution, device, dtype, name, collaborators)
 
     logger.info(
-        "%s checkpoint, %s, %s, %d x %d heads, kernel %s",
+        "%s checkpoint, %s, %s, %d x %d heads",
         checkpoint.layout,
         device.name(),
         dtype_name(_dit_dtype(execution, dtype)),
         network.num_layers,
         network.num_heads,
-        SdpaKernel.name,
     )
+    logger.info("%s", attention_line(parallel, network.num_heads))
     return Pipeline(
         device=device,
         text=timed(
@@ -77,7 +89,56 @@ def pipeline(
         text_len=network.text_len,
         offload=execution.offload_model,
         stages=stages,
+        **_shared(parallel, team),
     )
+
+
+def attention_line(parallel: Parallel, heads: int) -> str:
+    """How self-attention is carried out, in one line."""
+    mode = ("baseline", "InsertComm", "BlockAttn")[parallel.comm_type]
+    count = schedule.MAX_CHUNKS if parallel.comm_type else 1
+    if parallel.fa_alltoall_overlap:
+        mode, count = "A2A/FA overlap", schedule.MAX_CHUNKS
+    sizes = [
+        (b - a) // parallel.ulysses_size
+        for a, b in schedule.head_ranges(heads, parallel.ulysses_size, count)
+    ]
+    heads_each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
+    ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
+    return (
+        f"Attention: {mode}, {len(sizes)} x {heads_each} heads per card; ulysses "
+        f"{parallel.ulysses_size} x ring {parallel.ring_size}{ring} x cfg {parallel.cfg_size}; "
+        f"kernel {SdpaKernel.name}, no quantisation, no sparsity"
+    )
+
+
+def _collaborators(parallel: Parallel, team: Team | None) -> dict[str, Any]:
+    """What all blocks of all networks share: attention, its kernel, and the tokens' shards."""
+    kernel = SdpaKernel()
+    attention: Attention = LocalAttention(kernel)
+    tokens: TokenShard = LocalTokens()
+    if team is not None and parallel.sequence_size > 1:
+        attention = FAPowerCapAttention(
+            parallel,
+            team.group("ulysses"),
+            parallel.fa_alltoall_overlap,
+            kernel=kernel,
+            ring=Ring(team.group("ring"), parallel.ring_type),
+        )
+        tokens = ShardedTokens(team.group("ring", "ulysses"))
+    return {"attention": attention, "kernel": kernel, "tokens": tokens}
+
+
+def _shared(parallel: Parallel, team: Team | None) -> dict[str, Any]:
+    """How the processes of a team come to what only one of them needs to make."""
+    if team is None:
+        return {}
+    shared: dict[str, Any] = {"share_latents": team.from_main}
+    if not parallel.t5_fsdp:
+        shared["share_text"] = team.from_main
+    if parallel.cfg_size == 2:
+        shared["branches"] = team.both_branches
+    return shared
 
 
 def resolved(execution: Execution, device: Device) -> dict[str, str]:
@@ -140,17 +201,19 @@ def _dit_dtype(execution: Execution, dtype: torch.dtype) -> torch.dtype:
 
 
 def _expert(
-    checkpoint: Checkpoint, execution: Execution, device: Device, dtype: torch.dtype, name: str
+    checkpoint: Checkpoint,
+    execution: Execution,
+    device: Device,
+    dtype: torch.dtype,
+    name: str,
+    collaborators: dict[str, Any],
 ) -> WanModel:
-    kernel = SdpaKernel()
     model = loading.load_dit(
         checkpoint.experts[name],
         device=device.torch_device,
         dtype_of=loading.dit_dtypes(_dit_dtype(execution, dtype), execution.convert_model_dtype),
         label=f"DiT {name}",
-        attention=LocalAttention(kernel),
-        kernel=kernel,
-        tokens=LocalTokens(),
+        **collaborators,
         text_cache=TextKVCache() if execution.text_kv_cache else None,
     )
     if execution.compile:

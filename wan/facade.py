@@ -15,7 +15,7 @@ from wan import build
 from wan.modules.model import WanModel
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
-from wan.settings.execution import Execution, Parallel
+from wan.settings.execution import Execution
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request
 
@@ -67,7 +67,6 @@ class Facade:
         precision and noise_device as on the command line. Raises InputError (a ValueError) for
         folders and settings that do not fit.
         """
-        Parallel(world_size=2 if use_sp or rank else 1, t5_fsdp=t5_fsdp, dit_fsdp=dit_fsdp)
         self.config, self._noise_device = config, noise_device
         if precision == "auto" and config.param_dtype == torch.float32:
             precision = "fp32"

@@ -2,14 +2,15 @@
 
 A network is built on the meta device (no memory), its tensors are compared with the files' headers,
 and only then is each one copied from its mapped file into its final dtype and device. Beside the
-model no more than one tensor is ever in anonymous memory.
+model no more than one tensor is ever in anonymous memory. Where a network is shared by several
+processes, each one allocates and reads only its own share (`Place`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -25,6 +26,26 @@ DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 """(name, dtype in the file) -> dtype in memory."""
 
 
+class Place(Protocol):
+    """Which rows of each parameter this process keeps (`wan.distributed.fsdp.Sharded`)."""
+
+    def prepare(self, network: nn.Module) -> None:
+        """Cut a network that has its dtypes but no memory yet (meta device)."""
+
+    def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
+        """What this process keeps of a parameter, to be written to, and which rows that is."""
+
+
+class Whole:
+    """One process keeps everything."""
+
+    def prepare(self, network: nn.Module) -> None:
+        """Nothing is cut."""
+
+    def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
+        return parameter, slice(None)
+
+
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
     """The dtype each DiT parameter is kept in.
 
@@ -36,18 +57,21 @@ def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
 
 
 def load_dit(
-    files: DitFiles, *, device: torch.device, dtype_of: DTypeOf, label: str, **collaborators: Any
+    files: DitFiles,
+    *,
+    device: torch.device,
+    dtype_of: DTypeOf,
+    label: str,
+    place: Place | None = None,
+    **collaborators: Any,
 ) -> WanModel:
     """A WanModel for inference. collaborators: the keyword-only arguments of WanModel.
 
     Raises InputError naming the tensor that is missing, extra or wrongly shaped.
     """
     model = meta_dit(files, **collaborators)
-    tensors = _read_safetensors(files.tensors)
-    model.load_state_dict(
-        _copied(tensors, _total(files.tensors), device, dtype_of, label), strict=True, assign=True
-    )
-    return model.eval().requires_grad_(False)
+    _fill(model, _mapped(files.tensors), device, dtype_of, label, place or Whole())
+    return model
 
 
 def meta_dit(files: DitFiles, **collaborators: Any) -> WanModel:
@@ -62,11 +86,12 @@ def meta_dit(files: DitFiles, **collaborators: Any) -> WanModel:
 
 
 def check_tensors(model: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path) -> None:
-    """Names and shapes must be exactly the model's."""
-    expected = model.state_dict()
+    """Names and shapes must be exactly the model's; a parameter of two names needs its first."""
+    expected = dict(model.named_parameters())
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for kind, names in (
         ("lacks", sorted(expected.keys() - tensors.keys())),
-        ("has the unknown", sorted(tensors.keys() - expected.keys())),
+        ("has the unknown", sorted(tensors.keys() - known)),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -74,22 +99,38 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, TensorInfo], origin: P
                 f"{origin} {kind} tensor {names[0]}{more}; config.json and weights do not belong "
                 "together: download both again."
             )
-    for name, info in tensors.items():
-        if info.shape != tuple(expected[name].shape):
+    for name, parameter in expected.items():
+        info = tensors[name]
+        if info.shape != tuple(parameter.shape):
             raise InputError(
                 f"{info.file}: tensor {name} has shape {list(info.shape)}, the configuration asks "
-                f"for {list(expected[name].shape)}; download config.json and weights again."
+                f"for {list(parameter.shape)}; download config.json and weights again."
             )
+
+
+def load_network(
+    network: nn.Module,
+    path: Path,
+    rename: Callable[[str], str],
+    *,
+    device: torch.device,
+    dtype_of: DTypeOf,
+    label: str,
+    place: Place | None = None,
+) -> None:
+    """Give a network on the meta device its weights, for inference.
+
+    path, rename: as `load_tensors`. Raises InputError naming the tensor that is missing, extra or
+    wrongly shaped.
+    """
+    tensors = _renamed(_stored(path), rename)
+    check_tensors(network, tensors, path)
+    _fill(network, _mapped(tensors), device, dtype_of, label, place or Whole())
 
 
 def tensor_shapes(path: Path, rename: Callable[[str], str]) -> dict[str, tuple[int, ...]]:
     """Names and shapes that `load_tensors` would give, without reading a weight."""
-    if path.suffix == ".pth":
-        found = {name: tuple(tensor.shape) for name, tensor in _read_pickle(path).items()}
-    else:
-        tensors = safetensors_header(path) if path.is_file() else _library_folder(path)
-        found = {name: info.shape for name, info in tensors.items()}
-    return {rename(name): shape for name, shape in found.items()}
+    return {rename(name): info.shape for name, info in _stored(path).items()}
 
 
 def load_tensors(
@@ -105,51 +146,77 @@ def load_tensors(
     path: a `.pth` of plain tensors (never unpickled as code), a `.safetensors` file, or a folder in
     the layout of diffusers or transformers. Raises InputError for anything else.
     """
-    if path.suffix == ".pth":
-        state = _read_pickle(path)
-        source, total = iter(state.items()), sum(tensor.nbytes for tensor in state.values())
-    else:
-        tensors = safetensors_header(path) if path.is_file() else _library_folder(path)
-        source, total = _read_safetensors(tensors), _total(tensors)
-    renamed = ((rename(name), tensor) for name, tensor in source)
-    return _copied(renamed, total, device, dtype_of, label)
+    sources = _mapped(_renamed(_stored(path), rename))
+    state = {
+        name: torch.empty(source.shape, dtype=dtype_of(name, source.dtype), device=device)
+        for name, source in sources.items()
+    }
+    _copied([(state[name], source) for name, source in sources.items()], label)
+    return state
 
 
-def _copied(
-    tensors: Iterator[tuple[str, Tensor]],
-    total: int,
+def _fill(
+    network: nn.Module,
+    sources: Mapping[str, Tensor],
     device: torch.device,
     dtype_of: DTypeOf,
     label: str,
-) -> dict[str, Tensor]:
-    """Copies in their final dtype and place; `total` bytes in the files are the bar's length.
+    place: Place,
+) -> None:
+    """Memory for this process's share of a network, filled from mapped tensors."""
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))  # still meta
+    place.prepare(network.eval().requires_grad_(False))
+    network.to_empty(device=device)
+    shares = {name: place.share(parameter) for name, parameter in network.named_parameters()}
+    _copied([(kept, sources[name][rows]) for name, (kept, rows) in shares.items()], label)
+
+
+@torch.no_grad()
+def _copied(pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> None:
+    """Fill each first tensor with its second, a mapped one, of which only these rows are read.
 
     Always copies: memory that PyTorch allocates is aligned, a tensor inside a mapped file is not,
     and products of differently aligned weights may differ in the last bit. The same tensors must
     give the same video from every file layout.
     """
-    state = {}
+    total = sum(source.nbytes for _, source in pairs)
     with progress(total, f"loading {label}", "B") as bar:
-        for name, source in tensors:
-            dtype = dtype_of(name, source.dtype)
-            state[name] = torch.empty(source.shape, dtype=dtype, device=device).copy_(source)
-            bar.update(source.numel() * source.element_size())
-    return state
+        for target, source in pairs:
+            target.copy_(source)
+            bar.update(source.nbytes)
 
 
-def _read_safetensors(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    """(our name, mapped tensor), file by file."""
-    by_file: dict[Path, list[tuple[str, str]]] = {}
+def _stored(path: Path) -> dict[str, TensorInfo]:
+    """What a file or folder of `load_tensors` holds, under the names it has there."""
+    if path.suffix == ".pth":
+        return {
+            name: TensorInfo(path, name, str(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in _read_pickle(path).items()
+        }
+    return safetensors_header(path) if path.is_file() else _library_folder(path)
+
+
+def _renamed(
+    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str]
+) -> dict[str, TensorInfo]:
+    return {rename(name): info for name, info in tensors.items()}
+
+
+def _mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """The same tensors as views of their mapped files: only what is copied from is read."""
+    by_file: dict[Path, list[str]] = {}
     for name, info in tensors.items():
-        by_file.setdefault(info.file, []).append((name, info.name))
+        by_file.setdefault(info.file, []).append(name)
+    views = {}
     for file, names in by_file.items():
+        if file.suffix == ".pth":
+            state = _read_pickle(file)
+            views.update({name: state[tensors[name].name] for name in names})
+            continue
         with safe_open(file, framework="pt", device="cpu") as handle:
-            for name, stored in names:
-                yield name, handle.get_tensor(stored)
-
-
-def _total(tensors: Mapping[str, TensorInfo]) -> int:
-    return sum(info.nbytes for info in tensors.values())
+            views.update({name: handle.get_tensor(tensors[name].name) for name in names})
+    return views
 
 
 def _library_folder(path: Path) -> dict[str, TensorInfo]:

@@ -37,9 +37,21 @@ class Lazy(Generic[T]):
         self._value = None
 
 
+FromMain = Callable[[Callable[[], Tensor]], Tensor]
+"""Calls make() on one process and gives every process its result."""
+
+
+def make_here(make: Callable[[], Tensor]) -> Tensor:
+    return make()
+
+
 @dataclass
 class Pipeline:
-    """The parts of a run. offload: release each part as soon as its stage is over."""
+    """The parts of a run. offload: release each part as soon as its stage is over.
+
+    share_text, share_latents: how processes come to the text embeddings and the VAE's latents (by
+    default each makes its own). branches: where the two guidance branches are computed.
+    """
 
     device: Device
     text: Lazy[TextEncoder]
@@ -49,6 +61,9 @@ class Pipeline:
     text_len: int
     offload: bool
     stages: Stages
+    share_text: FromMain = make_here
+    share_latents: FromMain = make_here
+    branches: sampler.Branches = sampler.both_here
 
     def set_offload(self, offload: bool) -> None:
         self.offload = self.experts.offload = offload
@@ -78,12 +93,12 @@ class Pipeline:
                 context,
                 negative,
                 image,
-                lambda video: self.vae.get().encode(video),
+                lambda video: self.share_latents(lambda: self.vae.get().encode(video)),
                 self.device.torch_device,
             )
             self._done(self.vae)
         with self.stages("denoising"):
-            latents = sampler.denoise(request, conditions, self.experts)
+            latents = sampler.denoise(request, conditions, self.experts, self.branches)
             self._done(self.experts)
         return latents
 
@@ -96,7 +111,7 @@ class Pipeline:
 
     def _context(self, prompt: str, embeds: Tensor | None) -> Tensor:
         if embeds is None:
-            embeds = self.text.get()(prompt)
+            embeds = self.share_text(lambda: self.text.get()(prompt))
         if embeds.dim() != 2 or embeds.shape[1] != self.text_dim or len(embeds) > self.text_len:
             raise InputError(
                 f"Text embeddings of shape {list(embeds.shape)} do not fit the DiT: it takes "

@@ -93,8 +93,25 @@ def expert_at(timestep: int, boundary: float | None) -> tuple[str, int]:
     return "low_noise", 0
 
 
-def denoise(request: Request, conditions: Conditions, experts: ExpertSource) -> Tensor:
-    """Clean latents [Z,f,h,w]; solver steps are taken in float32 on the latents' device."""
+Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
+"""Gets a function of the branch's name; returns the "cond" and the "uncond" result."""
+
+
+def both_here(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+    """Both guidance branches one after the other, on this device."""
+    return branch("cond"), branch("uncond")
+
+
+def denoise(
+    request: Request,
+    conditions: Conditions,
+    experts: ExpertSource,
+    branches: Branches = both_here,
+) -> Tensor:
+    """Clean latents [Z,f,h,w]; solver steps are taken in float32 on the latents' device.
+
+    branches: where the two guidance branches are computed.
+    """
     solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
     latents = conditions.start
     first, _ = expert_at(int(solver.timesteps[0]), request.boundary)
@@ -110,6 +127,7 @@ def denoise(request: Request, conditions: Conditions, experts: ExpertSource) -> 
                 conditions.timesteps(timestep),
                 _step(request, index, name),
                 request.guide_scale[scale],
+                branches,
             )
             latents = solver.step(velocity, timestep, latents, return_dict=False)[0]
             latents = conditions.impose(latents)
@@ -124,18 +142,20 @@ def guided_velocity(
     t: Tensor,
     step: Callable[[str], StepInfo],
     scale: float,
+    branches: Branches = both_here,
 ) -> Tensor:
     """u + scale * (c - u) of the two guidance branches; at scale 1 that is c, and u is skipped."""
     y = None if conditions.y is None else [conditions.y]
 
-    def branch(name: str, context: Tensor) -> Tensor:
-        info = step(name)
-        return model([latents], t, [context], info.valid_len, y, step=info)[0]
+    contexts = {"cond": conditions.context, "uncond": conditions.negative_context}
 
-    cond = branch("cond", conditions.context)
+    def branch(name: str) -> Tensor:
+        info = step(name)
+        return model([latents], t, [contexts[name]], info.valid_len, y, step=info)[0]
+
     if scale == 1:
-        return cond
-    uncond = branch("uncond", conditions.negative_context)
+        return branch("cond")
+    cond, uncond = branches(branch)
     return uncond + scale * (cond - uncond)
 
 

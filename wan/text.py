@@ -32,17 +32,23 @@ def clean_prompt(prompt: str) -> str:
 class TextEncoder:
     """UMT5 with eager attention, which is bit-equal to the official encoder.
 
-    weights: a state dict under transformers' names, on the device. dtype: what is computed in;
-    where weights are bfloat16 and dtype is float32, one layer at a time is upcast, so that the real
-    encoder takes 11 GB and not 23.
+    weights: a state dict under transformers' names, on the device, or a network of `umt5` that has
+    been given them, whole or cut over cards. dtype: what is computed in; where weights are bfloat16
+    and dtype is float32, one layer at a time is upcast, so that the real encoder takes 11 GB and
+    not 23.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], tokenizer: Path, *, dtype: torch.dtype, text_len: int
+        self,
+        weights: Mapping[str, Tensor] | nn.Module,
+        tokenizer: Path,
+        *,
+        dtype: torch.dtype,
+        text_len: int,
     ) -> None:
         self.text_len = text_len
         self._tokenizer = _load_tokenizer(tokenizer)
-        self._model = _umt5(weights)
+        self._model: Any = weights if isinstance(weights, nn.Module) else _with_weights(weights)
         if self._model.dtype != dtype:
             _compute_in(self._model, dtype)
 
@@ -106,20 +112,31 @@ _WRONG = (
 )
 
 
-def _umt5(weights: Mapping[str, Tensor]) -> Any:
-    """A UMT5 encoder whose sizes are those of the tensors."""
+def umt5(shapes: Mapping[str, Sequence[int]]) -> Any:
+    """A UMT5 encoder on the meta device whose sizes are those of tensors of these shapes."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     config: Any = UMT5Config(
-        **umt5_sizes({name: tensor.shape for name, tensor in weights.items()}),
+        **umt5_sizes(shapes),
         relative_attention_max_distance=128,
         feed_forward_proj="gated-gelu",
         layer_norm_epsilon=1e-6,
     )
     config._attn_implementation = "eager"
     with torch.device("meta"):
-        model = UMT5EncoderModel(config)
-    state = {**weights, "encoder.embed_tokens.weight": weights["shared.weight"]}  # one table
+        model: Any = UMT5EncoderModel(config)
+    model.set_input_embeddings(model.shared)  # one table for both names
+    return model
+
+
+def umt5_blocks(model: Any) -> list[nn.Module]:
+    """The large modules of a UMT5 encoder, which run one after the other."""
+    return [model.shared, *model.encoder.block]
+
+
+def _with_weights(weights: Mapping[str, Tensor]) -> Any:
+    model = umt5({name: tensor.shape for name, tensor in weights.items()})
+    state = {**weights, "encoder.embed_tokens.weight": weights["shared.weight"]}  # the same table
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
@@ -128,18 +145,23 @@ def _umt5(weights: Mapping[str, Tensor]) -> Any:
 
 
 def _compute_in(model: Any, dtype: torch.dtype) -> None:
-    """Upcast each layer while it runs and put its stored weights back afterwards, exactly."""
-    parts = [*model.encoder.block, model.encoder.final_layer_norm]
-    for part in parts:
-        stored = {name: parameter.data for name, parameter in part.named_parameters()}
+    """Upcast each layer while it runs and put its stored weights back afterwards, exactly.
 
-        def upcast(module: nn.Module, _: Any, stored: dict[str, Tensor] = stored) -> None:
-            for name, parameter in module.named_parameters():
-                parameter.data = stored[name].to(dtype)
+    What is stored is looked up when a layer runs: only then is one that is cut over cards whole
+    (its own hooks gather it before ours run).
+    """
+    for part in [*model.encoder.block, model.encoder.final_layer_norm]:
+        stored: list[tuple[nn.Parameter, Tensor]] = []
 
-        def restore(module: nn.Module, _: Any, __: Any, stored: dict[str, Tensor] = stored) -> None:
-            for name, parameter in module.named_parameters():
-                parameter.data = stored[name]
+        def upcast(module: nn.Module, _: Any, stored: Any = stored) -> None:
+            stored.extend((parameter, parameter.data) for parameter in module.parameters())
+            for parameter, data in stored:
+                parameter.data = data.to(dtype)
+
+        def restore(_: nn.Module, __: Any, ___: Any, stored: Any = stored) -> None:
+            for parameter, data in stored:
+                parameter.data = data
+            stored.clear()
 
         part.register_forward_pre_hook(upcast)
         part.register_forward_hook(restore, always_call=True)

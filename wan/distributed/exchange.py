@@ -57,12 +57,19 @@ def all_to_all_4D(x: Tensor, scatter_idx: int, gather_idx: int, group: Group) ->
 
 
 def start_all_to_all_4D(
-    x: Tensor, scatter_idx: int, gather_idx: int, group: Group, *, async_op: bool = True
+    x: Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    group: Group,
+    *,
+    async_op: bool = True,
+    after: Tensor | None = None,
 ) -> Pending:
     """`all_to_all_4D` as a handle; with async_op the transfer runs beside what follows.
 
     One contiguous copy per direction: going, heads are packed by card (the tokens then arrive in
     order); coming back, each card's heads are put between the others' (batch 1; else one more).
+    after: what a compiler must have computed before this exchange; eager calls run as they come.
     """
     if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
         raise ValueError(
@@ -75,17 +82,37 @@ def start_all_to_all_4D(
         raise ValueError(f"{x.shape[scatter_idx]} {axis} cannot be divided among {cards} cards.")
     if cards == 1:
         return Pending(x.unsqueeze(gather_idx), gather_idx)
-    send_PBxxx = x.unflatten(scatter_idx, (cards, -1)).movedim(scatter_idx, 0).contiguous()
+    send_PBxxx = _pack(x.unflatten(scatter_idx, (cards, -1)).movedim(scatter_idx, 0), after)
     received, work = _all_to_all(_as_bytes(send_PBxxx), group, async_op)
     parts = received.view(x.dtype).movedim(0, gather_idx)
     return Pending(parts, gather_idx, work, send_PBxxx if async_op else None)
 
 
+def _pack(x: Tensor, after: Tensor | None) -> Tensor:
+    """x in contiguous memory."""
+    if after is None or not torch.compiler.is_compiling():
+        return x.contiguous()
+    return _pack_after(x, after)
+
+
+@torch.library.custom_op("wan::pack_after", mutates_args=())
+def _pack_after(x: Tensor, after: Tensor) -> Tensor:
+    """`_pack` as one opaque operation that needs `after`: no compiler can move it ahead of that.
+
+    Nothing else keeps a compiled graph from exchanging all chunks before the first is attended to.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_pack_after.register_fake
+def _(x: Tensor, after: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _all_to_all(send: Tensor, group: Group, async_op: bool) -> tuple[Tensor, Any]:
     """Part i of the first axis goes to card i."""
     if torch.compiler.is_compiling():  # a functional collective stays in the graph
-        result = funcol.all_to_all_single(send, None, None, _resolved(group))
-        return funcol.wait_tensor(result), None
+        return funcol.all_to_all_single(send, None, None, _resolved(group)), None
     received = torch.empty_like(send)
     return received, dist.all_to_all_single(received, send, group=group, async_op=async_op)
 

@@ -76,7 +76,7 @@ class ShardedTokens:
         """[B,L,C] -> [B,tokens,C] on every card."""
         x_BLC = x_BLC.contiguous()
         out = torch.empty(self.cards, *x_BLC.shape, dtype=x_BLC.dtype, device=x_BLC.device)
-        dist.all_gather_into_tensor(out.flatten(0, 1), x_BLC, self.group)
+        dist.all_gather_single(out.flatten(0, 1), x_BLC, self.group)
         return out.movedim(0, 1).flatten(1, 2)[:, :tokens]
 
     def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:

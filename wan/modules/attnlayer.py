@@ -114,23 +114,27 @@ class FAPowerCapAttention:
         order: Order,
         chunks: int = schedule.MAX_CHUNKS,
     ) -> Tensor:
-        """The one loop of all modes: `order` says what happens to which chunk, one by one."""
+        """The one loop of all modes: `order` says what happens to which chunk, one by one.
+
+        No exchange in is started before the last chunk finished so far, also where it is compiled.
+        """
         ranges = schedule.head_ranges(qkv[0].shape[2], self.world_size, chunks)
         split = self._split_qkv_by_head(qkv, ranges)
         overlap = order is schedule.pipelined
         out_BsND = torch.empty_like(qkv[0])
         incoming: dict[int, list[Pending]] = {}
         outgoing: dict[int, Pending] = {}
+        finished: Tensor | None = None
         for verb, chunk in order(len(ranges)):
             if verb == "start":
-                incoming[chunk] = self._exchange_in(split[chunk], overlap)
+                incoming[chunk] = self._exchange_in(split[chunk], overlap, finished)
             elif verb == "attend":
                 result = self._attention_forward(incoming.pop(chunk), valid_len, blocks)
                 outgoing[chunk] = self._exchange_out(result, overlap)
                 del result
             else:
                 first, last = ranges[chunk]
-                outgoing.pop(chunk).wait(into=out_BsND[:, :, first:last])
+                finished = outgoing.pop(chunk).wait(into=out_BsND[:, :, first:last])
         return out_BsND
 
     def _split_qkv_by_head(self, qkv: QKV, ranges: tuple[Range, ...]) -> list[QKV]:
@@ -138,10 +142,11 @@ class FAPowerCapAttention:
         q, k, v = qkv
         return [(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in ranges]
 
-    def _exchange_in(self, qkv_BsND: QKV, overlap: bool) -> list[Pending]:
+    def _exchange_in(self, qkv_BsND: QKV, overlap: bool, after: Tensor | None) -> list[Pending]:
         """Heads scattered, tokens gathered: three exchanges."""
         return [
-            start_all_to_all_4D(x, 2, 1, self.ulysses_pg, async_op=overlap) for x in qkv_BsND
+            start_all_to_all_4D(x, 2, 1, self.ulysses_pg, async_op=overlap, after=after)
+            for x in qkv_BsND
         ]
 
     def _exchange_out(self, out_BSND: Tensor, overlap: bool) -> Pending:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from wan.keymaps import dit_official_name
+from wan.settings.dit_config import KINDS, config_from_shapes, stated_config
 from wan.settings.errors import InputError
 from wan.settings.files import (
     TensorInfo,
     check_complete,
     folder_tensors,
-    read_json,
     safetensors_header,
 )
 from wan.settings.presets import Preset
@@ -27,25 +27,7 @@ _OFFICIAL_EXPERTS = {"high_noise": "high_noise_model", "low_noise": "low_noise_m
 _DIFFUSERS_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _DIT_STEM = "diffusion_pytorch_model"
 _T5_STEM = "models_t5_umt5-xxl-enc-bf16"
-_KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
 _DTYPES = ("F32", "BF16", "F16", "F64")
-_OFFICIAL_KEYS = [
-    "model_type",
-    "dim",
-    "ffn_dim",
-    "freq_dim",
-    "in_dim",
-    "out_dim",
-    "num_heads",
-    "num_layers",
-    "text_len",
-    "text_dim",
-    "eps",
-    "patch_size",
-    "qk_norm",
-    "cross_attn_norm",
-    "window_size",
-]
 
 
 @dataclass(frozen=True)
@@ -68,6 +50,14 @@ class Checkpoint:
     vae: Path | None
     text_encoder: Path | None
     tokenizer: Path | None
+
+    def files(self) -> list[Path]:
+        """Every weight file, in a fixed order."""
+        found = [info.file for dit in self.experts.values() for info in dit.tensors.values()]
+        for part in (self.vae, self.text_encoder):
+            if part is not None:
+                found += [part] if part.is_file() else part.glob("*.safetensors")
+        return sorted(set(found))
 
     def require(self, part: str) -> Path:
         """The path of "vae", "text_encoder" or "tokenizer"; InputError where it is missing."""
@@ -188,62 +178,19 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
                 f"built here, give weights in one of {', '.join(_DTYPES)}."
             )
     path = folder / "config.json"
-    stated = _official_config(path) if path.is_file() else {}
-    return DitFiles(folder, {**_config_from_shapes(tensors), **stated}, tensors)
+    stated = stated_config(path) if path.is_file() else {}
+    return DitFiles(folder, {**config_from_shapes(tensors), **stated}, tensors)
 
 
 def _patch(tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
     return tensors["patch_embedding.weight"].shape
 
 
-def _official_config(path: Path) -> dict[str, Any]:
-    """The official constructor arguments in an official or diffusers config.json."""
-    raw = read_json(path)
-    config = {key: raw[key] for key in _OFFICIAL_KEYS if key in raw}
-    if "num_attention_heads" in raw:
-        for key in ("in_channels", "out_channels", "attention_head_dim"):
-            if key not in raw:
-                raise InputError(f"{path} lacks {key}; download the file again.")
-        config |= {
-            "in_dim": raw["in_channels"],
-            "out_dim": raw["out_channels"],
-            "num_heads": raw["num_attention_heads"],
-            "dim": raw["num_attention_heads"] * raw["attention_head_dim"],
-        }
-        config.pop("qk_norm", None)  # the name of a norm there, always the one we have
-    return config
-
-
-def _config_from_shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """What the tensors' shapes say; the head size (128) they cannot."""
-    shape = {name: info.shape for name, info in tensors.items()}
-    dim, in_dim, *patch = shape["patch_embedding.weight"]
-    layers = {name.split(".")[1] for name in shape if name.startswith("blocks.")}
-    config = {
-        "model_type": _KINDS.get(in_dim, "t2v"),
-        "dim": dim,
-        "in_dim": in_dim,
-        "patch_size": tuple(patch),
-        "num_heads": max(dim // 128, 1),
-        "num_layers": len(layers),
-    }
-    for key, name, axis in (
-        ("ffn_dim", "blocks.0.ffn.0.weight", 0),
-        ("freq_dim", "time_embedding.0.weight", 1),
-        ("text_dim", "text_embedding.0.weight", 1),
-    ):
-        if name in shape:
-            config[key] = shape[name][axis]
-    if "head.head.weight" in shape:
-        config["out_dim"] = shape["head.head.weight"][0] // (patch[0] * patch[1] * patch[2])
-    return config
-
-
 def _kind(files: DitFiles) -> str:
     in_dim = _patch(files.tensors)[1]
-    if in_dim not in _KINDS or "blocks.0.cross_attn.k_img.weight" in files.tensors:
+    if in_dim not in KINDS or "blocks.0.cross_attn.k_img.weight" in files.tensors:
         raise InputError(
             f"{files.folder} is a Wan network that is not built here ({in_dim} input channels); "
             "t2v (16), i2v of Wan2.2 (36) and ti2v (48) are."
         )
-    return _KINDS[in_dim]
+    return KINDS[in_dim]

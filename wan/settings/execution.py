@@ -36,27 +36,3 @@ class Execution:
                 "--convert_model_dtype stores the DiT in bf16, but --precision fp32 asks for fp32; "
                 "drop one of them."
             )
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Several processes. One process is all there is so far; every other wish is refused."""
-
-    world_size: int = 1
-    ulysses_size: int = 1
-    t5_fsdp: bool = False
-    dit_fsdp: bool = False
-
-    def __post_init__(self) -> None:
-        wishes = {
-            f"{self.world_size} processes (torchrun)": self.world_size > 1,
-            f"--ulysses_size {self.ulysses_size}": self.ulysses_size > 1,
-            "--t5_fsdp": self.t5_fsdp,
-            "--dit_fsdp": self.dit_fsdp,
-        }
-        for wish, asked in wishes.items():
-            if asked:
-                raise InputError(
-                    f"{wish} needs several devices, and this version runs on one; start it as "
-                    "`python generate.py ...` without the flag."
-                )

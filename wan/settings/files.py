@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from wan.settings.errors import InputError
 
 INDEX = ".safetensors.index.json"
 _OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_t5")  # not a lone DiT file
+_SAMPLE = 1 << 16  # bytes
 _MAX_HEADER = 100_000_000  # the safetensors format's own limit, bytes
 
 
@@ -130,3 +133,16 @@ def safetensors_metadata(path: Path, key: str) -> Any:
         return json.loads(header.get("__metadata__", {})[key])
     except (KeyError, ValueError):
         return None
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """A short name for the content of files: sizes and samples of each, not whole files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(str(size).encode())
+        with path.open("rb") as file:
+            for offset in (0, size // 2, max(size - _SAMPLE, 0)):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()[:16]

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from wan.settings import values
 from wan.settings.errors import InputError
 from wan.settings.execution import DEVICES, PRECISIONS
+from wan.settings.parallel import RING_TYPES
 from wan.settings.presets import TASKS, UNBUILT_TASKS
 from wan.settings.request import READERS
 
@@ -36,6 +37,11 @@ def _task(name: str, raw: Any) -> str:
     return str(values.choice(*TASKS)(name, raw))
 
 
+_SIZES = {
+    "cfg_size": "2: the two guidance branches on two halves of the processes (1)",
+    "ring_size": "processes that pass K/V round; default: what ulysses_size leaves",
+    "ulysses_size": "processes that exchange heads; default: as many as heads allow",
+}
 _SEED = values.integer(-(2**63), 2**63 - 1)
 _GROUPS: dict[str, tuple[Flag, ...]] = {
     "what to generate": (
@@ -72,9 +78,31 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("text_kv_cache", values.switch, "true/false: keep the text's K/V over steps (true)"),
         Flag("compile", values.switch, "compile the transformer blocks", switch=True),
         Flag("vae_tiling", values.switch, "decode in tiles: less memory, not exact", switch=True),
-        Flag("ulysses_size", values.integer(1, 1024), "sequence-parallel degree (1)"),
-        Flag("t5_fsdp", values.switch, "shard the text encoder over devices", switch=True),
-        Flag("dit_fsdp", values.switch, "shard the DiT over devices", switch=True),
+    ),
+    "several processes (torchrun)": (
+        *(Flag(n, values.integer(1, 4096), h, record=False) for n, h in _SIZES.items()),
+        Flag("ring_type", values.choice(*RING_TYPES), "ring (default), bidirectional", record=False),
+        Flag(
+            "comm_type",
+            values.comm_type,
+            "0: plain attention (default), 1: InsertComm, 2: BlockAttn",
+            record=False,
+        ),
+        Flag(
+            "fa_alltoall_overlap",
+            values.switch,
+            "hide exchanges under attention (or OVERLAP=1)",
+            switch=True,
+            record=False,
+        ),
+        Flag("t5_fsdp", values.switch, "shard the text encoder", switch=True, record=False),
+        Flag("dit_fsdp", values.switch, "shard the DiT", switch=True, record=False),
+        Flag(
+            "dist_timeout",
+            values.positive(10080),
+            "minutes to wait for other processes (30)",
+            record=False,
+        ),
     ),
     "prompt extension": (
         Flag("use_prompt_extend", values.switch, "let a language model write more", switch=True),
@@ -109,7 +137,6 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(("num_clip", "audio", "enable_tts", "tts_prompt_audio", "tts_text"), _S2V),
     **dict.fromkeys(("tts_prompt_text", "pose_video", "start_from_ref", "infer_frames"), _S2V),
-    **dict.fromkeys(("cfg_size", "ring_size", "comm_type"), "this version runs on one device"),
     "tp_size": "tensor parallelism is not built; run without it",
     "vae_parallel": "the VAE runs on one device; --vae_tiling bounds its memory",
     "quant_dit_path": "quantised weights are not built; --convert_model_dtype halves the memory",

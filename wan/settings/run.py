@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.settings import env
+from wan.settings import env, parallel
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
-from wan.settings.execution import Execution, Parallel
+from wan.settings.execution import Execution
 from wan.settings.flags import FLAGS
 from wan.settings.output import Output, check_writable, generated_name
+from wan.settings.parallel import Parallel
 from wan.settings.presets import ALIASES, EXAMPLE_PROMPTS, NEGATIVE_PROMPT, PRESETS, Preset
 from wan.settings.request import Request, check_image
 from wan.settings.sources import check_latents, generation_config, recorded
@@ -41,6 +42,7 @@ class Run:
     request: Request
     checkpoint: Checkpoint
     execution: Execution
+    parallel: Parallel
     output: Output
     image: Path | None
     extension: PromptExtension | None
@@ -55,9 +57,9 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     flags: checked values as `flags.parse` returns them. make_demo is called only when no checkpoint
     is given and the demo has not been made yet.
     """
-    values = {**recorded(flags), **flags}
+    world = env.world_size()
+    values = {"offload_model": world == 1, **env.overlap(), **recorded(flags), **flags}
     execution = _fields(Execution, values)
-    Parallel(env.world_size(), *(values.get(k, d) for k, d in _PARALLEL.items()))
     task = values.get("task", "t2v-A14B")
     preset = PRESETS[ALIASES.get(task, task)]
     image_size = _check_image(values, preset)
@@ -78,6 +80,7 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     defaults = generation_config(folder)
     values = {**defaults, **values}
     request = _request(values, preset, image_size)
+    topology, chosen = _parallel(values, world, checkpoint, request)
     output = Output(
         Path(values.get("save_file") or generated_name(task, request)),
         values.get("fps", preset.fps),
@@ -87,16 +90,26 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
         request=request,
         checkpoint=checkpoint,
         execution=execution,
+        parallel=topology,
         output=output,
         image=Path(values["image"]) if "image" in values else None,
         extension=extension,
         decode_latents=_latents_file(values, preset),
         settings=_record(values, request, execution, output, folder),
-        notices=tuple(_notices(request, folder, demo, defaults.get("size"))),
+        notices=(*_notices(request, folder, demo, defaults.get("size")), *chosen),
     )
 
 
-_PARALLEL = {"ulysses_size": 1, "t5_fsdp": False, "dit_fsdp": False}
+def _parallel(
+    values: Mapping[str, Any], world: int, checkpoint: Checkpoint, request: Request
+) -> tuple[Parallel, tuple[str, ...]]:
+    if world > 1 and "decode_latents" in values:
+        raise InputError(
+            f"--decode_latents runs on one process, but {world} were started; "
+            "start it as `python generate.py --decode_latents ...`."
+        )
+    heads = next(iter(checkpoint.experts.values())).config["num_heads"]
+    return parallel.resolve(values, world, heads, request.guide_scale)
 
 
 def _fields(kind: type[Execution], values: Mapping[str, Any]) -> Execution:

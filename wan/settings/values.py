@@ -81,6 +81,12 @@ def choice(*allowed: str) -> Reader:
     return read
 
 
+def comm_type(name: str, raw: Any) -> int:
+    if str(raw) not in ("0", "1", "2"):
+        raise InputError(f"{name}: comm_type must be 0, 1, or 2, but got {raw}.")
+    return int(raw)
+
+
 def frame_num(name: str, raw: Any) -> int:
     """A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
     value = int(integer(1, 4093)(name, raw))

@@ -1,0 +1,157 @@
+"""Every mode on every layout of cards gives plain attention over the whole sequence.
+
+Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN: whatever is computed from it
+would be seen.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.dist import run
+from tests.distributed.topology import MODES, Topology, attention_layer, topologies
+from wan.distributed.tokens import TokenPlan
+from wan.kernels.sdpa import SdpaKernel
+
+pytestmark = pytest.mark.dist
+
+Case = tuple[Topology, int, int, str]
+"""(cards, heads, tokens, dtype)."""
+
+HEADS = (12, 24, 40)
+TOKENS = (9, 3, 67, 264)  # 264 needs no padding; of 3, and of 9 on 8 cards, rings hold much padding
+DTYPES = ("float32", "bfloat16")
+BATCH, HEAD_DIM = 2, 16
+
+
+class GatheringKernel(SdpaKernel):
+    """Stands for kernels whose partial results cannot be merged: the ring gathers K/V for them."""
+
+    name = "gathering"
+    can_return_lse = False
+
+    def with_lse(self, *_: Tensor) -> tuple[Tensor, Tensor]:
+        raise AssertionError("this kernel knows no log-sum-exp")
+
+
+@lru_cache(4)
+def qkv_and_reference(heads: int, tokens: int, dtype: str) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(q, k, v [B,S,N,D], attention over them in float32, the tolerance of each element).
+
+    bfloat16 rounds three times, each by at most 2**-8: the softmax's weights before they meet v,
+    each part's result, the merged one. So an element is off by 3 * 2**-8 of weights times |v|.
+    """
+    generator = torch.Generator().manual_seed(heads * tokens)
+    shape = (3, BATCH, tokens, heads, HEAD_DIM)
+    qkv = [x.to(getattr(torch, dtype)) for x in torch.randn(shape, generator=generator)]
+    q, k, v = (x.float().transpose(1, 2) for x in qkv)
+    expected, sizes = (
+        F.scaled_dot_product_attention(q, k, x).transpose(1, 2) for x in (v, v.abs())
+    )
+    exact = torch.full_like(expected, 2e-5)
+    return qkv, expected, exact if dtype == "float32" else exact + 3 * 2**-8 * sizes
+
+
+def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
+    """This card's tokens; behind them `fill`."""
+    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
+    missing = plan.shard_len - valid
+    return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
+
+
+def compare_modes(case: Case, kernel: type[SdpaKernel]) -> None:
+    """On one rank: all modes first, so that a difference leaves no other rank waiting."""
+    topology, heads, tokens, dtype = case
+    plan = TokenPlan(tokens, topology.world)
+    whole, expected, tolerance = qkv_and_reference(heads, tokens, dtype)
+    qkv = [shard(x, plan, torch.nan) for x in whole]
+    out = {
+        mode: attention_layer(topology, mode, kernel())(*qkv, valid_len=tokens) for mode in MODES
+    }
+
+    expected, tolerance = shard(expected, plan, 0), shard(tolerance, plan, 0)
+    for mode, found in out.items():
+        assert found.dtype == qkv[0].dtype and found.shape == qkv[0].shape
+        off = (found.float() - expected).abs()
+        assert (off <= tolerance).all(), f"mode {mode} is off by {off.max()} at {case}"
+        assert not found[:, plan.valid(dist.get_rank()) :].any(), f"padding of mode {mode}, {case}"
+    for mode in ("1", "overlap"):
+        assert torch.equal(out[mode], out["0"]), f"mode {mode} has other bits at {case}"
+    off, largest = (out["2"].float() - out["0"].float()).abs().max(), out["0"].float().abs().max()
+    # A bfloat16 has 7 bits behind the leading one: what 2 units in the last place are.
+    limit = 1e-6 if dtype == "float32" else 2 * torch.exp2(largest.log2().floor() - 7)
+    assert off <= limit, f"mode 2 is off by {off} at {case}"
+
+
+def cases(topology: Topology) -> list[Case]:
+    return [
+        (topology, heads, tokens, dtype)
+        for heads in HEADS
+        if heads % topology.ulysses == 0
+        for tokens in TOKENS
+        for dtype in DTYPES
+    ]
+
+
+def pairwise_cases() -> list[Case]:
+    """Up to 4 cards: every layout with every heads, tokens and dtype, and each pair of those."""
+    return [
+        (topology, HEADS[(i + j) % 3], tokens, DTYPES[(i + j // 2) % 2])
+        for i, topology in enumerate(topologies(1, 2, 4))
+        for j, tokens in enumerate(TOKENS)
+    ]
+
+
+def name(case: Case) -> str:
+    (ulysses, ring, ring_type), heads, tokens, dtype = case
+    return f"{ulysses}x{ring}-{ring_type}-{heads}heads-{tokens}tokens-{dtype}"
+
+
+def test_the_selection_covers_all_pairs() -> None:
+    factors = (topologies(1, 2, 4), HEADS, TOKENS, DTYPES)
+    for a in range(4):
+        for b in range(a + 1, 4):
+            found = {(case[a], case[b]) for case in pairwise_cases()}
+            assert len(found) == len(factors[a]) * len(factors[b])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*pairwise_cases(), (Topology(2, 4, "bidirectional"), 40, 67, "float32")],
+    ids=name,
+)
+def test_selected_combinations(case: Case) -> None:
+    run(case[0].world, compare_modes, case, SdpaKernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", topologies(1, 2, 4, 8), ids=str)
+def test_all_combinations(topology: Topology) -> None:
+    for case in cases(topology):
+        run(topology.world, compare_modes, case, SdpaKernel)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_without_lse_get_all_keys_at_once(ulysses: int, tokens: int, dtype: str) -> None:
+    run(2 * ulysses, compare_modes, (Topology(ulysses, 2), 24, tokens, dtype), GatheringKernel)
+
+
+def attend_without_valid_len() -> None:
+    """No valid_len: every token is real."""
+    topology, tokens = Topology(2, 2), 64
+    plan = TokenPlan(tokens, topology.world)
+    whole, expected, _ = qkv_and_reference(12, tokens, "float32")
+    found = attention_layer(topology, "1")(*(shard(x, plan, 0) for x in whole))
+    torch.testing.assert_close(found, shard(expected, plan, 0), atol=2e-5, rtol=0)
+
+
+def test_the_length_may_be_left_out() -> None:
+    run(4, attend_without_valid_len)

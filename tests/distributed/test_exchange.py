@@ -1,0 +1,128 @@
+"""all_to_all_4D moves heads and tokens between real ranks as slices of one global tensor say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.dist import run
+from wan.distributed.exchange import all_to_all_4D, start_all_to_all_4D
+
+pytestmark = pytest.mark.dist
+
+WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+TOKENS, HEADS, HEAD_DIM = 3, 2, 5  # of one card
+
+
+def whole(world: int, batch: int, dtype: torch.dtype) -> Tensor:
+    """[B,S,N,D], the same on every rank, hardly a value twice."""
+    shape = (batch, TOKENS * world, HEADS * world, HEAD_DIM)
+    values = torch.randperm(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(0))
+    return (values.view(shape) % 251 - 125).to(dtype)
+
+
+def own_shards(x_BSND: Tensor) -> tuple[Tensor, Tensor]:
+    """(this card's tokens of all heads, all tokens of this card's heads)."""
+    rank = dist.get_rank()
+    tokens = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    heads = slice(rank * HEADS, (rank + 1) * HEADS)
+    return x_BSND[:, tokens], x_BSND[:, :, heads]
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert torch.equal(found.float(), expected.float())  # float8 has no equal of its own
+
+
+def exchange_both_ways() -> None:
+    for dtype in DTYPES:
+        for batch in (1, 2):
+            by_tokens, by_heads = own_shards(whole(dist.get_world_size(), batch, dtype))
+            there = all_to_all_4D(by_tokens, 2, 1, None)
+            assert_same(there, by_heads)
+            assert there.is_contiguous()
+            back = all_to_all_4D(by_heads, 1, 2, None)
+            assert_same(back, by_tokens)
+            assert back.is_contiguous()
+            assert_same(all_to_all_4D(there, 1, 2, None), by_tokens)
+
+
+@WORLDS
+def test_both_directions_and_the_round_trip(world: int) -> None:
+    run(world, exchange_both_ways)
+
+
+def exchange_several_at_once() -> None:
+    """Six under way; what was sent must stay alive although nobody here keeps it."""
+    for dtype in DTYPES:
+        for batch in (1, 2):
+            by_tokens, by_heads = own_shards(whole(dist.get_world_size(), batch, dtype))
+            there = [start_all_to_all_4D(by_tokens.clone(), 2, 1, None) for _ in range(3)]
+            back = [start_all_to_all_4D(by_heads.clone(), 1, 2, None) for _ in range(3)]
+            for pending in there:
+                assert_same(pending.wait(), by_heads)
+            for pending in back:
+                assert_same(pending.wait(), by_tokens)
+
+
+@WORLDS
+def test_exchanges_under_way_together(world: int) -> None:
+    run(world, exchange_several_at_once)
+
+
+def exchange_into() -> None:
+    """The result may be written into a slice of a larger tensor, and nothing beside it."""
+    for async_op in (False, True):
+        for batch in (1, 2):
+            by_tokens, by_heads = own_shards(whole(dist.get_world_size(), batch, torch.float32))
+            for x, expected, axes in ((by_tokens, by_heads, (2, 1)), (by_heads, by_tokens, (1, 2))):
+                heads = expected.shape[2]
+                larger = torch.full((*expected.shape[:2], heads + 2, HEAD_DIM), torch.nan)
+                target = larger[:, :, 1:-1]
+                pending = start_all_to_all_4D(x, *axes, None, async_op=async_op)
+                assert pending.wait(into=target) is target
+                assert_same(target, expected)
+                assert larger[:, :, [0, -1]].isnan().all()
+
+
+@WORLDS
+def test_results_are_written_in_place(world: int) -> None:
+    run(world, exchange_into)
+
+
+def exchange_a_view() -> None:
+    """A chunk of heads is a view with gaps."""
+    by_tokens, _ = own_shards(whole(dist.get_world_size(), 2, torch.float32))
+    wide = torch.cat((by_tokens, by_tokens + 1), dim=2)
+    chunk = wide[:, :, by_tokens.shape[2] :]
+    assert_same(all_to_all_4D(chunk, 2, 1, None), all_to_all_4D(by_tokens + 1, 2, 1, None))
+
+
+def test_a_view_with_gaps() -> None:
+    run(2, exchange_a_view)
+
+
+def exchange_what_cannot_be() -> None:
+    x = torch.zeros(1, 3, 4, 2)
+    for axes in ((1, 1), (2, 2), (0, 1), (2, 3), (-2, 1)):
+        with pytest.raises(ValueError, match=f"scatter_idx and gather_idx are {axes[0]} and"):
+            all_to_all_4D(x, *axes, None)
+    with pytest.raises(ValueError, match="3 tokens cannot be divided among 2 cards"):
+        all_to_all_4D(x, 1, 2, None)
+    with pytest.raises(ValueError, match="3 heads cannot be divided among 2 cards"):
+        all_to_all_4D(x.transpose(1, 2), 2, 1, None)
+
+
+def test_refusals() -> None:
+    run(2, exchange_what_cannot_be)
+
+
+def test_a_single_process_needs_no_group() -> None:
+    """Not even an initialised one; nothing is copied."""
+    x = torch.randn(2, 3, 4, 5)
+    for axes in ((2, 1), (1, 2)):
+        found = all_to_all_4D(x, *axes, None)
+        assert torch.equal(found, x) and found.data_ptr() == x.data_ptr()

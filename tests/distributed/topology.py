@@ -1,0 +1,65 @@
+"""What the ranks of these tests share: groups of a Ulysses x ring layout, and which layouts exist.
+
+Rank = ring rank * P + Ulysses rank, so shard i of the tokens lies on rank i.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from wan.distributed.exchange import Group
+from wan.distributed.ring import RING_TYPES, Ring
+from wan.kernels.base import Kernel
+from wan.modules.attnlayer import FAPowerCapAttention
+
+MODES = ("0", "1", "2", "overlap")
+
+
+class Topology(NamedTuple):
+    """P x R cards of one sequence."""
+
+    ulysses: int
+    ring: int
+    ring_type: str = "ring"
+
+    @property
+    def world(self) -> int:
+        return self.ulysses * self.ring
+
+
+def topologies(*worlds: int) -> list[Topology]:
+    """All layouts of these numbers of cards; a ring of one card has no type."""
+    return [
+        Topology(world // ring, ring, ring_type)
+        for world in worlds
+        for ring in range(1, world + 1)
+        if world % ring == 0
+        for ring_type in RING_TYPES[: 1 if ring == 1 else None]
+    ]
+
+
+@cache
+def groups(ulysses: int, ring: int) -> tuple[Group, Group]:
+    """This rank's Ulysses group and ring group; made once per pool, by all of its ranks."""
+    rows = [[r * ulysses + u for u in range(ulysses)] for r in range(ring)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    return tuple(dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (rows, columns))
+
+
+def attention_layer(
+    topology: Topology, mode: str, kernel: Kernel | None = None
+) -> FAPowerCapAttention:
+    """mode: a comm_type, or overlap."""
+    ulysses_group, ring_group = groups(topology.ulysses, topology.ring)
+    args = SimpleNamespace(comm_type=int(mode) if mode.isdigit() else 0)
+    return FAPowerCapAttention(
+        args,
+        ulysses_group,
+        mode == "overlap",
+        kernel=kernel,
+        ring=Ring(ring_group, topology.ring_type),
+    )

@@ -1,0 +1,110 @@
+"""Processes started by torchrun: their store, their groups, and what passes between whole ranks.
+
+Ranks form a mesh (cfg, ring, ulysses), ulysses innermost: its all-to-all is the largest traffic and
+gets the neighbouring, fastest links.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from wan.device import Device
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+T = TypeVar("T")
+
+
+def open_store(timeout: timedelta) -> dist.Store:
+    """The key-value store under torchrun's MASTER_ADDR and MASTER_PORT.
+
+    Raises RuntimeError or ValueError where it cannot be reached or the port is taken.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))
+    store.set_timeout(timeout)
+    return store
+
+
+@dataclass(frozen=True)
+class Team:
+    """All processes of a run, in their topology."""
+
+    mesh: DeviceMesh
+    device: Device
+    rank: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """This rank's group along one axis, or along several together (their order kept)."""
+        if len(axes) == 1:
+            return self.mesh.get_group(axes[0])
+        return self.mesh[axes]._flatten("_".join(axes)).get_group()
+
+    def world_mesh(self) -> DeviceMesh:
+        """All ranks in one row, for sharded weights."""
+        return self.mesh._flatten("world")
+
+    def from_main(self, make: Callable[[], Tensor]) -> Tensor:
+        """The main rank's make() on every rank and on its device; the others do not call theirs."""
+        device = self.device.torch_device
+        header = torch.zeros(10, dtype=torch.int64, device=device)
+        tensor = None
+        if self.is_main:
+            tensor = make().to(device).contiguous()
+            sizes = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+            header[: len(sizes)] = torch.tensor(sizes)
+        dist.broadcast(header, src=0)
+        dtype, dims, *shape = header.tolist()
+        if tensor is None:
+            tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def value_from_main(self, value: T) -> T:
+        """The main rank's picklable value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device.torch_device)
+        return box[0]
+
+    def both_branches(self, branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """(conditional, unconditional) results: each half of the cards computes one of them."""
+        group = self.group("cfg")
+        own = branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
+        both = torch.empty(2, *own.shape, dtype=own.dtype, device=own.device)
+        dist.all_gather_single(both.flatten(0, 1), own, group)
+        return both[0], both[1]
+
+    def close(self) -> None:
+        """The orderly end: all ranks have come this far. Never called on a failing path."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def join(
+    store: dist.Store, device: Device, sizes: tuple[int, int, int], timeout: timedelta
+) -> Team:
+    """Form the process group and the mesh of (cfg, ring, ulysses) sizes; every rank calls it."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        BACKENDS[device.type],
+        store=dist.PrefixStore("wan", store),
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device.torch_device,
+    )
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("cfg", "ring", "ulysses"))
+    return Team(mesh, device, rank)

@@ -1,0 +1,138 @@
+"""Several processes under torchrun: one decision at the start, one orderly end.
+
+Nothing here is a collective until every rank has said that it can run. On a failing path none is
+called at all: the rank says what happened and ends, which ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+import wan
+from wan import device as devices
+from wan.device import Device
+from wan.distributed import agreement, mesh
+from wan.distributed.mesh import Team
+from wan.settings import env
+from wan.settings.errors import InputError
+from wan.settings.files import fingerprint
+from wan.settings.run import Run
+
+_START = timedelta(minutes=10)  # until the slowest rank has looked at its checkpoint
+_OWN = ("ckpt_dir", "save_file", "image", "base_seed")  # may differ between machines
+
+
+def run(resolve: Callable[[], Run], work: Callable[[Run, Team], None]) -> int:
+    """Resolve, agree with the other ranks, and carry out; returns the exit code.
+
+    Exit codes as for one process. A rank that fails does not return: it ends its process.
+    """
+    rank = env.rank()
+    try:
+        store = _open_store()
+        request, team = _start(store, resolve)
+    except InputError as error:
+        if env.local_rank() == 0:  # one voice per machine
+            _say(str(error))
+        return 2
+    try:
+        work(request, team)
+    except BaseException as error:
+        _end(store, rank, error)
+    return 0
+
+
+def _open_store() -> dist.Store:
+    try:
+        return mesh.open_store(_START)
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"The other processes cannot be reached ({reason}); start all of them with torchrun "
+            "and choose a free --master_port."
+        ) from error
+
+
+def _start(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Team]:
+    """This rank's run and place among the others. InputError, the same everywhere, if any cannot.
+
+    The main rank's seed is everybody's.
+    """
+    resolved: tuple[Run, Device] | None = None
+    error, facts, offers = None, {}, {}
+    try:
+        request = resolve()
+        resolved = request, devices.resolve(request.execution.device, env.local_rank())
+        facts, offers = _facts(request), {"seed": request.request.seed}
+    except InputError as reason:
+        error = str(reason)
+    said = agreement.exchange(
+        store, env.rank(), env.world_size(), error=error, facts=facts, offers=offers
+    )
+    refusal = agreement.verdict(said)
+    if refusal is not None or resolved is None:
+        raise InputError(refusal or "")
+    request, device = resolved
+    seed = said[0].offers["seed"]
+    request = replace(
+        request,
+        request=replace(request.request, seed=seed),
+        settings={**request.settings, "base_seed": seed},
+    )
+    sizes = (p := request.parallel).cfg_size, p.ring_size, p.ulysses_size
+    team = mesh.join(store, device, sizes, timedelta(minutes=p.dist_timeout))
+    store.set_timeout(timedelta(seconds=5))  # from here on only to say that something failed
+    return request, team
+
+
+def _facts(request: Run) -> dict[str, Any]:
+    """What has to be equal on all ranks, under the names a user knows."""
+    settings = {f"--{k}": v for k, v in request.settings.items() if k not in _OWN}
+    topology = {f"--{k}": v for k, v in asdict(request.parallel).items()}
+    return {
+        **settings,
+        **topology,
+        "the checkpoint's content": fingerprint(request.checkpoint.files()),
+        "the version of wan": wan.__version__,
+    }
+
+
+def _end(store: dist.Store, rank: int, error: BaseException) -> None:
+    """Say what happened (the rank that failed first in full, the others in a line), and end."""
+    try:
+        first = store.compare_set("failed", "", str(rank)).decode()
+    except Exception:  # the store's machine may be the one that is gone
+        first = "another"
+    if isinstance(error, KeyboardInterrupt):
+        if rank == 0:
+            _say("interrupted; no video was written.")
+    elif first != str(rank):
+        _say(f"rank {rank} ends because rank {first} failed.")
+    elif isinstance(error, InputError):
+        _say(str(error))
+    elif _is_lost_peer(error):
+        _say(f"rank {rank} lost another rank ({str(error).strip().splitlines()[0]}).")
+    else:
+        traceback.print_exception(error)
+        _say(f"rank {rank} failed: {type(error).__name__}: {error}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    codes = {InputError: 2, KeyboardInterrupt: 130}
+    os._exit(codes.get(type(error), 1))  # no destructors: they wait for the other ranks
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    words = ("Connection closed", "Connection reset", "Timed out waiting", "Broken pipe")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def _say(text: str) -> None:
+    print(f"generate.py: {' '.join(text.split())}", file=sys.stderr, flush=True)
