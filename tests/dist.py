@@ -66,6 +66,7 @@ class Pool:
             try:
                 answers.append(pipe.recv())
             except EOFError:
+                self.ranks[rank].join(5)
                 answers.append((False, f"the process ended: {self.ranks[rank].exitcode}"))
         failed = [f"--- rank {i}\n{text}" for i, (ok, text) in enumerate(answers) if not ok]
         assert not failed, "\n".join(failed)

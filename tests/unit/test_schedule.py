@@ -1,0 +1,142 @@
+"""How attention is cut into pieces: the chunk table, ranges that cover, orders of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan.modules.schedule import (
+    MAX_CHUNKS,
+    Event,
+    Range,
+    head_ranges,
+    in_order,
+    near_even,
+    pipelined,
+    q_ranges,
+)
+
+Order = Callable[[int], Iterator[Event]]
+ORDERS = pytest.mark.parametrize("order", [in_order, pipelined])
+
+
+def sizes(ranges: tuple[Range, ...]) -> list[int]:
+    return [b - a for a, b in ranges]
+
+
+def assert_covers(ranges: tuple[Range, ...], total: int) -> None:
+    """Consecutive, from 0 to total, nothing twice."""
+    assert [i for a, b in ranges for i in range(a, b)] == list(range(total))
+
+
+@pytest.mark.parametrize(
+    ("heads", "world", "per_card"),
+    [
+        (40, 2, [2] * 10),
+        (40, 4, [1] * 10),
+        (40, 5, [1] * 8),
+        (40, 8, [1] * 5),
+        (24, 2, [2, 2] + [1] * 8),
+        (24, 3, [1] * 8),
+        (24, 4, [1] * 6),
+        (24, 8, [1] * 3),
+        (40, 1, [4] * 10),
+        (12, 12, [1]),
+    ],
+)
+def test_chunk_table(heads: int, world: int, per_card: list[int]) -> None:
+    """Heads of each chunk on one card, as in the feature's description."""
+    assert sizes(head_ranges(heads, world)) == [world * h for h in per_card]
+
+
+@given(local=st.integers(1, 64), world=st.integers(1, 16), most=st.integers(1, 12))
+def test_head_ranges(local: int, world: int, most: int) -> None:
+    ranges = head_ranges(local * world, world, most)
+    assert_covers(ranges, local * world)
+    assert len(ranges) == min(most, local)
+    assert all(size and size % world == 0 for size in sizes(ranges))
+    assert max(sizes(ranges)) - min(sizes(ranges)) <= world
+    assert head_ranges(local * world, world) == head_ranges(local * world, world, MAX_CHUNKS)
+
+
+def test_one_chunk_is_the_whole() -> None:
+    assert head_ranges(24, 4, 1) == ((0, 24),)
+
+
+@given(total=st.integers(0, 5000), parts=st.integers(1, 12))
+def test_near_even(total: int, parts: int) -> None:
+    ranges = near_even(total, parts)
+    assert_covers(ranges, total)
+    assert len(ranges) == parts
+    assert sizes(ranges) == sorted(sizes(ranges), reverse=True)
+    assert max(sizes(ranges)) - min(sizes(ranges)) <= 1
+
+
+@given(rows=st.integers(0, 5000), blocks=st.integers(1, 4))
+def test_query_blocks_are_those_of_tensor_split(rows: int, blocks: int) -> None:
+    expected = torch.arange(rows).tensor_split(blocks)
+    assert [list(range(a, b)) for a, b in q_ranges(rows, blocks)] == [x.tolist() for x in expected]
+
+
+@given(rows=st.integers(0, 5000), blocks=st.integers(1, 4), multiple=st.sampled_from([128, 256]))
+def test_query_blocks_of_a_quantiser(rows: int, blocks: int, multiple: int) -> None:
+    """Row blocks of the uncut call are never cut, and each block is about as large as its share."""
+    ranges = q_ranges(rows, blocks, multiple)
+    assert_covers(ranges, rows)
+    assert all(a < b and a % multiple == 0 for a, b in ranges)
+    assert len(ranges) <= blocks
+    assert all(size < rows / blocks + multiple for size in sizes(ranges))
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks"),
+    [
+        (0, ()),
+        (1, ((0, 1),)),
+        (128, ((0, 128),)),
+        (129, ((0, 128), (128, 129))),
+        (256, ((0, 128), (128, 256))),
+        (257, ((0, 256), (256, 257))),
+        (75_600, ((0, 37_888), (37_888, 75_600))),
+    ],
+)
+def test_two_blocks_of_whole_128s(rows: int, blocks: tuple[Range, ...]) -> None:
+    assert q_ranges(rows, 2, 128) == blocks
+
+
+def test_in_order() -> None:
+    verbs = ("start", "attend", "finish")
+    assert list(in_order(3)) == [(verb, chunk) for chunk in range(3) for verb in verbs]
+
+
+def test_pipelined() -> None:
+    assert " ".join(f"{verb}{chunk}" for verb, chunk in pipelined(3)) == (
+        "start0 start1 attend0 start2 attend1 finish0 attend2 finish1 finish2"
+    )
+    assert list(pipelined(1)) == list(in_order(1))
+
+
+@ORDERS
+@given(chunks=st.integers(1, 12))
+def test_each_chunk_is_started_attended_finished(order: Order, chunks: int) -> None:
+    events = list(order(chunks))
+    assert sorted(events) == sorted(in_order(chunks)), "each event once"
+    for chunk in range(chunks):
+        moments = [events.index((verb, chunk)) for verb in ("start", "attend", "finish")]
+        assert moments == sorted(moments)
+    for verb in ("start", "attend", "finish"):
+        assert [c for v, c in events if v == verb] == list(range(chunks)), "in the same order"
+
+
+@given(chunks=st.integers(1, 12))
+def test_one_chunk_ahead(chunks: int) -> None:
+    """Memory is bounded: when a chunk is attended to, the next has been started, and no other."""
+    started = 0
+    for verb, chunk in pipelined(chunks):
+        started += verb == "start"
+        if verb == "attend":
+            assert started == min(chunk + 2, chunks)

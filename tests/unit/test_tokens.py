@@ -1,0 +1,178 @@
+"""Who computes which tokens, which K/V blocks travel when, how parts of a softmax are merged."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan.distributed.ring import RING_TYPES, Merged, hops
+from wan.distributed.tokens import TokenPlan
+
+PLANS = st.builds(
+    TokenPlan, st.integers(1, 3000), st.integers(1, 16), st.sampled_from([1, 2, 128, 256])
+)
+RINGS = [(ring_type, size) for ring_type in RING_TYPES for size in range(2, 9)]
+
+
+@given(PLANS)
+def test_shards_are_equal_and_hold_every_token_once(plan: TokenPlan) -> None:
+    held = [
+        rank * plan.shard_len + i for rank in range(plan.cards) for i in range(plan.valid(rank))
+    ]
+    assert held == list(range(plan.tokens))
+    assert plan.shard_len % plan.multiple == 0
+    assert plan.padded == plan.cards * plan.shard_len
+    assert plan.padded - plan.tokens < plan.cards * plan.multiple, "no more padding than needed"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cards", "multiple", "shard_len", "valid"),
+    [
+        (8, 4, 1, 2, [2, 2, 2, 2]),
+        (9, 4, 1, 3, [3, 3, 3, 0]),
+        (3, 4, 1, 1, [1, 1, 1, 0]),
+        (1, 1, 1, 1, [1]),
+        (300, 2, 128, 256, [256, 44]),
+        (75_600, 8, 1, 9450, [9450] * 8),
+    ],
+)
+def test_shard_table(
+    tokens: int, cards: int, multiple: int, shard_len: int, valid: list[int]
+) -> None:
+    plan = TokenPlan(tokens, cards, multiple)
+    assert plan.shard_len == shard_len
+    assert [plan.valid(rank) for rank in range(cards)] == valid
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
+    cards=st.integers(1, 9),
+    multiple=st.sampled_from([1, 4, 128]),
+)
+def test_runs_follow_their_tokens(lengths: list[int], cards: int, multiple: int) -> None:
+    """Every token keeps its run; padding has that of the last token."""
+    plan = TokenPlan(sum(lengths), cards, multiple)
+    run_of = [run for run, length in enumerate(lengths) for _ in range(length)]
+    run_of += [len(lengths) - 1] * (plan.padded - plan.tokens)
+    for rank in range(cards):
+        mine = run_of[rank * plan.shard_len : (rank + 1) * plan.shard_len]
+        counts = plan.runs(lengths, rank)
+        assert list(counts) == [mine.count(run) for run in range(len(lengths))]
+        assert sum(counts) == plan.shard_len
+
+
+@pytest.mark.parametrize(("ring_type", "size"), RINGS)
+def test_every_card_gets_every_other_block_once(ring_type: str, size: int) -> None:
+    for rank in range(size):
+        received = [b for hop in hops(ring_type, rank, size) for _, b in hop.receives]
+        assert sorted([rank, *received]) == list(range(size)), f"card {rank} computes R blocks"
+
+
+@pytest.mark.parametrize(("ring_type", "size"), RINGS)
+def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str, size: int) -> None:
+    """And no two blocks take the same link at once: there is no tag that tells them apart."""
+    plans = [hops(ring_type, rank, size) for rank in range(size)]
+    assert {len(plan) for plan in plans} == {size - 1}, "all cards step together"
+    for moment in zip(*plans, strict=True):
+        sent = [(me, to, b) for me, hop in enumerate(moment) for to, b in hop.sends]
+        got = [(frm, me, b) for me, hop in enumerate(moment) for frm, b in hop.receives]
+        assert sorted(sent) == sorted(got)
+        assert len({(frm, to) for frm, to, _ in sent}) == len(sent)
+
+
+@pytest.mark.parametrize(("ring_type", "size"), RINGS)
+def test_a_card_passes_on_only_what_it_has_just_received(ring_type: str, size: int) -> None:
+    """So two blocks per direction are enough memory, whatever R."""
+    for rank in range(size):
+        held = {rank}
+        for hop in hops(ring_type, rank, size):
+            assert {b for _, b in hop.sends} <= held
+            held = {b for _, b in hop.receives}
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_links_in_use(size: int) -> None:
+    for rank in range(size):
+        for hop in hops("ring", rank, size):
+            assert [to for to, _ in hop.sends] == [(rank + 1) % size], "one way round"
+            assert [frm for frm, _ in hop.receives] == [(rank - 1) % size]
+        for hop in hops("bidirectional", rank, size):
+            peers = [peer for peer, _ in hop.sends + hop.receives]
+            assert all(abs(peer - rank) == 1 for peer in peers), "no link closes the circle"
+
+
+def test_three_cards_by_hand() -> None:
+    one_way = [[(h.sends, h.receives) for h in hops("ring", r, 3)] for r in range(3)]
+    assert one_way[0] == [(((1, 0),), ((2, 2),)), (((1, 2),), ((2, 1),))]
+    both = [[(h.sends, h.receives) for h in hops("bidirectional", r, 3)] for r in range(3)]
+    assert both[0] == [(((1, 0),), ((1, 1),)), ((), ((1, 2),))]
+    assert both[1] == [(((2, 1), (0, 1)), ((0, 0), (2, 2))), (((2, 0), (0, 2)), ())]
+
+
+def test_unknown_ring_type() -> None:
+    with pytest.raises(ValueError, match="ring_type is 'star'; use one of ring, bidirectional"):
+        hops("star", 0, 2)
+
+
+def parts_of_softmax(
+    logits_BNSK: torch.Tensor, v_BKND: torch.Tensor, borders: list[int]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(normalised result [B,S,N,D], log-sum-exp [B,N,S]) of each range of keys, in float32."""
+    parts = []
+    for a, b in pairwise(borders):
+        logits = logits_BNSK[..., a:b]
+        out = torch.einsum("bnsk,bknd->bsnd", logits.softmax(-1), v_BKND[:, a:b])
+        parts.append((out.float(), logits.logsumexp(-1).float()))
+    return parts
+
+
+@given(
+    cuts=st.sets(st.integers(1, 23), max_size=7),
+    scale=st.sampled_from([0.0, 1.0, 30.0, 1e4]),
+    offset=st.sampled_from([-3e38, -1e5, 0.0, 1e5, 3e38]),
+    seed=st.integers(0, 2**31),
+)
+def test_merged_parts_are_the_whole(cuts: set[int], scale: float, offset: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(2, 3, 5, 24, generator=generator, dtype=torch.float64) + offset
+    v = torch.randn(2, 24, 3, 4, generator=generator, dtype=torch.float64)
+    total = Merged()
+    for part in parts_of_softmax(logits, v, [0, *sorted(cuts), 24]):
+        total.add(*part)
+    [(expected, _)] = parts_of_softmax(logits, v, [0, 24])
+    # A part's weight is as exact as the rounding of its float32 log-sum-exp allows, at most 1.
+    rounding = min(1.0, 2**-23 * logits.abs().max().item())
+    spread = (v.max() - v.min()).item()
+    assert total.result().isfinite().all()
+    difference = (total.result() - expected).abs().max().item()
+    assert difference <= 1e-6 + len(cuts) * rounding * spread
+
+
+@given(seed=st.integers(0, 2**31), heads=st.integers(2, 9), rows=st.integers(1, 20))
+def test_bits_do_not_depend_on_how_many_heads_are_merged(seed: int, heads: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [
+        (
+            torch.randn(1, rows, heads, 4, generator=generator),
+            torch.randn(1, heads, rows, generator=generator),
+        )
+        for _ in range(3)
+    ]
+    whole, single = Merged(), [Merged() for _ in range(heads)]
+    for out, lse in parts:
+        for n, one in enumerate(single):
+            one.add(out[:, :, n : n + 1].clone(), lse[:, n : n + 1].clone())
+        whole.add(out.clone(), lse)
+    assert torch.equal(whole.result(), torch.cat([one.result() for one in single], dim=2))
+
+
+def test_one_part_stays_as_it_is() -> None:
+    """A ring whose other cards hold only padding costs no conversion."""
+    out = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
+    total = Merged()
+    total.add(out, torch.zeros(1, 2, 4))
+    assert total.result() is out
