@@ -1,0 +1,324 @@
+"""Networks cut over real ranks compute the same bits, read only their share and keep no more."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.dist import run
+from wan import loading
+from wan.distributed.fsdp import Sharded, local_rows
+from wan.keymaps import t5_transformers_name
+from wan.modules.model import WanModel
+from wan.modules.textcache import TextKVCache
+from wan.settings.checkpoint import describe
+from wan.settings.errors import InputError
+from wan.text import TextEncoder, umt5, umt5_blocks
+
+WORLDS = pytest.mark.parametrize("world", [2, 4])
+LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])
+CPU = torch.device("cpu")
+# What computes, whether everything is kept in it, and which dtypes the network then holds.
+PRECISIONS = (
+    (torch.bfloat16, False, {torch.bfloat16, torch.float32}),
+    (torch.float32, False, {torch.float32}),
+    (torch.bfloat16, True, {torch.bfloat16}),
+)
+
+
+@cache
+def mesh() -> DeviceMesh:
+    """All ranks of the pool; made once."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def dit(folder: Path, compute: torch.dtype, convert_all: bool, cut: bool) -> WanModel:
+    files = next(iter(describe(folder).experts.values()))
+    return loading.load_dit(
+        files,
+        device=CPU,
+        dtype_of=loading.dit_dtypes(compute, convert_all),
+        label="DiT",
+        place=Sharded(mesh(), lambda network: network.blocks) if cut else None,
+        text_cache=TextKVCache() if cut else None,
+    )
+
+
+@torch.no_grad()
+def velocity(model: WanModel, t: float, context: Tensor) -> Tensor:
+    x = torch.randn(model.in_dim, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+    return model([x], torch.tensor([t]), [context], 16)[0]
+
+
+def kv_of_blocks(model: WanModel) -> list[bool]:
+    """Filled while the model runs: whether a block was given its text K/V."""
+    given: list[bool] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[4] is not None))
+    return given
+
+
+def compare_dits(folder: Path) -> None:
+    context = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    for compute, convert_all, dtypes in PRECISIONS:
+        whole, cut = (dit(folder, compute, convert_all, cut) for cut in (False, True))
+        given = kv_of_blocks(cut)
+        for t in (900.0, 900.0, 3.0):  # the first call fills the text cache
+            assert torch.equal(velocity(cut, t, context), velocity(whole, t, context))
+        layers = cut.num_layers
+        assert given == [False] * layers + [True] * 2 * layers
+        assert {p.dtype for p in cut.parameters()} == dtypes
+        shares = torch.tensor([sum(p.to_local().numel() for p in cut.parameters())])
+        dist.all_reduce(shares)
+        assert shares.item() == sum(p.numel() for p in whole.parameters())
+
+
+@pytest.mark.dist
+@WORLDS
+@LAYOUTS
+def test_dit_is_bit_equal(tiny, world: int, layout: str) -> None:
+    run(world, compare_dits, tiny("t2v-1.3B", layout))
+
+
+def text_encoder(folder: Path, dtype: torch.dtype, cut: bool) -> TextEncoder:
+    checkpoint = describe(folder)
+    path = checkpoint.require("text_encoder")
+    options: dict[str, Any] = {
+        "device": CPU,
+        "dtype_of": lambda _, stored: stored if dtype == torch.float32 else dtype,
+        "label": "text encoder",
+    }
+    if cut:
+        weights = umt5(loading.tensor_shapes(path, t5_transformers_name))
+        place = Sharded(mesh(), umt5_blocks)
+        loading.load_network(weights, path, t5_transformers_name, place=place, **options)
+    else:
+        weights = loading.load_tensors(path, t5_transformers_name, **options)
+    return TextEncoder(weights, checkpoint.require("tokenizer"), dtype=dtype, text_len=64)
+
+
+def compare_text_encoders(folder: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        whole, cut = (text_encoder(folder, dtype, cut) for cut in (False, True))
+        for prompt in ("A cat.", "A cat.", "Two dogs play chess on the moon."):
+            found, expected = cut(prompt), whole(prompt)
+            assert found.dtype == dtype and torch.equal(found, expected)
+        # Stored once and as in the file, whatever is computed in.
+        network = cut._model
+        names = dict(network.named_parameters(remove_duplicate=False))
+        assert names["shared.weight"] is names["encoder.embed_tokens.weight"]
+        assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
+        assert len(list(network.parameters())) == len(list(names)) - 1
+
+
+@pytest.mark.dist
+@WORLDS
+@LAYOUTS
+def test_text_encoder_is_bit_equal(tiny, world: int, layout: str) -> None:
+    run(world, compare_text_encoders, tiny("t2v-1.3B", layout))
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors in this process."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def whole_parts(network: nn.Module, parts: list[nn.Module]) -> list[tuple[int, set[int]]]:
+    """Filled while the network runs: (part that runs, parts that are whole); the root is -1."""
+    seen: list[tuple[int, set[int]]] = []
+
+    def look(running: int) -> None:
+        whole = {i for i, part in enumerate(parts) if not isinstance(first(part), DTensor)}
+        inner = {id(p) for part in parts for p in part.parameters()}
+        root = [p for p in network.parameters() if id(p) not in inner]
+        assert root and not any(isinstance(p, DTensor) for p in root)
+        seen.append((running, whole))
+
+    def first(part: nn.Module) -> Tensor:
+        return next(part.parameters())
+
+    for index, part in enumerate(parts):
+        part.register_forward_pre_hook(lambda *_, index=index: look(index))
+    return seen
+
+
+def keep_only_the_share(folder: Path) -> None:
+    model = dit(folder, torch.bfloat16, False, cut=True)
+    model.text_cache = None
+    encoder = text_encoder(folder, torch.float32, cut=True)
+    context = torch.zeros(5, 64)
+    calls: list[tuple[Any, list[nn.Module], Callable[[], Any]]] = [
+        (model, list(model.blocks), lambda: velocity(model, 5.0, context)),
+        (encoder._model, umt5_blocks(encoder._model), lambda: encoder("A cat.")),
+    ]
+    for network, parts, call in calls:
+        seen = whole_parts(network, parts)
+        before = live_bytes()
+        call()
+        call()
+        assert live_bytes() - before < 64 << 10  # the RoPE table of the grid
+        assert seen == [(i, {i}) for i in range(len(parts))] * 2
+        assert all(isinstance(p, DTensor) for p in network.parameters())
+
+
+@pytest.mark.dist
+def test_one_block_is_whole_at_a_time_and_none_between_calls(tiny) -> None:
+    run(2, keep_only_the_share, tiny("t2v-1.3B"))
+
+
+def compare_uneven(folder: Path) -> None:
+    context = torch.randn(5, 7, generator=torch.Generator().manual_seed(2))
+    for compute, convert_all, _ in PRECISIONS:
+        whole, cut = (dit(folder, compute, convert_all, cut) for cut in (False, True))
+        assert torch.equal(velocity(cut, 3.0, context), velocity(whole, 3.0, context))
+    for parameter in cut.parameters():
+        rows = local_rows(parameter)
+        assert parameter.to_local().shape[0] == rows.stop - rows.start
+    narrow = local_rows(cut.blocks[0].ffn[0].weight)  # 3 rows for 4 ranks
+    rank = dist.get_rank()
+    assert (narrow.start, narrow.stop) == (rank, min(rank + 1, 3))
+
+
+@pytest.mark.dist
+def test_rows_that_do_not_divide(tmp_path: Path) -> None:
+    """dim 10 over 4 ranks is 3, 3, 3, 1; 3 rows leave the last rank none, 1 row all but one."""
+    config = {"model_type": "t2v", "dim": 10, "ffn_dim": 3, "num_heads": 1, "num_layers": 2}
+    torch.manual_seed(0)
+    model = WanModel(**config, freq_dim=256, text_dim=7)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_dim": 7}))
+    save_file(model.state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
+    run(4, compare_uneven, tmp_path)
+
+
+def layers() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(2048, 16384), nn.Linear(16384, 2048))
+
+
+def mapped_bytes(file: Path) -> int:
+    """Bytes of a mapped file that this process has touched (and the pages around them)."""
+    sections = Path("/proc/self/smaps").read_text().split("VmFlags")
+    resident = [s.split("Rss:")[1].split()[0] for s in sections if str(file) in s]
+    return sum(int(kilobytes) for kilobytes in resident) * 1024
+
+
+def read_a_share(file: Path) -> tuple[int, int]:
+    """(bytes asked for, bytes of the file that became resident)."""
+    asked = touched = 0
+    copied = loading._copied
+
+    def counting(pairs: list[tuple[Tensor, Tensor]], label: str) -> None:
+        nonlocal asked, touched
+        copied(pairs, label)
+        asked, touched = sum(source.nbytes for _, source in pairs), mapped_bytes(file)
+
+    network = layers()
+    place = Sharded(mesh(), lambda network: network)
+    loading._copied = counting
+    try:
+        loading.load_network(
+            network, file, str, device=CPU, dtype_of=lambda *_: torch.float32, label="", place=place
+        )
+    finally:
+        loading._copied = copied
+    dist.barrier()
+    return asked, touched
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_rank_reads_only_its_share(tmp_path: Path, suffix: str) -> None:
+    """128 MiB over 4 ranks. The system maps pages of up to 2 MiB, so two per tensor may be more."""
+    file = tmp_path / f"weights{suffix}"
+    parameters = dict(layers().named_parameters())
+    state = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in parameters.items()}
+    (torch.save if suffix == ".pth" else save_file)(state, file)
+    total = sum(tensor.nbytes for tensor in state.values())
+    reads = run(4, read_a_share, file)
+    assert sum(asked for asked, _ in reads) == total
+    for asked, touched in reads:
+        assert asked == total // 4
+        assert asked <= touched <= asked + len(state) * (4 << 20) < total // 2
+
+
+def cut_over_two_axes() -> str:
+    ranks = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match="2 axes") as caught:
+        Sharded(ranks, lambda network: network.blocks)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_mesh_of_several_axes_is_refused() -> None:
+    assert all("flatten it" in sentence for sentence in run(4, cut_over_two_axes))
+
+
+def damaged(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
+    state = {name: torch.ones(p.shape) for name, p in nn.Linear(2, 3).named_parameters()}
+    change(state)
+    return state
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda s: s.pop("bias"), "lacks tensor bias"),
+        (lambda s: s.update(more=torch.ones(1)), "unknown tensor more"),
+        (lambda s: s.update(bias=torch.ones(1)), r"bias has shape \[1\], .* for \[3\]"),
+    ],
+)
+def test_loading_a_network_is_strict(tmp_path: Path, suffix: str, change, sentence: str) -> None:
+    """Also in shapes: a single row would be broadcast."""
+    file = tmp_path / f"weights{suffix}"
+    (torch.save if suffix == ".pth" else save_file)(damaged(change), file)
+    with torch.device("meta"):
+        network = nn.Linear(2, 3)
+    with pytest.raises(InputError, match=sentence):
+        loading.load_network(
+            network, file, str, device=CPU, dtype_of=lambda _, stored: stored, label=""
+        )
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "b"])
+def test_a_parameter_of_two_names(tmp_path: Path, names: str) -> None:
+    """Like the text encoder's table: its first name is needed, the other one may be there too."""
+    with torch.device("meta"):
+        layer = nn.Linear(2, 3, bias=False)
+    network = nn.ModuleDict({"a": layer, "b": layer})
+    save_file(
+        {f"{name}.weight": torch.full((3, 2), 7.0) for name in names}, tmp_path / "x.safetensors"
+    )
+
+    def load() -> None:
+        loading.load_network(
+            network,
+            tmp_path / "x.safetensors",
+            str,
+            device=CPU,
+            dtype_of=lambda _, stored: stored,
+            label="",
+        )
+
+    if names == "b":
+        with pytest.raises(InputError, match=r"lacks tensor a\.weight"):
+            load()
+    else:
+        load()
+        assert network["a"].weight is network["b"].weight
+        assert torch.equal(network["b"].weight, torch.full((3, 2), 7.0))
