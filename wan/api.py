@@ -41,9 +41,10 @@ class WanT2V(Facade):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
-    ) -> Tensor:
+    ) -> Tensor | None:
         """The video [3,F,H,W] in [-1, 1], or with output_type="latent" the latents [16,f,h,w].
 
+        Of several processes only the first one gets the video, the others None.
         size: (width, height). guide_scale: one number or (low noise, high noise).
         """
         return self._run(
@@ -81,7 +82,7 @@ class WanI2V(Facade):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
-    ) -> Tensor:
+    ) -> Tensor | None:
         """The video [3,F,H,W] with img's aspect ratio at about max_area pixels; see `WanT2V`."""
         if img is None:
             raise InputError("WanI2V.generate starts from a picture; give one as img.")
@@ -121,7 +122,7 @@ class WanTI2V(Facade):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
-    ) -> Tensor:
+    ) -> Tensor | None:
         """The video [3,F,H,W] of `size`, or with img's aspect ratio if given; see `WanT2V`."""
         return self._run(
             input_prompt,

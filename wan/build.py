@@ -9,27 +9,25 @@ from typing import Any, TypeVar
 import torch
 
 from wan import device as devices
-from wan import loading
+from wan import loading, parts
 from wan.device import Device
+from wan.distributed import mesh
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
 from wan.experts import Experts
 from wan.kernels.sdpa import SdpaKernel
-from wan.keymaps import t5_transformers_name, vae_diffusers_name
 from wan.log import Stages, logger
 from wan.modules import schedule
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
 from wan.modules.model import WanModel
-from wan.modules.textcache import TextKVCache
 from wan.pipeline import Lazy, Pipeline
+from wan.settings import parallel as parallel_settings
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
-from wan.text import TextEncoder, umt5_sizes
-from wan.vae import VideoVAE, autoencoder_sizes
 
 T = TypeVar("T")
 ALONE = Parallel()
@@ -51,10 +49,10 @@ def pipeline(
     otherwise.
     """
     device = devices.resolve(execution.device, device_index) if team is None else team.device
-    dtype = _precision(execution, device)
+    dtype = parts.precision(execution, device)
     networks = {name: loading.meta_dit(files) for name, files in checkpoint.experts.items()}
     network = next(iter(networks.values()))
-    _check_parts(checkpoint, network)
+    parts.check_parts(checkpoint, network)
     stages = Stages(device.synchronize)
     collaborators = _collaborators(parallel, team)
 
@@ -67,13 +65,13 @@ def pipeline(
 
     def expert(name: str) -> WanModel:
         with stages("loading"):
-            return _expert(checkpoint, execution, device, dtype, name, collaborators)
+            return parts.expert(checkpoint, execution, device, dtype, name, collaborators)
 
     logger.info(
         "%s checkpoint, %s, %s, %d x %d heads",
         checkpoint.layout,
         device.name(),
-        dtype_name(_dit_dtype(execution, dtype)),
+        parts.dtype_name(parts.dit_dtype(execution, dtype)),
         network.num_layers,
         network.num_heads,
     )
@@ -81,9 +79,9 @@ def pipeline(
     return Pipeline(
         device=device,
         text=timed(
-            lambda: _text_encoder(checkpoint, execution, device, t5_dtype or dtype, network)
+            lambda: parts.text_encoder(checkpoint, execution, device, t5_dtype or dtype, network)
         ),
-        vae=timed(lambda: _vae(checkpoint, execution, device)),
+        vae=timed(lambda: parts.vae(checkpoint, execution, device)),
         experts=Experts(expert, offload=execution.offload_model),
         text_dim=network.text_dim,
         text_len=network.text_len,
@@ -91,6 +89,34 @@ def pipeline(
         stages=stages,
         **_shared(parallel, team),
     )
+
+
+def team(
+    checkpoint: Checkpoint,
+    use_sp: bool,
+    flags: dict[str, Any],
+    execution: Execution,
+    device_index: int,
+) -> tuple[Parallel, Team | None]:
+    """The topology for flags, and the team of a process group that the caller has initialised."""
+    heads = next(iter(checkpoint.experts.values())).config["num_heads"]
+    values = {name: value for name, value in flags.items() if value not in (None, False)}
+    unknown = values.keys() - Parallel.__dataclass_fields__.keys() - {"t5_cpu"}
+    if unknown:
+        raise InputError(f"{min(unknown)} is not a known keyword; remove it.")
+    world = mesh.running() if use_sp else 1
+    if use_sp and world == 1:
+        raise InputError(
+            "use_sp shares a video among processes, but torch.distributed is not initialised for "
+            "several; start with torchrun and call init_process_group first."
+        )
+    topology, notices = parallel_settings.resolve(values, world, heads, (0, 0))
+    for notice in notices:
+        logger.info(notice)
+    sizes = (topology.cfg_size, topology.ring_size, topology.ulysses_size)
+    if world == 1:
+        return topology, None
+    return topology, mesh.form(devices.resolve(execution.device, device_index), sizes)
 
 
 def attention_line(parallel: Parallel, heads: int) -> str:
@@ -143,17 +169,13 @@ def _shared(parallel: Parallel, team: Team | None) -> dict[str, Any]:
 
 def resolved(execution: Execution, device: Device) -> dict[str, str]:
     """What "auto" came to, for the record."""
-    dtype = _precision(execution, device)
+    dtype = parts.precision(execution, device)
     return {
         "device": device.name(),
         "precision": "fp32" if dtype == torch.float32 else "bf16",
-        "dit_dtype": dtype_name(_dit_dtype(execution, dtype)),
+        "dit_dtype": parts.dtype_name(parts.dit_dtype(execution, dtype)),
         "kernel": SdpaKernel.name,
     }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def demo_checkpoint(task: str, folder: Path) -> None:
@@ -166,87 +188,3 @@ def demo_checkpoint(task: str, folder: Path) -> None:
     except (OSError, InputError):
         if not folder.is_dir():  # otherwise another run has just made the same one
             raise
-
-
-def _check_parts(checkpoint: Checkpoint, network: WanModel) -> None:
-    """The VAE and the text encoder must be whole and belong to the networks; weights stay unread.
-
-    Parts that are absent are left to those who need them: embeddings can replace a text encoder.
-    """
-    if checkpoint.vae is not None:
-        sizes = autoencoder_sizes(loading.tensor_shapes(checkpoint.vae, vae_diffusers_name))
-        if sizes["z_dim"] != network.out_dim:
-            raise InputError(
-                f"{checkpoint.vae} has {sizes['z_dim']} latent channels, the DiT "
-                f"{network.out_dim}; they belong to different checkpoints: download the VAE again."
-            )
-    if checkpoint.text_encoder is not None:
-        shapes = loading.tensor_shapes(checkpoint.text_encoder, t5_transformers_name)
-        width = umt5_sizes(shapes)["d_model"]
-        if width != network.text_dim:
-            raise InputError(
-                f"{checkpoint.text_encoder} makes embeddings of {width} channels, the DiT takes "
-                f"{network.text_dim}; they belong to different checkpoints: download both again."
-            )
-
-
-def _precision(execution: Execution, device: Device) -> torch.dtype:
-    choices = {"bf16": torch.bfloat16, "fp32": torch.float32, "auto": device.default_precision}
-    return choices[execution.precision]
-
-
-def _dit_dtype(execution: Execution, dtype: torch.dtype) -> torch.dtype:
-    """--convert_model_dtype stores the DiT in bf16, and so its products are computed in bf16."""
-    return torch.bfloat16 if execution.convert_model_dtype else dtype
-
-
-def _expert(
-    checkpoint: Checkpoint,
-    execution: Execution,
-    device: Device,
-    dtype: torch.dtype,
-    name: str,
-    collaborators: dict[str, Any],
-) -> WanModel:
-    model = loading.load_dit(
-        checkpoint.experts[name],
-        device=device.torch_device,
-        dtype_of=loading.dit_dtypes(_dit_dtype(execution, dtype), execution.convert_model_dtype),
-        label=f"DiT {name}",
-        **collaborators,
-        text_cache=TextKVCache() if execution.text_kv_cache else None,
-    )
-    if execution.compile:
-        for block in model.blocks:
-            block.compile()
-    return model
-
-
-def _text_encoder(
-    checkpoint: Checkpoint,
-    execution: Execution,
-    device: Device,
-    dtype: torch.dtype,
-    model: WanModel,
-) -> TextEncoder:
-    weights = loading.load_tensors(
-        checkpoint.require("text_encoder"),
-        t5_transformers_name,
-        device=torch.device("cpu") if execution.t5_cpu else device.torch_device,
-        dtype_of=lambda _, stored: stored if dtype == torch.float32 else dtype,
-        label="text encoder",
-    )
-    return TextEncoder(
-        weights, checkpoint.require("tokenizer"), dtype=dtype, text_len=model.text_len
-    )
-
-
-def _vae(checkpoint: Checkpoint, execution: Execution, device: Device) -> VideoVAE:
-    weights = loading.load_tensors(
-        checkpoint.require("vae"),
-        vae_diffusers_name,
-        device=device.torch_device,
-        dtype_of=lambda *_: torch.float32,
-        label="VAE",
-    )
-    return VideoVAE(weights, tiling=execution.vae_tiling)

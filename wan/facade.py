@@ -58,6 +58,7 @@ class Facade:
         device: str = "auto",
         precision: str = "auto",
         noise_device: str = "cpu",
+        **parallel: Any,
     ) -> None:
         """config: from WAN_CONFIGS, perhaps edited. checkpoint_dir: official or diffusers layout.
 
@@ -66,6 +67,11 @@ class Facade:
         the checkpoint. init_on_cpu has no effect: networks go straight to their device. device,
         precision and noise_device as on the command line. Raises InputError (a ValueError) for
         folders and settings that do not fit.
+
+        use_sp: the processes of torch.distributed, which the caller has initialised, share each
+        video; parallel: cfg_size, ring_size, ulysses_size, ring_type, comm_type and
+        fa_alltoall_overlap as on the command line. `generate` is then called on every process and
+        returns the video on the first one, None on the others. rank is taken from the group.
         """
         self.config, self._noise_device = config, noise_device
         if precision == "auto" and config.param_dtype == torch.float32:
@@ -83,9 +89,18 @@ class Facade:
         two = self._preset.boundary is not None
         self._boundary = config.get("boundary", self._preset.boundary) if two else None
         fp32 = config.t5_dtype == torch.float32
+        topology, self._team = build.team(
+            self._checkpoint,
+            use_sp,
+            {**parallel, "dit_fsdp": dit_fsdp, "t5_fsdp": t5_fsdp, "t5_cpu": t5_cpu},
+            execution,
+            device_id,
+        )
         self._pipeline = build.pipeline(
             self._checkpoint,
             execution,
+            parallel=topology,
+            team=self._team,
             device_index=device_id,
             t5_dtype=torch.float32 if fp32 else None,
         )
@@ -113,7 +128,7 @@ class Facade:
         output_type: str,
         embeds: tuple[Tensor | None, Tensor | None],
         sampling: dict[str, Any],
-    ) -> Tensor:
+    ) -> Tensor | None:
         if output_type not in ("pt", "latent"):
             raise InputError(f"output_type is {output_type!r}; choose 'pt' or 'latent'.")
         request = Request(
@@ -129,7 +144,11 @@ class Facade:
         latents = self._pipeline.latents(
             request, image=image, prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1]
         )
-        return latents if output_type == "latent" else self._pipeline.decode(latents)
+        if output_type == "latent":
+            return latents
+        if self._team is not None and not self._team.is_main:
+            return None
+        return self._pipeline.decode(latents)
 
     def _sampling(
         self,

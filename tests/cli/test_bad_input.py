@@ -65,9 +65,19 @@ SIMPLE = {
     "device npu": (["--device", "npu"], "not built yet"),
     "noise device": (["--noise_device", "gpu"], "cpu, device"),
     "offload words": (["--offload_model", "maybe"], "use true or false"),
-    "ulysses": (["--ulysses_size", "8"], "several devices"),
-    "fsdp": (["--dit_fsdp"], "several devices"),
-    "t5 fsdp": (["--t5_fsdp"], "several devices"),
+    "ulysses": (["--ulysses_size", "8"], "torchrun --nproc_per_node=8"),
+    "cfg x ring": (["--cfg_size", "2", "--ring_size", "3"], "torchrun --nproc_per_node=6"),
+    "comm_type 1": (["--comm_type", "1"], "comm_type optimization requires ulysses_size > 1."),
+    "comm_type 3": (["--comm_type", "3"], "comm_type must be 0, 1, or 2, but got 3."),
+    "comm_type text": (["--comm_type", "one"], "comm_type must be 0, 1, or 2"),
+    "both aims": (["--comm_type", "1", "--fa_alltoall_overlap"], "choose one"),
+    "overlap alone": (["--fa_alltoall_overlap"], "--ulysses_size 1"),
+    "ring type alone": (["--ring_type", "bidirectional"], "no effect"),
+    "unknown ring type": (["--ring_type", "torus"], "ring, bidirectional"),
+    "zero cards": (["--ring_size", "0"], "from 1 to 4096"),
+    "endless wait": (["--dist_timeout", "inf"], "above 0"),
+    "fsdp": (["--dit_fsdp"], "torchrun"),
+    "t5 fsdp": (["--t5_fsdp"], "torchrun"),
     "tensor parallel": (["--tp_size=2"], "--tp_size is not available"),
     "vae parallel": (["--vae_parallel"], "--vae_tiling"),
     "quantised": (["--quant_dit_path", "x"], "--convert_model_dtype"),
@@ -152,11 +162,13 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == len(SIMPLE)
 
 
-def test_torchrun_is_refused(
+def test_environment_without_torchrun(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("OVERLAP", "yes")
+    assert "OVERLAP is 'yes'" in refused([], capfd)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 processes (torchrun) needs several devices" in refused([], capfd)
+    assert "WORLD_SIZE is set, but RANK is not" in refused([], capfd)
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert "WORLD_SIZE is 'two'" in refused([], capfd)
 
@@ -277,7 +289,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "config without heads": (
         lambda f: _edit_json(f / HIGH / "config.json", lambda c: c.update(num_heads=0)),
-        "0 heads",
+        "num_heads is 0",
     ),
     "shard entry without shape": (
         lambda f: _rename_in_header(_shard(f), b'"shape"', b'"shapo"'),

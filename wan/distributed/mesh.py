@@ -97,14 +97,23 @@ def join(
     store: dist.Store, device: Device, sizes: tuple[int, int, int], timeout: timedelta
 ) -> Team:
     """Form the process group and the mesh of (cfg, ring, ulysses) sizes; every rank calls it."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         BACKENDS[device.type],
         store=dist.PrefixStore("wan", store),
-        rank=rank,
-        world_size=world,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timeout,
         device_id=None if device.type == "cpu" else device.torch_device,
     )
+    return form(device, sizes)
+
+
+def form(device: Device, sizes: tuple[int, int, int]) -> Team:
+    """The mesh of (cfg, ring, ulysses) sizes over a process group that exists."""
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("cfg", "ring", "ulysses"))
-    return Team(mesh, device, rank)
+    return Team(mesh, device, dist.get_rank())
+
+
+def running() -> int:
+    """Processes in the default group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1

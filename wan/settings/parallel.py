@@ -147,9 +147,7 @@ def _check_modes(parallel: Parallel, values: Mapping[str, Any]) -> None:
                 raise InputError(f"--compile does not work with {wish}; drop one of them.")
 
 
-def _check_guidance(
-    parallel: Parallel, heads: int, guide_scale: tuple[float, float]
-) -> list[str]:
+def _check_guidance(parallel: Parallel, heads: int, guide_scale: tuple[float, float]) -> list[str]:
     if parallel.cfg_size == 1:
         return []
     if all(scale == 1 for scale in guide_scale):
