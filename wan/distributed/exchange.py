@@ -39,7 +39,9 @@ class Pending:
         if self._work is not None:
             self._work.wait()
         parts, axis = self._parts, self._axis
-        self._parts = self._send = None
+        self._send = None
+        if not torch.compiler.is_compiling():  # there, later exchanges may refer to it
+            self._parts = None
         if into is None:
             return parts.flatten(axis, axis + 1).contiguous()
         into.unflatten(axis, (parts.shape[axis], -1)).copy_(parts)
@@ -63,13 +65,13 @@ def start_all_to_all_4D(
     group: Group,
     *,
     async_op: bool = True,
-    after: Tensor | None = None,
+    after: Pending | None = None,
 ) -> Pending:
     """`all_to_all_4D` as a handle; with async_op the transfer runs beside what follows.
 
     One contiguous copy per direction: going, heads are packed by card (the tokens then arrive in
     order); coming back, each card's heads are put between the others' (batch 1; else one more).
-    after: what a compiler must have computed before this exchange; eager calls run as they come.
+    after: an exchange that a compiler must not start this one before; eager calls run as they come.
     """
     if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
         raise ValueError(
@@ -88,11 +90,11 @@ def start_all_to_all_4D(
     return Pending(parts, gather_idx, work, send_PBxxx if async_op else None)
 
 
-def _pack(x: Tensor, after: Tensor | None) -> Tensor:
+def _pack(x: Tensor, after: Pending | None) -> Tensor:
     """x in contiguous memory."""
-    if after is None or not torch.compiler.is_compiling():
+    if after is None or after._parts is None or not torch.compiler.is_compiling():
         return x.contiguous()
-    return _pack_after(x, after)
+    return _pack_after(x, after._parts)
 
 
 @torch.library.custom_op("wan::pack_after", mutates_args=())

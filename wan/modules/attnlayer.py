@@ -124,7 +124,7 @@ class FAPowerCapAttention:
         out_BsND = torch.empty_like(qkv[0])
         incoming: dict[int, list[Pending]] = {}
         outgoing: dict[int, Pending] = {}
-        finished: Tensor | None = None
+        finished: Pending | None = None
         for verb, chunk in order(len(ranges)):
             if verb == "start":
                 incoming[chunk] = self._exchange_in(split[chunk], overlap, finished)
@@ -134,7 +134,8 @@ class FAPowerCapAttention:
                 del result
             else:
                 first, last = ranges[chunk]
-                finished = outgoing.pop(chunk).wait(into=out_BsND[:, :, first:last])
+                finished = outgoing.pop(chunk)
+                finished.wait(into=out_BsND[:, :, first:last])
         return out_BsND
 
     def _split_qkv_by_head(self, qkv: QKV, ranges: tuple[Range, ...]) -> list[QKV]:
@@ -142,7 +143,7 @@ class FAPowerCapAttention:
         q, k, v = qkv
         return [(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in ranges]
 
-    def _exchange_in(self, qkv_BsND: QKV, overlap: bool, after: Tensor | None) -> list[Pending]:
+    def _exchange_in(self, qkv_BsND: QKV, overlap: bool, after: Pending | None) -> list[Pending]:
         """Heads scattered, tokens gathered: three exchanges."""
         return [
             start_all_to_all_4D(x, 2, 1, self.ulysses_pg, async_op=overlap, after=after)

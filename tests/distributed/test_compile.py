@@ -1,0 +1,111 @@
+"""A compiled block computes what the eager one does and keeps exchanges and attention in order.
+
+Legend: B batch, L tokens of one card, C channels, T text tokens.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch._dynamo.backends.common import aot_autograd
+
+from tests import dist
+from wan.kernels.sdpa import SdpaKernel
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.blocks import WanAttentionBlock
+from wan.modules.rope import rope_table
+
+pytestmark = pytest.mark.dist
+
+CARDS, HEADS, HEAD_DIM, LOCAL, TEXT = 2, 8, 6, 12, 5
+CHANNELS = HEADS * HEAD_DIM
+EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+STAGES = {0: 1 * ["EEE", "A", "E"], 1: 4 * ["EEE", "A", "E"], 2: 4 * ["EEE", "AA", "E"]}
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("valid_len", [24, 21])
+def test_compiled_block(mode: int, valid_len: int) -> None:
+    for found in dist.run(CARDS, compile_block, mode, valid_len):
+        assert found["graphs"] == 1
+        assert found["order"] == "".join(STAGES[mode]) + "A", "the last one is the text's"
+        assert found["free"] == [], "these events do not wait for all of the stage before"
+        assert found["equal"]
+
+
+def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
+    """On one rank: a block compiled for this mode, and its graph seen as a sequence of events."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.Graph] = []
+
+    def record(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module.graph)
+        return module.forward
+
+    block, x_BLC, others = block_and_inputs(mode, valid_len)
+    compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=record))
+    with torch.no_grad():
+        expected = block(x_BLC.clone(), *others)[0]
+        found = compiled(x_BLC.clone(), *others)[0]
+    events = [node for node in graphs[0].nodes if node.target in (EXCHANGE, ATTENTION)]
+    return {
+        "graphs": len(graphs),
+        "order": "".join("E" if node.target is EXCHANGE else "A" for node in events),
+        "free": not_forced(events, STAGES[mode]),
+        "equal": torch.equal(found, expected),
+    }
+
+
+def not_forced(events: list[torch.fx.Node], stages: list[str]) -> list[tuple[str, str]]:
+    """Pairs of events of neighbouring stages that a compiler may exchange.
+
+    The order of a graph's text says nothing: a scheduler may take any order that data allow.
+    """
+    taken = iter(events)
+    groups = [[next(taken) for _ in stage] for stage in stages]
+    return [
+        (before.name, after.name)
+        for earlier, later in zip(groups, groups[1:], strict=False)
+        for after in later
+        for before in earlier
+        if before not in needed(after)
+    ]
+
+
+def needed(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """What must have been computed before a node."""
+    found: set[torch.fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in found]
+        found.update(new)
+        waiting.extend(new)
+    return found
+
+
+def block_and_inputs(mode: int, valid_len: int) -> tuple[WanAttentionBlock, torch.Tensor, Any]:
+    torch.manual_seed(0)
+    rank = torch.distributed.get_rank()
+    attention = FAPowerCapAttention(SimpleNamespace(comm_type=mode), torch.distributed.group.WORLD)
+    block = WanAttentionBlock(
+        CHANNELS,
+        2 * CHANNELS,
+        HEADS,
+        qk_norm=True,
+        cross_attn_norm=True,
+        eps=1e-6,
+        layer=0,
+        attention=attention,
+        kernel=SdpaKernel(),
+    )
+    e0_BR6C, context_BTC = torch.randn(1, 1, 6, CHANNELS), torch.randn(1, TEXT, CHANNELS)
+    x_BSC = torch.randn(1, CARDS * LOCAL, CHANNELS)
+    mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
+    cos, sin = (table[mine] for table in rope_table((1, 4, 6), HEAD_DIM))
+    others = (e0_BR6C, (LOCAL,), context_BTC, None, (cos, sin), valid_len, None)
+    return block, x_BSC[:, mine].clone(), others
