@@ -162,7 +162,7 @@ class FAPowerCapAttention:
         rows = q.shape[1]
         valid = self._valid_rows(rows, valid_len)
         mine = valid[0 if self.ring is None else self.ring.rank]
-        ranges = schedule.q_ranges(mine, blocks) if mine else ()
+        ranges = [(a, b) for a, b in schedule.q_ranges(mine, blocks) if a < b]
         if blocks == 1 and mine == rows:
             attended = self._attend([q], k, v, valid)
             return attended[0]
