@@ -82,7 +82,14 @@ def pipeline(
             lambda: parts.text_encoder(checkpoint, execution, device, t5_dtype or dtype, network)
         ),
         vae=timed(lambda: parts.vae(checkpoint, execution, device)),
-        experts=Experts(expert, offload=execution.offload_model),
+        experts=Experts(
+            expert,
+            offload=execution.offload_model,
+            files={
+                name: [tensor.file for tensor in dit.tensors.values()]
+                for name, dit in checkpoint.experts.items()
+            },
+        ),
         text_dim=network.text_dim,
         text_len=network.text_len,
         offload=execution.offload_model,

@@ -62,9 +62,14 @@ class Denoiser(Protocol):
 
 
 class ExpertSource(Protocol):
-    """Hands out networks by name, loading and releasing them as it sees fit."""
+    """Hands out networks by name, loading and releasing them as it sees fit.
+
+    prefetch: the network will be asked for after the next step.
+    """
 
     def get(self, name: str) -> Denoiser: ...
+
+    def prefetch(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -114,11 +119,14 @@ def denoise(
     """
     solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
     latents = conditions.start
-    first, _ = expert_at(int(solver.timesteps[0]), request.boundary)
-    experts.get(first)  # before the bar, so that its pace is that of the steps
+    plan = [expert_at(int(timestep), request.boundary) for timestep in solver.timesteps]
+    experts.get(plan[0][0])  # before the bar, so that its pace is that of the steps
     with torch.no_grad(), progress(request.sample_steps, "sampling", "step") as bar:
         for index, timestep in enumerate(solver.timesteps):
-            name, scale = expert_at(int(timestep), request.boundary)
+            name, scale = plan[index]
+            upcoming, _ = plan[min(index + 1, len(plan) - 1)]
+            if upcoming != name:
+                experts.prefetch(upcoming)
             bar.set_postfix_str(name, refresh=False)
             velocity = guided_velocity(
                 experts.get(name),

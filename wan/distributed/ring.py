@@ -93,9 +93,7 @@ class Ring:
 
     def _gather(self, x: Tensor) -> Tensor:
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_single(
-            _as_bytes(out).flatten(0, 1), _as_bytes(x.contiguous()), self.group
-        )
+        dist.all_gather_single(_as_bytes(out).flatten(0, 1), _as_bytes(x.contiguous()), self.group)
         return out.movedim(0, 1).flatten(1, 2)
 
 

@@ -25,8 +25,6 @@ class Kernel(Protocol):
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor: ...
 
-    def with_lse(
-        self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /
-    ) -> tuple[Tensor, Tensor]:
+    def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         """The result and the log-sum-exp (natural log, float32 [B,N,S]) of each row's logits."""
         ...

@@ -22,9 +22,7 @@ class SdpaKernel:
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
-    def with_lse(
-        self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /
-    ) -> tuple[Tensor, Tensor]:
+    def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
         aten = torch.ops.aten
         if q.device.type == "cpu":

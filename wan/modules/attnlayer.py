@@ -121,7 +121,7 @@ class FAPowerCapAttention:
         ranges = schedule.head_ranges(qkv[0].shape[2], self.world_size, chunks)
         split = self._split_qkv_by_head(qkv, ranges)
         overlap = order is schedule.pipelined
-        out_BsND = torch.empty_like(qkv[0])
+        out_BsND: Tensor | None = None  # not made before it is needed: attention is the peak
         incoming: dict[int, list[Pending]] = {}
         outgoing: dict[int, Pending] = {}
         finished: Pending | None = None
@@ -135,7 +135,9 @@ class FAPowerCapAttention:
             else:
                 first, last = ranges[chunk]
                 finished = outgoing.pop(chunk)
+                out_BsND = torch.empty_like(qkv[0]) if out_BsND is None else out_BsND
                 finished.wait(into=out_BsND[:, :, first:last])
+        assert out_BsND is not None, "there is no chunk"
         return out_BsND
 
     def _split_qkv_by_head(self, qkv: QKV, ranges: tuple[Range, ...]) -> list[QKV]:

@@ -42,7 +42,11 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _index(name: str, environ: Mapping[str, str]) -> int:
-    return _count(name, 0, environ) if world_size(environ) > 1 else 0
+    if world_size(environ) == 1:
+        return 0
+    if name not in environ:
+        raise InputError(f"WORLD_SIZE is set, but {name} is not: start with torchrun.")
+    return _count(name, 0, environ)
 
 
 def _count(name: str, minimum: int, environ: Mapping[str, str]) -> int:
