@@ -12,6 +12,7 @@ from wan import device as devices
 from wan import loading, parts
 from wan.device import Device
 from wan.distributed import mesh
+from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
@@ -28,6 +29,7 @@ from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
+from wan.text import umt5_blocks
 
 T = TypeVar("T")
 ALONE = Parallel()
@@ -55,6 +57,7 @@ def pipeline(
     parts.check_parts(checkpoint, network)
     stages = Stages(device.synchronize)
     collaborators = _collaborators(parallel, team)
+    dit_place, t5_place = _places(parallel, team)
 
     def timed(make: Callable[[], T]) -> Lazy[T]:
         def load() -> T:
@@ -65,7 +68,9 @@ def pipeline(
 
     def expert(name: str) -> WanModel:
         with stages("loading"):
-            return parts.expert(checkpoint, execution, device, dtype, name, collaborators)
+            return parts.expert(
+                checkpoint, execution, device, dtype, name, collaborators, dit_place
+            )
 
     logger.info(
         "%s checkpoint, %s, %s, %d x %d heads",
@@ -79,7 +84,9 @@ def pipeline(
     return Pipeline(
         device=device,
         text=timed(
-            lambda: parts.text_encoder(checkpoint, execution, device, t5_dtype or dtype, network)
+            lambda: parts.text_encoder(
+                checkpoint, execution, device, t5_dtype or dtype, network.text_len, t5_place
+            )
         ),
         vae=timed(lambda: parts.vae(checkpoint, execution, device)),
         experts=Experts(
@@ -160,6 +167,14 @@ def _collaborators(parallel: Parallel, team: Team | None) -> dict[str, Any]:
         )
         tokens = ShardedTokens(team.group("ring", "ulysses"))
     return {"attention": attention, "kernel": kernel, "tokens": tokens}
+
+
+def _places(parallel: Parallel, team: Team | None) -> tuple[Sharded | None, Sharded | None]:
+    """Where the rows of the DiT's and of the text encoder's weights go; None: all to every card."""
+    if team is None:
+        return None, None
+    cut = Sharded(team.world_mesh(), lambda network: network.blocks) if parallel.dit_fsdp else None
+    return cut, Sharded(team.world_mesh(), umt5_blocks) if parallel.t5_fsdp else None
 
 
 def _shared(parallel: Parallel, team: Team | None) -> dict[str, Any]:

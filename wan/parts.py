@@ -9,12 +9,13 @@ import torch
 from wan import loading
 from wan.device import Device
 from wan.keymaps import t5_transformers_name, vae_diffusers_name
+from wan.loading import Place
 from wan.modules.model import WanModel
 from wan.modules.textcache import TextKVCache
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.text import TextEncoder, umt5_sizes
+from wan.text import TextEncoder, umt5, umt5_sizes
 from wan.vae import VideoVAE, autoencoder_sizes
 
 
@@ -61,12 +62,14 @@ def expert(
     dtype: torch.dtype,
     name: str,
     collaborators: dict[str, Any],
+    place: Place | None,
 ) -> WanModel:
     model = loading.load_dit(
         checkpoint.experts[name],
         device=device.torch_device,
         dtype_of=loading.dit_dtypes(dit_dtype(execution, dtype), execution.convert_model_dtype),
         label=f"DiT {name}",
+        place=place,
         **collaborators,
         text_cache=TextKVCache() if execution.text_kv_cache else None,
     )
@@ -81,18 +84,21 @@ def text_encoder(
     execution: Execution,
     device: Device,
     dtype: torch.dtype,
-    model: WanModel,
+    text_len: int,
+    place: Place | None,
 ) -> TextEncoder:
-    weights = loading.load_tensors(
-        checkpoint.require("text_encoder"),
+    path = checkpoint.require("text_encoder")
+    network = umt5(loading.tensor_shapes(path, t5_transformers_name))
+    loading.load_network(
+        network,
+        path,
         t5_transformers_name,
         device=torch.device("cpu") if execution.t5_cpu else device.torch_device,
         dtype_of=lambda _, stored: stored if dtype == torch.float32 else dtype,
         label="text encoder",
+        place=place,
     )
-    return TextEncoder(
-        weights, checkpoint.require("tokenizer"), dtype=dtype, text_len=model.text_len
-    )
+    return TextEncoder(network, checkpoint.require("tokenizer"), dtype=dtype, text_len=text_len)
 
 
 def vae(checkpoint: Checkpoint, execution: Execution, device: Device) -> VideoVAE:

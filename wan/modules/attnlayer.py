@@ -68,7 +68,6 @@ class FAPowerCapAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        /,
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
