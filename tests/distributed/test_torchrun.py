@@ -159,7 +159,11 @@ def test_ranks_that_differ_are_named(wrong: str, alone, tiny, tmp_path: Path) ->
     said = [line for text in texts for line in text.splitlines() if "generate.py: " in line[:13]]
     assert len(said) == 2 and said[0] == said[1], texts
     assert "rank 1 on" in said[0], said
-    words = {"folder": "does not exist", "argument": "--sample_shift is 4.0, but ", "weights": "content"}
+    words = {
+        "folder": "does not exist",
+        "argument": "--sample_shift is 4.0, but ",
+        "weights": "content",
+    }
     assert words[wrong] in said[0] and not list(tmp_path.glob("v.*"))
 
 

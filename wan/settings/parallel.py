@@ -65,8 +65,8 @@ def resolve(
     _check_product(parallel, heads)
     _check_modes(parallel, values)
     notices = _check_guidance(parallel, heads, guide_scale)
-    free = [name for name, size in given.items() if size is None and name != "cfg_size"]
-    if world > 1 and free:
+    chosen_ring = given["ring_size"] is None and ring > 1
+    if world > 1 and (given["ulysses_size"] is None or chosen_ring):
         notices.append(f"Chosen: {_flags(cfg, ring, ulysses)} for {world} processes.")
     if parallel.comm_type and heads == ulysses:
         notices.append(

@@ -1,0 +1,122 @@
+"""infer_t2v.sh and infer_i2v.sh: what they refuse, what they forward, what comes out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import imageio
+import numpy as np
+import pytest
+
+from tests.dist import REPO
+from wan import build, video
+from wan.settings.checkpoint import describe
+from wan.settings.execution import Execution
+from wan.settings.request import check_image
+
+SCRIPTS = ("infer_t2v.sh", "infer_i2v.sh")
+
+
+@pytest.fixture
+def call(tmp_path: Path):
+    """call(script, *arguments, **environment): in a copy whose torchrun prints its arguments."""
+    for name in (*SCRIPTS, "tools/infer.sh", "examples/boat.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPO / name, tmp_path / name)
+    fake = tmp_path / "bin" / "torchrun"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; env | grep -E "OMP|NPU|TASK_Q"; true\n')
+    fake.chmod(0o755)
+
+    def run(script: str, *arguments: str, **environment: str) -> tuple[int, list[str], str]:
+        path = f"{fake.parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", str(tmp_path / script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            env={"PATH": path, **environment},
+        )
+        return done.returncode, done.stdout.splitlines(), done.stderr
+
+    return run
+
+
+def after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("value", ["3", "-1", "one", "01", " "])
+def test_comm_type_is_checked(script: str, value: str, call) -> None:
+    code, out, error = call(script, COMM_TYPE=value)
+    assert (code, out, error) == (1, [], "COMM_TYPE must be 0, 1, or 2\n")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("value", ["0", "1", "2", None])
+def test_comm_type_is_forwarded(script: str, value: str | None, call) -> None:
+    code, words, _ = call(script, **({} if value is None else {"COMM_TYPE": value}))
+    assert code == 0 and after(words, "--comm_type") == (value or "0")
+    assert after(words, "--task") == ("t2v-14B" if "t2v" in script else "i2v-14B")
+    assert "--nproc_per_node=8" in words and after(words, "--ulysses_size") == "8"
+    assert "OMP_NUM_THREADS=1" in words
+
+
+def test_cards_and_sizes(call) -> None:
+    _, words, _ = call("infer_t2v.sh", NPROC_PER_NODE="4")
+    assert "--nproc_per_node=4" in words and after(words, "--ulysses_size") == "4"
+    _, words, _ = call("infer_t2v.sh", "--ulysses_size", "2", "--ring_size=4")
+    assert words.count("--ulysses_size") == 1 and after(words, "--ulysses_size") == "2"
+    _, words, _ = call("infer_t2v.sh", "--cfg_size", "2")
+    assert "--ulysses_size" not in words  # generate.py chooses what fits
+    code, _, error = call("infer_t2v.sh", NPROC_PER_NODE="many")
+    assert code == 1 and "NPROC_PER_NODE is 'many'" in error and error.count("\n") == 1
+
+
+def test_arguments_pass_through_unchanged(call) -> None:
+    given = ["--prompt", "two  words * $HOME 'q' \"d\"", "--save_file", ""]
+    words = call("infer_t2v.sh", *given)[1]
+    first = words.index("--prompt")
+    assert words[first : first + 4] == given
+
+
+def test_example_picture(call) -> None:
+    words = call("infer_i2v.sh")[1]
+    assert check_image(Path(after(words, "--image"))) == (832, 480)
+    for given in (["--image", "cat.jpg"], ["--image=cat.jpg"]):
+        words = call("infer_i2v.sh", *given)[1]
+        assert sum("--image" in word for word in words) == 1
+    assert "--image" not in call("infer_t2v.sh")[1]
+
+
+def test_no_torchrun(tmp_path: Path, call) -> None:
+    (tmp_path / "bin" / "torchrun").unlink()
+    code, _, error = call("infer_t2v.sh", PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert code == 1 and "make setup" in error
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_three_modes_give_the_same_frames(tiny, tmp_path: Path) -> None:
+    """8 cards; modes 0 and 1 identical, mode 2 within one level in at most 0.1 % of the values."""
+    decode = build.pipeline(describe(tiny("t2v-A14B")), Execution(offload_model=False)).decode
+    files, frames = [], []
+    for mode in ("0", "1", "2"):
+        out = tmp_path / f"{mode}.mp4"
+        arguments = ["--ckpt_dir", tiny("t2v-A14B"), "--base_seed", "3", "--save_file", out]
+        subprocess.run(
+            ["bash", REPO / "infer_t2v.sh", *map(str, arguments), "--save_latents"],
+            check=True,
+            timeout=300,
+            env={**os.environ, "COMM_TYPE": mode},
+        )
+        files.append(np.stack(list(imageio.get_reader(out).iter_data())))
+        latents = video.load_latents(out.with_suffix(".latents.safetensors"))
+        frames.append(video.to_uint8(decode(latents)).int().numpy())  # before the lossy file
+    assert (files[0] == files[1]).all() and (frames[0] == frames[1]).all()
+    difference = np.abs(frames[0] - frames[2])
+    assert difference.max() <= 1 and (difference > 0).mean() <= 1e-3

@@ -1,0 +1,121 @@
+"""Any topology and flags, legal or not: a refusal or the right result, never a hang."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import dist
+from wan.settings.errors import InputError
+from wan.settings.parallel import Parallel, resolve
+
+pytestmark = pytest.mark.dist
+HEADS, TOKENS = 12, 36  # of the grid below; not divisible by 8
+
+
+def velocities(parallel: Parallel | None) -> Any:
+    """Both guidance branches of a small model, on this rank's place in a topology."""
+    from wan.device import Device
+    from wan.distributed.mesh import form
+    from wan.distributed.ring import Ring
+    from wan.distributed.tokens import ShardedTokens
+    from wan.modules.attnlayer import FAPowerCapAttention
+    from wan.modules.model import WanModel
+    from wan.sampler import both_here
+
+    collaborators: dict[str, Any] = {}
+    branches = both_here
+    if parallel is not None:
+        sizes = (parallel.cfg_size, parallel.ring_size, parallel.ulysses_size)
+        team = form(Device(torch.device("cpu")), sizes)
+        branches = team.both_branches if parallel.cfg_size == 2 else both_here
+        collaborators = {
+            "attention": FAPowerCapAttention(
+                SimpleNamespace(comm_type=parallel.comm_type),
+                team.group("ulysses"),
+                parallel.fa_alltoall_overlap,
+                ring=Ring(team.group("ring"), parallel.ring_type),
+            ),
+            "tokens": ShardedTokens(team.group("ring", "ulysses")),
+        }
+    torch.manual_seed(0)
+    model = WanModel(
+        "t2v",
+        dim=HEADS * 8,
+        ffn_dim=96,
+        num_heads=HEADS,
+        num_layers=2,
+        text_dim=16,
+        **collaborators,
+    )
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(16, 3, 6, 8, generator=generator)
+    texts = {
+        name: torch.randn(n, 16, generator=generator) for name, n in (("cond", 7), ("uncond", 3))
+    }
+    with torch.no_grad():
+        return torch.stack(
+            branches(lambda b: model([latents], torch.tensor([500.0]), [texts[b]], TOKENS)[0])
+        )
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return velocities(None)
+
+
+@given(
+    world=st.sampled_from([1, 2, 3, 4]),
+    flags=st.fixed_dictionaries(
+        {},
+        optional={
+            "cfg_size": st.integers(1, 3),
+            "ring_size": st.integers(1, 4),
+            "ulysses_size": st.integers(1, 4),
+            "ring_type": st.sampled_from(["ring", "bidirectional"]),
+            "comm_type": st.integers(0, 2),
+            "fa_alltoall_overlap": st.booleans(),
+        },
+    ),
+)
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
+    try:
+        parallel, _ = resolve(flags, world, HEADS, (3.0, 4.0))
+    except InputError as error:
+        assert "\n" not in str(error)
+        return
+    for rank, result in enumerate(dist.run(world, velocities, parallel, timeout=60)):
+        assert (result - expected).abs().max() <= 2e-5, f"rank {rank}"
+
+
+def facade(folder: str, keywords: dict[str, Any]) -> Any:
+    import wan
+    from wan.configs import WAN_CONFIGS
+
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], folder, precision="fp32", **keywords)
+    common = {"size": (32, 32), "frame_num": 1, "sampling_steps": 2, "seed": 1}
+    video = model.generate("a cat", **common)
+    return model.generate("a cat", **common, output_type="latent"), video is None
+
+
+def test_python_classes(tiny) -> None:
+    """use_sp shares a video among the processes of an existing group."""
+    folder = str(tiny("t2v-A14B"))
+    alone, _ = facade(folder, {})
+    keywords = {"use_sp": True, "comm_type": 1, "dit_fsdp": True, "t5_fsdp": True}
+    found = dist.run(2, facade, folder, keywords)
+    assert [none for _, none in found] == [False, True]
+    assert all((latents - alone).abs().max() <= 1e-4 for latents, _ in found)
+    with pytest.raises(AssertionError, match="ring_sizes is not a known keyword"):
+        dist.run(2, facade, folder, {"use_sp": True, "ring_sizes": 2})
