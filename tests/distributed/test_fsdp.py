@@ -161,10 +161,11 @@ def keep_only_the_share(folder: Path) -> None:
     model = dit(folder, torch.bfloat16, False, cut=True)
     model.text_cache = None
     encoder = text_encoder(folder, torch.float32, cut=True)
+    umt5_parts = [encoder._model.shared, *encoder._model.encoder.block]
     context = torch.zeros(5, 64)
     calls: list[tuple[Any, list[nn.Module], Callable[[], Any]]] = [
         (model, list(model.blocks), lambda: velocity(model, 5.0, context)),
-        (encoder._model, umt5_blocks(encoder._model), lambda: encoder("A cat.")),
+        (encoder._model, umt5_parts, lambda: encoder("A cat.")),
     ]
     for network, parts, call in calls:
         seen = whole_parts(network, parts)
