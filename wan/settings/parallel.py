@@ -141,7 +141,6 @@ def _check_modes(parallel: Parallel, values: Mapping[str, Any]) -> None:
         for wish, asked in (
             ("--ring_size above 1", parallel.ring_size > 1),
             ("--fa_alltoall_overlap", overlap),
-            ("--dit_fsdp", parallel.dit_fsdp),
         ):
             if asked:
                 raise InputError(f"--compile does not work with {wish}; drop one of them.")
