@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.dist import run
 from tests.distributed.topology import MODES, Topology, attention_layer, topologies
-from wan.distributed.tokens import TokenPlan
+from wan.distributed.tokenplan import TokenPlan
 from wan.kernels.sdpa import SdpaKernel
 
 pytestmark = pytest.mark.dist

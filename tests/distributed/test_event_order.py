@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tests.dist import run
 from tests.distributed.topology import Topology, attention_layer
-from wan.distributed.tokens import ShardedTokens, TokenPlan
+from wan.distributed.tokenplan import TokenPlan
+from wan.distributed.tokens import ShardedTokens
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.model import WanModel
 

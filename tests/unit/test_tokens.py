@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.distributed.ring import RING_TYPES, Merged, hops
-from wan.distributed.tokens import TokenPlan
+from wan.distributed.tokenplan import TokenPlan
 
 CALM = settings(deadline=None)  # the machine may be busy
 PLANS = st.builds(
@@ -183,3 +183,13 @@ def test_one_part_stays_as_it_is() -> None:
     total = Merged()
     total.add(out, torch.zeros(1, 2, 4))
     assert total.result() is out
+
+
+def test_16_bit_parts_are_summed_in_float32() -> None:
+    parts = [(torch.randn(1, 4, 2, 8).bfloat16(), torch.randn(1, 2, 4)) for _ in range(4)]
+    total, exact = Merged(), Merged()
+    for out, lse in parts:
+        total.add(out, lse)
+        exact.add(out.float(), lse)
+    assert total.result().dtype == torch.float32
+    assert torch.equal(total.result(), exact.result())
