@@ -39,6 +39,8 @@ def alone(tiny, picture, tmp_path_factory: pytest.TempPathFactory):
         arguments = ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK, *more]
         if task == "i2v-A14B":
             arguments += ["--image", str(picture)]
+        if task == "ti2v-5B":  # its tokens are twice as large
+            arguments += ["--size", "64*96"]
         key = (task, *more)
         if key not in made:
             out = base / f"{len(made)}.mp4"
@@ -83,7 +85,6 @@ TABLE = [
     ("t2v-A14B", 8, ["--ulysses_size", "8", "--comm_type", "1"]),
     ("t2v-A14B", 2, ["--offload_model", "true", "--t5_cpu", "--dit_fsdp"]),
     ("t2v-A14B", 2, ["--compile", "--comm_type", "1"]),
-    ("t2v-A14B", 2, ["--compile", "--comm_type", "2", "--dit_fsdp"]),
     ("i2v-A14B", 4, ["--cfg_size", "2", "--comm_type", "2"]),
     ("ti2v-5B", 4, ["--cfg_size", "2", "--comm_type", "1"]),
     ("ti2v-5B", 4, ["--ring_size", "2", "--dit_fsdp", "--t5_fsdp"]),
