@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."""
     try:
         log.setup(env.rank() == 0)
+        if "--plan" in (sys.argv if argv is None else argv):
+            return _plan(argv)
         if env.world_size() > 1:
             from wan import launch
 
@@ -48,8 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resolved(argv: Sequence[str] | None) -> Run:
-    try:
+    with _paths_refused():
         return resolve(flags.parse(argv), _make_demo, prompt_extend.check_available)
+
+
+def _plan(argv: Sequence[str] | None) -> int:
+    """Say what a run would take; under torchrun the main rank speaks for all."""
+    from wan import plan_report
+    from wan.planner import Planner
+    from wan.settings import planned
+
+    if env.rank() > 0:
+        return 0
+    with _paths_refused():
+        planner = Planner(planned.resolve(flags.parse(argv)))
+    print(*planner.planned.notices, *plan_report.lines(planner), sep="\n")
+    print(plan_report.check(planner))
+    return 0
+
+
+@contextmanager
+def _paths_refused() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:  # a path that the system itself refuses: too long, no permission, ...
         path = error.filename or "A path"
         raise InputError(f"{path} cannot be used ({error.strerror}); give another one.") from error

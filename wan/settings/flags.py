@@ -81,7 +81,9 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "several processes (torchrun)": (
         *(Flag(n, values.integer(1, 4096), h, record=False) for n, h in _SIZES.items()),
-        Flag("ring_type", values.choice(*RING_TYPES), "ring (default), bidirectional", record=False),
+        Flag(
+            "ring_type", values.choice(*RING_TYPES), "ring (default) or bidirectional", record=False
+        ),
         Flag(
             "comm_type",
             values.comm_type,
@@ -101,6 +103,21 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             "dist_timeout",
             values.positive(10080),
             "minutes to wait for other processes (30)",
+            record=False,
+        ),
+    ),
+    "planning": (
+        Flag(
+            "plan",
+            values.switch,
+            "say what a run exchanges and what memory it takes; nothing is read or run",
+            switch=True,
+            record=False,
+        ),
+        Flag(
+            "device_memory",
+            values.positive(1e6),
+            "GB (1e9 bytes) per device that the plan must fit; default: this machine's GPU",
             record=False,
         ),
     ),
@@ -183,7 +200,10 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
         name = argument.removeprefix("--").split("=")[0]
         if argument.startswith("--") and name in REFUSED:
             raise InputError(f"--{name} is not available: {REFUSED[name]}.")
-    return read(vars(parser().parse_args(arguments)), "--{}")
+    found = read(vars(parser().parse_args(arguments)), "--{}")
+    if "device_memory" in found and "plan" not in found:
+        raise InputError("--device_memory is what --plan compares with; add --plan or drop it.")
+    return found
 
 
 def read(raw: Mapping[str, Any], source: str) -> dict[str, Any]:

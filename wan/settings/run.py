@@ -62,13 +62,15 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     execution = _fields(Execution, values)
     task = values.get("task", "t2v-A14B")
     preset = PRESETS[ALIASES.get(task, task)]
+    if world == 1:  # the head count does not matter to one process
+        parallel.resolve(values, world, preset.num_heads, preset.guide_scale)
     image_size = _check_image(values, preset)
     extension = _extension(values, check_extension)
     if values.get("save_file"):
         check_writable(Path(values["save_file"]))
-    folder, demo = _folder(values, preset)
+    folder, demo = checkpoint_folder(values, preset)
     if demo and not folder.is_dir():
-        _request(values, preset, image_size)  # refuse before spending time on the demo
+        request_from(values, preset, image_size)  # refuse before spending time on the demo
         make_demo(preset.task, folder)
     checkpoint = describe(folder)
     if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
@@ -79,7 +81,7 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
         checkpoint.require(part)
     defaults = generation_config(folder)
     values = {**defaults, **values}
-    request = _request(values, preset, image_size)
+    request = request_from(values, preset, image_size)
     topology, chosen = _parallel(values, world, checkpoint, request)
     output = Output(
         Path(values.get("save_file") or generated_name(task, request)),
@@ -141,7 +143,7 @@ def _extension(values: Mapping[str, Any], check: ExtensionCheck) -> PromptExtens
     return PromptExtension(method, model, values.get("prompt_extend_target_lang", "zh"))
 
 
-def _folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, bool]:
+def checkpoint_folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, bool]:
     """The checkpoint folder, and whether it is the demo's."""
     if "ckpt_dir" in values:
         return Path(os.path.expanduser(values["ckpt_dir"])), False
@@ -151,9 +153,10 @@ def _folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, bool]:
     return env.cache_dir() / f"demo-{preset.task}-v1", True
 
 
-def _request(
+def request_from(
     values: Mapping[str, Any], preset: Preset, image_size: tuple[int, int] | None
 ) -> Request:
+    """The video for checked settings; what they leave open comes from the preset."""
     width, height = preset.size.split("*")
     seed = values.get("base_seed", -1)
     return Request(

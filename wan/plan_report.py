@@ -1,0 +1,177 @@
+"""`generate.py --plan`: a run's plan in words, whether it fits, the nearest topology that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from wan.plan import Forward
+from wan.planner import Card, Planner
+from wan.settings.errors import InputError
+from wan.settings.parallel import Parallel, legal
+from wan.settings.planned import MAX_CARDS
+
+_MODES = ("baseline", "InsertComm", "BlockAttn")
+
+
+def lines(planner: Planner) -> list[str]:
+    """The plan, a fact a line."""
+    planned, request, parallel = planner.planned, planner.request, planner.planned.parallel
+    source = "sizes as published (no checkpoint folder)"
+    if planned.checkpoint is not None:
+        source = f"sizes of {planned.checkpoint.folder}"
+    width, height = request.video_size
+    mode = "A2A/FA overlap" if parallel.fa_alltoall_overlap else _MODES[parallel.comm_type]
+    forward = planner.forward(parallel)
+    tokens = forward.plan
+    heads = "/".join(str(n) for n in sorted(set(forward.chunks), reverse=True))
+    return [
+        f"Plan: {request.preset.task} {width}*{height} x {request.frame_num} frames in "
+        f"{'bf16' if planner.e == 2 else 'fp32'} on {parallel.world_size} "
+        f"{'card' if parallel.world_size == 1 else 'cards'}: cfg {parallel.cfg_size} x ring "
+        f"{parallel.ring_size} x ulysses {parallel.ulysses_size}, {mode}; {source}",
+        f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
+        f"{tokens.shard_len} per card",
+        f"Attention: {len(forward.chunks)} x {heads} heads per card",
+        *_traffic(planner, forward),
+        *_memory(planner, planner.card(parallel)),
+    ]
+
+
+def _traffic(planner: Planner, forward: Forward) -> list[str]:
+    parallel, layers = forward.parallel, forward.net.layers
+    largest, chunks = max(forward.chunks), len(forward.chunks)
+    layer, ulysses, ring = forward.exchanged(), parallel.ulysses_size, parallel.ring_size
+    step = layer * layers * planner.forwards_per_step(parallel)
+    found = ["A2A: none", "Ring: none"]
+    if ulysses > 1:
+        found[0] = (
+            f"A2A: {_size(forward.chunk_tensor(largest))} each, {4 * chunks} per layer with "
+            f"{_size(layer)}, {_size(step)} per step and card "
+            f"({ulysses - 1}/{ulysses} of it leaves the card)"
+        )
+    if ring > 1:
+        found[1] = (
+            f"Ring: {_size(forward.hop(largest))} (K and V) per hop and block, "
+            f"{(ring - 1) * chunks} hops per layer"
+        )
+    return found
+
+
+def _memory(planner: Planner, card: Card) -> list[str]:
+    experts = f"{card.resident} of {len(planner.request.preset.experts)} networks"
+    cut = f", {_size(card.network.gathered)} whole while it runs" if card.sharded else ""
+    return [
+        f"Memory of the fullest card: {_size(card.total)}",
+        f"  text encoder {_size(card.text_encoder)}"
+        f"{' (released before denoising)' if card.offload else ' (stays)'}",
+        f"  DiT weights {_size(card.dit)} ({experts} resident{cut})",
+        f"  text embeddings and K/V {_size(card.prompts)}; latents of the solver "
+        f"{_size(card.solver)}",
+        f"  activations {_size(card.forward.total)}, at their peak ({card.forward.name}): "
+        + ", ".join(f"{name} {_size(size)}" for name, size in card.forward.parts if size),
+        "  other moments: "
+        + ", ".join(f"{m.name} {_size(m.total)}" for m in card.moments if m != card.forward),
+        "  not counted: the VAE (main card, before and after denoising), the driver's context, "
+        "buffers of the communication library, fragments",
+    ]
+
+
+def check(planner: Planner) -> str:
+    """One line: it fits, or nothing is known to compare with. InputError where it does not fit."""
+    memory, present = planner.planned.device_memory, planner.planned.parallel
+    need = planner.card(present).total
+    if memory is None:
+        return "Not compared with a device's memory; give --device_memory GB."
+    if need <= memory:
+        return f"Fits: {_size(need)} of {_size(memory)} per card."
+    raise InputError(
+        f"The run needs {_size(need)} on its fullest card, and a card has {_size(memory)}; "
+        + "; ".join(_remedies(planner, memory))
+        + "."
+    )
+
+
+def _remedies(planner: Planner, memory: int) -> list[str]:
+    """The nearest topology that fits, and the least change on the same cards; else both at once."""
+    present, alone = planner.planned.parallel, planner.planned.parallel.world_size == 1
+    # What is released between stages by default where there is one card must be asked for on more.
+    keep = " --offload_model true" if alone and planner.execution.offload_model else ""
+    found = _first(planner, memory, topologies(planner, present), None)
+    first = f"no topology of up to {_most(planner)} cards fits by itself"
+    if found:
+        first = f"the nearest topology that fits is {found[0]}{keep} {found[1]}"
+    same = _flag_words(planner, memory)
+    if found or same:
+        return [first, *same]
+    cut, fsdp = _cut(planner)
+    both = _first(planner, memory, topologies(planner, cut), True)
+    if both:
+        return [first, f"{both[0]} {fsdp} --offload_model true {both[1]} would"]
+    return [first, "choose a smaller --size or --frame_num"]
+
+
+def _first(
+    planner: Planner, memory: int, candidates: Iterator[Parallel], offload: bool | None
+) -> tuple[str, str] | None:
+    """The flags of the first topology that fits, and what it takes."""
+    for p in candidates:
+        need = planner.card(p, offload=offload).total
+        if need <= memory:
+            sizes = f"--ring_size {p.ring_size} --ulysses_size {p.ulysses_size}"
+            cfg = f"--cfg_size {p.cfg_size} " if p.cfg_size > 1 else ""
+            return cfg + sizes, f"on {p.world_size} cards ({_size(need)})"
+    return None
+
+
+def _most(planner: Planner) -> int:
+    world = planner.planned.parallel.world_size
+    return max(world, min(8 * world, 512, MAX_CARDS))
+
+
+def topologies(planner: Planner, present: Parallel) -> Iterator[Parallel]:
+    """Every other topology than the present one, nearest first: same cards, then more."""
+    for world in range(present.world_size, _most(planner) + 1):
+        found = sorted(legal(world, planner.net.heads), key=lambda s: s[0] != present.cfg_size)
+        for cfg, ring, ulysses in found:
+            candidate = replace(
+                present, world_size=world, cfg_size=cfg, ring_size=ring, ulysses_size=ulysses
+            )
+            if candidate != present and _possible(planner, candidate):
+                yield candidate
+
+
+def _possible(planner: Planner, parallel: Parallel) -> bool:
+    """As `settings.parallel` would accept it with the flags that were given."""
+    modes = parallel.comm_type or parallel.fa_alltoall_overlap
+    return not (
+        (modes and parallel.ulysses_size == 1)
+        or (parallel.cfg_size == 2 and not planner.guided)
+        or (planner.execution.compile and parallel.ring_size > 1)
+        or (parallel.ring_type != "ring" and parallel.ring_size == 1)
+    )
+
+
+def _cut(planner: Planner) -> tuple[Parallel, str]:
+    """The topology with weights cut over its cards, and the flags for that."""
+    whole_text = planner.execution.t5_cpu
+    cut = replace(planner.planned.parallel, dit_fsdp=True, t5_fsdp=not whole_text)
+    return cut, "--dit_fsdp" if whole_text else "--dit_fsdp --t5_fsdp"
+
+
+def _flag_words(planner: Planner, memory: int) -> list[str]:
+    """The least that can be changed in how weights are kept, on the same cards."""
+    present = planner.planned.parallel
+    cut, fsdp = _cut(planner)
+    changes: list[tuple[str, Parallel, bool | None]] = [("--offload_model true", present, True)]
+    if present.world_size > 1:
+        changes += [(fsdp, cut, None), (f"{fsdp} --offload_model true", cut, True)]
+    for words, parallel, offload in changes:
+        need = planner.card(parallel, offload=offload).total
+        if need <= memory:
+            return [f"the same topology fits with {words} ({_size(need)})"]
+    return []
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

@@ -1,0 +1,92 @@
+"""What `--plan` plans: a run's settings and refusals, for processes that need not exist.
+
+Nothing is written, no demo checkpoint is made, no weight is read, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from wan.settings import env, parallel
+from wan.settings.checkpoint import Checkpoint, check_task, describe
+from wan.settings.errors import InputError
+from wan.settings.execution import Execution
+from wan.settings.machine import gpu_memory
+from wan.settings.parallel import SIZES, Parallel
+from wan.settings.presets import ALIASES, PRESETS
+from wan.settings.request import Request, check_image
+from wan.settings.run import checkpoint_folder, request_from
+from wan.settings.sources import generation_config, recorded
+
+MAX_CARDS = 4096
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run that is only planned.
+
+    checkpoint: None where there is no folder; then the task's published sizes hold.
+    device_memory: bytes of a card, None where they are not known. notices: lines worth reading.
+    """
+
+    request: Request
+    checkpoint: Checkpoint | None
+    execution: Execution
+    parallel: Parallel
+    device_memory: int | None
+    notices: tuple[str, ...]
+
+
+def resolve(flags: Mapping[str, Any]) -> Planned:
+    """The run that the given flags ask for. InputError as for the run itself.
+
+    flags: checked values as `flags.parse` returns them.
+    """
+    if "decode_latents" in flags:
+        raise InputError("--plan is about denoising, --decode_latents only decodes; drop one.")
+    world = _world(flags)
+    values = {"offload_model": world == 1, **env.overlap(), **recorded(flags), **flags}
+    fields = Execution.__dataclass_fields__
+    execution = Execution(**{name: values[name] for name in fields if name in values})
+    task = values.get("task", "t2v-A14B")
+    preset = PRESETS[ALIASES.get(task, task)]
+    folder, demo = checkpoint_folder(values, preset)
+    checkpoint = None if demo else describe(folder)
+    if checkpoint is not None:
+        if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
+            preset = PRESETS["t2v-14B"]
+        check_task(checkpoint, preset)
+        values = {**generation_config(folder), **values}
+    if "image" in values and preset.kind == "t2v":
+        raise InputError(f"Task {preset.task} takes no --image; drop the picture.")
+    image_size = check_image(Path(values["image"])) if "image" in values else None
+    request = request_from(values, preset, image_size)
+    topology, notices = parallel.resolve(
+        values, world, _heads(checkpoint, preset.num_heads), request.guide_scale
+    )
+    return Planned(request, checkpoint, execution, topology, _memory(values, execution), notices)
+
+
+def _world(flags: Mapping[str, Any]) -> int:
+    """The processes that torchrun started; else as many as the sizes ask for."""
+    started = env.world_size()
+    asked = prod(flags.get(name) or 1 for name in SIZES)
+    if asked > MAX_CARDS:
+        raise InputError(f"The sizes make {asked} processes; at most {MAX_CARDS} are planned.")
+    return asked if started == 1 else started
+
+
+def _heads(checkpoint: Checkpoint | None, published: int) -> int:
+    if checkpoint is None:
+        return published
+    return int(next(iter(checkpoint.experts.values())).config["num_heads"])
+
+
+def _memory(values: Mapping[str, Any], execution: Execution) -> int | None:
+    if "device_memory" in values:
+        return int(values["device_memory"] * 1e9)
+    return gpu_memory() if execution.device in ("auto", "cuda") else None
