@@ -38,6 +38,8 @@ def run(resolve: Callable[[], Run], work: Callable[[Run, Team], None]) -> int:
     rank = env.rank()
     try:
         store = _open_store()
+        last_words = store.clone()  # a connection of its own: no other wait gets its short timeout
+        last_words.set_timeout(timedelta(seconds=5))
         request, team = _start(store, resolve)
     except InputError as error:
         if env.local_rank() == 0:  # one voice per machine
@@ -46,7 +48,7 @@ def run(resolve: Callable[[], Run], work: Callable[[Run, Team], None]) -> int:
     try:
         work(request, team)
     except BaseException as error:
-        _end(store, rank, error)
+        _end(last_words, rank, error)
     return 0
 
 
@@ -88,9 +90,9 @@ def _start(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Team]:
         settings={**request.settings, "base_seed": seed},
     )
     sizes = (p := request.parallel).cfg_size, p.ring_size, p.ulysses_size
-    team = mesh.join(store, device, sizes, timedelta(minutes=p.dist_timeout))
-    store.set_timeout(timedelta(seconds=5))  # from here on only to say that something failed
-    return request, team
+    timeout = timedelta(minutes=p.dist_timeout)
+    store.set_timeout(timeout)  # groups of accelerators find each other through it when first used
+    return request, mesh.join(store, device, sizes, timeout)
 
 
 def _facts(request: Run) -> dict[str, Any]:
