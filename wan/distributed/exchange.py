@@ -39,7 +39,7 @@ class Pending:
         if self._work is not None:
             self._work.wait()
         parts, axis = self._parts, self._axis
-        self._send = None
+        self._work = self._send = None  # a work may hold on to what it has sent
         if not torch.compiler.is_compiling():  # there, later exchanges may refer to it
             self._parts = None
         if into is None:

@@ -1,0 +1,196 @@
+"""FA_Power_Cap's attention layer on several ranks of this machine: time, memory, overlap, ring.
+
+    python -m benchmarks.attention_modes --json results/attention.json
+    python -m benchmarks.attention_modes --only modes overlap --ranks 2 --tokens 2048
+
+Every part starts gloo ranks of one thread each and times its variants in turn, all in every round;
+a round counts with its slowest rank, and ratios are taken inside a round. Memory is what a call
+holds at most beyond its inputs, in units of one rank's Q. More ranks than cores share them, so only
+ratios of that part mean something. Without targets, figures are for comparison.
+
+modes    the three modes against each other: time, memory
+overlap  a link made slow: how much of its time A2A/FA overlap hides
+ring     all ranks as one ring, both ways round, against gathering K/V
+block    a whole block on two ranks against one
+compile  the block compiled by inductor, and the order of exchanges and attention in its code
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks import attention_runs, block_runs, common
+from benchmarks.attention_runs import Size
+from benchmarks.ranks import CPU, launch, slowest
+
+Record = dict[str, Any]
+Figures = Mapping[str, float]
+SLOW_LINK = 0.5  # its exchanges' time as a share of what the call takes without them
+RINGS = (2, 3, 4)
+
+
+def check(
+    name: str, figure: Figures | float | bool, target: float | None = None, sign: str = "<="
+) -> Record:
+    """A line of the report: one figure or a median with extremes, and whether it is good enough."""
+    if isinstance(figure, bool):
+        return {"name": name, "met": figure}
+    figures = dict(figure) if isinstance(figure, Mapping) else {"median": figure}
+    if target is None:
+        return {"name": name, **figures}
+    met = figures["median"] <= target if sign == "<=" else figures["median"] >= target
+    return {"name": name, **figures, "target": f"{sign} {target}", "met": met}
+
+
+def measure(part: str, ranks: int, work: Callable[..., Any], size: Size, *args: Any) -> Record:
+    """One part on so many ranks; of seconds and memory the worst rank's."""
+    print(
+        f"\n{part}: {ranks} ranks, {size.tokens} tokens, {size.heads}x{size.head_dim}", flush=True
+    )
+    found = launch(ranks, work, size, *args)
+    record = {"part": part, "ranks": ranks, "size": vars(size), **found[0]}
+    record["seconds"] = slowest([f["seconds"] for f in found])
+    if "added" in record:
+        record["added"] = {name: max(f["added"][name] for f in found) for name in record["added"]}
+    if "orders" in record:
+        record["same_on_all"] = all(f["orders"] == record["orders"] for f in found)
+    return record
+
+
+def against(record: Record, over: str, under: str, *target: Any) -> Record:
+    seconds = record["seconds"]
+    return check(f"{over} / {under}", common.ratios(seconds[over], seconds[under]), *target)
+
+
+def modes(options: argparse.Namespace) -> Iterator[Record]:
+    for ranks in options.ranks:
+        record = measure("modes", ranks, attention_runs.modes, options.size)
+        limits = {"mode 0": 4.1, "check: an exchange alone": 1.0}
+        limits |= {"mode 1": 1.6} if record["chunks"] == 10 else {}
+        record["checks"] = [
+            against(record, "mode 1", "mode 0", 1.0),
+            against(record, "mode 2", "mode 0", 1.02),
+            *(check(f"memory, {k}", v, limits.get(k)) for k, v in record["added"].items()),
+        ]
+        yield record
+
+
+def overlap(options: argparse.Namespace) -> Iterator[Record]:
+    size = replace(options.size, heads=options.size.heads // 2)
+    record = measure("overlap", 2, attention_runs.overlap, size, SLOW_LINK)
+    names = ("in order", "in order, slow link", "overlap, slow link")
+    rounds = zip(*(record["seconds"][name] for name in names), strict=True)
+    hidden = common.spread([(slow - piped) / (slow - fast) for fast, slow, piped in rounds])
+    record["checks"] = [
+        check("share of the slow link's time hidden", hidden, 0.7, ">="),
+        against(record, "in order, slow link", "in order"),
+        against(record, "overlap, slow link", "in order"),
+        against(record, "overlap", "in order"),
+    ]
+    yield record
+
+
+def ring(options: argparse.Namespace) -> Iterator[Record]:
+    before: Record | None = None
+    for ranks in RINGS:
+        size = replace(options.block, tokens=options.block.tokens // max(RINGS) * ranks)
+        record = measure("ring", ranks, attention_runs.ring, size)
+        added = record["added"]
+        record["checks"] = [
+            against(record, "ring", "gather"),
+            against(record, "bidirectional", "gather"),
+            *(check(f"memory, {name}", held) for name, held in added.items()),
+        ]
+        if before is not None and before["ranks"] > 2:  # the first ring that passes blocks on has 3
+            grown = added["ring"] / before["added"]["ring"]
+            record["checks"].append(check(f"memory of the ring, {ranks} / 3 ranks", grown, 1.0))
+        before = record
+        yield record
+
+
+def block(options: argparse.Namespace) -> Iterator[Record]:
+    record = measure("block", 2, block_runs.scaling, options.block)
+    record["checks"] = [
+        against(record, "one rank", "mode 0", 1.8, ">="),
+        against(record, "one rank", "mode 1", 1.8, ">="),
+    ]
+    yield record
+
+
+def compiled(options: argparse.Namespace) -> Iterator[Record]:
+    record = measure("compile", 2, block_runs.compiled, options.block)
+    record["checks"] = [check("the same order on all ranks", record["same_on_all"])]
+    for mode, expected in record["expected"].items():
+        record["checks"] += [
+            against(record, f"{mode}, compiled", mode),
+            check(
+                f"{mode}: distance from eager, share of its size", record["distance"][mode], 1e-5
+            ),
+            *(
+                check(f"{label}: order {expected}", order == expected)
+                for label, order in record["orders"].items()
+                if label.startswith(mode)
+            ),
+        ]
+    yield record
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
+    "modes": modes,
+    "overlap": overlap,
+    "ring": ring,
+    "block": block,
+    "compile": compiled,
+}
+
+
+def report(record: Record) -> None:
+    """The figures for people."""
+    for name, values in record["seconds"].items():
+        found = common.spread(values)
+        low, high = found["min"], found["max"]
+        print(f"  {name:40}{found['median']:10.3f} s  ({low:.3f} to {high:.3f})")
+    for line in record["checks"]:
+        verdict = {True: "met", False: "MISSED", None: ""}[line.get("met")]
+        figure = f"{line['median']:10.3g}" if "median" in line else " " * 10
+        extremes = f"  ({line['min']:.3f} to {line['max']:.3f})" if "min" in line else ""
+        target = f"  target {line['target']}" if "target" in line else ""
+        print(f"  {line['name']:40}{figure}{extremes}{target}  {verdict}", flush=True)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options with `size`, of the layer's parts, and `block`, of those with a block or ring."""
+    parser = argparse.ArgumentParser(description="Time and weigh the attention layer on ranks.")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of part modes")
+    parser.add_argument("--heads", type=int, default=40, help="overlap takes half of them")
+    parser.add_argument("--block_heads", type=int, default=12, help="of parts ring, block, compile")
+    parser.add_argument("--head_dim", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=4096, help="block and compile take half")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds that count")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(argv)
+    options.size = Size(options.heads, options.head_dim, options.tokens, options.repeats)
+    options.block = replace(options.size, heads=options.block_heads, tokens=options.tokens // 2)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    records: list[Record] = []
+    for part in options.only:
+        for record in PARTS[part](options):
+            report(record)
+            records.append(record)
+    common.write_json(options.json, CPU, records)
+    missed = [
+        f"{r['part']}: {c['name']}" for r in records for c in r["checks"] if not c.get("met", 1)
+    ]
+    print("\nmissed: " + ("; ".join(missed) or "nothing"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What each rank of `benchmarks.attention_modes` runs: the layer.
+
+Legend: B batch, s this rank's tokens, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import common
+from benchmarks.ranks import CPU, interleave
+from wan.distributed import exchange
+from wan.distributed.ring import RING_TYPES, Ring
+from wan.kernels.sdpa import SdpaKernel
+from wan.modules.attnlayer import COMM_TYPES, FAPowerCapAttention
+from wan.modules.schedule import head_ranges
+
+
+@dataclass(frozen=True)
+class Size:
+    """One attention call over all ranks, batch 1, float32; how often it is timed."""
+
+    heads: int
+    head_dim: int
+    tokens: int
+    rounds: int
+
+
+def added(run: common.Run, q: Tensor) -> float:
+    """The most memory held during a run beyond that before it, in units of q.
+
+    The sum over the CPU allocator's own events: every tensor, whoever asked for it (the layer, the
+    kernel's scratch, what gloo receives into), with its exact bytes and no page or cache effects.
+    `exchange_alone` shows on every run that this holds. What another thread frees is not seen, and
+    gloo's thread lets go of a tensor a moment after the exchange is done; hence the pauses.
+    """
+    dist.barrier()
+    with patch.object(exchange, "_all_to_all", SlowLink(0.0, pause=0.02)):
+        return common.peak_bytes(run, CPU) / q.nbytes
+
+
+def exchange_alone(q: Tensor) -> float:
+    """`added` by one exchange into a new tensor: 1 by construction."""
+    return added(lambda: dist.all_to_all_single(torch.empty_like(q), q), q)
+
+
+def qkv_BsND(size: Size) -> list[Tensor]:
+    torch.manual_seed(dist.get_rank())
+    shape = (1, size.tokens // dist.get_world_size(), size.heads, size.head_dim)
+    return [torch.randn(shape) for _ in range(3)]
+
+
+def attention(mode: int, overlap: bool = False, **collaborators: Any) -> FAPowerCapAttention:
+    group = collaborators.pop("group", None)
+    return FAPowerCapAttention(SimpleNamespace(comm_type=mode), group, overlap, **collaborators)
+
+
+def group_of_one() -> exchange.Group:
+    ranks = range(dist.get_world_size())
+    return [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
+
+
+def modes(size: Size) -> dict[str, Any]:
+    """The three modes: seconds, and memory added to the inputs."""
+    qkv = qkv_BsND(size)
+    runs = {f"mode {mode}": partial(attention(mode), *qkv) for mode in COMM_TYPES}
+    held = runs | {"overlap": partial(attention(0, overlap=True), *qkv)}
+    memory = {name: added(run, qkv[0]) for name, run in held.items()}
+    memory["check: an exchange alone"] = exchange_alone(qkv[0])
+    chunks = len(head_ranges(size.heads, dist.get_world_size()))
+    return {"chunks": chunks, "added": memory, "seconds": interleave(runs, size.rounds)}
+
+
+class SlowLink:
+    """A transport of which each exchange takes `delay` seconds more, one after the other.
+
+    Waiting is sleeping: no processor time is taken from the attention, as on a real link.
+    pause: seconds for which every `wait` rests at least, once the exchange is done.
+    """
+
+    def __init__(self, delay: float, pause: float = 0.0) -> None:
+        self.delay, self.pause = delay, pause
+        self.free, self.transport = 0.0, exchange._all_to_all
+
+    def __call__(
+        self, send: Tensor, group: exchange.Group, async_op: bool
+    ) -> tuple[Tensor, SimpleNamespace | None]:
+        received, work = self.transport(send, group, True)
+        self.free = end = max(self.free, time.perf_counter()) + self.delay
+
+        def wait() -> None:
+            work.wait()
+            time.sleep(max(self.pause, end - time.perf_counter()))
+
+        if async_op:
+            return received, SimpleNamespace(wait=wait)
+        wait()
+        return received, None
+
+
+def overlap(size: Size, share: float) -> dict[str, Any]:
+    """Overlap and InsertComm on a link whose exchanges take `share` of InsertComm's time."""
+    qkv = qkv_BsND(size)
+    in_order, pipelined = (partial(attention(1, on), *qkv) for on in (False, True))
+    in_order()
+    dist.barrier()
+    exchanges = 4 * len(head_ranges(size.heads, dist.get_world_size()))
+    delay = torch.tensor(share * common.seconds(in_order, CPU) / exchanges)
+    dist.broadcast(delay, 0)
+
+    def slowed(run: common.Run) -> common.Run:
+        def slow() -> None:
+            with patch.object(exchange, "_all_to_all", SlowLink(delay.item())):
+                run()
+
+        return slow
+
+    runs: dict[str, common.Run] = {
+        "in order": in_order,
+        "in order, slow link": slowed(in_order),
+        "overlap": pipelined,
+        "overlap, slow link": slowed(pipelined),
+    }
+    return {"seconds": interleave(runs, size.rounds), "delay": delay.item(), "exchanges": exchanges}
+
+
+class WithoutLse(SdpaKernel):
+    """A kernel whose results cannot be merged: keys and values are gathered over the ring."""
+
+    can_return_lse = False
+
+
+def ring(size: Size) -> dict[str, Any]:
+    """All ranks as one ring, mode 0: both ways round, and the gathering of K/V instead."""
+    qkv, alone = qkv_BsND(size), group_of_one()
+    layers = {kind: attention(0, group=alone, ring=Ring(None, kind)) for kind in RING_TYPES}
+    layers["gather"] = attention(0, group=alone, ring=Ring(None), kernel=WithoutLse())
+    runs = {name: partial(layer, *qkv) for name, layer in layers.items()}
+    memory = {name: added(run, qkv[0]) for name, run in runs.items()}
+    return {"seconds": interleave(runs, size.rounds), "added": memory}
