@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("generate.py: interrupted; no video was written.", file=sys.stderr)
+        if env.rank() == 0:
+            print("generate.py: interrupted; no video was written.", file=sys.stderr)
         return 130
     return 0
 

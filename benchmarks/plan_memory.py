@@ -129,8 +129,8 @@ def network(case: Case, live: LiveBytes, store: str, rank: int) -> WanModel:
     """A random network whose parts are watched."""
 
     class Watched(WanModel):
-        def _patchify(self, *args: Any) -> Tensor:
-            return live.during("patch embedding", super()._patchify)(*args)
+        def _embed_patches(self, *args: Any) -> Tensor:
+            return live.during("patch embedding", super()._embed_patches)(*args)
 
     attention, tokens = collaborators(case.parallel, store, rank)
     model = Watched(

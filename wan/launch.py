@@ -38,7 +38,8 @@ def run(resolve: Callable[[], Run], work: Callable[[Run, Team], None]) -> int:
     rank = env.rank()
     try:
         store = _open_store()
-        last_words = store.clone()  # a connection of its own: no other wait gets its short timeout
+        # A connection of its own, so that no other wait gets its short timeout.
+        last_words: dist.Store = store.clone()  # type: ignore[attr-defined]
         last_words.set_timeout(timedelta(seconds=5))
         request, team = _start(store, resolve)
     except InputError as error:

@@ -163,7 +163,7 @@ class Forward:
         return ("latents", latents), ("positions", rope)
 
     def moments(self) -> tuple[Moment, ...]:
-        """The candidates for the peak. Every block runs through all but the first and the last."""
+        """The candidates for the peak. Blocks run through all but the first and last two."""
         n, e, net = self.stream, self.e, self.net
         slice_ = min(n, self.slice_elements) * FP32
         residual = ("residual stream", n * FP32)
@@ -172,14 +172,12 @@ class Forward:
         patch, out = net.patch * net.in_dim, net.patch * net.out_dim * FP32
         hidden = self.plan.shard_len * net.ffn_dim * e
         head = self.plan.shard_len * out + (self.plan.padded + self.tokens) * out
-        whole = self.tokens * net.dim
-        embedded = ("all tokens", whole * (FP32 if e == FP32 else FP32 + e))
-        own = ("own tokens", n * FP32 if self.parallel.sequence_size > 1 else 0)
+        copied = self.parallel.sequence_size > 1 or e != FP32
+        patches = self.tokens * patch * FP32 + (self.plan.shard_len * patch * e if copied else 0)
+        embedded = ("own tokens", n * (FP32 if e == FP32 else FP32 + e))
         crossed = max(3 * n * e, n * e + (2 if e == FP32 else 3) * slice_)
         candidates = [
-            # All tokens are embedded on every card; then each cuts out its own.
-            ("patch embedding", (("patches", self.tokens * patch * FP32), embedded)),
-            ("own tokens", (("all tokens", whole * FP32), own)),
+            ("patch embedding", (("patches", patches), embedded)),
             ("q and k norms", (residual, normed, ("q, k", 2 * n * e), ("slices", 4 * slice_))),
             ("self-attention", (residual, normed, qkv, *self._attention(lse))),
             ("cross-attention", (residual, normed, ("q, result", crossed))),

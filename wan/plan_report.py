@@ -94,20 +94,17 @@ def check(planner: Planner) -> str:
 
 def _remedies(planner: Planner, memory: int) -> list[str]:
     """The nearest topology that fits, and the least change on the same cards; else both at once."""
-    present, alone = planner.planned.parallel, planner.planned.parallel.world_size == 1
-    # What is released between stages by default where there is one card must be asked for on more.
-    keep = " --offload_model true" if alone and planner.execution.offload_model else ""
-    found = _first(planner, memory, topologies(planner, present), None)
+    found = _first(planner, memory, topologies(planner, planner.planned.parallel), None)
     first = f"no topology of up to {_most(planner)} cards fits by itself"
     if found:
-        first = f"the nearest topology that fits is {found[0]}{keep} {found[1]}"
+        first = f"the nearest topology that fits is {found[0]} {found[1]}"
     same = _flag_words(planner, memory)
     if found or same:
         return [first, *same]
     cut, fsdp = _cut(planner)
     both = _first(planner, memory, topologies(planner, cut), True)
     if both:
-        return [first, f"{both[0]} {fsdp} --offload_model true {both[1]} would"]
+        return [first, f"{both[0]} {fsdp}{_release(planner)} {both[1]} would"]
     return [first, "choose a smaller --size or --frame_num"]
 
 
@@ -159,13 +156,20 @@ def _cut(planner: Planner) -> tuple[Parallel, str]:
     return cut, "--dit_fsdp" if whole_text else "--dit_fsdp --t5_fsdp"
 
 
+def _release(planner: Planner) -> str:
+    return "" if planner.execution.offload_model else " --offload_model true"
+
+
 def _flag_words(planner: Planner, memory: int) -> list[str]:
     """The least that can be changed in how weights are kept, on the same cards."""
     present = planner.planned.parallel
     cut, fsdp = _cut(planner)
-    changes: list[tuple[str, Parallel, bool | None]] = [("--offload_model true", present, True)]
+    release = _release(planner)
+    changes: list[tuple[str, Parallel, bool | None]] = []
+    if release:
+        changes.append((release.strip(), present, True))
     if present.world_size > 1:
-        changes += [(fsdp, cut, None), (f"{fsdp} --offload_model true", cut, True)]
+        changes += [(fsdp, cut, None), (f"{fsdp}{release}", cut, True)]
     for words, parallel, offload in changes:
         need = planner.card(parallel, offload=offload).total
         if need <= memory:

@@ -156,7 +156,7 @@ class WanModel(nn.Module):
         text = self._text(context)
         runs = self.tokens.runs(lengths)
 
-        x_BLC = self.tokens.shard(self._patchify(x_BCFHW, grid))
+        x_BLC = self._embed_patches(x_BCFHW, grid)
         for layer, block in enumerate(self.blocks):
             x_BLC, kv = block(
                 x_BLC, e0_BR6C, runs, text.embedding, text.kv[layer], rope, tokens, step
@@ -171,15 +171,14 @@ class WanModel(nn.Module):
         f, h, w = (size // patch for size, patch in zip(latent_FHW, self.patch_size, strict=True))
         return f, h, w
 
-    def _patchify(self, x_BCFHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """[B,S,C] float32 patch embeddings: a convolution with kernel = stride is a matmul."""
+    def _embed_patches(self, x_BCFHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """[B,L,C] float32: a convolution with kernel = stride is a matmul of each token's patch."""
         weight = self.patch_embedding.weight
         (f, h, w), (p, q, r) = grid, self.patch_size
         patches = x_BCFHW.reshape(*x_BCFHW.shape[:2], f, p, h, q, w, r)
         patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(x_BCFHW.shape[0], f * h * w, -1)
-        return F.linear(
-            patches.to(weight.dtype), weight.flatten(1), self.patch_embedding.bias
-        ).float()
+        own = self.tokens.shard(patches).to(weight.dtype)
+        return F.linear(own, weight.flatten(1), self.patch_embedding.bias).float()
 
     def _unpatchify(self, x_BSC: Tensor, grid: tuple[int, int, int]) -> Tensor:
         (f, h, w), (p, q, r) = grid, self.patch_size

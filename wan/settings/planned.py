@@ -49,7 +49,7 @@ def resolve(flags: Mapping[str, Any]) -> Planned:
     if "decode_latents" in flags:
         raise InputError("--plan is about denoising, --decode_latents only decodes; drop one.")
     world = _world(flags)
-    values = {"offload_model": world == 1, **env.overlap(), **recorded(flags), **flags}
+    values = {**env.overlap(), **recorded(flags), **flags}
     fields = Execution.__dataclass_fields__
     execution = Execution(**{name: values[name] for name in fields if name in values})
     task = values.get("task", "t2v-A14B")

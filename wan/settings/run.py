@@ -58,7 +58,7 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     is given and the demo has not been made yet.
     """
     world = env.world_size()
-    values = {"offload_model": world == 1, **env.overlap(), **recorded(flags), **flags}
+    values = {**env.overlap(), **recorded(flags), **flags}
     execution = _fields(Execution, values)
     task = values.get("task", "t2v-A14B")
     preset = PRESETS[ALIASES.get(task, task)]
