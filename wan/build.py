@@ -24,15 +24,17 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
 from wan.modules.model import WanModel
 from wan.pipeline import Lazy, Pipeline
+from wan.settings import flags
 from wan.settings import parallel as parallel_settings
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.parallel import Parallel
+from wan.settings.parallel import SIZES, Parallel
 from wan.text import umt5_blocks
 
 T = TypeVar("T")
 ALONE = Parallel()
+_SWITCHES = ("dit_fsdp", "t5_fsdp", "t5_cpu")
 
 
 def pipeline(
@@ -108,25 +110,25 @@ def pipeline(
 def team(
     checkpoint: Checkpoint,
     use_sp: bool,
-    flags: dict[str, Any],
+    keywords: dict[str, Any],
     execution: Execution,
     device_index: int,
 ) -> tuple[Parallel, Team | None]:
-    """The topology for flags, and the team of a process group that the caller has initialised."""
-    heads = next(iter(checkpoint.experts.values())).config["num_heads"]
-    values = {name: value for name, value in flags.items() if value not in (None, False)}
-    unknown = values.keys() - Parallel.__dataclass_fields__.keys() - {"t5_cpu"}
+    """The topology for keywords, and the team of the process group that the caller made."""
+    given = {name: value for name, value in keywords.items() if value is not None}
+    unknown = given.keys() - {*SIZES, "ring_type", "comm_type", "fa_alltoall_overlap", *_SWITCHES}
     if unknown:
         raise InputError(f"{min(unknown)} is not a known keyword; remove it.")
+    values = {name: value for name, value in flags.read(given, "{}").items() if value is not False}
     world = mesh.running() if use_sp else 1
     if use_sp and world == 1:
         raise InputError(
             "use_sp shares a video among processes, but torch.distributed is not initialised for "
             "several; start with torchrun and call init_process_group first."
         )
-    topology, notices = parallel_settings.resolve(values, world, heads, (0, 0))
+    topology, notices = parallel_settings.resolve(values, world, checkpoint.heads, (0, 0))
     for notice in notices:
-        logger.info(notice)
+        logger.warning(notice)
     sizes = (topology.cfg_size, topology.ring_size, topology.ulysses_size)
     if world == 1:
         return topology, None
@@ -136,13 +138,10 @@ def team(
 def attention_line(parallel: Parallel, heads: int) -> str:
     """How self-attention is carried out, in one line."""
     mode = ("baseline", "InsertComm", "BlockAttn")[parallel.comm_type]
-    count = schedule.MAX_CHUNKS if parallel.comm_type else 1
     if parallel.fa_alltoall_overlap:
-        mode, count = "A2A/FA overlap", schedule.MAX_CHUNKS
-    sizes = [
-        (b - a) // parallel.ulysses_size
-        for a, b in schedule.head_ranges(heads, parallel.ulysses_size, count)
-    ]
+        mode = "A2A/FA overlap"
+    limit = 1 if mode == "baseline" else schedule.MAX_CHUNKS
+    sizes = schedule.heads_per_chunk(heads, parallel.ulysses_size, limit)
     heads_each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
     ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
     return (

@@ -71,7 +71,8 @@ class Facade:
         use_sp: the processes of torch.distributed, which the caller has initialised, share each
         video; parallel: cfg_size, ring_size, ulysses_size, ring_type, comm_type and
         fa_alltoall_overlap as on the command line. `generate` is then called on every process and
-        returns the video on the first one, None on the others. rank is taken from the group.
+        returns the video on the first one, None on the others (latents on all). rank is taken from
+        the group.
         """
         self.config, self._noise_device = config, noise_device
         if precision == "auto" and config.param_dtype == torch.float32:
@@ -140,6 +141,8 @@ class Facade:
             noise_device=self._noise_device,
             **sampling,
         )
+        if self._team is not None:  # ranks that drew different seeds would mix their noise
+            request = replace(request, seed=self._team.value_from_main(request.seed))
         self._pipeline.set_offload(offload_model)
         latents = self._pipeline.latents(
             request, image=image, prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1]

@@ -41,13 +41,17 @@ def run(resolve: Callable[[], Run], work: Callable[[Run, Team], None]) -> int:
         # A connection of its own, so that no other wait gets its short timeout.
         last_words: dist.Store = store.clone()  # type: ignore[attr-defined]
         last_words.set_timeout(timedelta(seconds=5))
-        request, team = _start(store, resolve)
+        request, device = _agreed(store, resolve)
     except InputError as error:
         if env.local_rank() == 0:  # one voice per machine
             _say(str(error))
         return 2
     try:
-        work(request, team)
+        p = request.parallel
+        timeout = timedelta(minutes=p.dist_timeout)
+        store.set_timeout(timeout)  # groups on accelerators meet through it when first used
+        sizes = (p.cfg_size, p.ring_size, p.ulysses_size)
+        work(request, mesh.join(store, device, sizes, timeout))
     except BaseException as error:
         _end(last_words, rank, error)
     return 0
@@ -64,8 +68,8 @@ def _open_store() -> dist.Store:
         ) from error
 
 
-def _start(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Team]:
-    """This rank's run and place among the others. InputError, the same everywhere, if any cannot.
+def _agreed(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Device]:
+    """This rank's run and device. InputError, the same everywhere, if any rank cannot.
 
     The main rank's seed is everybody's.
     """
@@ -74,12 +78,18 @@ def _start(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Team]:
     try:
         request = resolve()
         resolved = request, devices.resolve(request.execution.device, env.local_rank())
-        facts, offers = _facts(request), {"seed": request.request.seed}
+        facts, offers = _facts(*resolved), {"seed": request.request.seed}
     except InputError as reason:
         error = str(reason)
-    said = agreement.exchange(
-        store, env.rank(), env.world_size(), error=error, facts=facts, offers=offers
-    )
+    except Exception as reason:  # a defect of ours: the others are not left waiting for this rank
+        traceback.print_exc()
+        error = f"{type(reason).__name__}: {reason}."
+    try:
+        said = agreement.exchange(
+            store, env.rank(), env.world_size(), error=error, facts=facts, offers=offers
+        )
+    except dist.DistStoreError as late:
+        raise InputError(f"Not all processes have come in {_START}; start all of them.") from late
     refusal = agreement.verdict(said)
     if refusal is not None or resolved is None:
         raise InputError(refusal or "")
@@ -90,19 +100,18 @@ def _start(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Team]:
         request=replace(request.request, seed=seed),
         settings={**request.settings, "base_seed": seed},
     )
-    sizes = (p := request.parallel).cfg_size, p.ring_size, p.ulysses_size
-    timeout = timedelta(minutes=p.dist_timeout)
-    store.set_timeout(timeout)  # groups of accelerators find each other through it when first used
-    return request, mesh.join(store, device, sizes, timeout)
+    return request, device
 
 
-def _facts(request: Run) -> dict[str, Any]:
+def _facts(request: Run, device: Device) -> dict[str, Any]:
     """What has to be equal on all ranks, under the names a user knows."""
     settings = {f"--{k}": v for k, v in request.settings.items() if k not in _OWN}
     topology = {f"--{k}": v for k, v in asdict(request.parallel).items()}
     return {
         **settings,
         **topology,
+        "the video's size": request.request.video_size,
+        "the device": device.type,
         "the checkpoint's content": fingerprint(request.checkpoint.files()),
         "the version of wan": wan.__version__,
     }
@@ -117,6 +126,8 @@ def _end(store: dist.Store, rank: int, error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         if rank == 0:
             _say("interrupted; no video was written.")
+    elif first != str(rank) and isinstance(error, InputError):
+        pass  # most likely what the first one has said
     elif first != str(rank):
         _say(f"rank {rank} ends because rank {first} failed.")
     elif isinstance(error, InputError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -34,7 +35,9 @@ class Lazy(Generic[T]):
         return self._value
 
     def release(self) -> None:
-        self._value = None
+        if self._value is not None:
+            self._value = None
+            gc.collect()  # a network with hooks, or cut over cards, refers to itself
 
 
 FromMain = Callable[[Callable[[], Tensor]], Tensor]

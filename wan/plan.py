@@ -134,10 +134,9 @@ class Forward:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Heads per card of each chunk."""
-        cards = self.parallel.ulysses_size
         pieces = self.parallel.comm_type or self.parallel.fa_alltoall_overlap
-        ranges = schedule.head_ranges(self.net.heads, cards, schedule.MAX_CHUNKS if pieces else 1)
-        return tuple((b - a) // cards for a, b in ranges)
+        limit = schedule.MAX_CHUNKS if pieces else 1
+        return schedule.heads_per_chunk(self.net.heads, self.parallel.ulysses_size, limit)
 
     def chunk_tensor(self, heads: int) -> int:
         """q, k, v or the result of a chunk of so many heads per card: what one exchange holds."""

@@ -76,6 +76,7 @@ SIMPLE = {
     "unknown ring type": (["--ring_type", "torus"], "ring, bidirectional"),
     "zero cards": (["--ring_size", "0"], "from 1 to 4096"),
     "endless wait": (["--dist_timeout", "inf"], "above 0"),
+    "wait for nobody": (["--dist_timeout", "5"], "no effect on one process"),
     "fsdp": (["--dit_fsdp"], "torchrun"),
     "t5 fsdp": (["--t5_fsdp"], "torchrun"),
     "tensor parallel": (["--tp_size=2"], "--tp_size is not available"),

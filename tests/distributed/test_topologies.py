@@ -99,14 +99,37 @@ def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
         assert (result - expected).abs().max() <= 2e-5, f"rank {rank}"
 
 
-def facade(folder: str, keywords: dict[str, Any]) -> Any:
+def timeouts() -> list[float]:
+    """Seconds that each group of a team waits."""
+    from datetime import timedelta
+
+    from wan.device import Device
+    from wan.distributed.mesh import form
+
+    cpu = torch.device("cpu")
+    team = form(Device(cpu), (1, 2, 2), timedelta(seconds=47))
+    groups = [
+        team.group(*axes) for axes in (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses"))
+    ]
+    return [
+        group._get_backend(cpu).options._timeout.total_seconds()
+        for group in (*groups, team.world_mesh().get_group())
+    ]
+
+
+def test_every_group_waits_as_long() -> None:
+    for found in dist.run(4, timeouts):
+        assert found == [47.0] * 5
+
+
+def facade(folder: str, keywords: dict[str, Any], seed: int = 1) -> Any:
     import wan
     from wan.configs import WAN_CONFIGS
 
     model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], folder, precision="fp32", **keywords)
-    common = {"size": (32, 32), "frame_num": 1, "sampling_steps": 2, "seed": 1}
-    video = model.generate("a cat", **common)
-    return model.generate("a cat", **common, output_type="latent"), video is None
+    common = {"size": (32, 32), "frame_num": 1, "sampling_steps": 2}
+    video = model.generate("a cat", **common, seed=seed)
+    return model.generate("a cat", **common, seed=seed, output_type="latent"), video is None
 
 
 def test_python_classes(tiny) -> None:
@@ -117,5 +140,9 @@ def test_python_classes(tiny) -> None:
     found = dist.run(2, facade, folder, keywords)
     assert [none for _, none in found] == [False, True]
     assert all((latents - alone).abs().max() <= 1e-4 for latents, _ in found)
+    drawn = [latents for latents, _ in dist.run(2, facade, folder, {"use_sp": True}, -1)]
+    assert torch.equal(*drawn), "ranks have drawn different seeds"
+    with pytest.raises(AssertionError, match="world_size is not a known keyword"):
+        dist.run(2, facade, folder, {"use_sp": True, "world_size": 2})
     with pytest.raises(AssertionError, match="ring_sizes is not a known keyword"):
         dist.run(2, facade, folder, {"use_sp": True, "ring_sizes": 2})

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wan.distributed import ring
 from wan.settings.errors import InputError
-from wan.settings.parallel import Parallel, legal, resolve
+from wan.settings.parallel import RING_TYPES, Parallel, legal, resolve
 
 BOTH = (3.0, 4.0)
 
@@ -119,3 +120,7 @@ def test_any_flags_resolve_or_are_refused(
 
 def test_alone() -> None:
     assert resolve({}, 1, 40, BOTH) == (Parallel(), ())
+
+
+def test_the_ring_knows_the_flags_types() -> None:
+    assert ring.RING_TYPES == RING_TYPES

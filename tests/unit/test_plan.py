@@ -194,7 +194,7 @@ def test_the_text_encoder_can_be_the_most() -> None:
 
 
 def test_refusal_names_flags_where_no_topology_helps() -> None:
-    plan = planner(*"--ulysses_size 8 --device_memory 64 --offload_model false".split())
+    plan = planner("--ulysses_size", "8", "--device_memory", "64", "--offload_model", "false")
     with pytest.raises(InputError) as refused:
         check(plan)
     assert str(refused.value) == (

@@ -85,7 +85,7 @@ def start_all_to_all_4D(
     if cards == 1:
         return Pending(x.unsqueeze(gather_idx), gather_idx)
     send_PBxxx = _pack(x.unflatten(scatter_idx, (cards, -1)).movedim(scatter_idx, 0), after)
-    received, work = _all_to_all(_as_bytes(send_PBxxx), group, async_op)
+    received, work = _all_to_all(as_bytes(send_PBxxx), group, async_op)
     parts = received.view(x.dtype).movedim(0, gather_idx)
     return Pending(parts, gather_idx, work, send_PBxxx if async_op else None)
 
@@ -119,7 +119,7 @@ def _all_to_all(send: Tensor, group: Group, async_op: bool) -> tuple[Tensor, Any
     return received, dist.all_to_all_single(received, send, group=group, async_op=async_op)
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """gloo knows no float8; one byte is as good as another."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 

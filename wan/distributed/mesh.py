@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from wan.device import Device
 
@@ -42,6 +43,7 @@ class Team:
     mesh: DeviceMesh
     device: Device
     rank: int
+    timeout: timedelta | None = None  # for every group; None: PyTorch's own
 
     @property
     def is_main(self) -> bool:
@@ -49,13 +51,18 @@ class Team:
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """This rank's group along one axis, or along several together (their order kept)."""
-        if len(axes) == 1:
-            return self.mesh.get_group(axes[0])
-        return self.mesh[axes]._flatten("_".join(axes)).get_group()
+        mesh = self.mesh[axes]
+        return self._bounded(mesh if len(axes) == 1 else mesh._flatten("_".join(axes))).get_group()
 
     def world_mesh(self) -> DeviceMesh:
         """All ranks in one row, for sharded weights."""
-        return self.mesh._flatten("world")
+        return self._bounded(self.mesh._flatten("world"))
+
+    def _bounded(self, mesh: DeviceMesh) -> DeviceMesh:
+        """DeviceMesh gives its groups PyTorch's default timeout, not that of the whole group."""
+        if self.timeout is not None:
+            _set_pg_timeout(self.timeout, mesh.get_group())
+        return mesh
 
     def from_main(self, make: Callable[[], Tensor]) -> Tensor:
         """The main rank's make() on every rank and on its device; the others do not call theirs."""
@@ -103,15 +110,15 @@ def join(
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timeout,
-        device_id=None if device.type == "cpu" else device.torch_device,
+        device_id=device.torch_device if device.type == "cuda" else None,
     )
-    return form(device, sizes)
+    return form(device, sizes, timeout)
 
 
-def form(device: Device, sizes: tuple[int, int, int]) -> Team:
+def form(device: Device, sizes: tuple[int, int, int], timeout: timedelta | None = None) -> Team:
     """The mesh of (cfg, ring, ulysses) sizes over a process group that exists."""
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("cfg", "ring", "ulysses"))
-    return Team(mesh, device, dist.get_rank())
+    return Team(mesh, device, dist.get_rank(), timeout)
 
 
 def running() -> int:

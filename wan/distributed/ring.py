@@ -2,7 +2,7 @@
 
 Legend: B batch, S rows, N heads, D head size, R cards in the ring. Each card starts with the K/V
 block of its own tokens. A hop is started before the blocks at hand are attended to, so it runs
-beside that computation; at most the blocks at hand and those arriving are in memory, whatever R.
+beside that computation; beside its own block a card holds those at hand and those arriving only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan.distributed.exchange import Group, group_rank, group_size
+from wan.distributed.exchange import Group, as_bytes, group_rank, group_size
 
 RING_TYPES = ("ring", "bidirectional")
 
@@ -72,7 +72,7 @@ class Ring:
         for hop in self.hops:
             arriving = {b: (torch.empty_like(k), torch.empty_like(v)) for _, b in hop.receives}
             operations = [
-                dist.P2POp(verb, _as_bytes(tensor), group=self.group, group_peer=peer)
+                dist.P2POp(verb, as_bytes(tensor), group=self.group, group_peer=peer)
                 for verb, pairs, held in (
                     (dist.isend, hop.sends, ready),
                     (dist.irecv, hop.receives, arriving),
@@ -93,12 +93,8 @@ class Ring:
 
     def _gather(self, x: Tensor) -> Tensor:
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_single(_as_bytes(out).flatten(0, 1), _as_bytes(x.contiguous()), self.group)
+        dist.all_gather_single(as_bytes(out).flatten(0, 1), as_bytes(x.contiguous()), self.group)
         return out.movedim(0, 1).flatten(1, 2)
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 class Merged:

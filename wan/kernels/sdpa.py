@@ -2,10 +2,12 @@
 
 For the result alone PyTorch chooses among its kernels. The log-sum-exp is no part of that public
 function, so the operators under it are called by name: on the CPU flash attention, on CUDA flash
-attention for 16-bit numbers and the memory-efficient kernel for float32.
+attention for 16-bit numbers (from Ampere on) and else the memory-efficient kernel.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +26,27 @@ class SdpaKernel:
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
-        aten = torch.ops.aten
         if q.device.type == "cpu":
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-        elif q.dtype == torch.float32:
-            found = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
-            out, lse = found[0], found[1][..., : q.shape[2]]  # the kernel pads rows to 32
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
         else:
-            out, lse = aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+            out, lse = padded_heads(_cuda_with_lse, q, k, v)
         return out.transpose(1, 2), lse
+
+
+def padded_heads(
+    attend: Callable[..., tuple[Tensor, Tensor]], q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """attend(q, k, v, scale) with heads padded to a multiple of 8, which CUDA's operators need."""
+    head = q_BNSD.shape[-1]
+    padded = (F.pad(x, (0, -head % 8)) for x in (q_BNSD, k_BNSD, v_BNSD))
+    out, lse = attend(*padded, head**-0.5)
+    return out[..., :head], lse
+
+
+def _cuda_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    aten = torch.ops.aten
+    if q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (8, 0):
+        found = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
+        return found[0], found[1][..., : q.shape[2]]  # the kernel pads rows to 32
+    found = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+    return found[0], found[1]

@@ -164,10 +164,9 @@ class FAPowerCapAttention:
         valid = self._valid_rows(rows, valid_len)
         mine = valid[0 if self.ring is None else self.ring.rank]
         ranges = [(a, b) for a, b in schedule.q_ranges(mine, blocks) if a < b]
-        if blocks == 1 and mine == rows:
-            attended = self._attend([q], k, v, valid)
-            return attended[0]
         attended = self._attend([q[:, a:b] for a, b in ranges], k, v, valid)
+        if ranges == [(0, rows)]:
+            return attended[0]
         out = torch.empty_like(q)
         for (a, b), part in zip(ranges, attended, strict=True):
             out[:, a:b] = part

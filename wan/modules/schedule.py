@@ -35,6 +35,15 @@ def head_ranges(heads: int, world: int, max_chunks: int = MAX_CHUNKS) -> tuple[R
     return tuple((a * world, b * world) for a, b in near_even(local, min(max_chunks, local)))
 
 
+def heads_per_chunk(heads: int, world: int, max_chunks: int = MAX_CHUNKS) -> tuple[int, ...]:
+    """How many heads a card holds of each chunk.
+
+    >>> heads_per_chunk(24, 2)
+    (2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
+    """
+    return tuple((b - a) // world for a, b in head_ranges(heads, world, max_chunks))
+
+
 def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:
     """The query blocks of a call. Borders are rounded up to `multiple` (a quantiser's row block).
 

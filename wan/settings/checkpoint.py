@@ -51,6 +51,11 @@ class Checkpoint:
     text_encoder: Path | None
     tokenizer: Path | None
 
+    @property
+    def heads(self) -> int:
+        """Attention heads of the networks."""
+        return int(next(iter(self.experts.values())).config["num_heads"])
+
     def files(self) -> list[Path]:
         """Every weight file, in a fixed order."""
         found = [info.file for dit in self.experts.values() for info in dit.tensors.values()]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from wan.settings import env
 from wan.settings.errors import InputError
 from wan.settings.files import read_json
 from wan.settings.request import Request
@@ -43,7 +44,9 @@ class Output:
 
 
 def check_writable(path: Path) -> None:
-    """The path must name an mp4 in a folder that exists or can be made."""
+    """The path must name an mp4 in a folder that exists or can be made (where rank 0 runs)."""
+    if env.rank() != 0:
+        return
     if path.suffix.lower() != ".mp4":
         raise InputError(f"--save_file {path} must end in .mp4, the only format written.")
     if path.is_dir():

@@ -68,10 +68,10 @@ def resolve(
     chosen_ring = given["ring_size"] is None and ring > 1
     if world > 1 and (given["ulysses_size"] is None or chosen_ring):
         notices.append(f"Chosen: {_flags(cfg, ring, ulysses)} for {world} processes.")
-    if parallel.comm_type and heads == ulysses:
+    if (parallel.comm_type or parallel.fa_alltoall_overlap) and heads == ulysses:
         notices.append(
-            f"--comm_type {parallel.comm_type}: each card has one head, so there is one chunk and "
-            "nothing to interleave; a smaller --ulysses_size would give the chip its rests."
+            "Each card has one head, so there is one chunk and nothing to interleave; "
+            "use a smaller --ulysses_size."
         )
     return parallel, tuple(notices)
 
@@ -129,6 +129,8 @@ def _check_modes(parallel: Parallel, values: Mapping[str, Any]) -> None:
             f"--ring_type {parallel.ring_type} has no effect with --ring_size 1; drop it or use a "
             "larger ring."
         )
+    if "dist_timeout" in values and parallel.world_size == 1:
+        raise InputError("--dist_timeout has no effect on one process; drop it.")
     for flag in ("dit_fsdp", "t5_fsdp"):
         if values.get(flag) and parallel.world_size == 1:
             raise InputError(

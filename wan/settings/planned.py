@@ -66,7 +66,10 @@ def resolve(flags: Mapping[str, Any]) -> Planned:
     image_size = check_image(Path(values["image"])) if "image" in values else None
     request = request_from(values, preset, image_size)
     topology, notices = parallel.resolve(
-        values, world, _heads(checkpoint, preset.num_heads), request.guide_scale
+        values,
+        world,
+        preset.num_heads if checkpoint is None else checkpoint.heads,
+        request.guide_scale,
     )
     return Planned(request, checkpoint, execution, topology, _memory(values, execution), notices)
 
@@ -78,12 +81,6 @@ def _world(flags: Mapping[str, Any]) -> int:
     if asked > MAX_CARDS:
         raise InputError(f"The sizes make {asked} processes; at most {MAX_CARDS} are planned.")
     return asked if started == 1 else started
-
-
-def _heads(checkpoint: Checkpoint | None, published: int) -> int:
-    if checkpoint is None:
-        return published
-    return int(next(iter(checkpoint.experts.values())).config["num_heads"])
 
 
 def _memory(values: Mapping[str, Any], execution: Execution) -> int | None:

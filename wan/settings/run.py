@@ -110,8 +110,7 @@ def _parallel(
             f"--decode_latents runs on one process, but {world} were started; "
             "start it as `python generate.py --decode_latents ...`."
         )
-    heads = next(iter(checkpoint.experts.values())).config["num_heads"]
-    return parallel.resolve(values, world, heads, request.guide_scale)
+    return parallel.resolve(values, world, checkpoint.heads, request.guide_scale)
 
 
 def _fields(kind: type[Execution], values: Mapping[str, Any]) -> Execution:
