@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests import dist
@@ -55,9 +55,7 @@ def velocities(parallel: Parallel | None) -> Any:
     )
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(16, 3, 6, 8, generator=generator)
-    texts = {
-        name: torch.randn(n, 16, generator=generator) for name, n in (("cond", 7), ("uncond", 3))
-    }
+    texts = {name: torch.randn(512, 16, generator=generator) for name in ("cond", "uncond")}
     with torch.no_grad():
         return torch.stack(
             branches(lambda b: model([latents], torch.tensor([500.0]), [texts[b]], TOKENS)[0])
@@ -83,6 +81,10 @@ def expected() -> Any:
         },
     ),
 )
+@example(world=2, flags={"cfg_size": 2})
+@example(world=4, flags={"cfg_size": 2, "comm_type": 1})
+@example(world=4, flags={"ring_size": 2, "ring_type": "bidirectional", "comm_type": 2})
+@example(world=3, flags={"ulysses_size": 1})
 @settings(
     max_examples=60,
     deadline=None,

@@ -136,10 +136,12 @@ def two_machines(first: list[object], second: list[object]) -> list[subprocess.P
 def test_two_machines(alone, tmp_path: Path) -> None:
     arguments, expected = alone("t2v-A14B")
     out = tmp_path / "v.mp4"
-    agents = two_machines(*2 * [[*arguments, "--comm_type", "2", "--save_file", out]])
+    common, other = [*arguments, "--comm_type", "2", "--save_file"], tmp_path / "other" / "v.mp4"
+    agents = two_machines([*common, out], [*common, other])
     ended = [agent.communicate(timeout=120) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], ended
     assert (latents(out) - expected).abs().max() <= 1e-4
+    assert not other.parent.exists(), "only the main rank writes"
 
 
 @pytest.mark.parametrize("wrong", ["folder", "argument", "weights"])

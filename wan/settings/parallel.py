@@ -83,7 +83,7 @@ def _choose(given: Mapping[str, int | None], world: int, heads: int) -> tuple[in
     if ulysses is None:
         rest = max(cards // (ring or 1), 1)
         fitting = [u for u in range(1, rest + 1) if rest % u == 0 and heads % u == 0]
-        ulysses = rest if ring is not None else fitting[-1]
+        ulysses = fitting[-1]
     if ring is None:
         ring = max(cards // ulysses, 1)
     return cfg, ring, ulysses
