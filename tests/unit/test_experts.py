@@ -1,0 +1,77 @@
+"""The switch between the two networks, and devices that are not there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wan import device, sampler
+from wan.conditioning import prepare
+from wan.experts import Experts
+from wan.settings.errors import InputError
+from wan.settings.presets import PRESETS
+from wan.settings.request import Request
+
+
+class Recorder:
+    """An expert source whose networks predict zeros; `calls` is what was asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def get(self, name: str) -> Any:
+        self.calls.append(name)
+        return lambda x, *args, **kwargs: [torch.zeros_like(x[0])]
+
+    def prefetch(self, name: str) -> None:
+        self.calls.append(f"prefetch {name}")
+
+
+def test_the_next_expert_is_announced_one_step_before_the_switch() -> None:
+    preset = PRESETS["t2v-A14B"]
+    request = Request(preset, "", "n", None, (32, 32), 1, 6, 12.0, "unipc", (1.0, 1.0), 0.875, 0)
+    context = torch.zeros(1, 4)
+    conditions = prepare(request, context, context, None, lambda v: v, torch.device("cpu"))
+    source = Recorder()
+    sampler.denoise(request, conditions, source)
+    _, timesteps = sampler.sigma_table("unipc", 6, 12.0)
+    high = int((timesteps >= 875).sum())
+    assert 0 < high < 6
+    steps = ["high_noise"] * (high - 1) + ["prefetch low_noise", "high_noise"]
+    assert source.calls == ["high_noise", *steps, *["low_noise"] * (6 - high)]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
+def test_prefetch_reads_the_files_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files of a network that is not in memory, once each; none of one that is."""
+    asked: list[str] = []
+
+    def fadvise(fd: int, *rest: int) -> None:
+        assert rest == (0, 0, os.POSIX_FADV_WILLNEED)
+        asked.append(Path(f"/proc/self/fd/{fd}").resolve().name)
+
+    monkeypatch.setattr(os, "posix_fadvise", fadvise)
+    files = [tmp_path / name for name in ("a", "b")]
+    for file in files:
+        file.write_bytes(b"x")
+    load: Any = lambda name: torch.nn.Identity()  # noqa: E731
+    experts = Experts(load, offload=True, files={"high_noise": files[:1], "low_noise": files * 2})
+    experts.get("high_noise")
+    experts.prefetch("high_noise")
+    experts.prefetch("low_noise")
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.daemon:
+            thread.join(5)
+    assert asked == ["a", "b"]
+
+
+def test_a_local_rank_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="CUDA device 2 does not exist; 2 do"):
+        device.resolve("cuda", 2)
