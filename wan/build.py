@@ -137,15 +137,12 @@ def team(
 
 def attention_line(parallel: Parallel, heads: int) -> str:
     """How self-attention is carried out, in one line."""
-    mode = ("baseline", "InsertComm", "BlockAttn")[parallel.comm_type]
-    if parallel.fa_alltoall_overlap:
-        mode = "A2A/FA overlap"
-    limit = 1 if mode == "baseline" else schedule.MAX_CHUNKS
+    limit = 1 if parallel.mode == "baseline" else schedule.MAX_CHUNKS
     sizes = schedule.heads_per_chunk(heads, parallel.ulysses_size, limit)
     heads_each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
     ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
     return (
-        f"Attention: {mode}, {len(sizes)} x {heads_each} heads per card; ulysses "
+        f"Attention: {parallel.mode}, {len(sizes)} x {heads_each} heads per card; ulysses "
         f"{parallel.ulysses_size} x ring {parallel.ring_size}{ring} x cfg {parallel.cfg_size}; "
         f"kernel {SdpaKernel.name}, no quantisation, no sparsity"
     )

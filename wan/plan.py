@@ -134,8 +134,7 @@ class Forward:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Heads per card of each chunk."""
-        pieces = self.parallel.comm_type or self.parallel.fa_alltoall_overlap
-        limit = schedule.MAX_CHUNKS if pieces else 1
+        limit = 1 if self.parallel.mode == "baseline" else schedule.MAX_CHUNKS
         return schedule.heads_per_chunk(self.net.heads, self.parallel.ulysses_size, limit)
 
     def chunk_tensor(self, heads: int) -> int:

@@ -11,8 +11,6 @@ from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel, legal
 from wan.settings.planned import MAX_CARDS
 
-_MODES = ("baseline", "InsertComm", "BlockAttn")
-
 
 def lines(planner: Planner) -> list[str]:
     """The plan, a fact a line."""
@@ -21,7 +19,6 @@ def lines(planner: Planner) -> list[str]:
     if planned.checkpoint is not None:
         source = f"sizes of {planned.checkpoint.folder}"
     width, height = request.video_size
-    mode = "A2A/FA overlap" if parallel.fa_alltoall_overlap else _MODES[parallel.comm_type]
     forward = planner.forward(parallel)
     tokens = forward.plan
     heads = "/".join(str(n) for n in sorted(set(forward.chunks), reverse=True))
@@ -29,7 +26,7 @@ def lines(planner: Planner) -> list[str]:
         f"Plan: {request.preset.task} {width}*{height} x {request.frame_num} frames in "
         f"{'bf16' if planner.e == 2 else 'fp32'} on {parallel.world_size} "
         f"{'card' if parallel.world_size == 1 else 'cards'}: cfg {parallel.cfg_size} x ring "
-        f"{parallel.ring_size} x ulysses {parallel.ulysses_size}, {mode}; {source}",
+        f"{parallel.ring_size} x ulysses {parallel.ulysses_size}, {parallel.mode}; {source}",
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
         f"{tokens.shard_len} per card",
         f"Attention: {len(forward.chunks)} x {heads} heads per card",

@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import imageio
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -232,7 +230,3 @@ def test_port_in_use(tmp_path: Path) -> None:
     said = done.stderr.strip().splitlines()
     assert done.returncode == 2 and said[-1].startswith("generate.py: "), done.stderr
     assert "--master_port" in said[-1] and "Traceback" not in done.stderr
-
-
-def frames(path: Path) -> np.ndarray:
-    return np.stack(list(imageio.get_reader(path).iter_data()))

@@ -34,6 +34,13 @@ class Parallel:
     dist_timeout: float = 30.0
 
     @property
+    def mode(self) -> str:
+        """The attention mode's name."""
+        if self.fa_alltoall_overlap:
+            return "A2A/FA overlap"
+        return ("baseline", "InsertComm", "BlockAttn")[self.comm_type]
+
+    @property
     def sequence_size(self) -> int:
         """Cards that share the tokens of one forward pass."""
         return self.ring_size * self.ulysses_size
