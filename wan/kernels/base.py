@@ -1,11 +1,13 @@
-"""What a dense attention kernel is.
+"""What a dense attention kernel is, and what a way of attending ("method") built on kernels is.
 
-Legend: B batch, S tokens, N heads, D head size. Every kernel takes and returns [B,S,N,D].
+Legend: B batch, S tokens, N heads, D head size. Everything takes and returns [B,S,N,D].
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,4 +29,45 @@ class Kernel(Protocol):
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         """The result and the log-sum-exp (natural log, float32 [B,N,S]) of each row's logits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Which attention call this is, for methods that plan, cache, or differ from layer to layer.
+
+    step: 0-based sampling step. expert, branch: as in `StepInfo`. layer: index of the block.
+    first_head: global index of the first head at hand on this card. first_row: place of the first
+    query row in the whole sequence. grid: tokens along frame, height and width.
+    """
+
+    step: int
+    expert: str
+    branch: str
+    layer: int
+    first_head: int
+    first_row: int
+    grid: tuple[int, int, int]
+
+
+AttendRows = Callable[[Any, int], Tensor]
+"""attend(q_block, first): the result [B,rows,N,D] of a block of the queries that begins at their
+row `first`, against all keys."""
+
+
+class Method(Protocol):
+    """A way of attending that first prepares the keys and values, once for all query blocks."""
+
+    @property
+    def name(self) -> str:
+        """For logs and records."""
+        ...
+
+    @property
+    def q_multiple(self) -> int:
+        """Query blocks begin at multiples of this."""
+        ...
+
+    def prepare(self, q: Any, k: Any, v: Any, call: Call | None) -> AttendRows:
+        """q, k, v [B,S,N,D], tensors or (where the method says so) `Quantised`; no padding."""
         ...
