@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from wan.settings import chips
+from wan.settings.chips import Chip
 from wan.settings.errors import InputError
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device and what the rest of the code asks of it."""
+    """A device and what the rest of the code asks of it. chip: which NPU it is; None elsewhere."""
 
     torch_device: torch.device
+    chip: Chip | None = None
 
     @property
     def type(self) -> str:
@@ -23,37 +27,116 @@ class Device:
     def default_precision(self) -> torch.dtype:
         return torch.float32 if self.type == "cpu" else torch.bfloat16
 
+    @property
+    def _accelerator(self) -> Any:
+        """torch.cuda or torch.npu, which offer the same functions; None for the CPU."""
+        return None if self.type == "cpu" else torch.get_device_module(self.torch_device)
+
     def synchronize(self) -> None:
-        if self.type == "cuda":
-            torch.cuda.synchronize(self.torch_device)
+        if self._accelerator is not None:
+            self._accelerator.synchronize(self.torch_device)
 
     def empty_cache(self) -> None:
-        if self.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._accelerator is not None:
+            self._accelerator.empty_cache()
 
     def reset_peak_memory(self) -> None:
-        if self.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.torch_device)
+        if self._accelerator is not None:
+            self._accelerator.reset_peak_memory_stats(self.torch_device)
 
     def peak_memory(self) -> int | None:
         """Highest memory allocated on the accelerator, bytes; None on the CPU."""
-        return torch.cuda.max_memory_allocated(self.torch_device) if self.type == "cuda" else None
+        if self._accelerator is None:
+            return None
+        return self._accelerator.max_memory_allocated(self.torch_device)
 
     def name(self) -> str:
-        return torch.cuda.get_device_name(self.torch_device) if self.type == "cuda" else "CPU"
+        if self._accelerator is None:
+            return "CPU"
+        return self._accelerator.get_device_name(self.torch_device)
 
 
 def resolve(wish: str, index: int = 0) -> Device:
-    """The device for --device auto, cpu or cuda. InputError where it is not there."""
+    """The device for --device auto, cpu, cuda or npu. InputError where it is not there.
+
+    auto: CUDA, else an NPU that PyTorch already sees (torch-npu registers itself), else the CPU.
+    """
     if wish == "auto":
-        wish = "cuda" if torch.cuda.is_available() else "cpu"
+        wish = _best()
     if wish == "cpu":
         return Device(torch.device("cpu"))
-    if wish != "cuda":
-        raise InputError(f"--device {wish} is not built yet; use --device cuda or --device cpu.")
+    if wish == "cuda":
+        return _cuda(index)
+    if wish == "npu":
+        return _npu(index)
+    raise InputError(f"There is no --device {wish}; use auto, cpu, cuda or npu.")
+
+
+def _best() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "npu" if hasattr(torch, "npu") and torch.npu.is_available() else "cpu"
+
+
+def _cuda(index: int) -> Device:
     if not torch.cuda.is_available():
         raise InputError("--device cuda: PyTorch sees no CUDA device here; use --device cpu.")
     if index >= torch.cuda.device_count():
         raise InputError(f"CUDA device {index} does not exist; {torch.cuda.device_count()} do.")
     torch.cuda.set_device(index)
     return Device(torch.device("cuda", index))
+
+
+def _npu(index: int) -> Device:
+    npu = _torch_npu()
+    if not npu.is_available():
+        raise InputError(
+            "--device npu: torch-npu sees no NPU here; see whether `npu-smi info` lists one and "
+            "whether ASCEND_RT_VISIBLE_DEVICES hides it, or use --device cpu."
+        )
+    if index >= npu.device_count():
+        raise InputError(f"NPU {index} does not exist; {npu.device_count()} do.")
+    # Before the first use of a device: the import tells CANN where mindiesd's operators are.
+    _import_mindiesd()
+    # After the import, which allows internal formats: weights in them would not be plain rows.
+    npu.config.allow_internal_format = False
+    npu.set_compile_mode(jit_compile=False)
+    npu.set_device(index)
+    return Device(torch.device("npu", index), chips.of_soc(npu.get_soc_version()))
+
+
+def _torch_npu() -> Any:
+    """torch.npu. InputError where torch-npu is not installed or finds no CANN."""
+    try:
+        import torch_npu
+    except ModuleNotFoundError as error:
+        raise InputError(_not_installed(error)) from error
+    except (ImportError, OSError, RuntimeError) as error:
+        raise InputError(
+            f"--device npu: torch-npu does not load, most likely because CANN is missing: install "
+            f"CANN and source its set_env.sh, or use --device cpu ({_reason(error)})."
+        ) from error
+    return torch_npu.npu
+
+
+def _import_mindiesd() -> None:
+    try:
+        import mindiesd  # noqa: F401  (imported for what it registers)
+    except ModuleNotFoundError as error:
+        raise InputError(_not_installed(error)) from error
+    except (ImportError, OSError, RuntimeError) as error:
+        raise InputError(
+            f"--device npu: mindiesd does not load; it must fit PyTorch {torch.__version__}, "
+            f"torch-npu and CANN: run pip install -r requirements-npu.txt ({_reason(error)})."
+        ) from error
+
+
+def _not_installed(error: ModuleNotFoundError) -> str:
+    return (
+        f"--device npu needs the Python package {error.name}, which is not installed: run "
+        "pip install -r requirements-npu.txt, or use --device cpu."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

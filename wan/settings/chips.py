@@ -1,0 +1,175 @@
+"""Ascend chips and what each can do. A run that asks for more is refused by name.
+
+Sources: mindiesd 3.1.0 (its device table, its operators' own checks, the kernel manifests and
+strings of its binaries) and the operator reference of torch-npu. Facts about kernels that CANN
+itself brings (block-sparse attention, rotary) are those two packages' word; none was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wan.settings.attention import LASER_ROWS, Attention
+from wan.settings.errors import InputError
+
+LASER_HEAD_DIM = 128  # the kernel's inputs are padded to this, never cut
+FP8_HEAD_DIMS = (64, 128)  # the FP8 attention kernel names no others
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One generation of chips.
+
+    socs: values of `torch_npu.npu.get_soc_version()`, both ends included; mindiesd's device table.
+    dense_op: `op_type` of mindiesd.attention_forward in manual mode. On Duo only prompt_flash_attn
+    is registered; elsewhere fused_attn_score takes every number format.
+    laser: ascend_laser_attention runs; on A5 mindiesd silently takes fused_attn_score instead.
+    fp8: the FP8 attention kernels (fused_infer_attention_score_v2, block-sparse attention with
+    dequantising scales); shipped for A5 only.
+    lse: npu_fusion_attention exists, whose maximum and sum give the log-sum-exp.
+    rainfusion: types of --rainfusion_type that run as asked; on A5 mindiesd turns v2 into v3.
+    sparse_precise: `inner_precise` of block-sparse attention; A5 takes 4 only.
+    rope_interleave: npu_apply_rotary_pos_emb rotates adjacent pairs; npu_rotary_mul does anywhere.
+    """
+
+    name: str
+    socs: tuple[int, int]
+    dense_op: str = "fused_attn_score"
+    laser: bool = False
+    fp8: bool = False
+    lse: bool = True
+    rainfusion: tuple[str, ...] = ()
+    sparse_precise: int = 0
+    rope_interleave: bool = False
+
+
+CHIPS = (
+    Chip("A2", (220, 225), laser=True, rainfusion=("v2", "v3")),
+    Chip("A3", (250, 255), laser=True, rainfusion=("v2", "v3")),
+    Chip("A5", (260, 260), fp8=True, rainfusion=("v3",), sparse_precise=4, rope_interleave=True),
+    Chip("Duo", (200, 205), dense_op="prompt_flash_attn", lse=False),
+)
+
+
+def of_soc(soc: int) -> Chip:
+    """The chip of a `get_soc_version()`. InputError for one that mindiesd does not know."""
+    for chip in CHIPS:
+        if chip.socs[0] <= soc <= chip.socs[1]:
+            return chip
+    known = ", ".join(f"{chip.name} {chip.socs[0]}-{chip.socs[1]}" for chip in CHIPS)
+    raise InputError(
+        f"This NPU's SoC version {soc} is unknown to mindiesd (known: {known}); use --device cpu "
+        "or one of these chips."
+    )
+
+
+def by_name(name: str) -> Chip:
+    """The chip of that name. InputError for any other."""
+    for chip in CHIPS:
+        if chip.name == name:
+            return chip
+    names = ", ".join(chip.name for chip in CHIPS)
+    raise InputError(f"There is no chip {name!r}; use one of {names}.")
+
+
+def refusal(chip: Chip, attention: Attention, head_dim: int, precision: str) -> str | None:
+    """Why this chip cannot run such an attention, in one sentence with what to use; None if it can.
+
+    head_dim: channels of one head. precision: "bf16" or "fp32", in which q, k and v arrive.
+    """
+    return (
+        _laser(chip, attention, head_dim, precision)
+        or _fp8(chip, attention, head_dim, precision)
+        or _rainfusion(chip, attention, precision)
+        or _dense(chip, precision)
+    )
+
+
+def _having(**wanted: object) -> str:
+    """Names of the chips with such a field, as one says them: "an A2 or A3"."""
+    (field, value), *_ = wanted.items()
+    found = [
+        chip.name
+        for chip in CHIPS
+        if getattr(chip, field) is value
+        or (isinstance(getattr(chip, field), tuple) and value in getattr(chip, field))
+    ]
+    return "an " + " or ".join(found)
+
+
+def _laser(chip: Chip, attention: Attention, head_dim: int, precision: str) -> str | None:
+    flag = "--attention_algo laser"
+    if attention.algorithm != "laser":
+        return None
+    if not chip.laser:
+        return (
+            f"{flag} needs {_having(laser=True)}; this is an {chip.name}, which has no such "
+            "kernel: use --attention_algo fused."
+        )
+    if head_dim > LASER_HEAD_DIM:
+        return (
+            f"{flag} takes heads of at most {LASER_HEAD_DIM} channels, not {head_dim}: use "
+            "--attention_algo fused."
+        )
+    if precision == "fp32":
+        return (
+            f"{flag} computes in float16 and takes no float32: use --precision bf16 or "
+            "--attention_algo fused."
+        )
+    return None
+
+
+def _fp8(chip: Chip, attention: Attention, head_dim: int, precision: str) -> str | None:
+    flag = f"--fa_quant {attention.fa_quant}"
+    if attention.fa_quant is None:
+        return None
+    if not chip.fp8:
+        return (
+            f"{flag} needs {_having(fp8=True)}; this is an {chip.name}, which has no FP8 "
+            "attention kernel: leave the flag away."
+        )
+    if head_dim not in FP8_HEAD_DIMS:
+        sizes = " or ".join(str(size) for size in FP8_HEAD_DIMS)
+        return f"{flag} takes heads of {sizes} channels, not {head_dim}: leave the flag away."
+    if precision == "fp32":
+        return f"{flag} quantises 16-bit numbers only on an NPU: use --precision bf16."
+    return None
+
+
+def _rainfusion(chip: Chip, attention: Attention, precision: str) -> str | None:
+    if attention.rainfusion is None:
+        return None
+    wished = attention.rainfusion.type
+    flag = f"--rainfusion_type {wished}"
+    if wished == "v1":
+        return f"{flag} needs torch_atb, which mindiesd has given up: use v2 or v3."
+    if not chip.rainfusion:
+        return (
+            f"--use_rainfusion needs {_having(rainfusion='v3')}; this is an {chip.name}, which "
+            "has no block-sparse attention: leave the flag away."
+        )
+    if wished not in chip.rainfusion:
+        return (
+            f"{flag} needs {_having(rainfusion=wished)}; on an {chip.name} mindiesd would "
+            f"silently run v3 instead: use --rainfusion_type {chip.rainfusion[0]}."
+        )
+    if precision == "fp32":
+        return "--use_rainfusion takes 16-bit numbers only on an NPU: use --precision bf16."
+    return None
+
+
+def _dense(chip: Chip, precision: str) -> str | None:
+    if chip.dense_op == "prompt_flash_attn" and precision == "fp32":
+        return f"--precision fp32 has no attention kernel on a {chip.name}: use --precision bf16."
+    return None
+
+
+def laser_refusal(q_rows: int, k_rows: int) -> str | None:
+    """Why mindiesd would not take its laser kernel for so many rows a call; None if it would."""
+    if min(q_rows, k_rows) >= LASER_ROWS:
+        return None
+    return (
+        f"--attention_algo laser needs at least {LASER_ROWS} rows of queries and of keys in every "
+        f"call, here {q_rows} and {k_rows}; mindiesd would silently take its other kernel: use "
+        "--attention_algo fused."
+    )
