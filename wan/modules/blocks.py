@@ -24,7 +24,8 @@ from wan.modules.layers import (
     residual_add,
 )
 from wan.modules.local import Attention
-from wan.modules.rope import RopeTable, apply_rope
+from wan.modules.ops import PLAIN, SmallOps
+from wan.modules.rope import RopeTable
 from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKV
 
@@ -32,12 +33,12 @@ from wan.modules.textcache import TextKV
 class WanAttention(nn.Module):
     """The projections both attentions have: q, k, v, o, and norms of q and k over all channels."""
 
-    def __init__(self, dim: int, num_heads: int, qk_norm: bool, eps: float) -> None:
+    def __init__(self, dim: int, num_heads: int, qk_norm: bool, eps: float, ops: SmallOps) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.ops = num_heads, ops
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = (
-            WanRMSNorm(dim, eps) if qk_norm else nn.Identity() for _ in range(2)
+            WanRMSNorm(dim, eps, ops) if qk_norm else nn.Identity() for _ in range(2)
         )
 
     def heads(self, x_BLC: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class WanSelfAttention(WanAttention):
         """Normalised and rotated queries or keys [B,L,N,D], in float32 on the way; x is used up."""
 
         def compute(x_BLC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return apply_rope(self.heads(norm(x_BLC).float()), (cos, sin)).flatten(2)
+            return self.ops.rope(self.heads(norm(x_BLC).float()), (cos, sin)).flatten(2)
 
         return self.heads(by_slices(compute, x_BLC, x_BLC.dtype, *rope, overwrite=True))
 
@@ -105,13 +106,14 @@ class WanAttentionBlock(nn.Module):
         layer: int,
         attention: Attention,
         kernel: Kernel,
+        ops: SmallOps = PLAIN,
     ) -> None:
         super().__init__()
-        self.layer, self.eps = layer, eps
+        self.layer, self.eps, self.ops = layer, eps, ops
         self.attention, self.kernel = attention, kernel
-        self.self_attn = WanSelfAttention(dim, num_heads, qk_norm, eps)
-        self.norm3 = WanLayerNorm(dim, eps) if cross_attn_norm else nn.Identity()
-        self.cross_attn = WanCrossAttention(dim, num_heads, qk_norm, eps)
+        self.self_attn = WanSelfAttention(dim, num_heads, qk_norm, eps, ops)
+        self.norm3 = WanLayerNorm(dim, eps, ops) if cross_attn_norm else nn.Identity()
+        self.cross_attn = WanCrossAttention(dim, num_heads, qk_norm, eps, ops)
         self.ffn = nn.Sequential(nn.Linear(dim, ffn_dim), TanhGELU(), nn.Linear(ffn_dim, dim))
         self.modulation = nn.Parameter(torch.randn(1, 6, dim) / dim**0.5)
 
@@ -131,7 +133,7 @@ class WanAttentionBlock(nn.Module):
         modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)
 
-        y_BLC = modulated_norm(x_BLC, shift1, scale1, runs, self.eps, dtype)
+        y_BLC = modulated_norm(x_BLC, shift1, scale1, runs, self.eps, dtype, self.ops)
         y_BLC = self.self_attn(y_BLC, rope, self.attention, valid_len, step, self.layer)
         x_BLC = gated_add(x_BLC, y_BLC, gate1, runs)
 
@@ -139,21 +141,20 @@ class WanAttentionBlock(nn.Module):
         y_BLC = by_slices(self.norm3, x_BLC, dtype)
         x_BLC = residual_add(x_BLC, self.cross_attn(y_BLC, kv, self.kernel))
 
-        y_BLC = modulated_norm(x_BLC, shift2, scale2, runs, self.eps, dtype)
+        y_BLC = modulated_norm(x_BLC, shift2, scale2, runs, self.eps, dtype, self.ops)
         return gated_add(x_BLC, self.ffn(y_BLC), gate2, runs), kv
 
 
 class Head(nn.Module):
     """Modulated norm and projection to the channels of a patch, in float32."""
 
-    def __init__(self, dim: int, out_features: int, eps: float) -> None:
+    def __init__(self, dim: int, out_features: int, eps: float, ops: SmallOps) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.ops = eps, ops
         self.head = nn.Linear(dim, out_features)
         self.modulation = nn.Parameter(torch.randn(1, 2, dim) / dim**0.5)
 
     def forward(self, x_BLC: Tensor, e_BRC: Tensor, runs: tuple[int, ...]) -> Tensor:
         shift, scale = (self.modulation.float().unsqueeze(1) + e_BRC.unsqueeze(2)).unbind(2)
-        return fp32_linear(
-            self.head, modulated_norm(x_BLC, shift, scale, runs, self.eps, torch.float32)
-        )
+        normed = modulated_norm(x_BLC, shift, scale, runs, self.eps, torch.float32, self.ops)
+        return fp32_linear(self.head, normed)

@@ -12,12 +12,13 @@ autograd on, every operation returns a new tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from wan.modules.ops import PLAIN, SmallOps
 
 
 def by_slices(
@@ -52,24 +53,24 @@ def by_slices(
 class WanRMSNorm(nn.Module):
     """RMS norm over all channels (before heads are split), computed and returned in float32."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, ops: SmallOps = PLAIN) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.ops = eps, ops
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x_BLC: Tensor) -> Tensor:
-        x = x_BLC.float()
-        # The norm reduction reads x once; mean(x**2) would materialise x**2 first.
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
-        return x * torch.rsqrt(mean_square + self.eps) * self.weight.float()
+        return self.ops.rms_norm(x_BLC, self.weight, self.eps)
 
 
 class WanLayerNorm(nn.LayerNorm):
     """Layer norm computed and returned in float32, whatever the input's dtype."""
 
+    def __init__(self, dim: int, eps: float, ops: SmallOps = PLAIN) -> None:
+        super().__init__(dim, eps)
+        self.ops = ops
+
     def forward(self, x_BLC: Tensor) -> Tensor:
-        weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
-        return F.layer_norm(x_BLC.float(), self.normalized_shape, weight, bias, self.eps)
+        return self.ops.layer_norm(x_BLC, self.weight, self.bias, self.eps)
 
 
 class TanhGELU(nn.Module):
@@ -93,23 +94,21 @@ def modulated_norm(
     runs: Sequence[int],
     eps: float,
     dtype: torch.dtype,
+    ops: SmallOps = PLAIN,
 ) -> Tensor:
     """layer_norm(x) * (1 + scale) + shift with each run's own row; float32 inside, dtype out."""
     parts = zip(
         x_BLC.split(list(runs), 1), shift_BRC.split(1, 1), scale_BRC.split(1, 1), strict=True
     )
-    normed = [
-        by_slices(partial(_modulated_norm, shift_B1C=shift, scale_B1C=scale, eps=eps), x, dtype)
-        for x, shift, scale in parts
-    ]
+
+    def one(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor) -> Tensor:
+        def compute(x: Tensor) -> Tensor:
+            return ops.modulated_norm(x, shift_B1C, scale_B1C, eps)
+
+        return by_slices(compute, x_BLC, dtype)
+
+    normed = [one(*part) for part in parts]
     return normed[0] if len(normed) == 1 else torch.cat(normed, dim=1)
-
-
-def _modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
-    shape = x_BLC.shape[-1:]
-    if x_BLC.shape[0] == 1:  # one row: it is the affine part of the norm, one pass over memory
-        return F.layer_norm(x_BLC.float(), shape, 1 + scale_B1C[0, 0], shift_B1C[0, 0], eps)
-    return torch.addcmul(shift_B1C, F.layer_norm(x_BLC.float(), shape, eps=eps), 1 + scale_B1C)
 
 
 def gated_add(x_BLC: Tensor, y_BLC: Tensor, gate_BRC: Tensor, runs: Sequence[int]) -> Tensor:

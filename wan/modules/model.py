@@ -20,6 +20,7 @@ from wan.kernels.sdpa import SdpaKernel
 from wan.modules.blocks import Head, WanAttentionBlock
 from wan.modules.layers import TanhGELU, fp32_linear
 from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
+from wan.modules.ops import PLAIN, SmallOps
 from wan.modules.rope import RopeTables
 from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache, TextState
@@ -39,7 +40,7 @@ class WanModel(nn.Module):
 
     The arguments are the official ones (config.json). The keyword-only collaborators default to
     single-device versions: `attention` (self-attention over all tokens), `kernel` (dense attention,
-    used for the text), `tokens` (which tokens this device computes), `text_cache` (off).
+    used for the text), `tokens` (which tokens this device computes), `text_cache` (off), `ops`.
 
     Raises ValueError for a model type, window or head count that the network does not have.
     """
@@ -66,6 +67,7 @@ class WanModel(nn.Module):
         kernel: Kernel | None = None,
         tokens: TokenShard | None = None,
         text_cache: TextKVCache | None = None,
+        ops: SmallOps | None = None,
     ) -> None:
         super().__init__()
         if model_type not in MODEL_TYPES:
@@ -85,6 +87,7 @@ class WanModel(nn.Module):
         self.freq_dim, self.text_dim = freq_dim, text_dim
         self.num_heads, self.num_layers = num_heads, num_layers
         kernel = SdpaKernel() if kernel is None else kernel
+        ops = PLAIN if ops is None else ops
         attention = LocalAttention(kernel) if attention is None else attention
         self.tokens: TokenShard = LocalTokens() if tokens is None else tokens
         self.text_cache = text_cache
@@ -109,10 +112,11 @@ class WanModel(nn.Module):
                 layer=layer,
                 attention=attention,
                 kernel=kernel,
+                ops=ops,
             )
             for layer in range(num_layers)
         )
-        self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps)
+        self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps, ops)
 
     def forward(
         self,
