@@ -1,0 +1,207 @@
+"""One network's export of quantised weights, in msmodelslim's format as mindiesd reads it.
+
+A description (JSON: tensor or layer name -> algorithm, or FLOAT) stands beside one safetensors
+file. Only the JSON and the headers are read here; everything that does not fit is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wan.settings.checkpoint import DitFiles
+from wan.settings.errors import InputError
+from wan.settings.files import TensorInfo, read_json, safetensors_header
+
+DESCRIPTIONS = {  # in the order of the search -> whether an NPU keeps the weights in its NZ layout
+    "quant_model_description_w8a8_dynamic.json": True,
+    "quant_model_description_w8a8_mxfp8.json": False,
+    "quant_model_description_w4a4_mxfp4_dualscale.json": True,
+}
+EVERYWHERE = "W8A8_DYNAMIC"
+FP8_DYNAMIC = "FP8_DYNAMIC"
+_STATIC = ("input_scale", "input_offset", "deq_scale", "quant_bias")
+_LINEAR = {  # algorithm -> the tensors it needs beside "weight" (and the bias)
+    EVERYWHERE: ("weight_scale",),
+    "W8A8": _STATIC,
+    "W8A8_TIMESTEP": ("weight_scale", *_STATIC),
+    "W8A8_MXFP8": ("weight_scale",),
+    "W4A4_DYNAMIC": ("weight_scale",),
+    "W4A4_MXFP4": ("weight_scale",),
+    "W4A4_MXFP4_DUALSCALE": ("weight_scale", "weight_dual_scale"),
+    "W8A16": ("weight_scale",),
+    "W4A16": ("weight_scale",),
+}
+_ATTENTION = (FP8_DYNAMIC, "MXFP8_DYNAMIC", "MXFP4_DYNAMIC")
+_FLOAT = ("FLOAT", "W16A16", "NO_QUANT")
+_IN_FP32 = ("time_embedding.", "time_projection.", "head.")  # as wan.modules.model.keeps_fp32
+_FLOATING = ("F32", "BF16", "F16")
+_SUFFIXES = (".linear.weight", ".weight", ".fa_q.scale", ".quant_type")  # of entries for a layer
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A quantised layer. tensors: "weight", "weight_scale", ... -> where each one is."""
+
+    algorithm: str
+    tensors: dict[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class Export:
+    """The quantised layers of one network.
+
+    linears: by layer name ("blocks.0.ffn.2"). attentions: self-attentions with rotations "q_rot"
+    and "k_rot", by block index. use_nz: see DESCRIPTIONS.
+    """
+
+    description: Path
+    weights: Path
+    use_nz: bool
+    linears: dict[str, Layer]
+    attentions: dict[int, Layer]
+
+
+def read_export(folder: Path, dit: DitFiles) -> Export:
+    """What a folder holds for a network. InputError for all that is missing or does not fit."""
+    description = _description_file(folder)
+    entries = read_json(description)
+    kind = entries.get("model_quant_type")
+    if kind not in (*_LINEAR, *_ATTENTION, "W16A16"):
+        said = "has no model_quant_type" if kind is None else f"has the model_quant_type {kind!r}"
+        raise InputError(
+            f"{description} {said}; known are {', '.join((*_LINEAR, *_ATTENTION))}: export again."
+        )
+    _check_entries(description, entries, dit)
+    weights = folder / f"quant_model_weight_{kind.lower()}.safetensors"
+    if not weights.is_file():
+        _refuse_ranks(folder, weights.stem)
+        raise InputError(f"{weights} is missing; copy or export it beside {description.name}.")
+    source = _Source(description, entries, safetensors_header(weights), weights)
+    two_dim = [n.removesuffix(".weight") for n, t in dit.tensors.items() if len(t.shape) == 2]
+    linears = {name: layer for name in two_dim if (layer := source.linear(name, dit))}
+    blocks = [name.removesuffix(".q") for name in two_dim if name.endswith(".self_attn.q")]
+    attentions = {
+        int(name.split(".")[1]): layer for name in blocks if (layer := source.attention(name, dit))
+    }
+    if not linears and not attentions:
+        raise InputError(f"{description} quantises no layer; drop --quant_dit_path.")
+    return Export(description, weights, DESCRIPTIONS[description.name], linears, attentions)
+
+
+def _description_file(folder: Path) -> Path:
+    for name in DESCRIPTIONS:
+        if (folder / name).is_file():
+            return folder / name
+    _refuse_ranks(folder, "quant_model_description*")
+    raise InputError(
+        f"{folder} holds no description of quantised weights; expected {' or '.join(DESCRIPTIONS)} "
+        "(two experts: in high_noise_model/ and low_noise_model/)."
+    )
+
+
+def _refuse_ranks(folder: Path, stem: str) -> None:
+    for path in sorted(folder.glob(f"{stem}_*")):
+        if re.search(r"_\d+$", path.stem):
+            raise InputError(
+                f"{path} is one rank's share of an export, which is not built here; export the "
+                "network whole."
+            )
+
+
+def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles) -> None:
+    """Entries that name a layer must name one of this network, and an algorithm we know."""
+    parts = [name.split(".") for name in dit.tensors]
+    modules = {".".join(name[:end]) for name in parts for end in range(1, len(name))}
+    for key, value in entries.items():
+        suffix = next((s for s in _SUFFIXES if key.endswith(s)), "")
+        name = key.removesuffix(suffix)
+        algorithm = str(value).upper()
+        if algorithm in _FLOAT or not (suffix or name in modules):
+            continue  # FLOAT needs nothing; other keys describe the export or its extra tensors
+        if algorithm not in (*_LINEAR, *_ATTENTION):
+            raise InputError(
+                f"{description} gives {key} the unknown algorithm {value!r}; known are "
+                f"{', '.join((*_LINEAR, *_ATTENTION))}."
+            )
+        if name not in modules:
+            raise InputError(
+                f"{description} quantises {name}, which {dit.folder} does not have; the export "
+                "belongs to another checkpoint."
+            )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One description and the tensors of its weight file."""
+
+    description: Path
+    entries: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    weights: Path
+
+    def algorithm(self, name: str) -> str | None:
+        """mindiesd's rule: FLOAT anywhere excludes a layer, else the first entry counts."""
+        stated = [self.entries[name + s] for s in (*_SUFFIXES, "") if name + s in self.entries]
+        words = [str(value).upper() for value in stated]
+        return None if not words or any(word in _FLOAT for word in words) else words[0]
+
+    def linear(self, name: str, dit: DitFiles) -> Layer | None:
+        algorithm = self.algorithm(name)
+        if algorithm is None:
+            return None
+        if algorithm not in _LINEAR:
+            raise InputError(
+                f"{self.description} gives the linear layer {name} {algorithm}, an algorithm for "
+                "attention; export again."
+            )
+        if name.startswith(_IN_FP32):
+            raise InputError(
+                f"{self.description} quantises {name}, which is computed in float32 here; export "
+                "it as FLOAT."
+            )
+        # A smoothed layer keeps its tensors one level deeper, beside the inputs' factors.
+        smooth = f"{name}.div.mul_scale"
+        prefix = f"{name}.linear" if smooth in self.tensors else name
+        parts = ("weight", *_LINEAR[algorithm])
+        parts += ("bias",) if f"{name}.bias" in dit.tensors else ()
+        tensors = {part: self.tensor(f"{prefix}.{part}") for part in parts}
+        if prefix != name:
+            tensors["mul_scale"] = self.tensor(smooth)
+        if algorithm == EVERYWHERE:
+            rows, columns = dit.tensors[f"{name}.weight"].shape
+            self.check(tensors["weight"], ("I8",), (rows, columns))
+            self.check(tensors["weight_scale"], _FLOATING, (rows,), (rows, 1))
+            for part, size in (("bias", rows), ("mul_scale", columns)):
+                if part in tensors:
+                    self.check(tensors[part], _FLOATING, (size,))
+        return Layer(algorithm, tensors)
+
+    def attention(self, name: str, dit: DitFiles) -> Layer | None:
+        algorithm = self.algorithm(name)
+        if algorithm not in _ATTENTION:
+            return None
+        size = dit.tensors["patch_embedding.weight"].shape[0] // dit.config["num_heads"]
+        tensors = {part: self.tensor(f"{name}.{part}") for part in ("q_rot", "k_rot")}
+        for info in tensors.values():
+            self.check(info, _FLOATING, (size, size))
+        return Layer(algorithm, tensors)
+
+    def tensor(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise InputError(
+                f"{self.weights} lacks the tensor {name} that {self.description.name} asks for; "
+                "export the weights again."
+            )
+        return self.tensors[name]
+
+    def check(self, info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        if info.dtype not in dtypes or info.shape not in shapes:
+            raise InputError(
+                f"{self.weights}: {info.name} is {info.dtype} {list(info.shape)}, but the "
+                f"checkpoint's layer takes {' or '.join(dtypes)} {list(shapes[0])}; the export "
+                "belongs to another checkpoint, or is damaged."
+            )
