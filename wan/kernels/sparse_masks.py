@@ -92,10 +92,8 @@ def protect(
     frame = grid[1] * grid[2]
     q_first = torch.arange(first_block, first_block + nq, device=mask_BNqk.device)
     k_first = torch.arange(nk, device=mask_BNqk.device)
-    in_frame = (q_first < math.ceil(frame / q_rows))[:, None] | (
-        k_first < math.ceil(frame / k_rows)
-    )
-    return mask_BNqk | in_frame
+    q_in, k_in = q_first < math.ceil(frame / q_rows), k_first < math.ceil(frame / k_rows)
+    return mask_BNqk | q_in[:, None] | k_in
 
 
 def plan(
@@ -107,10 +105,12 @@ def plan(
     A part gets the rows of the whole's mask: its scores are computed in the whole's shape, since
     another shape may round otherwise.
 
-    Raises ValueError where first_row is no multiple of 128, or q, k and grid do not fit together.
+    Raises ValueError where first_row is no multiple of 128, q has no row, or q, k and grid do not
+    fit together.
     """
     total, rows = k_BSND.shape[1], q_BSND.shape[1]
-    if total != math.prod(grid) or first_row + rows > total or first_row % Q_ROWS:
+    fits = total == math.prod(grid) and 0 < rows <= total - first_row
+    if not fits or first_row % Q_ROWS:
         raise ValueError(
             f"RainFusion needs all keys of the grid and queries from a multiple of {Q_ROWS} on: "
             f"got {total} keys for grid {grid}, and {rows} queries from row {first_row} on"
