@@ -1,0 +1,41 @@
+"""Collected only where the stand-in is the torch_npu that would be imported: `make test-npu`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_STAND_IN = Path(__file__).parent / "stand_in"
+_FOUND = importlib.util.find_spec("torch_npu")
+_SIMULATED = _FOUND is not None and Path(str(_FOUND.origin)).is_relative_to(_STAND_IN)
+collect_ignore_glob = [] if _SIMULATED else ["test_*.py"]
+
+SOC = {"Duo": "200", "A2": "220", "A3": "250", "A5": "260"}
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """chip("A5"): that chip from here to the end of the test; without it A2."""
+    import mindiesd.layers.adalayernorm as remembers
+    from mindiesd.utils import get_platform
+
+    def choose(name: str) -> None:
+        monkeypatch.setenv("NPU_SIM_SOC", SOC[name])
+        monkeypatch.setattr(get_platform, "PLATFORM", None)
+        monkeypatch.setattr(remembers, "npu_device", get_platform.get_npu_device())
+
+    choose("A2")
+    return choose
+
+
+@pytest.fixture
+def calls() -> Iterator[list[Any]]:
+    """The stand-in's log, empty at the start of the test."""
+    import torch_npu
+
+    torch_npu.calls.clear()
+    yield torch_npu.calls

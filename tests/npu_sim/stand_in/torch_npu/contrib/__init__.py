@@ -1,0 +1,1 @@
+"""Extras of torch_npu."""

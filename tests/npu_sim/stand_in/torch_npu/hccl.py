@@ -1,0 +1,52 @@
+"""The process-group backend "hccl", carried by gloo; what is started is logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_npu.log import record
+
+LOGGED = (
+    "all_to_all_single",
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "broadcast",
+)
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _logged(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
+    def started(*args: Any, **named: Any) -> Any:
+        tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
+        record(name, *tensors)
+        return start(*args, **named)
+
+    return started
+
+
+def _logged_batch(start: Callable[..., Any]) -> Callable[..., Any]:
+    def started(operations: list[Any]) -> Any:
+        verbs = [f"{operation.op.__name__} {operation.group_peer}" for operation in operations]
+        record("batch_isend_irecv", *(operation.tensor for operation in operations), verbs=verbs)
+        return start(operations)
+
+    return started
+
+
+def install() -> None:
+    """Register the backend and log the collectives that are called as torch.distributed.<name>."""
+    dist.Backend.register_backend("hccl", _create, devices=["npu", "cpu"])
+    for name in LOGGED:
+        if hasattr(dist, name):
+            setattr(dist, name, _logged(name, getattr(dist, name)))
+    dist.batch_isend_irecv = _logged_batch(dist.batch_isend_irecv)

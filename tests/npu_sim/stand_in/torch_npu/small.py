@@ -1,0 +1,93 @@
+"""Norms, rotary embedding and activations of torch_npu."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_npu.chip import require, require_chip, require_dtype, require_same_dtype
+from torch_npu.dense import HALF
+from torch_npu.log import record
+
+FLOATS = (*HALF, torch.float32)
+
+
+def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """(normalised over gamma's axes, reciprocal of the root mean square): computed in float32."""
+    operation = "npu_rms_norm"
+    record(operation, x, gamma)
+    require_dtype(operation, FLOATS, x=x)
+    require_same_dtype(operation, x=x, gamma=gamma)
+    axes = tuple(range(-gamma.dim(), 0))
+    require(x.shape[-gamma.dim() :] == gamma.shape, operation, f"gamma {tuple(gamma.shape)}.")
+    rstd = torch.rsqrt(x.float().square().mean(axes, keepdim=True) + epsilon)
+    return (x.float() * rstd * gamma.float()).to(x.dtype), rstd
+
+
+def _rotated(x: Tensor, mode: str) -> Tensor:
+    if mode == "half":
+        first, second = x.chunk(2, -1)
+        return torch.cat([-second, first], -1)
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([-odd, even], -1).flatten(-2)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    turned = x.float() * cos.float() + _rotated(x.float(), mode) * sin.float()
+    return turned.to(x.dtype)
+
+
+def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    """x cos + rotated(x) sin; r1 = cos and r2 = sin vary over the sequence only: one of three axes.
+
+    interleave: B * N < 1000, D even and < 896. half: D even and <= 896.
+    """
+    operation = "npu_rotary_mul"
+    record(operation, input, r1, mode=rotary_mode)
+    require(rotary_mode in ("half", "interleave"), operation, f"unknown mode {rotary_mode}.")
+    require_dtype(operation, FLOATS, input=input)
+    require_same_dtype(operation, input=input, r1=r1, r2=r2)
+    require(input.dim() == r1.dim() == r2.dim() == 4, operation, "4 dims are needed.")
+    size = input.shape[-1]
+    require(size % 2 == 0 and size <= 896, operation, f"D {size} must be even and at most 896.")
+    require(r1.shape == r2.shape and r1.shape[-1] == size, operation, f"r1 {tuple(r1.shape)}.")
+    long = [axis for axis in range(3) if r1.shape[axis] != 1]
+    fits = len(long) <= 1 and all(r1.shape[a] == input.shape[a] for a in long)
+    require(fits, operation, f"r1 {tuple(r1.shape)} must vary over the sequence of x only.")
+    if rotary_mode == "interleave":
+        others = input.shape[:3].numel() // max(r1.shape[:3])
+        require(others < 1000, operation, f"B * N is {others}, must be below 1000.")
+        require(size < 896, operation, f"D {size} must be below 896.")
+    return _rotate(input, r1, r2, rotary_mode)
+
+
+def npu_apply_rotary_pos_emb(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layout: str = "BSH",
+    rotary_mode: str = "half",
+) -> tuple[Tensor, Tensor]:
+    """Rotates query and key in place and returns them."""
+    operation = "npu_apply_rotary_pos_emb"
+    record(operation, query, key, cos, mode=rotary_mode)
+    require(rotary_mode in ("half", "interleave"), operation, f"unknown mode {rotary_mode}.")
+    if rotary_mode == "interleave":
+        require_chip(operation + " interleave", "A5")
+    require_dtype(operation, FLOATS, query=query)
+    require_same_dtype(operation, query=query, key=key, cos=cos, sin=sin)
+    require(layout in ("BSH", "BSND"), operation, f"layout {layout} is not simulated.")
+    require(query.dim() == key.dim() == cos.dim() == 4, operation, "4 dims [B,S,N,D] are needed.")
+    one = (*query.shape[:2], 1, query.shape[3])
+    fits = tuple(cos.shape) == one and cos.shape == sin.shape
+    require(fits, operation, f"cos {tuple(cos.shape)}; needed: {one}.")
+    for x in (query, key):
+        x.copy_(_rotate(x, cos, sin, rotary_mode))
+    return query, key
+
+
+def npu_fast_gelu(x: Tensor) -> Tensor:
+    record("npu_fast_gelu", x)
+    require_dtype("npu_fast_gelu", FLOATS, x=x)
+    return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
