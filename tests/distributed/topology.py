@@ -5,6 +5,7 @@ Rank = ring rank * P + Ulysses rank, so shard i of the tokens lies on rank i.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
-from wan.kernels.base import Kernel
+from wan.kernels.base import Kernel, Method
 from wan.modules.attnlayer import FAPowerCapAttention
 
 MODES = ("0", "1", "2", "overlap")
@@ -51,7 +52,10 @@ def groups(ulysses: int, ring: int) -> tuple[Group, Group]:
 
 
 def attention_layer(
-    topology: Topology, mode: str, kernel: Kernel | None = None
+    topology: Topology,
+    mode: str,
+    kernel: Kernel | None = None,
+    methods: Sequence[Method] = (),
 ) -> FAPowerCapAttention:
     """mode: a comm_type, or overlap."""
     ulysses_group, ring_group = groups(topology.ulysses, topology.ring)
@@ -62,4 +66,5 @@ def attention_layer(
         mode == "overlap",
         kernel=kernel,
         ring=Ring(ring_group, topology.ring_type),
+        methods=methods,
     )

@@ -7,7 +7,7 @@ beside that computation; beside its own block a card holds those at hand and tho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,11 +87,29 @@ class Ring:
             ready = arriving
         yield from ((owner, *kv) for owner, kv in ready.items())
 
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All cards' K/V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
-        return self._gather(k), self._gather(v)
+    def attend(
+        self,
+        with_lse: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+        q_blocks: Sequence[Tensor],
+        k: Tensor,
+        v: Tensor,
+        valid: Sequence[int],
+    ) -> list[Tensor]:
+        """Each query block against the keys of all cards, of which `valid` rows each are real.
 
-    def _gather(self, x: Tensor) -> Tensor:
+        with_lse: attention that also returns its log-sum-exp, by which the parts are merged.
+        """
+        merged = [Merged() for _ in q_blocks]
+        for owner, k_block, v_block in self.blocks(k, v):
+            rows = valid[owner]
+            if not rows:
+                continue
+            for q, total in zip(q_blocks, merged, strict=True):
+                total.add(*with_lse(q, k_block[:, :rows], v_block[:, :rows]))
+        return [total.result().to(k.dtype) for total in merged]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All cards' K or V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         dist.all_gather_single(as_bytes(out).flatten(0, 1), as_bytes(x.contiguous()), self.group)
         return out.movedim(0, 1).flatten(1, 2)

@@ -1,11 +1,12 @@
-"""Which tokens each card computes.
+"""Which tokens each card computes, and in which order they stand.
 
 Legend: B batch, S all tokens, L this card's tokens, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -15,32 +16,67 @@ from torch import Tensor
 from wan.distributed.exchange import Group, group_rank, group_size
 from wan.distributed.tokenplan import TokenPlan
 
+Grid = tuple[int, int, int]
+
 
 class ShardedTokens:
-    """Implements `wan.modules.local.TokenShard` over a group: card i computes the i-th shard."""
+    """Implements `wan.modules.local.TokenShard` over a group: card i computes the i-th shard.
 
-    def __init__(self, group: Group, multiple: int = 1) -> None:
-        self.group, self.multiple = group, multiple
+    multiple: a shard's length is a multiple of this. order(grid), int64 [S]: the raster token that
+    stands at each place; None: raster order.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        multiple: int = 1,
+        order: Callable[[Grid], Tensor] | None = None,
+    ) -> None:
+        self.group, self.multiple, self.order = group, multiple, order
         self.cards, self.rank = group_size(group), group_rank(group)
+        self._indices: dict[tuple[Grid, torch.device], tuple[Tensor, Tensor]] = {}
 
     def plan(self, tokens: int) -> TokenPlan:
         return TokenPlan(tokens, self.cards, self.multiple)
 
-    def shard(self, x_BSC: Tensor) -> Tensor:
+    def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+        """The whole sequence, from raster order into the order in which tokens stand."""
+        return x_BSC if self.order is None else x_BSC[:, self._index(grid, x_BSC.device)[0]]
+
+    def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """[B,S,...] -> [B,L,...], zero-padded where the sequence has ended."""
         plan = self.plan(x_BSC.shape[1])
         begin = self.rank * plan.shard_len
-        own = x_BSC[:, begin : begin + plan.valid(self.rank)]
+        end = begin + plan.valid(self.rank)
+        own = x_BSC[:, begin:end]
+        if self.order is not None:
+            own = x_BSC[:, self._index(grid, x_BSC.device)[0][begin:end]]
         missing = plan.shard_len - own.shape[1]
+        if missing:
+            return F.pad(own, [0, 0] * (own.dim() - 2) + [0, missing])
         # Cloned: the block updates its input in place, and the whole sequence can be freed.
-        return F.pad(own, [0, 0] * (own.dim() - 2) + [0, missing]) if missing else own.clone()
+        return own.clone() if self.order is None else own
 
-    def gather(self, x_BLC: Tensor, tokens: int) -> Tensor:
-        """[B,L,C] -> [B,tokens,C] on every card."""
-        x_BLC = x_BLC.contiguous()
-        out = torch.empty(self.cards, *x_BLC.shape, dtype=x_BLC.dtype, device=x_BLC.device)
-        dist.all_gather_single(out.flatten(0, 1), x_BLC, self.group)
-        return out.movedim(0, 1).flatten(1, 2)[:, :tokens]
+    def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
+        """[B,L,C] -> [B,S,C] in raster order on every card."""
+        whole = x_BLC
+        if self.cards > 1:
+            x_BLC = x_BLC.contiguous()
+            out = torch.empty(self.cards, *x_BLC.shape, dtype=x_BLC.dtype, device=x_BLC.device)
+            dist.all_gather_single(out.flatten(0, 1), x_BLC, self.group)
+            whole = out.movedim(0, 1).flatten(1, 2)
+        if self.order is None:
+            return whole[:, : prod(grid)]
+        return whole[:, self._index(grid, whole.device)[1]]
 
     def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
         return self.plan(sum(lengths)).runs(lengths, self.rank)
+
+    def _index(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The order and its inverse on a device; of one grid, the one in use."""
+        assert self.order is not None
+        if (grid, device) not in self._indices:
+            self._indices = {k: v for k, v in self._indices.items() if k[0] == grid}
+            order = self.order(grid)
+            self._indices[grid, device] = order.to(device), torch.argsort(order).to(device)
+        return self._indices[grid, device]

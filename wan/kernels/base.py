@@ -5,7 +5,7 @@ Legend: B batch, S tokens, N heads, D head size. Everything takes and returns [B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,19 @@ class Method(Protocol):
     @property
     def q_multiple(self) -> int:
         """Query blocks begin at multiples of this."""
+        ...
+
+    def applies(self, call: Call | None) -> bool:
+        """Whether this call is computed this way. ValueError where that cannot be told."""
+        ...
+
+    def pack(
+        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, call: Call | None
+    ) -> Sequence[Any]:
+        """What travels in the exchanges for q, k, v of this card's tokens, before `prepare`.
+
+        valid: the real ones among the tokens; what is in the rows behind them must not matter.
+        """
         ...
 
     def prepare(self, q: Any, k: Any, v: Any, call: Call | None) -> AttendRows:

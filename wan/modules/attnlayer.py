@@ -12,27 +12,41 @@ the rests. A mode is a row: how many chunks of heads, how many blocks of queries
 | InsertComm (1) | up to 10 | 1 | in order |
 | BlockAttn (2) | up to 10 | 2 | in order |
 | A2A/FA overlap | up to 10 | 1 | pipelined: the opposite aim, exchanges hidden, no rests |
+
+How a chunk is attended to is another matter (`Method`): densely, with FP8 numbers, block-sparsely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from wan.distributed.exchange import Group, Pending, group_size, start_all_to_all_4D
-from wan.distributed.ring import Merged, Ring
-from wan.kernels.base import Kernel
+from wan.distributed.exchange import Group, group_rank, group_size
+from wan.distributed.ring import Ring
+from wan.kernels.base import Call, Kernel, Method
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules import schedule
 from wan.modules.schedule import Event, Range
 from wan.modules.step import StepInfo
+from wan.modules.transport import Incoming, Outgoing, cut, gathered, receive, send, send_back
 
 COMM_TYPES = (0, 1, 2)
 Order = Callable[[int], Iterator[Event]]
 QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class _Job(NamedTuple):
+    """What holds for all chunks of one call. method: None is the dense kernel."""
+
+    dtype: torch.dtype
+    valid_len: int | None
+    method: Method | None
+    call: Call | None
 
 
 class FAPowerCapAttention:
@@ -41,7 +55,9 @@ class FAPowerCapAttention:
     args: any object with `comm_type` (0 baseline, 1 InsertComm, 2 BlockAttn). ulysses_pg: the cards
     that exchange heads for tokens. fa_alltoall_overlap: hide exchanges under attention; comes
     before comm_type. kernel: dense attention, default the one of the tensors' device. ring: the
-    cards that pass K/V round, default none. For inference: exchanges have no gradient.
+    cards that pass K/V round, default none. methods: other ways of attending, of which the first
+    that applies is taken; the dense kernel where none does. clock: entered around every call.
+    For inference: exchanges have no gradient.
 
     Raises ValueError for another comm_type.
     """
@@ -54,14 +70,18 @@ class FAPowerCapAttention:
         *,
         kernel: Kernel | None = None,
         ring: Ring | None = None,
+        methods: Sequence[Method] = (),
+        clock: AbstractContextManager[Any] | None = None,
     ) -> None:
         if args.comm_type not in COMM_TYPES:
             raise ValueError(f"comm_type must be 0, 1, or 2, but got {args.comm_type}.")
         self.args, self.ulysses_pg = args, ulysses_pg
         self.fa_alltoall_overlap, self.comm_type = fa_alltoall_overlap, args.comm_type
-        self.world_size = group_size(ulysses_pg)
+        self.world_size, self.rank = group_size(ulysses_pg), group_rank(ulysses_pg)
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
+        self.methods = tuple(methods)
+        self.clock = nullcontext() if clock is None else clock
 
     def __call__(
         self,
@@ -84,30 +104,41 @@ class FAPowerCapAttention:
                 f"head_count must be divisible by ulysses world size, but got "
                 f"head_count={heads}, world_size={self.world_size}."
             )
-        if self.fa_alltoall_overlap:
-            return self._run_fa_alltoall_overlap((query, key, value), valid_len)
-        if self.comm_type == 1:
-            return self._run_insertcomm((query, key, value), valid_len)
-        if self.comm_type == 2:
-            return self._run_blockattn((query, key, value), valid_len)
-        return self._run_baseline((query, key, value), valid_len)
+        call = self._call(query.shape[1], step, layer)
+        method = next((method for method in self.methods if method.applies(call)), None)
+        job = _Job(query.dtype, valid_len, method, call)
+        with self.clock:
+            if self.fa_alltoall_overlap:
+                return self._run_fa_alltoall_overlap((query, key, value), job)
+            if self.comm_type == 1:
+                return self._run_insertcomm((query, key, value), job)
+            if self.comm_type == 2:
+                return self._run_blockattn((query, key, value), job)
+            return self._run_baseline((query, key, value), job)
 
-    def _run_baseline(self, qkv: QKV, valid_len: int | None) -> Tensor:
-        return self._run(qkv, valid_len, chunks=1, blocks=1, order=schedule.in_order)
+    def _call(self, rows: int, step: StepInfo | None, layer: int | None) -> Call | None:
+        """Which call this is, as far as the caller says; first_head is that of a first chunk."""
+        if not self.methods or step is None or layer is None:
+            return None
+        first_row = 0 if self.ring is None else self.ring.rank * rows * self.world_size
+        return Call(step.index, step.expert, step.branch, layer, 0, first_row, step.grid)
 
-    def _run_insertcomm(self, qkv: QKV, valid_len: int | None) -> Tensor:
-        return self._run(qkv, valid_len, blocks=1, order=schedule.in_order)
+    def _run_baseline(self, qkv: QKV, job: _Job) -> Tensor:
+        return self._run(qkv, job, chunks=1, blocks=1, order=schedule.in_order)
 
-    def _run_blockattn(self, qkv: QKV, valid_len: int | None) -> Tensor:
-        return self._run(qkv, valid_len, blocks=2, order=schedule.in_order)
+    def _run_insertcomm(self, qkv: QKV, job: _Job) -> Tensor:
+        return self._run(qkv, job, blocks=1, order=schedule.in_order)
 
-    def _run_fa_alltoall_overlap(self, qkv: QKV, valid_len: int | None) -> Tensor:
-        return self._run(qkv, valid_len, blocks=1, order=schedule.pipelined)
+    def _run_blockattn(self, qkv: QKV, job: _Job) -> Tensor:
+        return self._run(qkv, job, blocks=2, order=schedule.in_order)
+
+    def _run_fa_alltoall_overlap(self, qkv: QKV, job: _Job) -> Tensor:
+        return self._run(qkv, job, blocks=1, order=schedule.pipelined)
 
     def _run(
         self,
         qkv: QKV,
-        valid_len: int | None,
+        job: _Job,
         *,
         blocks: int,
         order: Order,
@@ -121,15 +152,18 @@ class FAPowerCapAttention:
         split = self._split_qkv_by_head(qkv, ranges)
         overlap = order is schedule.pipelined
         out_BsND: Tensor | None = None  # not made before it is needed: attention is the peak
-        incoming: dict[int, list[Pending]] = {}
-        outgoing: dict[int, Pending] = {}
-        finished: Pending | None = None
+        incoming: dict[int, Incoming] = {}
+        outgoing: dict[int, Outgoing] = {}
+        finished: Outgoing | None = None
         for verb, chunk in order(len(ranges)):
+            own = self._of_chunk(job, ranges[chunk])
             if verb == "start":
-                incoming[chunk] = self._exchange_in(split[chunk], overlap, finished)
+                packed = self._packed(split[chunk], own)
+                incoming[chunk] = send(packed, self.ulysses_pg, overlap, finished)
+                del packed
             elif verb == "attend":
-                result = self._attention_forward(incoming.pop(chunk), valid_len, blocks)
-                outgoing[chunk] = self._exchange_out(result, overlap)
+                result = self._attention_forward(incoming.pop(chunk), own, blocks)
+                outgoing[chunk] = send_back(result, self.ulysses_pg, overlap)
                 del result
             else:
                 first, last = ranges[chunk]
@@ -144,30 +178,35 @@ class FAPowerCapAttention:
         q, k, v = qkv
         return [(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in ranges]
 
-    def _exchange_in(self, qkv_BsND: QKV, overlap: bool, after: Pending | None) -> list[Pending]:
-        """Heads scattered, tokens gathered: three exchanges."""
-        return [
-            start_all_to_all_4D(x, 2, 1, self.ulysses_pg, async_op=overlap, after=after)
-            for x in qkv_BsND
-        ]
+    def _of_chunk(self, job: _Job, heads: Range) -> _Job:
+        """The job, knowing which head is the first that this card gets of the chunk."""
+        if job.call is None:
+            return job
+        first, last = heads
+        own = first + (last - first) // self.world_size * self.rank
+        return job._replace(call=replace(job.call, first_head=own))
 
-    def _exchange_out(self, out_BSND: Tensor, overlap: bool) -> Pending:
-        return start_all_to_all_4D(out_BSND, 1, 2, self.ulysses_pg, async_op=overlap)
+    def _packed(self, qkv_BsND: QKV, job: _Job) -> Sequence[Any]:
+        """What travels: q, k, v themselves, or what the method makes of them before."""
+        if job.method is None:
+            return qkv_BsND
+        rows = qkv_BsND[0].shape[1]
+        card = self.rank if self.ring is None else self.ring.rank * self.world_size + self.rank
+        valid = rows if job.valid_len is None else _share(job.valid_len, card, rows)
+        return job.method.pack(*qkv_BsND, valid, job.call)
 
-    def _attention_forward(
-        self, incoming: list[Pending], valid_len: int | None, blocks: int
-    ) -> Tensor:
+    def _attention_forward(self, incoming: Incoming, job: _Job, blocks: int) -> Tensor:
         """One chunk [B,S/R,h_c,D]: queries in blocks, each against all keys; padding cut away."""
-        q, k, v = (pending.wait() for pending in incoming)
-        incoming.clear()
+        q, k, v = receive(incoming)
         rows = q.shape[1]
-        valid = self._valid_rows(rows, valid_len)
+        valid = self._valid_rows(rows, job.valid_len)
         mine = valid[0 if self.ring is None else self.ring.rank]
-        ranges = [(a, b) for a, b in schedule.q_ranges(mine, blocks) if a < b]
-        attended = self._attend([q[:, a:b] for a, b in ranges], k, v, valid)
+        multiple = 1 if job.method is None else job.method.q_multiple
+        ranges = [(a, b) for a, b in schedule.q_ranges(mine, blocks, multiple) if a < b]
+        attended = self._attend(q, k, v, ranges, valid, job)
         if ranges == [(0, rows)]:
             return attended[0]
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=job.dtype, device=q.device)
         for (a, b), part in zip(ranges, attended, strict=True):
             out[:, a:b] = part
         out[:, mine:] = 0
@@ -177,24 +216,26 @@ class FAPowerCapAttention:
         """Real tokens that each card of the ring holds."""
         cards = 1 if self.ring is None else self.ring.size
         total = cards * rows if valid_len is None else valid_len
-        return [min(max(total - card * rows, 0), rows) for card in range(cards)]
+        return [_share(total, card, rows) for card in range(cards)]
 
     def _attend(
-        self, q_blocks: list[Tensor], k: Tensor, v: Tensor, valid: list[int]
+        self, q: Any, k: Any, v: Any, ranges: list[Range], valid: list[int], job: _Job
     ) -> list[Tensor]:
         """Each query block against the keys of all cards of the ring."""
-        if self.ring is None:
-            k, v = k[:, : valid[0]], v[:, : valid[0]]
-            return [self.kernel(q, k, v) for q in q_blocks]
-        if not self.kernel.can_return_lse:
-            k, v = (x[:, : sum(valid)] for x in self.ring.gather(k, v))
-            return [self.kernel(q, k, v) for q in q_blocks]
-        merged = [Merged() for _ in q_blocks]
-        for owner, k_block, v_block in self.ring.blocks(k, v):
-            if not valid[owner]:
-                continue
-            for q, total in zip(q_blocks, merged, strict=True):
-                total.add(
-                    *self.kernel.with_lse(q, k_block[:, : valid[owner]], v_block[:, : valid[owner]])
-                )
-        return [total.result().to(k.dtype) for total in merged]
+        if self.ring is not None:
+            if job.method is None and self.kernel.can_return_lse:
+                blocks = [q[:, a:b] for a, b in ranges]
+                return self.ring.attend(self.kernel.with_lse, blocks, k, v, valid)
+            k, v = gathered(self.ring, k), gathered(self.ring, v)
+        k, v = (cut(x, 0, sum(valid)) for x in (k, v))
+        if job.method is None:
+            return [self.kernel(q[:, a:b], k, v) for a, b in ranges]
+        if not ranges:
+            return []
+        attend = job.method.prepare(cut(q, 0, ranges[-1][1]), k, v, job.call)
+        return [attend(cut(q, a, b), a) for a, b in ranges]
+
+
+def _share(total: int, card: int, rows: int) -> int:
+    """How many of `total` tokens lie on a card, where each one in turn takes `rows`."""
+    return min(max(total - card * rows, 0), rows)

@@ -13,6 +13,9 @@ from torch import Tensor
 from wan.kernels.base import Kernel
 from wan.modules.step import StepInfo
 
+Grid = tuple[int, int, int]
+"""Tokens along frame, height and width."""
+
 
 class Attention(Protocol):
     """Self-attention over all tokens of the video, given this device's tokens of all heads."""
@@ -31,22 +34,27 @@ class Attention(Protocol):
 
 
 class TokenShard(Protocol):
-    """Which tokens this device computes. The methods see the token axis as dimension 1.
+    """Which tokens this device computes, and in which order the tokens of a grid stand.
 
-    `shard` pads where the devices need equal parts, and whoever attends masks by valid_len; padded
-    tokens belong to the last run.
+    Outside, tokens are in raster order (frame, row, column); attention does not mind another one.
+    The methods see the token axis as dimension 1. `shard` pads where the devices need equal parts,
+    and whoever attends masks by valid_len; padded tokens belong to the last run.
     """
 
-    def shard(self, x_BSC: Tensor) -> Tensor:
-        """Cut this device's tokens out of the whole (padded) sequence."""
+    def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+        """The whole sequence, from raster order into the order in which tokens stand."""
         ...
 
-    def gather(self, x_BLC: Tensor, tokens: int) -> Tensor:
-        """The first `tokens` tokens of the whole sequence, from every device's part."""
+    def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+        """This device's tokens out of the whole (arranged, padded) sequence."""
+        ...
+
+    def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
+        """The whole sequence in raster order, from every device's part."""
         ...
 
     def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Lengths, on this device, of consecutive runs given by their whole lengths."""
+        """Lengths, on this device, of consecutive arranged runs given by their whole lengths."""
         ...
 
 
@@ -72,13 +80,16 @@ class LocalAttention:
 
 
 class LocalTokens:
-    """One device computes every token; nothing is padded."""
+    """One device computes every token, in raster order; nothing is padded."""
 
-    def shard(self, x_BSC: Tensor) -> Tensor:
+    def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         return x_BSC
 
-    def gather(self, x_BLC: Tensor, tokens: int) -> Tensor:
-        return x_BLC[:, :tokens]
+    def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+        return x_BSC
+
+    def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
+        return x_BLC
 
     def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
         return tuple(lengths)

@@ -150,6 +150,8 @@ class WanModel(nn.Module):
     ) -> Tensor:
         grid = self.grid(x_BCFHW.shape[2:])
         tokens = math.prod(grid)
+        if t.dim() == 2:
+            t = self.tokens.arrange(t[:, :tokens].cpu(), grid)
         values, lengths = timestep_runs(t, tokens)
         features = sinusoidal_embedding(values, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
         e_BRC = fp32_linear(
@@ -167,7 +169,7 @@ class WanModel(nn.Module):
             )
             if self.text_cache is not None and not torch.is_grad_enabled():
                 text.kv[layer] = kv
-        x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, runs), tokens)
+        x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, runs), grid)
         return self._unpatchify(x_BSC, grid)
 
     def grid(self, latent_FHW: Any) -> tuple[int, int, int]:
@@ -181,7 +183,7 @@ class WanModel(nn.Module):
         (f, h, w), (p, q, r) = grid, self.patch_size
         patches = x_BCFHW.reshape(*x_BCFHW.shape[:2], f, p, h, q, w, r)
         patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(x_BCFHW.shape[0], f * h * w, -1)
-        own = self.tokens.shard(patches).to(weight.dtype)
+        own = self.tokens.shard(patches, grid).to(weight.dtype)
         return F.linear(own, weight.flatten(1), self.patch_embedding.bias).float()
 
     def _unpatchify(self, x_BSC: Tensor, grid: tuple[int, int, int]) -> Tensor:

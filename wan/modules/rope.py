@@ -63,12 +63,13 @@ class RopeTables:
         self,
         grid: tuple[int, int, int],
         device: torch.device,
-        shard: Callable[[Tensor], Tensor],
+        shard: Callable[[Tensor, tuple[int, int, int]], Tensor],
     ) -> RopeTable:
         """The rows of this device's tokens; `shard` cuts them out of the whole grid's table."""
         key = (grid, device, shard)
         if self._table is None or self._key != key:
             cos, sin = rope_table(grid, self.head_dim)
-            self._table = (shard(cos[None])[0].to(device), shard(sin[None])[0].to(device))
+            cos, sin = (shard(rows[None], grid)[0].to(device) for rows in (cos, sin))
+            self._table = (cos, sin)
             self._key = key
         return self._table

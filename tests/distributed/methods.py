@@ -1,0 +1,51 @@
+"""The ways of attending that the tests of several cards share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wan.kernels.base import Call, Method
+from wan.kernels.quant import Fp8Attention, Fp8Quantiser, Rotations, sylvester
+from wan.kernels.sparse import RainFusionAttention
+
+HEAD_DIM = 16
+SPARSITY = 0.5
+
+
+class Kind(NamedTuple):
+    """fp8, v2, v3 or v3-fp8. transport: FP8 numbers travel. start, refresh: of RainFusion."""
+
+    name: str
+    transport: bool = False
+    start: int = 0
+    refresh: int = 1
+
+    @property
+    def multiple(self) -> int:
+        return 256 if self.transport else 128
+
+
+KINDS = (Kind("fp8"), Kind("fp8", transport=True), Kind("v2"), Kind("v3"), Kind("v3-fp8"))
+
+
+def make_methods(kind: Kind, dtype: torch.dtype) -> tuple[Method, ...]:
+    """Fresh ones: what they keep is theirs."""
+    if kind.name == "fp8":
+        quantiser = Fp8Quantiser(Rotations(HEAD_DIM))
+        return (Fp8Attention(quantiser, dtype, transport=kind.transport),)
+    quantiser = Fp8Quantiser(Rotations(HEAD_DIM, sylvester)) if kind.name == "v3-fp8" else None
+    return (
+        RainFusionAttention(
+            sparsity=SPARSITY, start_step=kind.start, refresh=kind.refresh, quantiser=quantiser, dtype=dtype
+        ),
+    )
+
+
+def whole_sequence(kind: Kind, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    """The method itself on all rows and heads: no cards, chunks or padding."""
+    (method,) = make_methods(kind._replace(transport=False), q.dtype)
+    call = Call(3, "dit", "cond", 0, 0, 0, grid)
+    return method.prepare(q, k, v, call)(q, 0)

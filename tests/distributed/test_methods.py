@@ -1,0 +1,134 @@
+"""FP8 and RainFusion on every layout of cards: the same bits in all modes, one process's numbers.
+
+Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its card:
+whatever is computed from it would be seen.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.dist import run
+from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
+from tests.distributed.topology import MODES, Topology, attention_layer, topologies
+from wan.distributed.tokenplan import TokenPlan
+from wan.modules.step import StepInfo
+
+pytestmark = pytest.mark.dist
+
+Case = tuple[Topology, Kind, int, tuple[int, int, int], str]
+"""(cards, kind, heads, grid, dtype)."""
+
+HEADS = (12, 24, 40)
+GRIDS = ((3, 16, 10), (2, 8, 16), (5, 11, 13))  # windows with a rest; windows only, 2 blocks; odd
+DTYPES = ("float32", "bfloat16")
+HEAD_DIM = 16
+
+
+@lru_cache(4)
+def qkv(heads: int, tokens: int, dtype: str) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(heads * tokens)
+    shape = (3, 1, tokens, heads, HEAD_DIM)
+    return torch.randn(shape, generator=generator).to(getattr(torch, dtype)).unbind(0)
+
+
+def step(grid: tuple[int, int, int], index: int = 3) -> StepInfo:
+    return StepInfo(index, 8, "cond", "dit", grid, prod(grid))
+
+
+def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
+    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
+    padding = [0, 0, 0, 0, 0, plan.shard_len - valid]
+    return F.pad(x_BSND[:, first : first + valid], padding, value=fill)
+
+
+def attend(case: Case, mode: str) -> Tensor:
+    """This card's rows of the result."""
+    topology, kind, heads, grid, dtype = case
+    plan = TokenPlan(prod(grid), topology.world, kind.multiple)
+    methods = make_methods(kind, getattr(torch, dtype))
+    layer = attention_layer(topology, mode, methods=methods)
+    own = [shard(x, plan, torch.nan) for x in qkv(heads, prod(grid), dtype)]
+    return layer(*own, valid_len=prod(grid), step=step(grid), layer=0)
+
+
+def compare_modes(case: Case, expected: Tensor) -> None:
+    topology, kind, heads, grid, dtype = case
+    plan = TokenPlan(prod(grid), topology.world, kind.multiple)
+    out = {mode: attend(case, mode) for mode in MODES}
+    mine = shard(expected, plan, 0)
+    off = (out["0"].float() - mine.float()).abs().max()
+    limit = 2e-5 if dtype == "float32" else 2**-7 * expected.float().abs().max()
+    assert off <= limit, f"mode 0 is off by {off} at {case}"
+    for mode, found in out.items():
+        assert found.dtype == mine.dtype and not found[:, plan.valid(dist.get_rank()) :].any()
+        assert torch.equal(found, out["0"]), f"mode {mode} has other bits at {case}"
+
+
+def whole(case: Case) -> Tensor:
+    """One process, no cards, padding or chunks: the whole sequence given to the method itself."""
+    _, kind, heads, grid, dtype = case
+    return whole_sequence(kind, *qkv(heads, prod(grid), dtype), grid)
+
+
+def pairwise_cases() -> list[Case]:
+    """Up to 4 cards: every layout with every kind, and all heads, grids and dtypes in turn."""
+    return [
+        (topology, kind, HEADS[(i + j) % 3], GRIDS[(i + j // 2) % 3], DTYPES[(i + j // 3) % 2])
+        for i, topology in enumerate(topologies(1, 2, 4))
+        for j, kind in enumerate(KINDS)
+        if not (kind.transport and topology.ulysses == 1)
+    ]
+
+
+def name(case: Case) -> str:
+    (ulysses, ring, ring_type), kind, heads, grid, dtype = case
+    return f"{kind.name}-{ulysses}x{ring}-{ring_type}-{heads}heads-{prod(grid)}tokens-{dtype}"
+
+
+@pytest.mark.parametrize("case", pairwise_cases(), ids=name)
+def test_selected_combinations(case: Case) -> None:
+    run(case[0].world, compare_modes, case, whole(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", topologies(1, 2, 4, 8), ids=str)
+def test_all_combinations(topology: Topology) -> None:
+    for kind in KINDS:
+        for heads in (h for h in HEADS if h % topology.ulysses == 0):
+            for grid in GRIDS:
+                for dtype in DTYPES:
+                    if kind.transport and topology.ulysses == 1:
+                        continue
+                    case = (topology, kind, heads, grid, dtype)
+                    run(topology.world, compare_modes, case, whole(case))
+
+
+def step_by_step(kind: Kind, modes: tuple[str, ...]) -> Any:
+    """The layer over several steps and branches: what is cached must not change between modes."""
+    grid = GRIDS[0]
+    topology = Topology(2, 1)
+    plan = TokenPlan(prod(grid), 2, kind.multiple)
+    layers = {m: attention_layer(topology, m, methods=make_methods(kind, torch.float32)) for m in modes}
+    for index in range(6):
+        for branch in ("cond", "uncond"):
+            own = [shard(x * (1 + 0.1 * index), plan, 0) for x in qkv(12, prod(grid), "float32")]
+            info = StepInfo(index, 6, branch, "dit", grid, prod(grid))
+            found = [
+                layer(*own, valid_len=prod(grid), step=info, layer=1) for layer in layers.values()
+            ]
+            for other in found[1:]:
+                assert torch.equal(found[0], other), (index, branch)
+
+
+def test_masks_kept_over_steps_do_not_depend_on_the_mode() -> None:
+    run(2, step_by_step, Kind("v2", start=1, refresh=3), ("0", "overlap"))
+    run(2, step_by_step, Kind("v3", start=1, refresh=3), ("1", "2"))
