@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from wan.kernels.base import Call, Method
-from wan.kernels.quant import Fp8Attention, Fp8Quantiser, Rotations, sylvester
+from wan.kernels.fp8 import Fp8Attention
+from wan.kernels.quant import Fp8Quantiser, Rotations, sylvester
 from wan.kernels.sparse import RainFusionAttention
 
 HEAD_DIM = 16
@@ -35,16 +36,17 @@ def make_methods(kind: Kind, dtype: torch.dtype) -> tuple[Method, ...]:
     """Fresh ones: what they keep is theirs."""
     if kind.name == "fp8":
         quantiser = Fp8Quantiser(Rotations(HEAD_DIM))
-        return (Fp8Attention(quantiser, dtype, transport=kind.transport),)
+        return (Fp8Attention(quantiser, dtype, before_exchange=kind.transport),)
     quantiser = Fp8Quantiser(Rotations(HEAD_DIM, sylvester)) if kind.name == "v3-fp8" else None
-    return (
-        RainFusionAttention(
-            sparsity=SPARSITY, start_step=kind.start, refresh=kind.refresh, quantiser=quantiser, dtype=dtype
-        ),
+    sparse = RainFusionAttention(
+        kind.name[:2], SPARSITY, kind.start, kind.refresh, quantiser=quantiser
     )
+    return (sparse,)
 
 
-def whole_sequence(kind: Kind, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int, int]) -> Tensor:
+def whole_sequence(
+    kind: Kind, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int, int]
+) -> Tensor:
     """The method itself on all rows and heads: no cards, chunks or padding."""
     (method,) = make_methods(kind._replace(transport=False), q.dtype)
     call = Call(3, "dit", "cond", 0, 0, 0, grid)

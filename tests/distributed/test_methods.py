@@ -61,7 +61,7 @@ def attend(case: Case, mode: str) -> Tensor:
 
 
 def compare_modes(case: Case, expected: Tensor) -> None:
-    topology, kind, heads, grid, dtype = case
+    topology, kind, _, grid, dtype = case
     plan = TokenPlan(prod(grid), topology.world, kind.multiple)
     out = {mode: attend(case, mode) for mode in MODES}
     mine = shard(expected, plan, 0)
@@ -117,7 +117,9 @@ def step_by_step(kind: Kind, modes: tuple[str, ...]) -> Any:
     grid = GRIDS[0]
     topology = Topology(2, 1)
     plan = TokenPlan(prod(grid), 2, kind.multiple)
-    layers = {m: attention_layer(topology, m, methods=make_methods(kind, torch.float32)) for m in modes}
+    layers = {
+        m: attention_layer(topology, m, methods=make_methods(kind, torch.float32)) for m in modes
+    }
     for index in range(6):
         for branch in ("cond", "uncond"):
             own = [shard(x * (1 + 0.1 * index), plan, 0) for x in qkv(12, prod(grid), "float32")]

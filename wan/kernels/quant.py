@@ -37,6 +37,14 @@ class Quantised:
     scale: Tensor
     rows: int
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.payload.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.payload.device
+
     def cut(self, first: int, last: int) -> Quantised:
         """Tokens first to last (excluded), as views.
 
@@ -145,6 +153,11 @@ class Rotations:
         return found
 
 
+def pad_rows(x_BSND: Tensor, missing: int) -> Tensor:
+    """x with `missing` rows of zeros behind; x itself if there are none, where F.pad would copy."""
+    return F.pad(x_BSND, (0, 0, 0, 0, 0, missing)) if missing else x_BSND
+
+
 def rotate(x_BSND: Tensor, rotation_DD: Tensor) -> Tensor:
     """x @ R in x's dtype.
 
@@ -154,8 +167,8 @@ def rotate(x_BSND: Tensor, rotation_DD: Tensor) -> Tensor:
     if x_BSND.device.type != "cpu":
         return torch.matmul(x_BSND, rotation_DD)
     batch, rows, heads, head = x_BSND.shape
-    padded = F.pad(x_BSND.transpose(1, 2), (0, 0, 0, -rows % BLOCK))
-    tiles = padded.reshape(-1, BLOCK, head)
+    padded_BSND = pad_rows(x_BSND, -rows % BLOCK)
+    tiles = padded_BSND.transpose(1, 2).reshape(-1, BLOCK, head)
     rotated = torch.bmm(tiles, rotation_DD.expand(tiles.shape[0], -1, -1))
     return rotated.view(batch, heads, -1, head)[:, :, :rows].transpose(1, 2)
 
@@ -167,8 +180,7 @@ def quantise(x_BSND: Tensor, rows: int) -> Quantised:
     block of zeros has scale 1.
     """
     tokens = x_BSND.shape[1]
-    padded = F.pad(x_BSND.float(), (0, 0, 0, 0, 0, -tokens % rows))
-    x_BkrND = padded.unflatten(1, (-1, rows))
+    x_BkrND = pad_rows(x_BSND.float(), -tokens % rows).unflatten(1, (-1, rows))
     scale = x_BkrND.abs().amax(dim=(2, 4), keepdim=True) / E4M3_MAX
     scale = torch.where(scale > 0, scale, 1.0)
     scaled = (x_BkrND / scale).clamp(-E4M3_MAX, E4M3_MAX)
