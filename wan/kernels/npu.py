@@ -1,0 +1,98 @@
+"""Dense attention of Ascend NPUs, through mindiesd and torch-npu.
+
+The vendor's packages are imported when a kernel is made, after `wan.device` has imported them in
+the order they need. The environment variable MINDIE_SD_FA_TYPE makes mindiesd take another kernel
+than the one asked for here; `wan.settings.env` refuses it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wan.device import Chip
+
+LASER_ROWS = 2048  # with fewer mindiesd takes fused_attn_score instead
+LASER_HEAD = 128  # the kernel's own head size; smaller ones are padded
+_ALL = 2**31 - 1  # "every token before and after", which the operators also want without a mask
+
+
+class FusedKernel:
+    """The chip's own dense kernel; implements `wan.kernels.base.Kernel`.
+
+    On A2, A3 and A5 that is npu_fusion_attention, on Duo npu_prompt_flash_attention, which has no
+    log-sum-exp and no float32. Chosen by hand: mindiesd's default would time every kernel on the
+    live tensors first (43 launches on A2) and may then differ from run to run.
+    """
+
+    def __init__(self, chip: Chip) -> None:
+        import mindiesd
+        import torch_npu
+
+        self.name = f"npu {chip.dense_op}"
+        self.can_return_lse = chip.lse
+        self._op = chip.dense_op
+        self._forward = mindiesd.attention_forward
+        self._fusion = torch_npu.npu_fusion_attention
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
+        # BSND is how the tensors lie in memory; BNSD would copy each of them into its order.
+        return self._forward(
+            q_BSND, k_BSND, v_BSND, fused=True, opt_mode="manual", op_type=self._op, layout="BSND"
+        )
+
+    def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
+        """As in `Kernel`; only where `can_return_lse`, as only npu_fusion_attention tells it."""
+        heads, size = q_BSND.shape[2:]
+        out_BSND, max_BNS8, sum_BNS8, *_ = self._fusion(
+            q_BSND,
+            k_BSND,
+            v_BSND,
+            heads,
+            "BSND",
+            scale=size**-0.5,
+            pre_tockens=_ALL,
+            next_tockens=_ALL,
+        )
+        # Each row's maximum and sum of exponentials are float32 and stand there eight times.
+        return out_BSND, max_BNS8[..., 0] + sum_BNS8[..., 0].log()
+
+
+class LaserKernel:
+    """mindiesd's ascend_laser_attention; implements `wan.kernels.base.Kernel`.
+
+    Computes in float16 and pads rows to 256 and heads to 128 by itself. Where mindiesd would
+    silently take another kernel, this one raises ValueError: on A5 (and Duo) when it is made, for
+    short sequences, wide heads and float32 when it is called.
+    """
+
+    name = "npu ascend_laser_attention"
+    can_return_lse = False
+
+    def __init__(self, chip: Chip) -> None:
+        if not chip.laser:
+            raise ValueError(f"An {chip.name} has no laser attention; use FusedKernel.")
+        import mindiesd
+
+        self._forward = mindiesd.attention_forward
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
+        q_rows, k_rows, head = q_BSND.shape[1], k_BSND.shape[1], q_BSND.shape[3]
+        if min(q_rows, k_rows) < LASER_ROWS or head > LASER_HEAD or q_BSND.dtype == torch.float32:
+            raise ValueError(
+                f"Laser attention takes at least {LASER_ROWS} rows of queries and of keys, heads "
+                f"of at most {LASER_HEAD} and 16-bit numbers, not {q_rows} and {k_rows} rows, "
+                f"heads of {head} and {q_BSND.dtype}; use FusedKernel."
+            )
+        return self._forward(
+            q_BSND,
+            k_BSND,
+            v_BSND,
+            fused=True,
+            opt_mode="manual",
+            op_type="ascend_laser_attention",
+            layout="BNSD",
+        )
+
+    def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
+        raise ValueError("Laser attention returns no log-sum-exp; gather keys and values instead.")

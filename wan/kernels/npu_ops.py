@@ -1,0 +1,112 @@
+"""The small operations of a block as fused kernels of an NPU, through mindiesd and torch-npu.
+
+Each is the twin of a function of `wan.modules.ops`: same arguments, same result up to rounding,
+float32 inside and out (the kernels take float32, so nothing is lost against the plain twins).
+
+Legend: B batch, S or L tokens, N heads, D head size, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+Function = Callable[..., Tensor]
+
+_ROTARY_GROUPS = 1000  # npu_rotary_mul's interleave mode takes B * N below this ...
+_ROTARY_SIZE = 896  # ... and D below this
+
+
+def fused(names: Iterable[str]) -> dict[str, Function]:
+    """Functions for the fields of `SmallOps`, for names as in --fused_ops.
+
+    layer_norm stands for every layer norm, so also for the one inside modulated_norm, unless
+    scale_shift brings a kernel for the whole of that.
+    """
+    makers = {
+        "layer_norm": _layer_norms,
+        "rms_norm": _rms_norm,
+        "rope": _rope,
+        "scale_shift": _scale_shift,  # after layer_norm, a part of which it replaces
+    }
+    wanted = set(names)
+    return {
+        field: function
+        for name, make in makers.items()
+        if name in wanted
+        for field, function in make().items()
+    }
+
+
+def _rms_norm() -> dict[str, Function]:
+    import torch_npu
+
+    kernel = torch_npu.npu_rms_norm  # all that mindiesd.RMSNorm calls; that class owns its weight
+
+    def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+        return kernel(x_BLC.float(), weight_C.float(), epsilon=eps)[0]
+
+    return {"rms_norm": rms_norm}
+
+
+def _layer_norms() -> dict[str, Function]:
+    # Behind mindiesd.fast_layernorm, which would need a module that owns weight and bias.
+    from mindiesd.layers._custom_ops import layernorm
+
+    def layer_norm(
+        x_BLC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float
+    ) -> Tensor:
+        weight, bias = (None if p is None else p.float() for p in (weight_C, bias_C))
+        x = x_BLC.float()
+        return layernorm(
+            x=x, normalized_shape=[x.shape[-1]], weight=weight, bias=bias, eps=eps, impl_mode=0
+        )[0]
+
+    def modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
+        if x_BLC.shape[0] == 1:  # one row: it is the affine part of the norm
+            return layer_norm(x_BLC, 1 + scale_B1C[0, 0], shift_B1C[0, 0], eps)
+        return torch.addcmul(shift_B1C, layer_norm(x_BLC, None, None, eps), 1 + scale_B1C)
+
+    return {"layer_norm": layer_norm, "modulated_norm": modulated_norm}
+
+
+def _scale_shift() -> dict[str, Function]:
+    from mindiesd import layernorm_scale_shift
+
+    # mindiesd reads channels and eps from a module; one without weights serves all layers.
+    norm = lru_cache(lambda size, eps: nn.LayerNorm(size, eps, elementwise_affine=False))
+
+    def modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
+        module = norm(x_BLC.shape[-1], eps)
+        return layernorm_scale_shift(module, x_BLC.float(), scale_B1C, shift_B1C, fused=True)
+
+    return {"modulated_norm": modulated_norm}
+
+
+def _rope() -> dict[str, Function]:
+    from mindiesd import rotary_position_embedding
+
+    def rope(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        batch, _, heads, size = x_BSND.shape
+        if batch * heads >= _ROTARY_GROUPS or size >= _ROTARY_SIZE:
+            raise ValueError(
+                f"The fused RoPE takes batch * heads below {_ROTARY_GROUPS} and heads below "
+                f"{_ROTARY_SIZE} channels, not {batch * heads} and {size}; leave rope out of "
+                "--fused_ops."
+            )
+        cos_S1D, signed_S1D = table
+        # Our table holds (-sin, sin) for each pair, the kernel wants (sin, sin) and negates itself.
+        sin_S1D = signed_S1D[..., 1::2].repeat_interleave(2, dim=-1)
+        return rotary_position_embedding(
+            x_BSND,
+            cos_S1D[None],
+            sin_S1D[None],
+            "rotated_interleaved",
+            head_first=False,
+            fused=True,
+        )
+
+    return {"rope": rope}
