@@ -56,6 +56,11 @@ class Checkpoint:
         """Attention heads of the networks."""
         return int(next(iter(self.experts.values())).config["num_heads"])
 
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return int(next(iter(self.experts.values())).config["dim"]) // self.heads
+
     def files(self) -> list[Path]:
         """Every weight file, in a fixed order."""
         found = [info.file for dit in self.experts.values() for info in dit.tensors.values()]

@@ -5,8 +5,37 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from wan.settings.errors import InputError
+
+_ALIASES: dict[str, dict[str, dict[str, Any]]] = {
+    "ALGO": {
+        "0": {"attention_algo": "fused"},
+        "1": {"attention_algo": "laser"},
+        "3": {"fa_quant": "fp8"},
+    },
+    "OVERLAP": {"0": {"fa_alltoall_overlap": False}, "1": {"fa_alltoall_overlap": True}},
+    "QUANT_ALLTOALL": {"0": {"quant_alltoall": False}, "1": {"quant_alltoall": True}},
+    "ROPE_OPT": {"0": {}, "1": {"fused_ops": ("rope",)}},
+    "FAST_LAYERNORM": {"0": {}, "1": {"fused_ops": ("layer_norm",)}},
+    "T5_LOAD_CPU": {"0": {"t5_cpu": False}, "1": {"t5_cpu": True}},
+    "PRECISION": {"0": {"noise_device": "device"}, "1": {"noise_device": "cpu"}},
+}
+"""Variable -> value -> settings."""
+_REFUSED: dict[str, tuple[str | None, str]] = {
+    "USE_SUB_HEAD": (
+        "0",
+        "but groups of heads are a mode here; unset it and use --comm_type 1, which works head by "
+        "head",
+    ),
+    "MINDIE_SD_FA_TYPE": (
+        None,
+        "by which mindiesd would silently replace the attention kernel; unset it and use "
+        "--attention_algo",
+    ),
+}
+"""Variable -> (the value without an effect, what to do instead)."""
 
 
 def world_size(environ: Mapping[str, str] = os.environ) -> int:
@@ -24,15 +53,34 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return _index("LOCAL_RANK", environ)
 
 
-def overlap(environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
-    """The setting that OVERLAP stands for, where it is set; the flag's older form."""
-    words = {"0": False, "1": True}
-    raw = environ.get("OVERLAP")
-    if raw is None:
-        return {}
-    if raw not in words:
-        raise InputError(f"OVERLAP is {raw!r}; it must be 0 or 1 (or use --fa_alltoall_overlap).")
-    return {"fa_alltoall_overlap": words[raw]}
+def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The settings that variables of the Ascend adaptation of Wan2.2 stand for, where they are set.
+
+    InputError for other values than theirs, and for variables whose effect cannot be had here.
+    """
+    for name, (harmless, instead) in _REFUSED.items():
+        if environ.get(name, harmless) != harmless:
+            raise InputError(f"{name} is {environ[name]!r}, {instead}.")
+    found: dict[str, Any] = {}
+    for name, meanings in _ALIASES.items():
+        raw = environ.get(name)
+        if raw is None:
+            continue
+        if raw not in meanings:
+            *some, last = meanings
+            raise InputError(
+                f"{name} is {raw!r}; it must be {', '.join(some)} or {last} (or use {_flags(name)})"
+                ", or unset."
+            )
+        for key, value in meanings[raw].items():
+            # Two variables name fused operations: one's are added to the other's.
+            found[key] = (*found.get(key, ()), *value) if isinstance(value, tuple) else value
+    return found
+
+
+def _flags(name: str) -> str:
+    keys = {key for meaning in _ALIASES[name].values() for key in meaning}
+    return ", ".join(f"--{key}" for key in sorted(keys))
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

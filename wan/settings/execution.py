@@ -14,8 +14,9 @@ PRECISIONS = ("auto", "bf16", "fp32")
 class Execution:
     """Device, number formats and memory.
 
-    precision "auto" is bf16 on CUDA and fp32 on the CPU. convert_model_dtype stores all DiT weights
-    in bf16, also those that are computed with in fp32. offload_model keeps one network at a time.
+    precision "auto" is bf16 on CUDA and NPUs, fp32 on the CPU. convert_model_dtype stores all DiT
+    weights in bf16, also those that are computed with in fp32. offload_model keeps one network at
+    a time.
     Raises InputError for combinations that contradict each other.
     """
 
@@ -29,8 +30,6 @@ class Execution:
     vae_tiling: bool = False
 
     def __post_init__(self) -> None:
-        if self.device == "npu":
-            raise InputError("--device npu is not built yet; use --device cuda or --device cpu.")
         if self.convert_model_dtype and self.precision == "fp32":
             raise InputError(
                 "--convert_model_dtype stores the DiT in bf16, but --precision fp32 asks for fp32; "

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from wan.settings import values
+from wan.settings import attention, chips, values
 from wan.settings.errors import InputError
 from wan.settings.execution import DEVICES, PRECISIONS
 from wan.settings.parallel import RING_TYPES
-from wan.settings.presets import TASKS, UNBUILT_TASKS
+from wan.settings.presets import TASKS, TRAIN_TIMESTEPS, UNBUILT_TASKS
 from wan.settings.request import READERS
 
 
@@ -43,6 +43,8 @@ _SIZES = {
     "ulysses_size": "processes that exchange heads; default: as many as heads allow",
 }
 _SEED = values.integer(-(2**63), 2**63 - 1)
+_START, _REFRESH = values.integer(0, TRAIN_TIMESTEPS), values.integer(1, TRAIN_TIMESTEPS)
+_MHZ = values.integer(100, 4000)
 _GROUPS: dict[str, tuple[Flag, ...]] = {
     "what to generate": (
         Flag("task", _task, f"{', '.join(TASKS)} (default t2v-A14B)"),
@@ -59,6 +61,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "checkpoint": (
         Flag("ckpt_dir", values.path, "checkpoint folder; default ./Wan2.2-..., else a tiny demo"),
+        Flag("quant_dit_path", values.path, "folder of quantised DiT weights, used instead"),
     ),
     "sampling": (
         Flag("sample_solver", READERS["sample_solver"], "unipc (default) or dpm++"),
@@ -71,13 +74,34 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "device and memory": (
         Flag("device", values.choice(*DEVICES), "auto (default), cpu, cuda, npu"),
-        Flag("precision", values.choice(*PRECISIONS), "auto: bf16 on CUDA, fp32 on the CPU"),
+        Flag("precision", values.choice(*PRECISIONS), "auto: bf16, on the CPU fp32"),
         Flag("convert_model_dtype", values.switch, "store all DiT weights in bf16", switch=True),
         Flag("offload_model", values.switch, "true/false: keep one network at a time (true)"),
         Flag("t5_cpu", values.switch, "run the text encoder on the CPU", switch=True),
         Flag("text_kv_cache", values.switch, "true/false: keep the text's K/V over steps (true)"),
         Flag("compile", values.switch, "compile the transformer blocks", switch=True),
         Flag("vae_tiling", values.switch, "decode in tiles: less memory, not exact", switch=True),
+    ),
+    "attention": (
+        Flag(
+            "attention_algo",
+            values.choice(*attention.ALGORITHMS),
+            "kernel of an NPU: fused (default) or laser",
+        ),
+        Flag("fa_quant", values.choice("fp8", "none"), "fp8: q, k, v as FP8 numbers"),
+        Flag("quant_alltoall", values.switch, "exchange FP8 numbers", switch=True, record=False),
+        Flag("use_rainfusion", values.switch, "sparse attention", switch=True),
+        Flag("sparsity", values.share, "share of blocks left out (0.64)"),
+        Flag("sparse_start_step", _START, "from 0; default: a quarter of the steps"),
+        Flag("rainfusion_type", values.choice(*attention.RAINFUSION_TYPES), "v2 (default) or v3"),
+        Flag("mask_refresh_interval", _REFRESH, "steps that a mask is used for (1)"),
+        Flag(
+            "fused_ops",
+            values.some_of(*attention.FUSED_OPS),
+            f"of an NPU: {','.join(attention.FUSED_OPS)}",
+        ),
+        Flag("fa_freq_cap", _MHZ, "MHz of an NPU during self-attention", record=False),
+        Flag("fa_freq_restore", _MHZ, "MHz after it (1650)", record=False),
     ),
     "several processes (torchrun)": (
         *(Flag(n, values.integer(1, 4096), h, record=False) for n, h in _SIZES.items()),
@@ -120,6 +144,12 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             "GB (1e9 bytes) per device that the plan must fit; default: this machine's GPU",
             record=False,
         ),
+        Flag(
+            "chip",
+            values.choice(*(chip.name for chip in chips.CHIPS)),
+            "the Ascend chip to plan for",
+            record=False,
+        ),
     ),
     "prompt extension": (
         Flag("use_prompt_extend", values.switch, "let a language model write more", switch=True),
@@ -156,11 +186,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("tts_prompt_text", "pose_video", "start_from_ref", "infer_frames"), _S2V),
     "tp_size": "tensor parallelism is not built; run without it",
     "vae_parallel": "the VAE runs on one device; --vae_tiling bounds its memory",
-    "quant_dit_path": "quantised weights are not built; --convert_model_dtype halves the memory",
-    **dict.fromkeys(
-        ("use_rainfusion", "sparsity", "sparse_start_step", "rainfusion_type"),
-        "sparse attention is not built; run without it",
-    ),
     **dict.fromkeys(
         ("use_attentioncache", "attentioncache_ratio", "attentioncache_interval", "start_step"),
         "step caches are not built; lower --sample_steps instead",
@@ -201,8 +226,9 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if argument.startswith("--") and name in REFUSED:
             raise InputError(f"--{name} is not available: {REFUSED[name]}.")
     found = read(vars(parser().parse_args(arguments)), "--{}")
-    if "device_memory" in found and "plan" not in found:
-        raise InputError("--device_memory is what --plan compares with; add --plan or drop it.")
+    for name, meaning in (("device_memory", "compares with"), ("chip", "plans for")):
+        if name in found and "plan" not in found:
+            raise InputError(f"--{name} is what --plan {meaning}; add --plan or drop it.")
     return found
 
 

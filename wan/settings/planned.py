@@ -6,21 +6,24 @@ Nothing is written, no demo checkpoint is made, no weight is read, and torch is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.settings import env, parallel
+from wan.settings import chips, env, parallel
+from wan.settings.attention import Attention
 from wan.settings.checkpoint import Checkpoint, check_task, describe
+from wan.settings.chips import Chip
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.machine import gpu_memory
 from wan.settings.parallel import SIZES, Parallel
-from wan.settings.presets import ALIASES, PRESETS
+from wan.settings.presets import ALIASES, PRESETS, Preset
+from wan.settings.quantised import QuantisedDit
 from wan.settings.request import Request, check_image
-from wan.settings.run import checkpoint_folder, request_from
-from wan.settings.sources import generation_config, recorded
+from wan.settings.run import attention_for, quantised_for, request_from
+from wan.settings.sources import checkpoint_folder, generation_config, recorded
 
 MAX_CARDS = 4096
 
@@ -30,13 +33,17 @@ class Planned:
     """A run that is only planned.
 
     checkpoint: None where there is no folder; then the task's published sizes hold.
-    device_memory: bytes of a card, None where they are not known. notices: lines worth reading.
+    chip: what --chip names; execution.device is then npu. device_memory: bytes of a card, None
+    where they are not known. notices: lines worth reading.
     """
 
     request: Request
     checkpoint: Checkpoint | None
     execution: Execution
     parallel: Parallel
+    attention: Attention
+    quantised: QuantisedDit | None
+    chip: Chip | None
     device_memory: int | None
     notices: tuple[str, ...]
 
@@ -49,29 +56,69 @@ def resolve(flags: Mapping[str, Any]) -> Planned:
     if "decode_latents" in flags:
         raise InputError("--plan is about denoising, --decode_latents only decodes; drop one.")
     world = _world(flags)
-    values = {**env.overlap(), **recorded(flags), **flags}
-    fields = Execution.__dataclass_fields__
-    execution = Execution(**{name: values[name] for name in fields if name in values})
-    task = values.get("task", "t2v-A14B")
-    preset = PRESETS[ALIASES.get(task, task)]
-    folder, demo = checkpoint_folder(values, preset)
-    checkpoint = None if demo else describe(folder)
+    values = {**env.aliases(), **recorded(flags), **flags}
+    chip = chips.by_name(values["chip"]) if "chip" in values else None
+    execution = _execution(values, chip)
+    preset, checkpoint = _networks(values)
     if checkpoint is not None:
-        if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
-            preset = PRESETS["t2v-14B"]
-        check_task(checkpoint, preset)
-        values = {**generation_config(folder), **values}
+        values = {**generation_config(checkpoint.folder), **values}
     if "image" in values and preset.kind == "t2v":
         raise InputError(f"Task {preset.task} takes no --image; drop the picture.")
     image_size = check_image(Path(values["image"])) if "image" in values else None
     request = request_from(values, preset, image_size)
-    topology, notices = parallel.resolve(
-        values,
-        world,
-        preset.num_heads if checkpoint is None else checkpoint.heads,
-        request.guide_scale,
+    heads, head_dim = preset.num_heads, preset.dim // preset.num_heads
+    if checkpoint is not None:
+        heads, head_dim = checkpoint.heads, checkpoint.head_dim
+    topology, notices = parallel.resolve(values, world, heads, request.guide_scale)
+    attention = attention_for(values, request, execution, topology, head_dim)
+    _check_chip(chip, attention, head_dim, execution)
+    return Planned(
+        request=request,
+        checkpoint=checkpoint,
+        execution=execution,
+        parallel=topology,
+        attention=attention,
+        quantised=quantised_for(values, checkpoint, execution, attention),
+        chip=chip,
+        device_memory=_memory(values, execution),
+        notices=notices,
     )
-    return Planned(request, checkpoint, execution, topology, _memory(values, execution), notices)
+
+
+def _networks(values: Mapping[str, Any]) -> tuple[Preset, Checkpoint | None]:
+    task = values.get("task", "t2v-A14B")
+    preset = PRESETS[ALIASES.get(task, task)]
+    folder, demo = checkpoint_folder(values, preset)
+    if demo:
+        return preset, None
+    checkpoint = describe(folder)
+    if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
+        preset = PRESETS["t2v-14B"]
+    check_task(checkpoint, preset)
+    return preset, checkpoint
+
+
+def _execution(values: Mapping[str, Any], chip: Chip | None) -> Execution:
+    fields = Execution.__dataclass_fields__
+    execution = Execution(**{name: values[name] for name in fields if name in values})
+    if chip is None:
+        return execution
+    if execution.device not in ("auto", "npu"):
+        raise InputError(
+            f"--chip {chip.name} is an NPU, but --device is {execution.device}; drop one of them."
+        )
+    return replace(execution, device="npu")
+
+
+def _check_chip(
+    chip: Chip | None, attention: Attention, head_dim: int, execution: Execution
+) -> None:
+    if chip is None:
+        return
+    precision = "fp32" if execution.precision == "fp32" else "bf16"
+    refusal = chips.refusal(chip, attention, head_dim, precision)
+    if refusal is not None:
+        raise InputError(refusal)
 
 
 def _world(flags: Mapping[str, Any]) -> int:

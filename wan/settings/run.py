@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.settings import env, parallel
+from wan.settings import attention, env, parallel, quantised
+from wan.settings.attention import Attention
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.flags import FLAGS
 from wan.settings.output import Output, check_writable, generated_name
 from wan.settings.parallel import Parallel
 from wan.settings.presets import ALIASES, EXAMPLE_PROMPTS, NEGATIVE_PROMPT, PRESETS, Preset
+from wan.settings.quantised import QuantisedDit
+from wan.settings.record import record
 from wan.settings.request import Request, check_image
-from wan.settings.sources import check_latents, generation_config, recorded
+from wan.settings.sources import (
+    check_latents,
+    checkpoint_folder,
+    generation_config,
+    recorded,
+)
 
 DemoMaker = Callable[[str, Path], None]
 """(task, folder): writes the demo checkpoint."""
@@ -43,6 +50,8 @@ class Run:
     checkpoint: Checkpoint
     execution: Execution
     parallel: Parallel
+    attention: Attention
+    quantised: QuantisedDit | None
     output: Output
     image: Path | None
     extension: PromptExtension | None
@@ -58,19 +67,22 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     is given and the demo has not been made yet.
     """
     world = env.world_size()
-    values = {**env.overlap(), **recorded(flags), **flags}
+    values = {**env.aliases(), **recorded(flags), **flags}
     execution = _fields(Execution, values)
     task = values.get("task", "t2v-A14B")
     preset = PRESETS[ALIASES.get(task, task)]
+    topology = None
     if world == 1:  # the head count does not matter to one process
-        parallel.resolve(values, world, preset.num_heads, preset.guide_scale)
+        topology, _ = parallel.resolve(values, world, preset.num_heads, preset.guide_scale)
     image_size = _check_image(values, preset)
     extension = _extension(values, check_extension)
     if values.get("save_file"):
         check_writable(Path(values["save_file"]))
     folder, demo = checkpoint_folder(values, preset)
     if demo and not folder.is_dir():
-        request_from(values, preset, image_size)  # refuse before spending time on the demo
+        request = request_from(values, preset, image_size)  # refuse before making the demo
+        attending = attention_for(values, request, execution, topology, None)
+        quantised_for(values, None, execution, attending)
         make_demo(preset.task, folder)
     checkpoint = describe(folder)
     if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
@@ -83,6 +95,7 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     values = {**defaults, **values}
     request = request_from(values, preset, image_size)
     topology, chosen = _parallel(values, world, checkpoint, request)
+    attending = attention_for(values, request, execution, topology, checkpoint.head_dim)
     output = Output(
         Path(values.get("save_file") or generated_name(task, request)),
         values.get("fps", preset.fps),
@@ -93,11 +106,13 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
         checkpoint=checkpoint,
         execution=execution,
         parallel=topology,
+        attention=attending,
+        quantised=quantised_for(values, checkpoint, execution, attending),
         output=output,
         image=Path(values["image"]) if "image" in values else None,
         extension=extension,
         decode_latents=_latents_file(values, preset),
-        settings=_record(values, request, execution, output, folder),
+        settings=record(values, request, execution, attending, output, folder),
         notices=(*_notices(request, folder, demo, defaults.get("size")), *chosen),
     )
 
@@ -111,6 +126,46 @@ def _parallel(
             "start it as `python generate.py --decode_latents ...`."
         )
     return parallel.resolve(values, world, checkpoint.heads, request.guide_scale)
+
+
+def attention_for(
+    values: Mapping[str, Any],
+    request: Request,
+    execution: Execution,
+    topology: Parallel | None,
+    head_dim: int | None,
+) -> Attention:
+    """How the request's self-attention is computed. topology, head_dim: None if not yet known."""
+    if "decode_latents" in values:
+        return Attention()  # there is none
+    return attention.resolve(
+        values,
+        execution,
+        steps=request.sample_steps,
+        tokens=prod(request.grid),
+        parallel=topology,
+        head_dim=head_dim,
+    )
+
+
+def quantised_for(
+    values: Mapping[str, Any],
+    checkpoint: Checkpoint | None,
+    execution: Execution,
+    attending: Attention,
+) -> QuantisedDit | None:
+    """What --quant_dit_path holds for the checkpoint's networks."""
+    if "quant_dit_path" not in values or "decode_latents" in values:
+        return None
+    if checkpoint is None:
+        raise InputError("--quant_dit_path takes the rest from a checkpoint; add its --ckpt_dir.")
+    return quantised.resolve(
+        Path(values["quant_dit_path"]),
+        checkpoint,
+        device=execution.device,
+        dit_fsdp=values.get("dit_fsdp", False),
+        fa_quant=attending.fa_quant,
+    )
 
 
 def _fields(kind: type[Execution], values: Mapping[str, Any]) -> Execution:
@@ -142,16 +197,6 @@ def _extension(values: Mapping[str, Any], check: ExtensionCheck) -> PromptExtens
     return PromptExtension(method, model, values.get("prompt_extend_target_lang", "zh"))
 
 
-def checkpoint_folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, bool]:
-    """The checkpoint folder, and whether it is the demo's."""
-    if "ckpt_dir" in values:
-        return Path(os.path.expanduser(values["ckpt_dir"])), False
-    official = Path(preset.folder)
-    if official.is_dir():
-        return official, False
-    return env.cache_dir() / f"demo-{preset.task}-v1", True
-
-
 def request_from(
     values: Mapping[str, Any], preset: Preset, image_size: tuple[int, int] | None
 ) -> Request:
@@ -181,38 +226,6 @@ def _latents_file(values: Mapping[str, Any], preset: Preset) -> Path | None:
     path = Path(values["decode_latents"])
     check_latents(path, preset)
     return path
-
-
-def _record(
-    values: Mapping[str, Any],
-    request: Request,
-    execution: Execution,
-    output: Output,
-    folder: Path,
-) -> dict[str, Any]:
-    """All settings under their flag names, enough to repeat the run."""
-    resolved = {
-        **values,
-        "task": values.get("task", request.preset.task),
-        "ckpt_dir": str(folder.absolute()),
-        **({"image": str(Path(values["image"]).absolute())} if "image" in values else {}),
-        "prompt": request.prompt,
-        "negative_prompt": request.negative_prompt,
-        "size": request.size,
-        "frame_num": request.frame_num,
-        "sample_steps": request.sample_steps,
-        "sample_shift": request.sample_shift,
-        "sample_solver": request.sample_solver,
-        "sample_guide_scale": request.guide_scale,
-        "base_seed": request.seed,
-        "noise_device": request.noise_device,
-        "fps": output.fps,
-        "save_file": str(output.save_file.absolute()),
-        **asdict(execution),
-    }
-    return {
-        name: resolved[name] for name, flag in FLAGS.items() if flag.record and name in resolved
-    }
 
 
 def _notices(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from wan.settings import env
 from wan.settings.errors import InputError
 from wan.settings.files import read_json, safetensors_header, safetensors_metadata
 from wan.settings.flags import read
@@ -72,6 +74,16 @@ def check_latents(path: Path, preset: Preset) -> None:
             f"{path} has {channels} channels, the {preset.vae} VAE of this task decodes "
             f"{preset.latent_channels}; give the --ckpt_dir the latents were made with."
         )
+
+
+def checkpoint_folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, bool]:
+    """The checkpoint folder, and whether it is the demo's."""
+    if "ckpt_dir" in values:
+        return Path(os.path.expanduser(values["ckpt_dir"])), False
+    official = Path(preset.folder)
+    if official.is_dir():
+        return official, False
+    return env.cache_dir() / f"demo-{preset.task}-v1", True
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -72,11 +72,37 @@ def positive(maximum: float, minimum: float = 0.0) -> Reader:
     return read
 
 
+def share(name: str, raw: Any) -> float:
+    """A number in [0, 1)."""
+    try:
+        value = float(str(raw))
+    except ValueError:
+        raise InputError(f"{name} is {raw!r}; it must be a number.") from None
+    if not 0 <= value < 1:
+        raise InputError(f"{name} is {raw}; it must be from 0 to below 1.")
+    return value
+
+
 def choice(*allowed: str) -> Reader:
     def read(name: str, raw: Any) -> str:
         if raw not in allowed:
             raise InputError(f"{name} is {raw!r}; choose one of {', '.join(allowed)}.")
         return str(raw)
+
+    return read
+
+
+def some_of(*allowed: str) -> Reader:
+    """Some of these words with commas between them, or a list of them; "none" is no one."""
+
+    def read(name: str, raw: Any) -> tuple[str, ...]:
+        parts = raw.split(",") if isinstance(raw, str) else raw
+        words = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else [""]
+        if words == ["none"]:
+            return ()
+        if not set(words) <= set(allowed):
+            raise InputError(f"{name} is {raw!r}; give some of {','.join(allowed)}, or none.")
+        return tuple(word for word in allowed if word in words)
 
     return read
 
