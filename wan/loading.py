@@ -146,7 +146,16 @@ def load_tensors(
     path: a `.pth` of plain tensors (never unpickled as code), a `.safetensors` file, or a folder in
     the layout of diffusers or transformers. Raises InputError for anything else.
     """
-    sources = _mapped(_renamed(_stored(path), rename))
+    return read_tensors(
+        _renamed(_stored(path), rename), device=device, dtype_of=dtype_of, label=label
+    )
+
+
+def read_tensors(
+    tensors: Mapping[str, TensorInfo], *, device: torch.device, dtype_of: DTypeOf, label: str
+) -> dict[str, Tensor]:
+    """These tensors and no others, each copied from its file to the device under its key here."""
+    sources = _mapped(tensors)
     state = {
         name: torch.empty(source.shape, dtype=dtype_of(name, source.dtype), device=device)
         for name, source in sources.items()

@@ -10,11 +10,13 @@ from wan import loading
 from wan.device import Device
 from wan.keymaps import t5_transformers_name, vae_diffusers_name
 from wan.loading import Place
+from wan.loading_quantised import load_quantised_dit
 from wan.modules.model import WanModel
 from wan.modules.textcache import TextKVCache
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.quantised import QuantisedDit, check_device
 from wan.text import TextEncoder, umt5, umt5_sizes
 from wan.vae import VideoVAE, autoencoder_sizes
 
@@ -63,16 +65,23 @@ def expert(
     name: str,
     collaborators: dict[str, Any],
     place: Place | None,
+    quantised: QuantisedDit | None = None,
 ) -> WanModel:
-    model = loading.load_dit(
-        checkpoint.experts[name],
-        device=device.torch_device,
-        dtype_of=loading.dit_dtypes(dit_dtype(execution, dtype), execution.convert_model_dtype),
-        label=f"DiT {name}",
-        place=place,
+    """A network. quantised: where its quantised layers come from; such a network is not cut."""
+    compute = dit_dtype(execution, dtype)
+    arguments = {
+        "device": device.torch_device,
+        "dtype_of": loading.dit_dtypes(compute, execution.convert_model_dtype),
+        "label": f"DiT {name}",
         **collaborators,
-        text_cache=TextKVCache() if execution.text_kv_cache else None,
-    )
+        "text_cache": TextKVCache() if execution.text_kv_cache else None,
+    }
+    files = checkpoint.experts[name]
+    if quantised is None:
+        model = loading.load_dit(files, place=place, **arguments)
+    else:
+        check_device(quantised, device.type)
+        model = load_quantised_dit(files, quantised.experts[name], compute=compute, **arguments)
     if execution.compile:
         for block in model.blocks:
             block.compile()

@@ -185,7 +185,10 @@ class _Source:
         if algorithm not in _ATTENTION:
             return None
         size = dit.tensors["patch_embedding.weight"].shape[0] // dit.config["num_heads"]
-        tensors = {part: self.tensor(f"{name}.{part}") for part in ("q_rot", "k_rot")}
+        parts: tuple[str, ...] = ("q_rot", "k_rot")
+        if algorithm == "MXFP4_DYNAMIC":  # the one whose rotations may be missing
+            parts = tuple(part for part in parts if f"{name}.{part}" in self.tensors)
+        tensors = {part: self.tensor(f"{name}.{part}") for part in parts}
         for info in tensors.values():
             self.check(info, _FLOATING, (size, size))
         return Layer(algorithm, tensors)

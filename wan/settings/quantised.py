@@ -16,7 +16,7 @@ from wan.settings.errors import InputError
 from wan.settings.quant_export import EVERYWHERE, FP8_DYNAMIC, Export, read_export
 
 MODE = 0o640  # mindiesd reads no file that more people may read
-_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model", "dit": "."}
+FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model", "dit": "."}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def resolve(
     quantised = QuantisedDit(
         folder,
         {
-            name: read_export(folder / _FOLDERS[name], dit)
+            name: read_export(folder / FOLDERS[name], dit)
             for name, dit in checkpoint.experts.items()
         },
     )

@@ -1,0 +1,171 @@
+"""Quantised weights of a checkpoint's DiT, as mindiesd and --quant_dit_path read them.
+
+    python tools/quantize_dit.py --ckpt_dir Wan2.2-T2V-A14B --out Wan2.2-T2V-A14B-W8A8
+
+W8A8_DYNAMIC: the linear layers of the blocks get int8 weights with one scale per output channel
+(largest magnitude / 127, symmetric); inputs are quantised per token when the network runs. All else
+stays FLOAT and comes from the checkpoint. With --fa fp8 the self-attentions also get the entries
+and rotations of FP8 attention. Two experts make two folders. Tensors are read, quantised and
+written one at a time. Files have mode 0640, because mindiesd reads no others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from wan.kernels.quant import hadamard
+from wan.kernels.w8a8 import per_token
+from wan.log import progress, setup
+from wan.settings.checkpoint import DitFiles, describe
+from wan.settings.errors import InputError
+from wan.settings.files import TensorInfo
+from wan.settings.quant_export import DESCRIPTIONS, EVERYWHERE, FP8_DYNAMIC
+from wan.settings.quantised import FOLDERS, MODE
+
+LINEAR = re.compile(r"(blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02]))\.weight")
+SELF_ATTENTION = re.compile(r"(blocks\.\d+\.self_attn)\.q\.weight")
+SIZES = {torch.int8: ("I8", 1), torch.float32: ("F32", 4), torch.bfloat16: ("BF16", 2)}
+
+Shape = tuple[int, ...]
+Make = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None) -> Path:
+    """Write the folder `out` and return it.
+
+    fa: None, or "fp8" for FP8 attention. Raises InputError for a folder that is no checkpoint, an
+    `out` that already holds something, or heads whose size is no power of two with fa.
+    """
+    checkpoint = describe(ckpt_dir)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists and is not empty; name another folder or remove it.")
+    # Under its final name there is a complete folder or none.
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    unfinished.mkdir(parents=True)
+    try:
+        for name, dit in checkpoint.experts.items():
+            _write_export(unfinished / FOLDERS[name], dit, name, _rotation(dit) if fa else None)
+        unfinished.rename(out)
+    except BaseException:  # also Ctrl-C
+        shutil.rmtree(unfinished)
+        raise
+    return out
+
+
+def _rotation(dit: DitFiles) -> Tensor:
+    """What mindiesd would rotate queries and keys by, in the dtype it multiplies in."""
+    width = dit.tensors["patch_embedding.weight"].shape[0]
+    try:
+        return hadamard(width // dit.config["num_heads"], dtype=torch.bfloat16)
+    except ValueError as error:
+        raise InputError(f"{dit.folder}: {error}; leave --fa out.") from error
+
+
+def _write_export(folder: Path, dit: DitFiles, label: str, rotation: Tensor | None) -> None:
+    folder.mkdir(exist_ok=True)
+    entries: dict[str, str] = {"model_quant_type": EVERYWHERE, "version": "1.0.0"}
+    entries |= dict.fromkeys(dit.tensors, "FLOAT")
+    form: dict[str, tuple[torch.dtype, Shape]] = {}
+    makers: list[Make] = []
+    for name, info in dit.tensors.items():
+        if linear := LINEAR.fullmatch(name):
+            bias = dit.tensors.get(f"{linear[1]}.bias")
+            form[name] = torch.int8, info.shape
+            form[f"{name}_scale"] = torch.float32, (info.shape[0], 1)
+            if bias is not None:
+                form[f"{linear[1]}.bias"] = torch.float32, bias.shape
+            makers.append(partial(_quantised, name, info, bias))
+        if rotation is not None and (attention := SELF_ATTENTION.fullmatch(name)):
+            entries[f"{attention[1]}.quant_type"] = FP8_DYNAMIC
+            for part in ("q_rot", "k_rot"):
+                form[f"{attention[1]}.{part}"] = rotation.dtype, tuple(rotation.shape)
+            makers.append(partial(_rotations, attention[1], rotation))
+    entries |= {name: FP8_DYNAMIC if name.endswith("_rot") else EVERYWHERE for name in form}
+    weights = folder / f"quant_model_weight_{EVERYWHERE.lower()}.safetensors"
+    _write_tensors(weights, form, makers, label)
+    description = folder / next(iter(DESCRIPTIONS))
+    description.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+    for path in (weights, description):
+        path.chmod(MODE)
+
+
+def _quantised(
+    name: str, info: TensorInfo, bias: TensorInfo | None
+) -> Iterator[tuple[str, Tensor]]:
+    payload_OI, scale_O1 = per_token(_read(info))
+    yield name, payload_OI
+    yield f"{name}_scale", scale_O1
+    if bias is not None:
+        yield name.removesuffix("weight") + "bias", _read(bias).float()
+
+
+def _rotations(layer: str, rotation: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield f"{layer}.q_rot", rotation
+    yield f"{layer}.k_rot", rotation
+
+
+def _read(info: TensorInfo) -> Tensor:
+    with safe_open(info.file, framework="pt", device="cpu") as handle:
+        return handle.get_tensor(info.name)
+
+
+def _write_tensors(
+    path: Path, form: dict[str, tuple[torch.dtype, Shape]], makers: list[Make], label: str
+) -> None:
+    """A safetensors file whose header is known before any tensor is made.
+
+    Wider dtypes first, as the format's own writer does, so that every tensor is aligned.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name in sorted(form, key=lambda name: -SIZES[form[name][0]][1]):
+        dtype, shape = form[name]
+        start, end = end, end + torch.Size(shape).numel() * SIZES[dtype][1]
+        header[name] = {"dtype": SIZES[dtype][0], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file, progress(end, f"quantising {label}", "B") as bar:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for make in makers:
+            for name, tensor in make():
+                file.seek(8 + len(text) + header[name]["data_offsets"][0])
+                file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+                bar.update(tensor.nbytes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, or 2 with one sentence on stderr where the request is refused."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ckpt_dir", required=True, type=Path, help="a checkpoint folder")
+    parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
+    parser.add_argument("--fa", choices=["fp8"], help="FP8 attention as well")
+    setup()
+    try:
+        print(quantize(**vars(parser.parse_args(argv))))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error}; give --out a folder that can be written.", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""A linear layer on int8 numbers, the reference of mindiesd's W8A8_DYNAMIC: every bit is defined.
+
+Legend: L tokens, I input channels, O output channels.
+
+Each token is quantised by its own largest value (scale = max|x| / 127, rounding to nearest, ties to
+even), the products are summed in int32, which is exact, and scaled in float32:
+((sum * weight scale) * token scale) + bias. No token sees another, so the result of a token is the
+same bit for bit however tokens are cut into calls, cards or chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_ELEMENTS = {"cpu": 1 << 22}  # of a slice's float32 output; it is written and read a few times
+_ELEMENTS_ELSEWHERE = 1 << 26
+_CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # the int8 product of CUDA takes 17 rows or more, sizes 8n
+
+
+class W8A8Linear(nn.Module):
+    """x W^T + bias with an int8 weight; takes [..., I] in any float dtype, returns [..., O].
+
+    weight_OI: int8. weight_scale_O: W = weight * scale; [O] or [O,1]. bias_O, factors_I: None where
+    the layer has none; x is multiplied by the factors first (smoothing). dtype: of the result, and
+    of what comes in; scale, bias and factors are rounded to it, as mindiesd does (it knows bfloat16
+    and float16; with float32 nothing is rounded). All on the device the layer is to run on.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    factors: Tensor | None
+
+    def __init__(
+        self,
+        weight_OI: Tensor,
+        weight_scale_O: Tensor,
+        bias_O: Tensor | None,
+        factors_I: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.out_features, self.in_features = weight_OI.shape
+        self.register_buffer("weight", weight_OI, persistent=False)
+        scale_O = weight_scale_O.reshape(-1).to(dtype).float()
+        self.register_buffer("weight_scale", scale_O, persistent=False)
+        bias_O = None if bias_O is None else bias_O.to(dtype).float()
+        self.register_buffer("bias", bias_O, persistent=False)
+        factors_I = None if factors_I is None else factors_I.to(dtype)
+        self.register_buffer("factors", factors_I, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_LI = x.reshape(-1, self.in_features)
+        if torch.compiler.is_compiling():  # the compiler fuses what slices keep small
+            return self._product(x_LI).view(*x.shape[:-1], self.out_features)
+        elements = _ELEMENTS.get(x.device.type, _ELEMENTS_ELSEWHERE)
+        rows = max(1, elements // self.out_features)
+        out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
+        for first in range(0, len(x_LI), rows):
+            part = slice(first, first + rows)
+            out_LO[part] = self._product(x_LI[part])
+        return out_LO.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, x_LI: Tensor) -> Tensor:
+        x_LI = x_LI.to(self.dtype)
+        if self.factors is not None:
+            x_LI = x_LI * self.factors
+        payload_LI, scale_L1 = per_token(x_LI)
+        out_LO = int8_product(payload_LI, self.weight).float()
+        out_LO = out_LO.mul_(self.weight_scale).mul_(scale_L1)
+        out_LO = out_LO if self.bias is None else out_LO.add_(self.bias)
+        return out_LO.to(self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, int8 -> {self.dtype}"
+
+
+def per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [L,I] and float32 scales [L,1], so that x is about payload * scale; zeros stay zeros."""
+    x_LI = x_LI.float()
+    scale_L1 = x_LI.abs().amax(-1, keepdim=True) / 127
+    scale_L1 = torch.where(scale_L1 > 0, scale_L1, 1.0)
+    return (x_LI / scale_L1).round_().to(torch.int8), scale_L1
+
+
+def int8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
+    """The exact a b^T, int32 [L,O], of int8 matrices."""
+    if a_LI.device.type != "cuda":
+        return torch._int_mm(a_LI, b_OI.t())
+    (rows, inner), outer = a_LI.shape, len(b_OI)
+    extra_rows, extra_inner = max(0, _CUDA_ROWS - rows), -inner % _CUDA_MULTIPLE
+    extra_outer = -outer % _CUDA_MULTIPLE
+    if extra_rows or extra_inner:
+        a_LI = F.pad(a_LI, (0, extra_inner, 0, extra_rows))
+    if extra_outer or extra_inner:
+        b_OI = F.pad(b_OI, (0, extra_inner, 0, extra_outer))
+    return torch._int_mm(a_LI.contiguous(), b_OI.t())[:rows, :outer]
