@@ -85,7 +85,14 @@ def generate(run: Run, team: Team | None = None) -> None:
 
     for notice in run.notices:
         logger.warning(notice)
-    pipeline = build.pipeline(run.checkpoint, run.execution, parallel=run.parallel, team=team)
+    pipeline = build.pipeline(
+        run.checkpoint,
+        run.execution,
+        parallel=run.parallel,
+        attention=run.attention,
+        quantised=run.quantised,
+        team=team,
+    )
     pipeline.device.reset_peak_memory()
     kept: Path | None
     if run.decode_latents is not None:
@@ -184,7 +191,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> None:
     from wan import build, video
 
     _, count, height, width = frames_3FHW.shape
-    used = build.resolved(run.execution, pipeline.device) | asdict(run.parallel)
+    used = build.resolved(run.execution, pipeline) | asdict(run.parallel)
     stored_bf16 = run.execution.convert_model_dtype  # says itself what the DiT computes in
     record = {
         "settings": run.settings | ({} if stored_bf16 else {"precision": used["precision"]}),

@@ -8,32 +8,35 @@ from typing import Any, TypeVar
 
 import torch
 
+from wan import attention as attentions
 from wan import device as devices
 from wan import loading, parts
-from wan.device import Device
+from wan.attention import AttentionParts
 from wan.distributed import mesh
 from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
 from wan.experts import Experts
-from wan.kernels.sdpa import SdpaKernel
+from wan.loading_quantised import rotations
 from wan.log import Stages, logger
-from wan.modules import schedule
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
+from wan.modules.local import LocalAttention, LocalTokens
 from wan.modules.model import WanModel
 from wan.pipeline import Lazy, Pipeline
-from wan.settings import flags
+from wan.settings import flags, on_device
 from wan.settings import parallel as parallel_settings
+from wan.settings.attention import Attention
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import SIZES, Parallel
+from wan.settings.quantised import QuantisedDit
 from wan.text import umt5_blocks
 
 T = TypeVar("T")
 ALONE = Parallel()
+PLAIN = Attention()
 _SWITCHES = ("dit_fsdp", "t5_fsdp", "t5_cpu")
 
 
@@ -42,15 +45,17 @@ def pipeline(
     execution: Execution,
     *,
     parallel: Parallel = ALONE,
+    attention: Attention = PLAIN,
+    quantised: QuantisedDit | None = None,
     team: Team | None = None,
     device_index: int = 0,
     t5_dtype: torch.dtype | None = None,
 ) -> Pipeline:
     """Everything composed, no weight read yet; names and shapes of the networks are checked.
 
-    parallel, team: the topology, and the processes that form it. device_index: which device, where
-    there is no team. t5_dtype: the text encoder computes in the run's precision unless this says
-    otherwise.
+    parallel, team: the topology, and the processes that form it. quantised: where quantised weights
+    are. device_index: which device, where there is no team. t5_dtype: the text encoder computes in
+    the run's precision unless this says otherwise.
     """
     device = devices.resolve(execution.device, device_index) if team is None else team.device
     dtype = parts.precision(execution, device)
@@ -58,7 +63,12 @@ def pipeline(
     network = next(iter(networks.values()))
     parts.check_parts(checkpoint, network)
     stages = Stages(device.synchronize)
-    collaborators = _collaborators(parallel, team)
+    compute = parts.dit_dtype(execution, dtype)
+    head_dim = checkpoint.head_dim
+    on_device.check(execution, attention, quantised, head_dim, device.type, device.chip)
+    exported = {} if quantised is None or attention.fa_quant is None else rotations(quantised)
+    chosen = attentions.parts(attention, device, head_dim, compute, exported)
+    collaborators = _collaborators(parallel, attention, chosen, team)
     dit_place, t5_place = _places(parallel, team)
 
     def timed(make: Callable[[], T]) -> Lazy[T]:
@@ -71,18 +81,18 @@ def pipeline(
     def expert(name: str) -> WanModel:
         with stages("loading"):
             return parts.expert(
-                checkpoint, execution, device, dtype, name, collaborators, dit_place
+                checkpoint, execution, device, dtype, name, collaborators, dit_place, quantised
             )
 
     logger.info(
         "%s checkpoint, %s, %s, %d x %d heads",
         checkpoint.layout,
         device.name(),
-        parts.dtype_name(parts.dit_dtype(execution, dtype)),
+        parts.dtype_name(compute),
         network.num_layers,
         network.num_heads,
     )
-    logger.info("%s", attention_line(parallel, network.num_heads))
+    logger.info("%s", attentions.line(attention, parallel, network.num_heads, chosen.dense))
     return Pipeline(
         device=device,
         text=timed(
@@ -103,6 +113,7 @@ def pipeline(
         text_len=network.text_len,
         offload=execution.offload_model,
         stages=stages,
+        kernel=chosen.dense.name,
         **_shared(parallel, team),
     )
 
@@ -135,34 +146,26 @@ def team(
     return topology, mesh.form(devices.resolve(execution.device, device_index), sizes)
 
 
-def attention_line(parallel: Parallel, heads: int) -> str:
-    """How self-attention is carried out, in one line."""
-    limit = 1 if parallel.mode == "baseline" else schedule.MAX_CHUNKS
-    sizes = schedule.heads_per_chunk(heads, parallel.ulysses_size, limit)
-    heads_each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
-    ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
-    return (
-        f"Attention: {parallel.mode}, {len(sizes)} x {heads_each} heads per card; ulysses "
-        f"{parallel.ulysses_size} x ring {parallel.ring_size}{ring} x cfg {parallel.cfg_size}; "
-        f"kernel {SdpaKernel.name}, no quantisation, no sparsity"
+def _collaborators(
+    parallel: Parallel, attention: Attention, chosen: AttentionParts, team: Team | None
+) -> dict[str, Any]:
+    """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
+    shared = {"kernel": chosen.text, "ops": chosen.ops}
+    several = team is not None and parallel.sequence_size > 1
+    if not (several or chosen.methods or chosen.clock):
+        return shared | {"attention": LocalAttention(chosen.dense), "tokens": LocalTokens()}
+    group = None if team is None else team.group("ring", "ulysses")
+    multiple = attention.row_multiple(parallel.ring_size) if several else 1
+    layer = FAPowerCapAttention(
+        parallel,
+        None if team is None else team.group("ulysses"),
+        parallel.fa_alltoall_overlap,
+        kernel=chosen.dense,
+        ring=None if team is None else Ring(team.group("ring"), parallel.ring_type),
+        methods=chosen.methods,
+        clock=chosen.clock,
     )
-
-
-def _collaborators(parallel: Parallel, team: Team | None) -> dict[str, Any]:
-    """What all blocks of all networks share: attention, its kernel, and the tokens' shards."""
-    kernel = SdpaKernel()
-    attention: Attention = LocalAttention(kernel)
-    tokens: TokenShard = LocalTokens()
-    if team is not None and parallel.sequence_size > 1:
-        attention = FAPowerCapAttention(
-            parallel,
-            team.group("ulysses"),
-            parallel.fa_alltoall_overlap,
-            kernel=kernel,
-            ring=Ring(team.group("ring"), parallel.ring_type),
-        )
-        tokens = ShardedTokens(team.group("ring", "ulysses"))
-    return {"attention": attention, "kernel": kernel, "tokens": tokens}
+    return shared | {"attention": layer, "tokens": ShardedTokens(group, multiple, chosen.order)}
 
 
 def _places(parallel: Parallel, team: Team | None) -> tuple[Sharded | None, Sharded | None]:
@@ -185,14 +188,15 @@ def _shared(parallel: Parallel, team: Team | None) -> dict[str, Any]:
     return shared
 
 
-def resolved(execution: Execution, device: Device) -> dict[str, str]:
+def resolved(execution: Execution, pipeline: Pipeline) -> dict[str, str]:
     """What "auto" came to, for the record."""
+    device = pipeline.device
     dtype = parts.precision(execution, device)
     return {
         "device": device.name(),
         "precision": "fp32" if dtype == torch.float32 else "bf16",
         "dit_dtype": parts.dtype_name(parts.dit_dtype(execution, dtype)),
-        "kernel": SdpaKernel.name,
+        "kernel": pipeline.kernel,
     }
 
 

@@ -21,7 +21,7 @@ from wan import device as devices
 from wan.device import Device
 from wan.distributed import agreement, mesh
 from wan.distributed.mesh import Team
-from wan.settings import env
+from wan.settings import env, on_device
 from wan.settings.errors import InputError
 from wan.settings.files import fingerprint
 from wan.settings.run import Run
@@ -77,7 +77,16 @@ def _agreed(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Device]
     error, facts, offers = None, {}, {}
     try:
         request = resolve()
-        resolved = request, devices.resolve(request.execution.device, env.local_rank())
+        device = devices.resolve(request.execution.device, env.local_rank())
+        on_device.check(
+            request.execution,
+            request.attention,
+            request.quantised,
+            request.checkpoint.head_dim,
+            device.type,
+            device.chip,
+        )
+        resolved = request, device
         facts, offers = _facts(*resolved), {"seed": request.request.seed}
     except InputError as reason:
         error = str(reason)

@@ -51,6 +51,7 @@ def make_here(make: Callable[[], Tensor]) -> Tensor:
 @dataclass
 class Pipeline:
     """The parts of a run. offload: release each part as soon as its stage is over.
+    kernel: the name of self-attention's, for records.
 
     share_text, share_latents: how processes come to the text embeddings and the VAE's latents (by
     default each makes its own). branches: where the two guidance branches are computed.
@@ -64,6 +65,7 @@ class Pipeline:
     text_len: int
     offload: bool
     stages: Stages
+    kernel: str
     share_text: FromMain = make_here
     share_latents: FromMain = make_here
     branches: sampler.Branches = sampler.both_here

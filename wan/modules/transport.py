@@ -46,8 +46,8 @@ def receive(incoming: Incoming) -> list[Any]:
     arrived = []
     while incoming:
         pending, rows = incoming.pop(0)
-        parts = [exchange.wait() for exchange in pending]
-        arrived.append(Quantised(*parts, rows) if rows else parts[0])
+        payload, *scale = (exchange.wait() for exchange in pending)
+        arrived.append(Quantised(payload, scale[0], rows) if rows else payload)
     return arrived
 
 
