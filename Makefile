@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all check clean
+.PHONY: setup demo test test-all test-npu check clean
 
 setup: $(VENV)/.run
 
@@ -16,6 +16,12 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# The Ascend code, with the real mindiesd, on a CPU that stands in for the chip.
+test-npu: $(VENV)/.dev $(VENV)/.npu_sim
+	MINDIE_LOG_TO_FILE=false MINDIE_LOG_TO_STDOUT=false \
+	PYTHONPATH=$(CURDIR)/tests/npu_sim/stand_in:$(CURDIR)/$(VENV)/npu_sim \
+	$(BIN)/python -m pytest -m "not slow" tests/npu_sim $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -33,6 +39,12 @@ $(VENV)/.run: requirements.txt | $(VENV)/bin/python
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+# Without what they depend on: torch-npu itself needs CANN, the chip's own software.
+$(VENV)/.npu_sim: tests/npu_sim/requirements.txt | $(VENV)/bin/python
+	rm -rf $(VENV)/npu_sim
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/npu_sim -r $<
 	touch $@
 
 clean:

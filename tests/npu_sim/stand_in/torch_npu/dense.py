@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from torch_npu.chip import (
+    name as chip_name,
+)
+from torch_npu.chip import (
     require,
     require_chip,
     require_contiguous,
@@ -125,8 +128,8 @@ def npu_fusion_attention(
     require(pre_tockens >= ALL and next_tockens >= ALL, operation, "bands are not simulated.")
     if input_layout == "TND":
         lengths = actual_seq_qlen, actual_seq_kvlen
-        result = _varlen(query, key, value, head_num, scale, lengths, atten_mask, sparse_mode)
-        return (*result, torch.empty(0), 0, 0, 0)
+        out = _varlen(query, key, value, head_num, scale, lengths, atten_mask, sparse_mode)
+        return (out, *(torch.empty(0) for _ in range(3)), 0, 0, 0)
     require(sparse_mode == 0, operation, "sparse modes are simulated for TND only.")
     q, k, v = (to_BNSD(x, input_layout, head_num, operation) for x in (query, key, value))
     _require_fit(operation, q, k, v)
@@ -140,6 +143,7 @@ def _require_fit(operation: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     require_shape(operation, "key", k, (q.shape[0], q.shape[1], k.shape[2], q.shape[3]))
     require_shape(operation, "value", v, (*k.shape[:3], v.shape[3]))
     require(q.shape[3] <= 768, operation, f"head size {q.shape[3]} is above 768.")
+    require(q.shape[1] <= 256, operation, f"{q.shape[1]} heads are above 256.")
 
 
 def _dropped(operation: str, mask: Tensor | None, q: Tensor, k: Tensor):
@@ -162,7 +166,7 @@ def _varlen(
     lengths: tuple,
     mask: Tensor | None,
     sparse_mode: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """T rows of several sequences; lengths are running sums; mode 3 is causal, ends aligned."""
     operation = "npu_fusion_attention TND"
     require(sparse_mode in (0, 3), operation, f"sparse_mode {sparse_mode} is not simulated.")
@@ -180,9 +184,7 @@ def _varlen(
         causal = torch.ones(b - a, d - c, dtype=torch.bool).tril((d - c) - (b - a))
         kept = (lambda _b, _n, x, y, m=causal: m[x:y]) if sparse_mode == 3 else None
         parts.append(attend(q, k, v, scale, kept))
-    out = torch.cat([p.out[0].transpose(0, 1) for p in parts]).to(query.dtype)
-    peak, total = (torch.cat([p[i][0].T for p in parts]) for i in (1, 2))
-    return out, peak[..., None].repeat(1, 1, 8), total[..., None].repeat(1, 1, 8)
+    return torch.cat([p.out[0].transpose(0, 1) for p in parts]).to(query.dtype)
 
 
 def npu_prompt_flash_attention(
@@ -201,11 +203,14 @@ def npu_prompt_flash_attention(
     operation = "npu_prompt_flash_attention"
     record(operation, query, key, value, layout=input_layout)
     require_chip(operation, "Duo", "A2", "A3")
-    require_dtype(operation, HALF, query=query, key=key, value=value)
+    dtypes = HALF[:1] if chip_name() == "Duo" else HALF
+    require_dtype(operation, dtypes, query=query, key=key, value=value)
     require_same_dtype(operation, query=query, key=key, value=value)
+    require_contiguous(operation, query=query, key=key, value=value)
     require(pre_tokens >= ALL and next_tokens >= ALL, operation, "bands are not simulated.")
     q, k, v = (to_BNSD(x, input_layout, num_heads, operation) for x in (query, key, value))
     _require_fit(operation, q, k, v)
+    require(q.shape[3] <= 512, operation, f"head size {q.shape[3]} is above 512.")
     done = attend(q, k, v, scale_value, _dropped(operation, atten_mask, q, k))
     return from_BNSD(done.out, input_layout).to(query.dtype)
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_npu.log import record
 
@@ -43,6 +45,25 @@ def _logged_batch(start: Callable[..., Any]) -> Callable[..., Any]:
     return started
 
 
+def _mesh_of_cpus(init: Callable[..., None]) -> Callable[..., None]:
+    """FSDP insists that weights lie on the device of their mesh."""
+
+    def made(self: DeviceMesh, device_type: str, *args: Any, **named: Any) -> None:
+        init(self, "cpu" if device_type == "npu" else device_type, *args, **named)
+
+    return made
+
+
+def _unbound(init: Callable[..., None]) -> Callable[..., None]:
+    """gloo cannot split a group, which PyTorch does for groups that are bound to a device."""
+
+    def made(*args: Any, device_id: Any = None, **named: Any) -> None:
+        bound = device_id is not None and torch.device(device_id).type == "npu"
+        init(*args, device_id=None if bound else device_id, **named)
+
+    return made
+
+
 def install() -> None:
     """Register the backend and log the collectives that are called as torch.distributed.<name>."""
     dist.Backend.register_backend("hccl", _create, devices=["npu", "cpu"])
@@ -50,3 +71,5 @@ def install() -> None:
         if hasattr(dist, name):
             setattr(dist, name, _logged(name, getattr(dist, name)))
     dist.batch_isend_irecv = _logged_batch(dist.batch_isend_irecv)
+    dist.init_process_group = _unbound(dist.init_process_group)
+    DeviceMesh.__init__ = _mesh_of_cpus(DeviceMesh.__init__)  # type: ignore[method-assign]

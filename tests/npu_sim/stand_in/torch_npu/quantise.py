@@ -135,6 +135,7 @@ def _require_product(
 ) -> None:
     require(x1.dim() == x2.dim() == 2, operation, "two matrices are simulated.")
     (m, k), (k2, n) = x1.shape, x2.shape
+    require(k <= 65535, operation, f"K {k} is above 65535.")
     require(k == k2, operation, f"inner sizes differ: {tuple(x1.shape)} and {tuple(x2.shape)}.")
     require(tuple(scale.shape) in ((n,), (1,)), operation, f"scale {tuple(scale.shape)}, N {n}.")
     if rows is not None:
@@ -150,13 +151,15 @@ def _require_scales(
     bias: Tensor | None,
     dtype: torch.dtype | None,
 ) -> None:
-    """Which dtypes go together: bfloat16 out takes float32 or bfloat16, float16 out float32."""
+    """Which dtypes go together, by the operator's own table."""
     require(dtype in HALF, operation, f"output_dtype {dtype} is not simulated.")
     bf16 = dtype is torch.bfloat16
-    allowed = (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
-    require_dtype(operation, (*allowed, torch.int64) if rows is None else allowed, scale=scale)
     if rows is not None:
+        require_chip(operation + " with pertoken_scale", "A2", "A3", "A5")
         require_dtype(operation, (torch.float32,), pertoken_scale=rows)
+    second = torch.bfloat16 if bf16 else torch.int64
+    one = not bf16 and rows is not None
+    require_dtype(operation, (torch.float32,) if one else (torch.float32, second), scale=scale)
     if bias is not None:
         kinds = (torch.int32, dtype, torch.float32) if rows is not None or bf16 else (torch.int32,)
         require_dtype(operation, kinds, bias=bias)

@@ -59,14 +59,15 @@ def install(npu: Any) -> None:
     """Make "npu" a device name of PyTorch, with `npu` as torch.npu, in all threads."""
     torch.utils.rename_privateuse1_backend("npu")
     torch._register_device_module("npu", npu)
+    torch._C._get_accelerator = lambda check=False: CPU  # type: ignore[attr-defined]
     torch.Generator = Generator  # type: ignore[misc]
     torch.Tensor.npu = _same  # type: ignore[attr-defined]
     torch.nn.Module.npu = _same  # type: ignore[attr-defined]
     OnCpu().__enter__()
-    plain = threading.Thread.run
+    plain = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
-    def run(self: threading.Thread) -> None:
+    def start(self: threading.Thread) -> None:
         with OnCpu():  # a mode holds in the thread that entered it
             plain(self)
 
-    threading.Thread.run = run  # type: ignore[method-assign]
+    threading.Thread._bootstrap_inner = start  # type: ignore[attr-defined]

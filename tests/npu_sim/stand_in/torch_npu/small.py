@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_npu.chip import name as chip_name
 from torch_npu.chip import require, require_chip, require_dtype, require_same_dtype
 from torch_npu.dense import HALF
 from torch_npu.log import record
 
 FLOATS = (*HALF, torch.float32)
+DUO_FLOATS = (torch.float16, torch.float32)
 
 
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -38,26 +40,28 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
-    """x cos + rotated(x) sin; r1 = cos and r2 = sin vary over the sequence only: one of three axes.
+    """x cos + rotated(x) sin, with r1 = cos and r2 = sin, of x's dtype.
 
-    interleave: B * N < 1000, D even and < 896. half: D even and <= 896.
+    D even and below 896. interleave: B * N below 1000, and r1 varies over the sequence only.
+    half: B and N below 1000 each, r1 may vary over the batch and the heads too.
     """
     operation = "npu_rotary_mul"
     record(operation, input, r1, mode=rotary_mode)
+    require_chip(operation, "A2", "A3", "A5")
     require(rotary_mode in ("half", "interleave"), operation, f"unknown mode {rotary_mode}.")
     require_dtype(operation, FLOATS, input=input)
     require_same_dtype(operation, input=input, r1=r1, r2=r2)
     require(input.dim() == r1.dim() == r2.dim() == 4, operation, "4 dims are needed.")
     size = input.shape[-1]
-    require(size % 2 == 0 and size <= 896, operation, f"D {size} must be even and at most 896.")
+    require(size % 2 == 0 and size < 896, operation, f"D {size} must be even and below 896.")
     require(r1.shape == r2.shape and r1.shape[-1] == size, operation, f"r1 {tuple(r1.shape)}.")
     long = [axis for axis in range(3) if r1.shape[axis] != 1]
-    fits = len(long) <= 1 and all(r1.shape[a] == input.shape[a] for a in long)
-    require(fits, operation, f"r1 {tuple(r1.shape)} must vary over the sequence of x only.")
+    fits = all(r1.shape[axis] == input.shape[axis] for axis in long)
+    require(fits, operation, f"r1 {tuple(r1.shape)} does not fit x {tuple(input.shape)}.")
     if rotary_mode == "interleave":
+        require(len(long) <= 1, operation, f"r1 {tuple(r1.shape)}: 11SD, 1S1D or S11D.")
         others = input.shape[:3].numel() // max(r1.shape[:3])
         require(others < 1000, operation, f"B * N is {others}, must be below 1000.")
-        require(size < 896, operation, f"D {size} must be below 896.")
     return _rotate(input, r1, r2, rotary_mode)
 
 
@@ -66,22 +70,26 @@ def npu_apply_rotary_pos_emb(
     key: Tensor,
     cos: Tensor,
     sin: Tensor,
-    layout: str = "BSH",
+    *,
+    layout: str = "BSND",
     rotary_mode: str = "half",
 ) -> tuple[Tensor, Tensor]:
-    """Rotates query and key in place and returns them."""
+    """Rotates query and key in place and returns them. Only the A5 knows interleave."""
     operation = "npu_apply_rotary_pos_emb"
     record(operation, query, key, cos, mode=rotary_mode)
     require(rotary_mode in ("half", "interleave"), operation, f"unknown mode {rotary_mode}.")
-    if rotary_mode == "interleave":
-        require_chip(operation + " interleave", "A5")
-    require_dtype(operation, FLOATS, query=query)
+    a5 = chip_name() == "A5"
+    require(a5 or rotary_mode == "half", operation, f"mode {rotary_mode} is for the A5 only.")
+    require_dtype(operation, FLOATS if chip_name() != "Duo" else DUO_FLOATS, query=query)
     require_same_dtype(operation, query=query, key=key, cos=cos, sin=sin)
-    require(layout in ("BSH", "BSND"), operation, f"layout {layout} is not simulated.")
+    require(layout == "BSND", operation, f"layout {layout} is not simulated.")
     require(query.dim() == key.dim() == cos.dim() == 4, operation, "4 dims [B,S,N,D] are needed.")
-    one = (*query.shape[:2], 1, query.shape[3])
-    fits = tuple(cos.shape) == one and cos.shape == sin.shape
-    require(fits, operation, f"cos {tuple(cos.shape)}; needed: {one}.")
+    batch, rows, _, size = query.shape
+    fits = size <= 1024 and size % 2 == 0 if a5 else size in (64, 128)
+    require(fits, operation, f"D {size}: 64 or 128, on the A5 even and up to 1024.")
+    allowed = [(batch, rows, 1, size)] + [(1, rows, 1, size)] * a5
+    fits = tuple(cos.shape) in allowed and cos.shape == sin.shape
+    require(fits, operation, f"cos {tuple(cos.shape)}; needed: {allowed}.")
     for x in (query, key):
         x.copy_(_rotate(x, cos, sin, rotary_mode))
     return query, key
