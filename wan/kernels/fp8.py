@@ -13,17 +13,25 @@ from torch import Tensor
 
 from wan.kernels.attend import tiled_attention
 from wan.kernels.base import AttendRows, Call
-from wan.kernels.quant import Quantised, Quantiser
+from wan.kernels.quant import Quantised, Quantiser, pad_rows
 
 Fp8Attend = Callable[[Quantised, Quantised, Quantised, torch.dtype], Tensor]
 """attend(q, k, v, dtype): softmax(q k^T / sqrt(D)) v as [B,S,N,D] in `dtype`."""
 
 
 def attend_dequantised(q: Quantised, k: Quantised, v: Quantised, dtype: torch.dtype) -> Tensor:
-    """`Fp8Attend` for devices without an FP8 kernel: on CPUs in float32, on GPUs in `dtype`."""
-    if q.payload.device.type == "cpu":
-        q_BSND, k_BSND, v_BSND = (x.dequantised(torch.float32) for x in (q, k, v))
-        return tiled_attention(q_BSND, k_BSND, v_BSND).to(dtype)
+    """`Fp8Attend` for devices without an FP8 kernel.
+
+    On CPUs in float32 and in tiles, so that no cut changes the bits; on GPUs one call in `dtype`.
+    """
+    if q.payload.device.type != "cpu":
+        return attend_dense(q, k, v, dtype)
+    q_BSND, k_BSND, v_BSND = (x.dequantised(torch.float32) for x in (q, k, v))
+    return tiled_attention(q_BSND, k_BSND, v_BSND).to(dtype)
+
+
+def attend_dense(q: Quantised, k: Quantised, v: Quantised, dtype: torch.dtype) -> Tensor:
+    """`Fp8Attend` by PyTorch's attention on numbers dequantised to `dtype`."""
     q_BNSD, k_BNSD, v_BNSD = (x.dequantised(dtype).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD).transpose(1, 2)
 
@@ -67,8 +75,7 @@ class Fp8Attention:
                 f"FP8 numbers in exchanges need a multiple of {multiple} tokens on each card, but "
                 f"here are {rows}: pad them"
             )
-        padding = (0, 0, 0, 0, 0, rows - valid)
-        q, k, v = (F.pad(x[:, :valid], padding) for x in (q_BsND, k_BsND, v_BsND))
+        q, k, v = (pad_rows(x[:, :valid], rows - valid) for x in (q_BsND, k_BsND, v_BsND))
         return self._quantiser.q(q, call), self._quantiser.k(k, call), self._quantiser.v(v)
 
     def prepare(

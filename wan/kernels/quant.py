@@ -107,9 +107,9 @@ def hadamard(
 
     Raises ValueError if size is no power of two.
     """
-    generator = torch.Generator().manual_seed(HADAMARD_SEED)
+    signs, generator = _signs(size), torch.Generator().manual_seed(HADAMARD_SEED)
     flips = 2.0 * torch.randint(0, 2, (size, 1), generator=generator) - 1.0
-    return (flips * _signs(size) / size**0.5).to(device=device, dtype=dtype)
+    return (flips * signs / size**0.5).to(device=device, dtype=dtype)
 
 
 def _signs(size: int) -> Tensor:

@@ -1,0 +1,403 @@
+"""FP8 attention: numbers, scales and rotations against naive ones, and bits that no cut changes.
+
+Oracles: E4M3 from its definition, blocks quantised one by one in numpy, attention in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wan.kernels.attend import tiled_attention
+from wan.kernels.base import Call
+from wan.kernels.fp8 import Fp8Attention, attend_dense
+from wan.kernels.quant import (
+    Fp8Quantiser,
+    Quantised,
+    Rotations,
+    hadamard,
+    quantise,
+    rotate,
+    sylvester,
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+CALM = settings(deadline=None, max_examples=10)  # the machine may be busy
+ROWS, HEADS, TILES = 525, 3, 5
+# Rows of the random rotation of mindiesd 3.1.0 that are not flipped, first row first.
+VENDOR_SIGNS = {64: 0xD1F200B251DABD64, 128: 0xD1F200B251DABD64E3FAA01D35A307AA}
+
+
+def randoms(shape: tuple[int, ...], count: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
+
+
+def method(head: int, dtype: torch.dtype, before_exchange: bool = False) -> Fp8Attention:
+    quantiser = Fp8Quantiser(Rotations(head))
+    return Fp8Attention(quantiser, dtype, before_exchange=before_exchange)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """From the definition, in float64; [B,S,N,D]. seen: bool [B,N,Sq,Sk]."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    if seen is not None:
+        logits = logits.masked_fill(~seen, -torch.inf)
+    return (logits.softmax(-1) @ v).transpose(1, 2)
+
+
+def same(a: Quantised, b: Quantised) -> bool:
+    payloads = torch.equal(a.payload.view(torch.uint8), b.payload.view(torch.uint8))
+    return payloads and torch.equal(a.scale, b.scale) and a.rows == b.rows
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors, and a machine that may be busy: threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def e4m3_numbers() -> np.ndarray:
+    """The values of codes 0 to 126 (127 is nan): 4 bits of exponent, bias 7, 3 of mantissa."""
+    codes = np.arange(127)
+    exponent, mantissa = codes >> 3, codes & 7
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Nearest E4M3 value; halfway, the one of even code; above 448, 448."""
+    numbers, size = e4m3_numbers(), np.abs(x.astype(np.float64))
+    above = np.searchsorted(numbers, size).clip(1, 126)
+    low, high = numbers[above - 1], numbers[above]
+    up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
+    return np.copysign(np.where(up, high, low), x)
+
+
+def naive(x_BSND: Tensor, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(payload values, scales), block by block."""
+    x = x_BSND.float().numpy()
+    batch, tokens, heads, _ = x.shape
+    payload, scale = np.zeros_like(x), np.zeros((batch, -(-tokens // rows), heads, 1), np.float32)
+    for b, n, k in np.ndindex(batch, heads, scale.shape[1]):
+        here = slice(k * rows, (k + 1) * rows)
+        top = np.abs(x[b, here, n]).max() / np.float32(448)
+        scale[b, k, n, 0] = top if top > 0 else 1
+        payload[b, here, n] = rounded(x[b, here, n] / scale[b, k, n, 0])
+    return payload, scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 128), (127, 128), (513, 256), (600, 128)])
+def test_blocks_are_quantised_as_the_definition_says(
+    tokens: int, rows: int, dtype: torch.dtype
+) -> None:
+    x = randoms((2, tokens, 3, 64), 1, dtype, seed=tokens)[0]
+    x[1, :rows, 2] = 0  # a block of zeros
+    x[0, :, 1] *= 300
+    found = quantise(x, rows)
+    payload, scale = naive(x, rows)
+    assert found.payload.dtype == torch.float8_e4m3fn and found.rows == rows
+    assert found.payload.shape == x.shape
+    assert np.array_equal(found.payload.float().numpy(), payload)
+    assert np.array_equal(found.scale.numpy(), scale)
+
+
+def test_rounding_is_half_to_even_and_the_largest_number_is_448() -> None:
+    numbers = np.concatenate([e4m3_numbers(), np.array([448.0])])
+    x = np.concatenate([(numbers[:-1] + numbers[1:]) / 2, numbers]).astype(np.float32)
+    found = quantise(torch.from_numpy(x).view(1, 1, 1, -1), 128)  # its scale is 1
+    assert found.scale.item() == 1
+    assert np.array_equal(found.payload.float().numpy().ravel(), rounded(x))
+    assert found.payload.float().max() == 448
+
+
+@pytest.mark.parametrize("units", [1, 100, 300, 600, 700, 5000])
+def test_numbers_near_the_smallest_ones_stay_numbers(units: int) -> None:
+    x = torch.full((1, 3, 1, 2), units * 2.0**-149)
+    found = quantise(x, 128)
+    assert np.array_equal(found.payload.float().numpy(), naive(x, 128)[0])
+    assert not found.dequantised(torch.float32).isnan().any()
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+def test_quantised_is_cut_and_dequantised_with_any_strides(rows: int) -> None:
+    x = randoms((2, 3, 700, 16), 1, torch.float32)[0].transpose(1, 2)
+    whole = quantise(x, rows)
+    strided = Quantised(
+        whole.payload.transpose(1, 2).contiguous().transpose(1, 2), whole.scale, rows
+    )
+    payload, scale = naive(x, rows)
+    expected = np.concatenate(
+        [
+            payload[:, k * rows : (k + 1) * rows] * scale[:, k : k + 1]
+            for k in range(scale.shape[1])
+        ],
+        axis=1,
+    )
+    for first, last in [(0, 700), (256, 700), (256, 512), (512, 600)]:
+        part = strided.cut(first, last)
+        assert np.array_equal(part.dequantised(torch.float32).numpy(), expected[:, first:last])
+        assert part.scale.shape == (2, -(-last // rows) - first // rows, 3, 1)
+        assert part.dequantised(torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=f"multiple of {rows} rows, not at 200"):
+        whole.cut(200, 700)
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 128])
+def test_sylvester(size: int) -> None:
+    signs = [[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
+    expected = torch.tensor(signs, dtype=torch.float32) / torch.tensor(float(size)).sqrt()
+    assert torch.equal(sylvester(size), expected)
+    assert torch.equal(sylvester(size, torch.bfloat16), expected.bfloat16())
+
+
+@pytest.mark.parametrize("size", VENDOR_SIGNS)
+def test_hadamard_is_the_vendors(size: int) -> None:
+    signs = torch.tensor([2.0 * int(bit) - 1 for bit in f"{VENDOR_SIGNS[size]:0{size}b}"])
+    expected = signs[:, None] * sylvester(size)
+    assert torch.equal(hadamard(size), expected)
+    assert torch.equal(hadamard(size, torch.bfloat16), expected.bfloat16())
+    matrix = hadamard(size).double()
+    assert (matrix @ matrix.mT - torch.eye(size)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("size", [-4, 0, 3, 96, 129])
+def test_a_rotation_needs_a_power_of_two(size: int) -> None:
+    for make in (sylvester, hadamard, Rotations):
+        with pytest.raises(ValueError, match=rf"power of two as head size, not {size}$"):
+            make(size)
+
+
+CUTS = st.tuples(st.integers(0, TILES - 1), st.integers(1, TILES)).map(
+    lambda c: (c[0] * 128, min((c[0] + c[1]) * 128, ROWS))
+)
+HEAD_RANGES = st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).map(
+    lambda c: (c[0], min(sum(c), HEADS))
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head", [16, 64, 128])
+def test_rotated_numbers_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
+    x = randoms((1, ROWS, HEADS, head), 1, dtype, seed=head)[0]
+    rotation = hadamard(head, dtype)
+    whole = rotate(x, rotation)
+    assert whole.dtype == dtype
+    exact = x.double() @ rotation.double()
+    torch.set_num_threads(2)
+    assert torch.equal(rotate(x, rotation), whole)
+    assert (whole - exact).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+
+    @CALM
+    @given(CUTS, HEAD_RANGES)
+    def check(cut: tuple[int, int], heads: tuple[int, int]) -> None:
+        (a, b), (first, last) = cut, heads
+        assert torch.equal(rotate(x[:, a:b, first:last], rotation), whole[:, a:b, first:last])
+
+    check()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head", [16, 128])
+def test_tiles(head: int, dtype: torch.dtype, masked: bool) -> None:
+    """Right, and the same bits for each cut, each choice of heads and each number of threads."""
+    q, k, v = randoms((1, 700, HEADS, head), 3, dtype, seed=head)
+    q, blocks = q[:, :ROWS], None
+    if masked:
+        blocks = torch.rand(1, HEADS, TILES, 3, generator=torch.Generator().manual_seed(1)) < 0.5
+        blocks[..., 2] |= ~blocks.any(-1)
+    whole = tiled_attention(q, k, v, blocks, 256)
+    seen = None
+    if blocks is not None:
+        seen = torch.kron(blocks, torch.ones(128, 256, dtype=torch.bool))[..., :ROWS, :700]
+    error = (whole - attention(q, k, v, seen)).abs().max()
+    assert whole.dtype == dtype and error <= (2e-6 if dtype == torch.float32 else 6e-3)
+    torch.set_num_threads(2)
+    assert torch.equal(tiled_attention(q, k, v, blocks, 256), whole)
+
+    @CALM
+    @given(CUTS, HEAD_RANGES)
+    def check(cut: tuple[int, int], heads: tuple[int, int]) -> None:
+        (a, b), (first, last) = cut, heads
+        of_head = [x[:, :, first:last] for x in (q, k, v)]
+        own = None if blocks is None else blocks[:, first:last, a // 128 : -(-b // 128)]
+        found = tiled_attention(of_head[0][:, a:b], *of_head[1:], own, 256)
+        assert torch.equal(found, whole[:, a:b, first:last])
+
+    check()
+
+
+def test_a_mask_must_fit() -> None:
+    q, k, v = randoms((1, 300, 1, 16), 3, torch.float32)
+    for mask in (torch.ones(1, 1, 3, 2).bool(), torch.ones(1, 1, 3, 3)):
+        with pytest.raises(ValueError, match=r"bool and end with \[3, 3\]"):
+            tiled_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head", [64, 128])
+def test_the_error_of_fp8_attention(
+    head: int, dtype: torch.dtype, record_property: pytest.RecordProperty
+) -> None:
+    """Against exact attention, and against attention on the very numbers that FP8 left."""
+    q, k, v = randoms((1, 2100, 1, head), 3, dtype, seed=head)
+    found = method(head, dtype).prepare(q, k, v, None)(q, 0).double()
+    exact = attention(q, k, v)
+    error = found - exact
+    relative = (error.square().mean() / exact.square().mean()).sqrt().item()
+    record_property("max error", error.abs().max().item())
+    record_property("relative RMS", relative)
+    assert error.abs().max() < 0.02 and relative < 0.05
+
+    def left(x: Tensor, rows: int) -> Tensor:
+        payload, scale = naive(x, rows)
+        return torch.from_numpy(payload * scale.repeat(rows, axis=1)[:, : x.shape[1]])
+
+    rotation = hadamard(head, dtype)
+    after = attention(left(q @ rotation, 128), left(k @ rotation, 256), left(v, 256))
+    # a product of another shape may round a rotated number, and with it a payload, differently
+    assert (found - after).abs().max() < (2e-4 if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head", [64, 128])
+def test_fp8_attention_does_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
+    q, k, v = randoms((1, ROWS, HEADS, head), 3, dtype, seed=head)
+    fp8 = method(head, dtype)
+    whole = fp8.prepare(q, k, v, None)(q, 0)
+    assert whole.dtype == dtype and fp8.q_multiple == 128
+
+    @CALM
+    @given(HEAD_RANGES, st.lists(st.integers(1, TILES - 1), unique=True, max_size=3))
+    def check(heads: tuple[int, int], inner: list[int]) -> None:
+        a, b = heads
+        own = [x[:, :, a:b] for x in (q, k, v)]
+        attend = fp8.prepare(own[0], own[1], own[2], None)
+        borders = [0, *(128 * i for i in sorted(inner)), ROWS]
+        parts = [
+            attend(own[0][:, first:last], first)
+            for first, last in zip(borders, borders[1:], strict=False)
+        ]
+        assert torch.equal(torch.cat(parts, dim=1), whole[:, :, a:b])
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shard", "cards", "tokens"), [(256, 3, 525), (512, 2, 525), (256, 3, 256)]
+)
+def test_quantised_before_the_exchange_is_quantised_later(
+    shard: int, cards: int, tokens: int, dtype: torch.dtype
+) -> None:
+    """Whatever lies in the padding, also on cards that hold nothing else."""
+    qkv = randoms((1, shard * cards, 3, 64), 3, dtype)
+    for x in qkv:
+        x[:, tokens:] = 1e4
+    later, before = method(64, dtype), method(64, dtype, before_exchange=True)
+    packed = []
+    for card in range(cards):
+        valid = min(max(tokens - card * shard, 0), shard)
+        own = [x[:, card * shard : (card + 1) * shard] for x in qkv]
+        packed.append(before.pack(own[0], own[1], own[2], valid, None))
+        assert later.pack(own[0], own[1], own[2], valid, None) == tuple(own)
+    joined = [
+        Quantised(
+            torch.cat([x.payload.view(torch.uint8) for x in parts], 1).view(torch.float8_e4m3fn),
+            torch.cat([x.scale for x in parts], 1),
+            parts[0].rows,
+        ).cut(0, tokens)
+        for parts in zip(*packed, strict=True)
+    ]
+    q, k, v = (x[:, :tokens] for x in qkv)
+    quantiser = Fp8Quantiser(Rotations(64))
+    for found, expected in zip(
+        joined, (quantiser.q(q, None), quantiser.k(k, None), quantiser.v(v)), strict=True
+    ):
+        assert same(found, expected)
+    expected = later.prepare(q, k, v, None)(q, 0)
+    found = before.prepare(*joined, None)(joined[0], 0)
+    assert found.dtype == dtype and torch.equal(found, expected)
+
+
+def test_shards_that_end_within_a_block_are_refused() -> None:
+    q, k, v = randoms((1, 384, 1, 64), 3, torch.float32)
+    with pytest.raises(ValueError, match="multiple of 256 tokens on each card, but here are 384"):
+        method(64, torch.float32, before_exchange=True).pack(q, k, v, 384, None)
+
+
+def test_keys_and_values_are_quantised_once() -> None:
+    seen = []
+
+    def recording(x_BSND: Tensor, rows: int) -> Quantised:
+        seen.append((x_BSND.shape[1], rows))
+        return quantise(x_BSND, rows)
+
+    q, k, v = randoms((1, ROWS, 1, 64), 3, torch.float32)
+    fp8 = Fp8Attention(Fp8Quantiser(Rotations(64), recording), torch.float32)
+    assert fp8.applies(None)
+    attend = fp8.prepare(q, k, v, None)
+    attend(q[:, :384], 0)
+    attend(q[:, 384:], 384)
+    assert seen == [(ROWS, 256), (ROWS, 256), (384, 128), (141, 128)]
+
+
+def test_a_layer_may_bring_its_own_rotations() -> None:
+    generator = torch.Generator().manual_seed(3)
+    own = [torch.linalg.qr(torch.randn(64, 64, generator=generator))[0] for _ in range(2)]
+    rotations = Rotations(64, exported={("high", 7): (own[0], own[1])})
+    x = randoms((1, 256, 2, 64), 1, torch.bfloat16)[0]
+
+    def call(expert: str, layer: int) -> Call:
+        return Call(0, expert, "cond", layer, 0, 0, (1, 16, 16))
+
+    exported = rotations.of(x, call("high", 7))
+    for found, given_matrix in zip(exported, own, strict=True):
+        assert torch.equal(found, given_matrix.bfloat16())
+    for other in (None, call("low", 7), call("high", 6)):
+        assert all(torch.equal(found, hadamard(64, x.dtype)) for found in rotations.of(x, other))
+    assert rotations.of(x, call("high", 7)) is exported, "moved once"
+    quantiser = Fp8Quantiser(rotations)
+    at = call("high", 7)
+    assert same(quantiser.q(x, at), quantise(rotate(x, exported[0]), 128))
+    assert same(quantiser.k(x, at), quantise(rotate(x, exported[1]), 256))
+    assert same(quantiser.v(x), quantise(x, 256))
+
+
+def test_the_shared_rotation_spreads_outliers_and_keeps_the_logits() -> None:
+    q, k = randoms((1, 128, 1, 128), 2, torch.float32)
+    q[..., 5] *= 100
+    turned = [rotate(x, hadamard(128))[0, :, 0] for x in (q, k)]
+    logits = q[0, :, 0].double() @ k[0, :, 0].double().mT
+    assert (turned[0].double() @ turned[1].double().mT - logits).abs().max() < 1e-2
+    assert turned[0].abs().max() < q.abs().max() / 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_on_other_devices(dtype: torch.dtype) -> None:
+    q, k, v = (quantise(x, 256) for x in randoms((1, 300, 2, 64), 3, torch.float32))
+    exact = attention(*(x.dequantised(torch.float32) for x in (q, k, v)))
+    error = (attend_dense(q, k, v, dtype) - exact).abs().max()
+    assert error < (2e-6 if dtype == torch.float32 else 1e-2)
+
+
+def test_no_number_is_read_on_the_host() -> None:
+    """Tensors of the meta device have none, and go the way of GPUs."""
+    x = torch.empty(1, 512, 2, 64, dtype=torch.bfloat16, device="meta")
+    for before_exchange in (False, True):
+        fp8 = method(64, torch.bfloat16, before_exchange)
+        q, k, v = fp8.pack(x, x, x, 400, None)
+        found = fp8.prepare(q, k, v, None)(q, 0)
+        assert found.shape == x.shape and found.dtype == x.dtype and found.device == x.device
