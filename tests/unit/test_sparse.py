@@ -1,0 +1,366 @@
+"""RainFusion: order, masks, refresh and results, against loops that spell out the rules."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wan.kernels.base import Call
+from wan.kernels.flex import FlexBlocks, flex_mask
+from wan.kernels.quant import Fp8Quantiser, Rotations, sylvester
+from wan.kernels.sparse import MaskCache, RainFusionAttention
+from wan.kernels.sparse_masks import (
+    block_mask,
+    plan,
+    pooled,
+    protect,
+    select_table,
+    v1_mask,
+    window_order,
+)
+
+GRIDS = [(5, 8, 16), (3, 10, 20), (2, 13, 24), (1, 20, 20), (9, 5, 12), (4, 8, 7)]
+
+
+def qkv(grid: tuple[int, int, int], heads: int = 3, head: int = 64, batch: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(math.prod(grid))
+    shape = (batch, math.prod(grid), heads, head)
+    return [torch.randn(shape, generator=generator) for _ in range(3)]
+
+
+def call(grid: tuple[int, int, int], first_row: int = 0, step: int = 0, **other: object) -> Call:
+    known = {"expert": "high", "branch": "cond", "layer": 0, "first_head": 0} | other
+    return Call(step=step, first_row=first_row, grid=grid, **known)
+
+
+def naive_order(grid: tuple[int, int, int]) -> list[int]:
+    frames, height, width = grid
+    tiled_rows, tiled_columns = height // 8 * 8, width // 8 * 8
+    order = []
+    for f in range(frames):
+        places = list(product(range(height), range(width)))
+        if f or (tiled_rows, tiled_columns) == (height, width):
+
+            def key(place: tuple[int, int]) -> tuple[int, ...]:
+                y, x = place
+                if y >= tiled_rows:
+                    return (1, y, x)
+                return (2, y, x) if x >= tiled_columns else (0, y // 8, x // 8, y % 8, x % 8)
+
+            places.sort(key=key)
+        order += [f * height * width + y * width + x for y, x in places]
+    return order
+
+
+def naive_mask(q: Tensor, k: Tensor, grid: tuple, sparsity: float, k_rows: int) -> Tensor:
+    """The rule block by block, in the dtype of q and k, which is float64 below."""
+    batch, rows, heads, head = q.shape
+    nq, nk = math.ceil(rows / 128), math.ceil(rows / k_rows)
+    frame = grid[1] * grid[2]
+    mask = torch.zeros(batch, heads, nq, nk, dtype=torch.bool)
+    for b, n, i in product(range(batch), range(heads), range(nq)):
+        mean = q[b, i * 128 : (i + 1) * 128, n].mean(0)
+        keys = [k[b, j * k_rows : (j + 1) * k_rows, n].mean(0) for j in range(nk)]
+        scores = torch.stack([mean @ key for key in keys]) / head**0.5
+        threshold = scores.sort(descending=True).values[math.ceil(nk * (1 - sparsity)) - 1]
+        for j in range(nk):
+            sink = i * 128 < frame or j * k_rows < frame
+            mask[b, n, i, j] = bool(scores[j] >= threshold) or sink
+    return mask
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, k_rows: int) -> Tensor:
+    """Attention by a token mask, in float64."""
+    i, j = torch.arange(q.shape[1]) // 128, torch.arange(k.shape[1]) // k_rows
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    seen = mask[:, :, i][..., j]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+
+def fp8(head: int = 64) -> Fp8Quantiser:
+    return Fp8Quantiser(Rotations(head, sylvester))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 26), st.integers(1, 26))
+def test_order(frames: int, height: int, width: int) -> None:
+    order = window_order((frames, height, width))
+    assert order.dtype == torch.int64
+    assert order.sort().values.tolist() == list(range(frames * height * width))
+    assert order.tolist() == naive_order((frames, height, width))
+
+
+@pytest.mark.parametrize("grid", [(0, 8, 8), (2, -1, 8), (2, 8)])
+def test_order_refuses(grid: tuple) -> None:
+    with pytest.raises(ValueError, match="three positive numbers"):
+        window_order(grid)
+
+
+@pytest.mark.parametrize("rows", [1, 100, 128, 256, 300, 301])
+def test_pooled(rows: int) -> None:
+    x = torch.randn(2, 300, 3, 8, dtype=torch.float64)
+    expected = [x[:, a : a + rows].mean(1) for a in range(0, 300, rows)]
+    torch.testing.assert_close(pooled(x, rows), torch.stack(expected, 1), rtol=0, atol=1e-15)
+    half = pooled(x.bfloat16(), rows)
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("k_rows", [128, 256])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_mask(grid: tuple[int, int, int], k_rows: int) -> None:
+    q, k, _ = (x.double() for x in qkv(grid, heads=2, head=16, batch=2))
+    for sparsity in (0.0, 0.3, 0.64, 0.95):
+        found = plan(q, k, grid, sparsity, 0, k_rows)
+        assert torch.equal(found, naive_mask(q, k, grid, sparsity, k_rows)), sparsity
+        assert sparsity or found.all()
+
+
+# 10 * (1 - 0.7) is 3.0000000000000004 in floats, 10 * (1 - 0.9) is 0.9999999999999998.
+@pytest.mark.parametrize(
+    ("blocks", "sparsity", "kept"),
+    [(10, 0.7, 4), (10, 0.9, 1), (10, 0.8, 2), (20, 0.7, 7), (591, 0.64, 213), (5, 0.999, 1)],
+)
+def test_kept_blocks(blocks: int, sparsity: float, kept: int) -> None:
+    k_pool = torch.randperm(blocks).double().view(1, blocks, 1, 1) / blocks
+    mask = block_mask(torch.ones(1, 1, 1, 1).double(), k_pool, sparsity, 1.0)
+    assert mask[0, 0, 0].tolist() == (k_pool.flatten() >= (blocks - kept) / blocks).tolist()
+
+
+def test_ties_are_kept() -> None:
+    """Also those that only the input's own format makes: 1 and 1 + 2^-10 are one in bfloat16."""
+    q_pool = torch.ones(1, 1, 1, 1)
+    k_pool = torch.tensor([1 + 2**-10, 0.0, 1.0, 1.0, -1.0, -2.0]).view(1, 6, 1, 1)
+    found = block_mask(q_pool, k_pool, 5 / 6, 1.0).flatten()
+    assert found.tolist() == [True, False, False, False, False, False]
+    found = block_mask(q_pool, k_pool, 4 / 6, 1.0).flatten()
+    assert found.tolist() == [True, False, True, True, False, False]
+    found = block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 5 / 6, 1.0).flatten()
+    assert found.tolist() == [True, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1.0, 1.5])
+def test_sparsity_refused(sparsity: float) -> None:
+    with pytest.raises(ValueError, match="sparsity"):
+        block_mask(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), sparsity, 1.0)
+
+
+@pytest.mark.parametrize("frame", [(8, 16), (8, 17), (24, 24), (1, 1)])
+@pytest.mark.parametrize("first", [0, 1, 4, 6])
+def test_sink(frame: tuple[int, int], first: int) -> None:
+    tokens = frame[0] * frame[1]
+    found = protect(torch.zeros(1, 1, 4, 3, dtype=torch.bool), (9, *frame), first, 128, 256)
+    for i, j in product(range(4), range(3)):
+        assert found[0, 0, i, j] == ((first + i) * 128 < tokens or j * 256 < tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k_rows", [128, 256])
+def test_parts_have_the_whole_mask(k_rows: int, dtype: torch.dtype) -> None:
+    """Of queries, as ring cards have them, and of heads, as chunks have them."""
+    grid = (5, 13, 14)
+    q, k, _ = (x.to(dtype) for x in qkv(grid, heads=5))
+    whole = plan(q, k, grid, 0.6, 0, k_rows)
+    for a, b in ((0, 512), (512, 896), (640, 910), (896, 910)):
+        part = plan(q[:, a:b], k, grid, 0.6, a, k_rows)
+        assert torch.equal(part, whole[:, :, a // 128 : math.ceil(b / 128)])
+    for a, b in ((0, 1), (1, 3), (2, 5)):
+        part = plan(q[:, :, a:b], k[:, :, a:b], grid, 0.6, 0, k_rows)
+        assert torch.equal(part, whole[:, a:b])
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "first"), [(600, 599, 0), (100, 600, 64), (128, 600, 512), (0, 600, 512)]
+)
+def test_plan_refuses(rows: int, keys: int, first: int) -> None:
+    with pytest.raises(ValueError, match="RainFusion needs all keys of the grid"):
+        plan(torch.ones(1, rows, 1, 8), torch.ones(1, keys, 1, 8), (3, 10, 20), 0.5, first, 128)
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (3, 7), (7, 3)])
+def test_select_table(nq: int, nk: int) -> None:
+    mask = torch.rand(2, nq, nk, generator=torch.Generator().manual_seed(nk)) < 0.5
+    mask[0, 0] = False
+    mask[1, 0] = True
+    blocks, kept = select_table(mask)
+    assert blocks.dtype == kept.dtype == torch.int64
+    for n, i in product(range(2), range(nq)):
+        places = [j for j in range(nk) if mask[n, i, j]]
+        assert blocks[i, n].tolist() == places + [-1] * (nk - len(places))
+        assert kept[i, n] == len(places)
+
+
+# start_step 3, refresh 4; (step, what else differs, whether a mask is made), in turn.
+SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
+    "plain": [(s, {}, s in (3, 7, 11)) for s in range(3, 14)],
+    "another expert": [(3, {}, True), (5, {"expert": "low"}, True), (6, {"expert": "low"}, False)],
+    "back again": [(4, {}, True), (5, {"expert": "low"}, True), (6, {}, True)],
+    "branch": [(3, {}, True), (3, {"branch": "uncond"}, True), (4, {"branch": "uncond"}, False)],
+    "layer": [(4, {}, True), (4, {"layer": 1}, True), (5, {}, False)],
+    "head": [(4, {}, True), (4, {"first_head": 2}, True), (5, {"first_head": 2}, False)],
+    "skipped refresh": [(5, {}, True), (8, {}, True), (9, {}, False)],
+    "next video": [(5, {}, True), (6, {}, False), (4, {}, True), (5, {}, False)],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_refresh(name: str) -> None:
+    cache = MaskCache(start_step=3, refresh=4)
+    for step, other, made in SCHEDULES[name]:
+        here = call((1, 1, 1), step=step, **other)
+        found = cache.get(here, (1, 1, 2, 2))
+        assert (found is None) == made, step
+        if found is None:
+            cache.put(here, torch.full((1, 1, 2, 2), step % 2 == 1))
+    assert cache.get(here, (1, 1, 2, 3)) is None
+
+
+def test_masks_in_memory() -> None:
+    """Those of one expert; none where each step makes its own."""
+    cache = MaskCache(0, 2)
+    for expert, layer in product(("high", "low"), range(3)):
+        here = call((1, 1, 1), expert=expert, layer=layer)
+        cache.get(here, (1, 2, 5, 7))
+        cache.put(here, torch.ones(1, 2, 5, 7, dtype=torch.bool))
+    assert cache.bytes() == 3 * 70
+    always = MaskCache(0, 1)
+    always.put(here, torch.ones(1, 2, 5, 7, dtype=torch.bool))
+    assert always.bytes() == 0
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.6])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_attention(grid: tuple[int, int, int], sparsity: float) -> None:
+    """From raster order and back, against a token mask laid out in raster order."""
+    q, k, v = qkv(grid, heads=2, head=16)
+    order = window_order(grid)
+    back = order.argsort()
+    ordered = [x[:, order] for x in (q, k, v)]
+    attend = RainFusionAttention("v2", sparsity, 0).prepare(*ordered, call(grid))
+    found = attend(ordered[0], 0)[:, back]
+    mask = naive_mask(ordered[0].double(), ordered[1].double(), grid, sparsity, 128)
+    seen = mask[:, :, back // 128][..., back // 128]
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen if sparsity else None)
+    assert (found - expected.transpose(1, 2)).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("grid", [(3, 10, 20), (2, 16, 16), (5, 13, 14)])
+def test_fp8(grid: tuple[int, int, int]) -> None:
+    """Against its own quantised numbers to rounding; against no quantisation within its error."""
+    q, k, v = qkv(grid)
+    mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
+    found = RainFusionAttention("v3", 0.6, 0, quantiser=fp8()).prepare(q, k, v, call(grid))(q, 0)
+    numbers = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
+    exact = masked(*(x.dequantised(torch.float64) for x in numbers), mask, 256)
+    assert (found - exact).abs().max() <= 2e-6
+    error = found - masked(q, k, v, mask, 256)
+    assert 1e-4 < error.square().mean().sqrt() < 0.06 * found.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_every_cut_gives_the_same_bits(quantised: bool, dtype: torch.dtype) -> None:
+    grid = (3, 13, 14)
+    q, k, v = (x.to(dtype) for x in qkv(grid, heads=3))
+    method = RainFusionAttention("v3", 0.6, 0, quantiser=fp8() if quantised else None)
+    attend = method.prepare(q, k, v, call(grid))
+    whole = attend(q, 0)
+    assert whole.dtype == dtype and whole.shape == q.shape
+    blocks = [attend(q[:, a:b], a) for a, b in ((0, 128), (128, 384), (384, 546))]
+    assert torch.equal(torch.cat(blocks, 1), whole)
+    for a, b in ((0, 1), (1, 3)):
+        heads = [x[:, :, a:b] for x in (q, k, v)]
+        assert torch.equal(method.prepare(*heads, call(grid))(heads[0], 0), whole[:, :, a:b])
+    for a, b in ((0, 256), (256, 546)):
+        card = method.prepare(q[:, a:b], k, v, call(grid, first_row=a))
+        assert torch.equal(card(q[:, a + 128 : b], 128), whole[:, a + 128 : b])
+
+
+def test_mask_is_used_again() -> None:
+    grid = (3, 10, 20)
+    (q, k, v), (_, other, _) = qkv(grid), qkv((3, 20, 10), batch=2)
+    method = RainFusionAttention("v2", 0.6, 4, refresh=3)
+    assert [method.active(step) for step in (3, 4, 9)] == [False, True, True]
+    assert not method.applies(call(grid, step=3)) and method.applies(call(grid, step=4))
+    method.prepare(q, k, v, call(grid, step=4))
+    later = method.prepare(q, other[1:], v, call(grid, step=5))(q, 0)
+    mask = naive_mask(q.double(), k.double(), grid, 0.6, 128)
+    assert not torch.equal(mask, naive_mask(q.double(), other[1:].double(), grid, 0.6, 128))
+    assert (later - masked(q, other[1:], v, mask, 128)).abs().max() <= 2e-6
+    assert method.masks.bytes() == mask.numel()
+
+
+def test_refusals() -> None:
+    for kind, sparsity, start, refresh in (
+        ("v1", 0.5, 0, 1),
+        ("v2", 1.0, 0, 1),
+        ("v2", -0.1, 0, 1),
+        ("v2", 0.5, -1, 1),
+        ("v2", 0.5, 0, 0),
+    ):
+        with pytest.raises(ValueError, match="RainFusion"):
+            RainFusionAttention(kind, sparsity, start, refresh)
+    with pytest.raises(ValueError, match="take v3"):
+        RainFusionAttention("v2", 0.5, 0, quantiser=fp8())
+    method = RainFusionAttention("v2", 0.5, 0)
+    x = torch.ones(1, 600, 1, 8)
+    for act in (lambda: method.applies(None), lambda: method.prepare(x, x, x, None)):
+        with pytest.raises(ValueError, match="step and layer"):
+            act()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("queries", "keys", "k_rows"),
+    [(300, 600, 128), (256, 512, 256), (128, 700, 256), (130, 40, 128)],
+)
+def test_flex(queries: int, keys: int, k_rows: int) -> None:
+    generator = torch.Generator().manual_seed(keys)
+    q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (queries, keys, keys))
+    shape = (2, 2, math.ceil(queries / 128), math.ceil(keys / k_rows))
+    mask = torch.rand(shape, generator=generator) < 0.5
+    mask[..., -1] |= ~mask.any(-1)
+    blocks = flex_mask(mask, queries, keys, k_rows)
+    assert torch.equal(blocks.to_dense().bool(), mask)
+    whole = keys // k_rows
+    assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
+    found = FlexBlocks(torch.device("cpu"), torch.float32)(q, k, v, mask, k_rows)
+    assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_as_the_kernel_of_fp8() -> None:
+    grid = (3, 10, 20)
+    q, k, v = qkv(grid)
+    kernel = FlexBlocks(torch.device("cpu"), torch.float32)
+    by_flex, by_tiles = (
+        RainFusionAttention("v3", 0.6, 0, quantiser=fp8(), **given).prepare(q, k, v, call(grid))
+        for given in ({"attend_blocks": kernel}, {})
+    )
+    assert (by_flex(q[:, 256:], 256) - by_tiles(q[:, 256:], 256)).abs().max() <= 2e-6
+
+
+def test_v1() -> None:
+    """Head 0 looks at its own place in its frame, head 1 at the mirrored place."""
+    grid, frame = (3, 16, 16), 256
+    place = F.one_hot(torch.arange(frame), frame).float() * 100
+    k = torch.zeros(1, 3 * frame, 2, frame)
+    q = torch.zeros_like(k)
+    k[0, frame : 2 * frame] = q[0, frame : 2 * frame] = place[:, None]
+    q[0, frame : 2 * frame, 1] = place.flip(0)
+    mask = v1_mask(q, k, grid, 0.25)
+    assert mask.shape == (1, 2, 768, 768) and mask.dtype == torch.bool
+    own, mirrored = mask[0].tolist()
+    for i, j in product(range(0, 768, 37), range(768)):
+        first = i < frame or j < frame
+        (fi, pi), (fj, pj) = divmod(i - frame, frame), divmod(j - frame, frame)
+        assert own[i][j] == (first or abs(2 * pi + fi - 2 * pj - fj) <= 256)
+        assert mirrored[i][j] == (first or abs(i - j) <= 256)
+    assert v1_mask(q[:, :frame], k[:, :frame], (1, 16, 16), 0.25).all()
