@@ -20,9 +20,9 @@ _ALL = 2**31 - 1  # "every token before and after", which the operators also wan
 class FusedKernel:
     """The chip's own dense kernel; implements `wan.kernels.base.Kernel`.
 
-    On A2, A3 and A5 that is npu_fusion_attention, on Duo npu_prompt_flash_attention, which has no
-    log-sum-exp and no float32. Chosen by hand: mindiesd's default would time every kernel on the
-    live tensors first (43 launches on A2) and may then differ from run to run.
+    On A2, A3 and A5 that is npu_fusion_attention, on Duo npu_prompt_flash_attention, which knows
+    float16 only and no log-sum-exp. Chosen by hand: mindiesd's default would first time every
+    kernel on the live tensors (43 launches on A2) and may then choose otherwise in the next run.
     """
 
     def __init__(self, chip: Chip) -> None:

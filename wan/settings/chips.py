@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wan.settings.attention import LASER_ROWS, Attention
+from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 
 LASER_HEAD_DIM = 128  # the kernel's inputs are padded to this, never cut
@@ -21,8 +21,9 @@ class Chip:
     """One generation of chips.
 
     socs: values of `torch_npu.npu.get_soc_version()`, both ends included; mindiesd's device table.
-    dense_op: `op_type` of mindiesd.attention_forward in manual mode. On Duo only prompt_flash_attn
-    is registered; elsewhere fused_attn_score takes every number format.
+    precisions: values of --precision it computes in. A Duo knows float16 only, in which no run is.
+    dense_op: `op_type` of mindiesd.attention_forward in manual mode; on Duo only prompt_flash_attn
+    is registered.
     laser: ascend_laser_attention runs; on A5 mindiesd silently takes fused_attn_score instead.
     fp8: the FP8 attention kernels (fused_infer_attention_score_v2, block-sparse attention with
     dequantising scales); shipped for A5 only.
@@ -34,6 +35,7 @@ class Chip:
 
     name: str
     socs: tuple[int, int]
+    precisions: tuple[str, ...] = ("bf16", "fp32")
     dense_op: str = "fused_attn_score"
     laser: bool = False
     fp8: bool = False
@@ -47,7 +49,7 @@ CHIPS = (
     Chip("A2", (220, 225), laser=True, rainfusion=("v2", "v3")),
     Chip("A3", (250, 255), laser=True, rainfusion=("v2", "v3")),
     Chip("A5", (260, 260), fp8=True, rainfusion=("v3",), sparse_precise=4, rope_interleave=True),
-    Chip("Duo", (200, 205), dense_op="prompt_flash_attn", lse=False),
+    Chip("Duo", (200, 205), precisions=(), dense_op="prompt_flash_attn", lse=False),
 )
 
 
@@ -78,10 +80,10 @@ def refusal(chip: Chip, attention: Attention, head_dim: int, precision: str) -> 
     head_dim: channels of one head. precision: "bf16" or "fp32", in which q, k and v arrive.
     """
     return (
-        _laser(chip, attention, head_dim, precision)
+        _precision(chip, precision)
+        or _laser(chip, attention, head_dim, precision)
         or _fp8(chip, attention, head_dim, precision)
         or _rainfusion(chip, attention, precision)
-        or _dense(chip, precision)
     )
 
 
@@ -95,6 +97,15 @@ def _having(**wanted: object) -> str:
         or (isinstance(getattr(chip, field), tuple) and value in getattr(chip, field))
     ]
     return "an " + " or ".join(found)
+
+
+def _precision(chip: Chip, precision: str) -> str | None:
+    if precision in chip.precisions:
+        return None
+    return (
+        f"A {chip.name} computes in float16 only, and there is no --precision for that: use "
+        f"{_having(precisions=precision)}."
+    )
 
 
 def _laser(chip: Chip, attention: Attention, head_dim: int, precision: str) -> str | None:
@@ -156,20 +167,3 @@ def _rainfusion(chip: Chip, attention: Attention, precision: str) -> str | None:
     if precision == "fp32":
         return "--use_rainfusion takes 16-bit numbers only on an NPU: use --precision bf16."
     return None
-
-
-def _dense(chip: Chip, precision: str) -> str | None:
-    if chip.dense_op == "prompt_flash_attn" and precision == "fp32":
-        return f"--precision fp32 has no attention kernel on a {chip.name}: use --precision bf16."
-    return None
-
-
-def laser_refusal(q_rows: int, k_rows: int) -> str | None:
-    """Why mindiesd would not take its laser kernel for so many rows a call; None if it would."""
-    if min(q_rows, k_rows) >= LASER_ROWS:
-        return None
-    return (
-        f"--attention_algo laser needs at least {LASER_ROWS} rows of queries and of keys in every "
-        f"call, here {q_rows} and {k_rows}; mindiesd would silently take its other kernel: use "
-        "--attention_algo fused."
-    )
