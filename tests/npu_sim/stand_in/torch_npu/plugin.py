@@ -101,7 +101,7 @@ def fused_infer_attention_score_v2(
     tokens = [given.pop(name, ALL) for name in ("pre_tokens", "next_tokens")]
     require(tokens == [ALL, ALL], operation, "bands are refused per block.")
     require(dtype in HALF, operation, f"out_dtype {dtype} must be float16 or bfloat16.")
-    left = sorted(name for name, value in given.items() if value not in (None, 0, False))
+    left = sorted(n for n, x in given.items() if isinstance(x, Tensor) or x not in (None, 0))
     require(not left, operation, f"refused per block: {', '.join(left)}.")
     require(query.shape[1] == heads, operation, f"{query.shape[1]} heads, said {heads}.")
     require(kv_heads in (0, heads) and key.shape[1] == heads, operation, "GQA is not simulated.")
