@@ -174,7 +174,8 @@ def test_online_quantising(chip: Chip, calls: list[Any]) -> None:
         projected, out = model.block.proj(x), model.block(x)
     assert off(projected, F.linear(x.float(), weight, bias)) < 0.05
     q = projected.unflatten(-1, (2, 64))
-    assert off(out.transpose(1, 2), plain(q, q, q)) < 0.05
+    want = plain(q, q, q)
+    assert (out.transpose(1, 2).float() - want).norm() < 0.06 * want.norm()
     names = [call.name for call in calls]
     assert names.count("npu_quant_matmul") == 2
     assert names[-1] == "mindiesd.fused_infer_attention_score_v2"
