@@ -130,10 +130,10 @@ def test_laser_refuses_heads_and_numbers(size: int, dtype: torch.dtype, chip: Ch
 @pytest.mark.parametrize(
     ("make", "name", "words"),
     [
-        (npu.LaserKernel, "A5", "An A5 has no laser attention"),
-        (npu.LaserKernel, "Duo", "An Duo has no laser attention"),
-        (npu_quant.NpuBlockQuantise, "A2", "An A2 has no FP8 attention"),
-        (npu_quant.NpuFp8Attention, "A3", "An A3 has no FP8 attention"),
+        (npu.LaserKernel, "A5", "A5 chips have no laser attention"),
+        (npu.LaserKernel, "Duo", "Duo chips have no laser attention"),
+        (npu_quant.NpuBlockQuantise, "A2", "A2 chips have no FP8 attention"),
+        (npu_quant.NpuFp8Attention, "A3", "A3 chips have no FP8 attention"),
     ],
 )
 def test_refused_when_made(make: type, name: str, words: str, chip: Choose) -> None:

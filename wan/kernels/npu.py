@@ -71,7 +71,7 @@ class LaserKernel:
 
     def __init__(self, chip: Chip) -> None:
         if not chip.laser:
-            raise ValueError(f"An {chip.name} has no laser attention; use FusedKernel.")
+            raise ValueError(f"{chip.name} chips have no laser attention; use FusedKernel.")
         import mindiesd
 
         self._forward = mindiesd.attention_forward

@@ -90,4 +90,4 @@ def head_first(x: Quantised) -> tuple[Tensor, Tensor]:
 
 def _check(chip: Chip) -> None:
     if not chip.fp8:
-        raise ValueError(f"An {chip.name} has no FP8 attention; use 16-bit numbers.")
+        raise ValueError(f"{chip.name} chips have no FP8 attention; use 16-bit numbers.")

@@ -28,7 +28,7 @@ class RainKernelV2:
 
     def __init__(self, chip: Chip) -> None:
         if "v2" not in chip.rainfusion:
-            raise ValueError(f"An {chip.name} has no rf_v2 kernel; use RainKernelV3 where it has.")
+            raise ValueError(f"{chip.name} chips have no rf_v2 kernel; use RainKernelV3 on A5.")
         from mindiesd.layers.flash_attn import sparse_flash_attn_rf_v2
 
         self._attend = sparse_flash_attn_rf_v2.rain_fusion_attention
@@ -71,7 +71,9 @@ class RainKernelV3:
 
     def __init__(self, chip: Chip) -> None:
         if "v3" not in chip.rainfusion:
-            raise ValueError(f"An {chip.name} has no block-sparse attention; use dense attention.")
+            raise ValueError(
+                f"{chip.name} chips have no block-sparse attention; use dense attention."
+            )
         from mindiesd.layers.flash_attn import sparse_flash_attn_rf_v3
 
         self._attend = sparse_flash_attn_rf_v3.rain_fusion_attention_v3
