@@ -128,5 +128,8 @@ def test_two_ranks_over_hccl(tmp_path: Path) -> None:
         names = [call["name"] for call in calls]
         assert names[:3] == ["all_to_all_single", "all_gather_single", "batch_isend_irecv"]
         assert names[3] == "broadcast" and names[-1] == "npu_fusion_attention"
-        assert calls[2]["facts"] == {"verbs": [f"isend {1 - rank}", f"irecv {1 - rank}"]}
+        verbs = [f"isend {1 - rank}", f"irecv {1 - rank}"]
+        assert calls[2]["facts"] == {"ranks": [0, 1], "verbs": verbs}
+        assert calls[0]["facts"] == {"ranks": [0, 1], "async_op": True}
+        assert calls[1]["facts"] == {"ranks": [0, 1], "async_op": False}
         assert calls[0]["shapes"] == [[4], [4]]

@@ -27,10 +27,18 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
+def _ranks(group: Any) -> list[int]:
+    """Whose group it is: by it exchanges of heads and of K/V can be told apart."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
 def _logged(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
     def started(*args: Any, **named: Any) -> Any:
-        tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
-        record(name, *tensors)
+        given = (*args, *named.values())
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        group = next((x for x in given if isinstance(x, dist.ProcessGroup)), None)
+        facts = {"ranks": _ranks(group), "async_op": bool(named.get("async_op", False))}
+        record(name, *tensors, **facts)
         return start(*args, **named)
 
     return started
@@ -39,7 +47,8 @@ def _logged(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
 def _logged_batch(start: Callable[..., Any]) -> Callable[..., Any]:
     def started(operations: list[Any]) -> Any:
         verbs = [f"{operation.op.__name__} {operation.group_peer}" for operation in operations]
-        record("batch_isend_irecv", *(operation.tensor for operation in operations), verbs=verbs)
+        facts = {"ranks": _ranks(operations[0].group), "verbs": verbs}
+        record("batch_isend_irecv", *(operation.tensor for operation in operations), **facts)
         return start(operations)
 
     return started
