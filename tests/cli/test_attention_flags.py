@@ -1,0 +1,219 @@
+"""Flags of attention and of NPUs: what they resolve to, and what is refused, in one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.test_bad_input import REPO, no_weights, refused
+from wan.settings import flags
+from wan.settings.attention import Attention, RainFusion
+from wan.settings.run import Run, resolve
+
+__all__ = ["no_weights"]  # a fixture that holds for every test here, too
+
+FP8 = ["--fa_quant", "fp8"]
+RAIN = ["--use_rainfusion"]
+LASER = ["--attention_algo", "laser"]
+ALONE = {
+    "algorithm": (["--attention_algo", "flash"], "choose one of fused, laser"),
+    "number format": (["--fa_quant", "int8"], "choose one of fp8, none"),
+    "sparsity 1": ([*RAIN, "--sparsity", "1"], "from 0 to below 1"),
+    "sparsity negative": ([*RAIN, "--sparsity", "-0.1"], "from 0 to below 1"),
+    "sparsity nan": ([*RAIN, "--sparsity", "nan"], "from 0 to below 1"),
+    "sparsity words": ([*RAIN, "--sparsity", "much"], "must be a number"),
+    "first sparse step": ([*RAIN, "--sparse_start_step", "-1"], "from 0 to 1000"),
+    "no refresh": ([*RAIN, "--mask_refresh_interval", "0"], "from 1 to 1000"),
+    "RainFusion v4": ([*RAIN, "--rainfusion_type", "v4"], "choose one of v1, v2, v3"),
+    "RainFusion v1": ([*RAIN, "--rainfusion_type", "v1"], "reference mask only"),
+    "sparsity alone": (["--sparsity", "0.5"], "--sparsity has no effect without --use_rainfusion"),
+    "start alone": (["--sparse_start_step", "3"], "no effect without --use_rainfusion"),
+    "type alone": (["--rainfusion_type", "v3"], "no effect without --use_rainfusion"),
+    "refresh alone": (["--mask_refresh_interval", "2"], "no effect without --use_rainfusion"),
+    "sparse after the end": (
+        [*RAIN, "--sample_steps", "8", "--sparse_start_step", "8"],
+        "would begin at step 8, but there are 8",
+    ),
+    "sparse in one step": ([*RAIN, "--sample_steps", "1"], "lower --sparse_start_step"),
+    "v2 in FP8": ([*FP8, *RAIN], "use --rainfusion_type v3"),
+    "FP8 exchange alone": (["--quant_alltoall"], "add --fa_quant fp8"),
+    "FP8 exchange of sparse": (
+        [*FP8, *RAIN, "--rainfusion_type", "v3", "--quant_alltoall"],
+        "masks on unquantised numbers",
+    ),
+    "FP8 exchange on one card": ([*FP8, "--quant_alltoall"], "none with --ulysses_size 1"),
+    "laser in FP8": ([*LASER, *FP8], "are different kernels; choose one"),
+    "laser in fp32": ([*LASER, "--precision", "fp32"], "takes no --precision fp32"),
+    "laser on a CPU": ([*LASER, "--device", "cpu"], "exists on NPUs only"),
+    "laser on CUDA": ([*LASER, "--device", "cuda"], "exists on NPUs only"),
+    "laser on few rows": (
+        [*LASER, "--size", "832*480", "--frame_num", "1"],
+        "has one of 1560 x 1560",
+    ),
+    "unknown operation": (["--fused_ops", "rope,softmax"], "rope,rms_norm,layer_norm,scale_shift"),
+    "no operation": (["--fused_ops", ""], "or none"),
+    "operations on a CPU": (["--fused_ops", "rope", "--device", "cpu"], "exists on NPUs only"),
+    "clock on a CPU": (["--fa_freq_cap", "1400", "--device", "cpu"], "exists on NPUs only"),
+    "clock too low": (["--fa_freq_cap", "50"], "from 100 to 4000"),
+    "clock in GHz": (["--fa_freq_cap", "1.4"], "whole number"),
+    "clock above the usual": (["--fa_freq_cap", "1800"], "above the 1650 MHz"),
+    "clock restored to less": (
+        ["--fa_freq_cap", "1400", "--fa_freq_restore", "1200"],
+        "above the 1200 MHz",
+    ),
+    "restored from nothing": (["--fa_freq_restore", "1650"], "no effect without --fa_freq_cap"),
+    "clock in compiled code": (["--fa_freq_cap", "1400", "--compile"], "does not work with"),
+    "FP8 in compiled code": ([*FP8, "--compile"], "--compile does not work with --fa_quant"),
+    "sparse in compiled code": ([*RAIN, "--compile"], "does not work with --use_rainfusion"),
+    "chip without a plan": (["--chip", "A2"], "add --plan or drop it"),
+    "quantised demo": (["--quant_dit_path", "x"], "add its --ckpt_dir"),
+    "quantised nothing": (["--quant_dit_path", " "], "is empty; give a path"),
+}
+PLANNED = {
+    "chip": (["--chip", "A9"], "choose one of A2, A3, A5, Duo"),
+    "chip on CUDA": (["--chip", "A2", "--device", "cuda"], "drop one of them"),
+    "FP8 on an A2": (["--chip", "A2", *FP8], "--fa_quant fp8 needs an A5"),
+    "laser on an A5": (["--chip", "A5", *LASER], "--attention_algo laser needs an A2 or A3"),
+    "a Duo": (["--chip", "Duo", *RAIN], "A2 or A3 or A5"),
+    "sparse v2 on an A5": (["--chip", "A5", *RAIN], "use --rainfusion_type v3"),
+    "sparse fp32": (["--chip", "A3", *RAIN, "--precision", "fp32"], "use --precision bf16"),
+    "FP8 exchange in a ring only": (
+        [*FP8, "--quant_alltoall", "--ring_size", "4", "--ulysses_size", "1"],
+        "none with --ulysses_size 1",
+    ),
+    "laser on halves": (
+        [*LASER, "--ulysses_size", "8", "--comm_type", "2", "--frame_num", "1"],
+        "--ring_size 1 and --comm_type 2 has one of 1800 x 3600",
+    ),
+    "laser on the last card of a ring": (
+        [*LASER, "--ring_size", "37", "--ulysses_size", "1"],
+        "--ring_size 37 and --comm_type 0 has one of 2016 x 75600",
+    ),
+    "quantised without a folder": (["--quant_dit_path", "x"], "add its --ckpt_dir"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_refusals(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    argv, sentence = ALONE[name]
+    assert sentence in refused(argv, capfd)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_refusals_of_a_plan(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    argv, sentence = PLANNED[name]
+    assert sentence in refused(["--plan", *argv], capfd)
+
+
+def test_refusals_need_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import json, sys, generate\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    assert generate.main(argv) == 2, argv\n"
+        "assert not {'torch', 'numpy', 'torch_npu', 'mindiesd'} & set(sys.modules)\n"
+    )
+    argvs = [argv for argv, _ in ALONE.values()]
+    argvs += [["--plan", *argv] for argv, _ in PLANNED.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(argvs)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(argvs)
+
+
+def test_fp8_needs_heads_that_can_be_rotated(tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    text = refused(["--ckpt_dir", str(tiny("t2v-A14B")), *FP8], capfd)
+    assert "a head has 6 channels" in text and "64 or 128" in text
+    assert resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *FP8).attention == (
+        Attention(fa_quant="fp8")
+    )
+
+
+def test_a_folder_of_quantised_weights_must_exist(tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), "--quant_dit_path", "nowhere"]
+    assert "--quant_dit_path nowhere is not a folder" in refused(argv, capfd)
+
+
+def resolved(*argv: object) -> Run:
+    def no_demo(*_: object) -> None:
+        raise AssertionError("the demo must not be made here")
+
+    return resolve(flags.parse([str(a) for a in argv]), no_demo, lambda *_: None)
+
+
+def test_nothing_asked_for(tiny) -> None:
+    run = resolved("--ckpt_dir", tiny("t2v-A14B"))
+    assert run.attention == Attention() and run.attention.is_plain and run.quantised is None
+    assert run.settings["attention_algo"] == "fused"
+    assert not {"fa_quant", "use_rainfusion", "sparsity", "fused_ops"} & run.settings.keys()
+
+
+@pytest.mark.parametrize(("steps", "start"), [(40, 10), (50, 13), (4, 1), (2, 1)])
+def test_sparse_attention_starts_after_a_quarter_of_the_steps(tiny, steps: int, start: int) -> None:
+    run = resolved("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", steps)
+    assert run.attention == Attention(rainfusion=RainFusion("v2", 0.64, start, refresh=1))
+
+
+NPU = [
+    *("--device", "npu", "--fused_ops", "scale_shift, rope", "--fa_freq_cap", "1400"),
+    *("--fa_quant", "fp8", "--use_rainfusion", "--rainfusion_type", "v3", "--sparsity", "0.5"),
+    *("--sparse_start_step", "0", "--mask_refresh_interval", "3", "--sample_steps", "8"),
+]
+
+
+def test_everything_asked_for(tiny) -> None:
+    run = resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *NPU)
+    assert run.execution.device == "npu"
+    assert run.attention == Attention(
+        fa_quant="fp8",
+        rainfusion=RainFusion("v3", 0.5, 0, refresh=3),
+        fused_ops=("rope", "scale_shift"),
+        freq_cap=1400,
+        freq_restore=1650,
+    )
+
+
+def test_the_record_repeats_the_numbers_but_not_the_clock(tiny, tmp_path: Path) -> None:
+    first = resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *NPU)
+    assert "fa_freq_cap" not in first.settings
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"settings": first.settings}))
+    assert resolved("--from_json", path).attention == replace(first.attention, freq_cap=None)
+    other = ["--device", "cpu", "--fused_ops", "none", "--rainfusion_type", "v2"]
+    elsewhere = resolved("--from_json", path, *other, "--fa_quant", "none")
+    assert elsewhere.attention == Attention(rainfusion=RainFusion("v2", 0.5, 0, refresh=3))
+
+
+def test_the_record_holds_what_was_left_open(tiny) -> None:
+    settings = resolved("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 10).settings
+    assert settings["use_rainfusion"] is True and settings["sparse_start_step"] == 3
+    assert (settings["rainfusion_type"], settings["sparsity"]) == ("v2", 0.64)
+    assert settings["mask_refresh_interval"] == 1
+
+
+def test_decoding_attends_to_nothing(tiny, tmp_path: Path) -> None:
+    """The latents of an NPU's run are decoded anywhere, and stay what they are."""
+    made: dict[str, object] = {
+        "task": "t2v-A14B",
+        "ckpt_dir": str(tiny("t2v-A14B")),
+        "attention_algo": "laser",
+    }
+    made |= {"fa_quant": "fp8", "fused_ops": ["rope"], "quant_dit_path": str(tmp_path / "gone")}
+    path = tmp_path / "x.safetensors"
+    metadata = {"settings": json.dumps(made), "format": "pt"}
+    save_file({"latents": torch.zeros(16, 2, 4, 4)}, path, metadata=metadata)
+    run = resolved("--decode_latents", path, "--device", "cpu")
+    assert run.attention == Attention() and run.quantised is None
+    assert run.settings["attention_algo"] == "laser" and run.settings["fa_quant"] == "fp8"
