@@ -24,20 +24,19 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.local import LocalAttention, LocalTokens
 from wan.modules.model import WanModel
 from wan.pipeline import Lazy, Pipeline
-from wan.settings import flags, on_device
+from wan.settings import on_device
 from wan.settings import parallel as parallel_settings
 from wan.settings.attention import Attention
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.parallel import SIZES, Parallel
+from wan.settings.parallel import Parallel
 from wan.settings.quantised import QuantisedDit
 from wan.text import umt5_blocks
 
 T = TypeVar("T")
 ALONE = Parallel()
 PLAIN = Attention()
-_SWITCHES = ("dit_fsdp", "t5_fsdp", "t5_cpu")
 
 
 def pipeline(
@@ -121,16 +120,11 @@ def pipeline(
 def team(
     checkpoint: Checkpoint,
     use_sp: bool,
-    keywords: dict[str, Any],
+    values: dict[str, Any],
     execution: Execution,
     device_index: int,
 ) -> tuple[Parallel, Team | None]:
-    """The topology for keywords, and the team of the process group that the caller made."""
-    given = {name: value for name, value in keywords.items() if value is not None}
-    unknown = given.keys() - {*SIZES, "ring_type", "comm_type", "fa_alltoall_overlap", *_SWITCHES}
-    if unknown:
-        raise InputError(f"{min(unknown)} is not a known keyword; remove it.")
-    values = {name: value for name, value in flags.read(given, "{}").items() if value is not False}
+    """The topology for checked settings, and the team of the group that the caller made."""
     world = mesh.running() if use_sp else 1
     if use_sp and world == 1:
         raise InputError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wan import build
 from wan.modules.model import WanModel
+from wan.settings import keywords
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
@@ -58,7 +59,7 @@ class Facade:
         device: str = "auto",
         precision: str = "auto",
         noise_device: str = "cpu",
-        **parallel: Any,
+        **settings: Any,
     ) -> None:
         """config: from WAN_CONFIGS, perhaps edited. checkpoint_dir: official or diffusers layout.
 
@@ -69,10 +70,12 @@ class Facade:
         folders and settings that do not fit.
 
         use_sp: the processes of torch.distributed, which the caller has initialised, share each
-        video; parallel: cfg_size, ring_size, ulysses_size, ring_type, comm_type and
-        fa_alltoall_overlap as on the command line. `generate` is then called on every process and
-        returns the video on the first one, None on the others (latents on all). rank is taken from
-        the group.
+        video. `generate` is then called on every process and returns the video on the first one,
+        None on the others (latents on all). rank is taken from the group.
+
+        settings: those of `wan.settings.keywords`, as on the command line (ulysses_size, comm_type,
+        fa_quant, use_rainfusion, quant_dit_path, ...); sparse_start_step is by default a quarter of
+        the task's own steps.
         """
         self.config, self._noise_device = config, noise_device
         if precision == "auto" and config.param_dtype == torch.float32:
@@ -90,17 +93,25 @@ class Facade:
         two = self._preset.boundary is not None
         self._boundary = config.get("boundary", self._preset.boundary) if two else None
         fp32 = config.t5_dtype == torch.float32
+        own = {"dit_fsdp": dit_fsdp, "t5_fsdp": t5_fsdp, "t5_cpu": t5_cpu}
+        values = keywords.read({**settings, **own})
         topology, self._team = build.team(
             self._checkpoint,
             use_sp,
-            {**parallel, "dit_fsdp": dit_fsdp, "t5_fsdp": t5_fsdp, "t5_cpu": t5_cpu},
+            values,
             execution,
             device_id,
+        )
+        steps = self._preset.sample_steps
+        attention, quantised = keywords.attending(
+            values, execution, self._checkpoint, topology, steps
         )
         self._pipeline = build.pipeline(
             self._checkpoint,
             execution,
             parallel=topology,
+            attention=attention,
+            quantised=quantised,
             team=self._team,
             device_index=device_id,
             t5_dtype=torch.float32 if fp32 else None,

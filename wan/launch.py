@@ -77,16 +77,7 @@ def _agreed(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Device]
     error, facts, offers = None, {}, {}
     try:
         request = resolve()
-        device = devices.resolve(request.execution.device, env.local_rank())
-        on_device.check(
-            request.execution,
-            request.attention,
-            request.quantised,
-            request.checkpoint.head_dim,
-            device.type,
-            device.chip,
-        )
-        resolved = request, device
+        resolved = request, _device(request)
         facts, offers = _facts(*resolved), {"seed": request.request.seed}
     except InputError as reason:
         error = str(reason)
@@ -110,6 +101,19 @@ def _agreed(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Device]
         settings={**request.settings, "base_seed": seed},
     )
     return request, device
+
+
+def _device(request: Run) -> Device:
+    device = devices.resolve(request.execution.device, env.local_rank())
+    on_device.check(
+        request.execution,
+        request.attention,
+        request.quantised,
+        request.checkpoint.head_dim,
+        device.type,
+        device.chip,
+    )
+    return device
 
 
 def _facts(request: Run, device: Device) -> dict[str, Any]:
