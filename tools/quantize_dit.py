@@ -80,10 +80,10 @@ def _rotation(dit: DitFiles) -> Tensor:
 def _write_export(folder: Path, dit: DitFiles, label: str, rotation: Tensor | None) -> None:
     folder.mkdir(exist_ok=True)
     entries: dict[str, str] = {"model_quant_type": EVERYWHERE, "version": "1.0.0"}
-    entries |= dict.fromkeys(dit.tensors, "FLOAT")
+    entries |= dict.fromkeys(sorted(dit.tensors), "FLOAT")
     form: dict[str, tuple[torch.dtype, Shape]] = {}
     makers: list[Make] = []
-    for name, info in dit.tensors.items():
+    for name, info in sorted(dit.tensors.items()):  # the same bytes from every layout
         if linear := LINEAR.fullmatch(name):
             bias = dit.tensors.get(f"{linear[1]}.bias")
             form[name] = torch.int8, info.shape

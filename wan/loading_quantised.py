@@ -16,12 +16,10 @@ from wan.kernels.w8a8 import W8A8Linear
 from wan.loading import DTypeOf, meta_dit, read_tensors
 from wan.modules.model import WanModel
 from wan.settings.checkpoint import DitFiles
-from wan.settings.errors import InputError
 from wan.settings.quant_export import FP8_DYNAMIC, Export
 from wan.settings.quantised import QuantisedDit
 
 Rotation = tuple[Tensor, Tensor]
-_NPU_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def load_quantised_dit(
@@ -36,17 +34,12 @@ def load_quantised_dit(
 ) -> WanModel:
     """A WanModel for inference. dtype_of, collaborators: as in `wan.loading.load_dit`.
 
-    compute: what goes into the quantised layers and comes out. Raises InputError where the
-    checkpoint does not fit its configuration, and for float32 on an NPU.
+    compute: what goes into the quantised layers and comes out; 16 bits on an NPU. Raises InputError
+    where the checkpoint does not fit its configuration.
     """
     model = meta_dit(files, **collaborators).requires_grad_(False)
     if device.type != "npu":
         _replace(model, export, device, compute, label)
-    elif compute not in _NPU_DTYPES:
-        raise InputError(
-            "Quantised weights on an NPU compute in 16 bits, but --precision fp32 asks for 32; use "
-            "--precision bf16."
-        )
     elif export.linears:
         npu_linear.quantise(
             model,

@@ -16,7 +16,7 @@ from wan.modules.textcache import TextKVCache
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.quantised import QuantisedDit, check_device
+from wan.settings.quantised import QuantisedDit
 from wan.text import TextEncoder, umt5, umt5_sizes
 from wan.vae import VideoVAE, autoencoder_sizes
 
@@ -80,7 +80,6 @@ def expert(
     if quantised is None:
         model = loading.load_dit(files, place=place, **arguments)
     else:
-        check_device(quantised, device.type)
         model = load_quantised_dit(files, quantised.experts[name], compute=compute, **arguments)
     if execution.compile:
         for block in model.blocks:

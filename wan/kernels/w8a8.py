@@ -10,6 +10,8 @@ same bit for bit however tokens are cut into calls, cards or chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,8 +91,13 @@ def per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
 
 def int8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
     """The exact a b^T, int32 [L,O], of int8 matrices."""
-    if a_LI.device.type != "cuda":
-        return torch._int_mm(a_LI, b_OI.t())
+    if a_LI.device.type == "cuda":
+        return padded_product(torch._int_mm, a_LI, b_OI)
+    return torch._int_mm(a_LI, b_OI.t())
+
+
+def padded_product(multiply: Callable[..., Tensor], a_LI: Tensor, b_OI: Tensor) -> Tensor:
+    """The same through a multiply(a_LI, b_IO) with CUDA's limits on sizes, by zeros at the ends."""
     (rows, inner), outer = a_LI.shape, len(b_OI)
     extra_rows, extra_inner = max(0, _CUDA_ROWS - rows), -inner % _CUDA_MULTIPLE
     extra_outer = -outer % _CUDA_MULTIPLE
@@ -98,4 +105,4 @@ def int8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
         a_LI = F.pad(a_LI, (0, extra_inner, 0, extra_rows))
     if extra_outer or extra_inner:
         b_OI = F.pad(b_OI, (0, extra_inner, 0, extra_outer))
-    return torch._int_mm(a_LI.contiguous(), b_OI.t())[:rows, :outer]
+    return multiply(a_LI, b_OI.t())[:rows, :outer]

@@ -1,0 +1,174 @@
+"""Quantised weights through the real mindiesd: our int8 reference, our exports, our loading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mindiesd
+import pytest
+import torch
+import torch_npu
+from mindiesd.quantization.layer import FP8RotateQuantFA, W8A8OnlineQuantLinear, W8A8QuantLinear
+from mindiesd.quantization.utils import create_online_hadamard_rot
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tools.make_tiny_checkpoint import make_checkpoint
+from tools.quantize_dit import quantize
+from wan import device, parts
+from wan.device import Device
+from wan.kernels.w8a8 import W8A8Linear
+from wan.loading import meta_dit
+from wan.loading_quantised import rotations
+from wan.modules.model import WanModel
+from wan.settings.checkpoint import describe
+from wan.settings.errors import InputError
+from wan.settings.execution import Execution
+from wan.settings.quantised import QuantisedDit, resolve
+
+Choose = Callable[[str], None]
+CPU = Device(torch.device("cpu"))
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Task -> tiny checkpoint and its export, of the smaller one with FP8 attention."""
+    root = tmp_path_factory.mktemp("quantised")
+    made = {}
+    for task, fa in (("t2v-A14B", None), ("t2v-1.3B", "fp8")):
+        checkpoint = make_checkpoint(task, root / task)
+        made[task] = checkpoint, quantize(checkpoint, root / f"{task}-q", fa=fa)
+    return made
+
+
+def read(pair: tuple[Path, Path], where: str = "npu") -> QuantisedDit:
+    return resolve(pair[1], describe(pair[0]), device=where, dit_fsdp=False, fa_quant=None)
+
+
+def stored(rows: int, columns: int, smooth: bool, prefix: str = "layer") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    deep = f"{prefix}.linear" if smooth else prefix
+    tensors = {
+        f"{deep}.weight": torch.randint(-127, 128, (rows, columns), generator=generator).char(),
+        f"{deep}.weight_scale": torch.rand(rows, 1, generator=generator) / 300,
+        f"{deep}.bias": torch.randn(rows, generator=generator),
+    }
+    if smooth:
+        tensors[f"{prefix}.div.mul_scale"] = torch.rand(columns, generator=generator) + 0.5
+    return tensors
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("use_nz", [False, True])
+def test_layer_has_the_bits_of_mindiesd(
+    dtype: torch.dtype, smooth: bool, use_nz: bool, tmp_path: Path, chip: Choose, calls: list[Any]
+) -> None:
+    tensors = stored(72, 96, smooth)
+    description = tmp_path / "quant_model_description_w8a8_dynamic.json"
+    entries = {"model_quant_type": "W8A8_DYNAMIC", "layer.weight": "W8A8_DYNAMIC"}
+    description.write_text(json.dumps(entries))
+    save_file(tensors, tmp_path / "quant_model_weight_w8a8_dynamic.safetensors")
+    for path in tmp_path.iterdir():
+        path.chmod(0o640)
+    network = nn.ModuleDict({"layer": nn.Linear(96, 72, device="meta")})
+    mindiesd.quantize(network, quant_des_path=str(description), use_nz=use_nz, dtype=dtype)
+    assert type(network["layer"]) is W8A8QuantLinear
+    ours = W8A8Linear(*tensors.values(), dtype=dtype)
+    x = torch.randn(2, 50, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[0, 3] = 0
+    calls.clear()
+    theirs = network["layer"](x)
+    assert [call.name for call in calls] == ["npu_dynamic_quant", "npu_quant_matmul"]
+    assert theirs.dtype == dtype and torch.equal(ours(x), theirs)
+
+
+def test_tool_rounds_as_mindiesd_does_online(
+    folders: dict[str, tuple[Path, Path]], chip: Choose
+) -> None:
+    """mindiesd's own quantiser of float weights gives the tool's payloads and scales."""
+    checkpoint, folder = folders["t2v-1.3B"]
+    floats = load_file(checkpoint / "diffusion_pytorch_model.safetensors")
+    tensors = load_file(folder / "quant_model_weight_w8a8_dynamic.safetensors")
+    for name in ("blocks.0.self_attn.q", "blocks.1.ffn.2"):
+        weight = floats[f"{name}.weight"].bfloat16()
+        linear = nn.Linear(*weight.T.shape, bias=False)
+        linear.weight.data = weight
+        theirs = W8A8OnlineQuantLinear(linear, dtype=torch.bfloat16)
+        assert torch.equal(theirs.weight.T, tensors[f"{name}.weight"])
+        assert torch.equal(theirs.weight_scale, tensors[f"{name}.weight_scale"][:, 0].bfloat16())
+
+
+def network(pair: tuple[Path, Path], where: Device, name: str) -> WanModel:
+    execution = Execution(device="cpu", precision="bf16")
+    quantised = read(pair)
+    return parts.expert(
+        describe(pair[0]), execution, where, torch.bfloat16, name, {}, None, quantised
+    )
+
+
+def velocity(model: WanModel) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(model.in_dim, 2, 8, 8, generator=generator)
+    text = torch.randn(9, model.text_dim, generator=generator)
+    with torch.inference_mode():
+        return model([x], torch.tensor([700.0]), [text], 32)[0]
+
+
+@pytest.mark.parametrize(
+    "task, name", [("t2v-A14B", "low_noise"), ("t2v-A14B", "high_noise"), ("t2v-1.3B", "dit")]
+)
+def test_network_on_the_npu_has_the_bits_of_the_cpu(
+    task: str,
+    name: str,
+    folders: dict[str, tuple[Path, Path]],
+    chip: Choose,
+    calls: list[Any],
+) -> None:
+    """The meta network filled by mindiesd, the rest by us; FP8 entries change nothing."""
+    where = device.resolve("npu")
+    calls.clear()
+    model = network(folders[task], where, name)
+    assert torch_npu.npu.config.allow_internal_format is False
+    quantised = {n for n, module in model.named_modules() if type(module) is W8A8QuantLinear}
+    export = read(folders[task]).experts[name]
+    assert quantised == export.linears.keys() and len(quantised) == 10 * len(model.blocks)
+    assert [call.name for call in calls] == ["npu_format_cast"] * len(quantised)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    calls.clear()
+    out = velocity(model)
+    assert len([call for call in calls if call.name == "npu_quant_matmul"]) == len(quantised)
+    assert torch.equal(out, velocity(network(folders[task], CPU, name)))
+
+
+def test_fp8_entries_are_read_by_mindiesd(
+    folders: dict[str, tuple[Path, Path]], chip: Choose
+) -> None:
+    model = meta_dit(describe(folders["t2v-1.3B"][0]).experts["dit"])
+    export = read(folders["t2v-1.3B"]).experts["dit"]
+    mindiesd.quantize(model, quant_des_path=str(export.description), dtype=torch.bfloat16)
+    found = rotations(read(folders["t2v-1.3B"]))
+    online = create_online_hadamard_rot(8, dtype=torch.bfloat16)
+    for index, block in enumerate(model.blocks):
+        theirs = block.self_attn.fa_quant
+        assert type(theirs) is FP8RotateQuantFA
+        for ours, matrix in zip(found["dit", index], (theirs.q_rot, theirs.k_rot), strict=True):
+            assert torch.equal(ours, matrix) and torch.equal(ours, online)
+
+
+def test_file_modes(folders: dict[str, tuple[Path, Path]], tmp_path: Path, chip: Choose) -> None:
+    """What mindiesd refuses we refuse before, with the command that helps."""
+    export = read(folders["t2v-1.3B"]).experts["dit"]
+    model = meta_dit(describe(folders["t2v-1.3B"][0]).experts["dit"])
+    for path in (export.description, export.weights):
+        for mode in (0o644, 0o660, 0o740):
+            path.chmod(mode)
+            with pytest.raises(PermissionError):
+                mindiesd.quantize(model, quant_des_path=str(export.description))
+            with pytest.raises(InputError, match=f"mode {mode:04o}.*chmod 0640"):
+                read(folders["t2v-1.3B"])
+        path.chmod(0o640)

@@ -1,0 +1,443 @@
+"""Quantised DiT weights: the int8 linear layer, exports that are written, refused and loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tools import quantize_dit
+from tools.quantize_dit import quantize
+from wan import build
+from wan.kernels.w8a8 import W8A8Linear, padded_product
+from wan.loading import dit_dtypes, load_dit
+from wan.loading_quantised import load_quantised_dit, rotations
+from wan.modules.model import WanModel
+from wan.settings.checkpoint import describe
+from wan.settings.errors import InputError
+from wan.settings.execution import Execution
+from wan.settings.presets import PRESETS
+from wan.settings.quantised import QuantisedDit, check_device, resolve
+from wan.settings.request import Request
+
+REPO = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+DESCRIPTION = "quant_model_description_w8a8_dynamic.json"
+WEIGHTS = "quant_model_weight_w8a8_dynamic.safetensors"
+FOLDERS = {True: ("high_noise_model", "low_noise_model"), False: (".",)}
+LAYERS = [f"{part}_attn.{name}" for part in ("self", "cross") for name in "qkvo"] + [
+    "ffn.0",
+    "ffn.2",
+]
+Export = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def export(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """export(task, fa=None): the folder that the tool writes for a tiny checkpoint, once."""
+    root, made = tmp_path_factory.mktemp("exports"), {}
+
+    def make(task: str = "t2v-1.3B", fa: str | None = None) -> Path:
+        if (task, fa) not in made:
+            made[task, fa] = quantize(tiny(task), root / f"{task}-{fa}", fa=fa)
+        return made[task, fa]
+
+    return make
+
+
+@pytest.fixture
+def broken(export: Export, tmp_path: Path) -> Path:
+    """A copy of the export of t2v-1.3B with FP8 attention, to be damaged."""
+    return Path(shutil.copytree(export(fa="fp8"), tmp_path / "broken"))
+
+
+def read(folder: Path, checkpoint: Path, **how: Any) -> QuantisedDit:
+    given = {"device": "cpu", "dit_fsdp": False, "fa_quant": None, **how}
+    return resolve(folder, describe(checkpoint), **given)
+
+
+# --- the layer
+
+
+def layer(rows: int = 24, columns: int = 40, smooth: bool = False, **how: Any) -> W8A8Linear:
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    scale = torch.rand(rows, 1, generator=generator) / 500
+    bias = torch.randn(rows, generator=generator)
+    factors = torch.rand(columns, generator=generator) + 0.5 if smooth else None
+    return W8A8Linear(weight, scale, bias, factors, **{"dtype": torch.float32, **how})
+
+
+def by_numpy(linear: W8A8Linear, x: np.ndarray) -> np.ndarray:
+    """The definition in float32, sums as 64-bit integers."""
+    if linear.factors is not None:
+        x = x * linear.factors.numpy()
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    payload = np.rint(x / scale).astype(np.int64)
+    sums = payload @ linear.weight.numpy().astype(np.int64).T
+    return sums.astype(np.float32) * linear.weight_scale.numpy() * scale + linear.bias.numpy()
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_layer_bit_for_bit(smooth: bool) -> None:
+    linear = layer(smooth=smooth)
+    x = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(1)) * 3
+    out = linear(x)
+    assert out.shape == (2, 7, 24) and out.dtype == torch.float32
+    assert np.array_equal(out.numpy(), by_numpy(linear, x.numpy()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_rounds_its_parameters_to_the_model_dtype(dtype: torch.dtype) -> None:
+    exact, linear = layer(), layer(dtype=dtype)
+    assert torch.equal(linear.weight_scale, exact.weight_scale.to(dtype).float())
+    assert torch.equal(linear.bias, exact.bias.to(dtype).float())
+    x = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)).to(dtype)
+    out = linear(x)
+    assert out.dtype == dtype
+    assert torch.equal(out, torch.from_numpy(by_numpy(linear, x.float().numpy())).to(dtype))
+
+
+def test_layer_is_close_to_the_product_of_the_dequantised_weight() -> None:
+    linear = layer(128, 256)
+    x = torch.randn(50, 256, generator=torch.Generator().manual_seed(3))
+    exact = F.linear(x.double(), linear.weight * linear.weight_scale.double()[:, None])
+    error = linear(x).double() - linear.bias - exact
+    assert 1e-4 < error.norm() / exact.norm() < 0.012  # 8 bits of a normal distribution: 0.7 %
+
+
+def test_layer_sees_each_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a token are the same in any call and in any slice of one."""
+    linear = layer()
+    x = torch.randn(1, 33, 40, generator=torch.Generator().manual_seed(4))
+    whole = linear(x)
+    for part in (slice(0, 1), slice(5, 29)):
+        assert torch.equal(linear(x[:, part]), whole[:, part])
+    monkeypatch.setitem(sys.modules["wan.kernels.w8a8"]._ELEMENTS, "cpu", 24 * 10)  # 10 rows
+    assert torch.equal(linear(x), whole)
+
+
+def test_layer_of_zeros_gives_the_bias() -> None:
+    linear = layer()
+    out = linear(torch.zeros(2, 40))
+    assert torch.equal(out, linear.bias.expand(2, -1))
+    assert linear(torch.zeros(1, 0, 40)).shape == (1, 0, 24)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 40])
+@pytest.mark.parametrize("sizes", [(24, 40), (30, 45)])
+def test_product_within_the_limits_of_cuda(rows: int, sizes: tuple[int, int]) -> None:
+    """17 rows or more and other sizes that divide by 8; zeros change no sum."""
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        assert len(a) > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0
+        return torch._int_mm(a, b)
+
+    weight = layer(*sizes).weight
+    x = layer(rows, sizes[1]).weight
+    out = padded_product(multiply, x, weight)
+    assert np.array_equal(out, x.numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T)
+
+
+# --- the tool
+
+
+@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B", "t2v-1.3B"])
+def test_tool_writes_the_format(task: str, tiny: Any, export: Export) -> None:
+    """Names, numbers, description and modes, against the definition."""
+    folder = export(task)
+    for sub in FOLDERS["A14B" in task]:
+        files = {path.name: path for path in (folder / sub).iterdir() if path.is_file()}
+        assert files.keys() == {DESCRIPTION, WEIGHTS}
+        assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o640}
+        stored, source = load_file(files[WEIGHTS]), floats(tiny(task) / sub)
+        blocks = {name.split(".")[1] for name in source if name.startswith("blocks.")}
+        linears = [f"blocks.{block}.{layer}" for block in blocks for layer in LAYERS]
+        parts = ("weight", "weight_scale", "bias")
+        assert stored.keys() == {f"{name}.{part}" for name in linears for part in parts}
+        for name in linears:
+            weight = source[f"{name}.weight"].numpy()
+            scale = np.abs(weight).max(1, keepdims=True) / np.float32(127)
+            assert np.array_equal(stored[f"{name}.weight_scale"], scale)
+            assert stored[f"{name}.weight"].dtype == torch.int8
+            assert np.array_equal(stored[f"{name}.weight"], np.rint(weight / scale))
+            assert torch.equal(stored[f"{name}.bias"], source[f"{name}.bias"])
+        said = json.loads(files[DESCRIPTION].read_text())
+        assert said.pop("model_quant_type") == "W8A8_DYNAMIC" and said.pop("version")
+        assert {k for k, v in said.items() if v == "W8A8_DYNAMIC"} == stored.keys()
+        assert {k for k, v in said.items() if v == "FLOAT"} == source.keys() - stored.keys()
+
+
+def floats(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: tensor.float()
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def test_tool_writes_fp8_attention(tiny: Any, export: Export) -> None:
+    folder = export(fa="fp8")
+    said = json.loads((folder / DESCRIPTION).read_text())
+    assert [said[f"blocks.{i}.self_attn.quant_type"] for i in range(2)] == ["FP8_DYNAMIC"] * 2
+    found = rotations(read(folder, tiny("t2v-1.3B"), fa_quant="fp8"))
+    assert found.keys() == {("dit", 0), ("dit", 1)}
+    for q_rot, k_rot in found.values():
+        assert q_rot.dtype == torch.bfloat16 and torch.equal(q_rot, k_rot)
+        assert (
+            torch.equal(q_rot.float() @ q_rot.float().T, torch.eye(8))
+            or (q_rot.float() @ q_rot.float().T - torch.eye(8)).abs().max() < 4e-3
+        )
+    assert rotations(read(export(), tiny("t2v-1.3B"), fa_quant="fp8")) == {}
+
+
+def test_tool_reads_diffusers_folders(tiny: Any, export: Export, tmp_path: Path) -> None:
+    folder = quantize(tiny("t2v-1.3B", "diffusers"), tmp_path / "q")
+    for name in (DESCRIPTION, WEIGHTS):
+        assert (folder / name).read_bytes() == (export() / name).read_bytes()
+
+
+def test_tool_refuses_and_leaves_nothing(tiny: Any, tmp_path: Path) -> None:
+    """Exit code 2 and one sentence; under the name asked for there is a whole folder or none."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for arguments, words in (
+        (["--ckpt_dir", tmp_path / "none", "--out", tmp_path / "q"], "does not exist"),
+        (["--ckpt_dir", tiny("t2v-1.3B"), "--out", tmp_path / "full"], "is not empty"),
+        (["--ckpt_dir", tiny("t2v-A14B"), "--out", tmp_path / "q", "--fa", "fp8"], "power of two"),
+        (["--ckpt_dir", tiny("t2v-1.3B"), "--out", "/proc/none/q"], "can be written"),
+    ):
+        assert quantize_dit.main([str(a) for a in arguments]) == 2, words
+    done = subprocess.run(
+        [sys.executable, "tools/quantize_dit.py", "--ckpt_dir", "none", "--out", tmp_path / "q"],
+        capture_output=True, text=True, cwd=REPO, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "none" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+# --- what is refused
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    said = json.loads((folder / DESCRIPTION).read_text())
+    change(said)
+    (folder / DESCRIPTION).write_text(json.dumps(said))
+
+
+def retensor(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+Q = "blocks.0.self_attn.q"
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no folder": (shutil.rmtree, "is not a folder"),
+    "no description": (lambda f: (f / DESCRIPTION).unlink(), "holds no description"),
+    "no JSON": (lambda f: (f / DESCRIPTION).write_text("{"), "not valid JSON"),
+    "rank": (lambda f: (f / DESCRIPTION).rename(f / DESCRIPTION.replace(".", "_0.")), "one rank's"),
+    "no type": (lambda f: edit(f, lambda d: d.pop("model_quant_type")), "has no model_quant_type"),
+    "type": (lambda f: edit(f, lambda d: d.update(model_quant_type=3)), "model_quant_type 3"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
+    "weights of a rank": (
+        lambda f: (f / WEIGHTS).rename(f / WEIGHTS.replace(".", "_1.")), "one rank's"
+    ),
+    "truncated": (lambda f: (f / WEIGHTS).write_bytes(b"\0" * 9), "not a safetensors file"),
+    "algorithm": (
+        lambda f: edit(f, lambda d: d.update({f"{Q}.weight": "W9A9"})), "unknown algorithm 'W9A9'"
+    ),
+    "linear as attention": (
+        lambda f: edit(f, lambda d: d.update({f"{Q}.weight": "FP8_DYNAMIC"})), "for attention"
+    ),
+    "other network": (
+        lambda f: edit(f, lambda d: d.update({"blocks.9.ffn.0.weight": "W8A8_DYNAMIC"})),
+        "blocks.9.ffn.0, which",
+    ),
+    "float32 layer": (
+        lambda f: edit(f, lambda d: d.update({"time_embedding.0.weight": "W8A8_DYNAMIC"})),
+        "computed in float32",
+    ),
+    "nothing": (
+        lambda f: edit(f, lambda d: d.update({k: "FLOAT" for k in d if "blocks" in k})),
+        "quantises no layer",
+    ),
+    "no scale": (lambda f: retensor(f, lambda t: t.pop(f"{Q}.weight_scale")), "lacks the tensor"),
+    "no bias": (lambda f: retensor(f, lambda t: t.pop(f"{Q}.bias")), f"lacks the tensor {Q}.bias"),
+    "no rotation": (
+        lambda f: retensor(f, lambda t: t.pop("blocks.1.self_attn.k_rot")), "1.self_attn.k_rot"
+    ),
+    "dtype": (
+        lambda f: retensor(f, lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()})),
+        "is F32 [96, 96]",
+    ),
+    "shape": (
+        lambda f: retensor(f, lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][1:].clone()})),
+        "is I8 [95, 96]",
+    ),
+    "scales per group": (
+        lambda f: retensor(f, lambda t: t.update({f"{Q}.weight_scale": torch.ones(96, 3)})),
+        "is F32 [96, 3]",
+    ),
+    "rotation of other heads": (
+        lambda f: retensor(f, lambda t: t.update({"blocks.0.self_attn.q_rot": torch.eye(64)})),
+        "is F32 [64, 64]",
+    ),
+    "static weights on a CPU": (
+        lambda f: (
+            edit(f, lambda d: d.update({f"{Q}.weight": "W8A8_MXFP8"})),
+        ),
+        "run on NPUs only",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refused_before_weights_are_read(case: str, broken: Path, tiny: Any) -> None:
+    damage, words = WRONG[case]
+    damage(broken)
+    with pytest.raises(InputError, match=re.escape(words)) as caught:
+        read(broken, tiny("t2v-1.3B"))
+    assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_two_experts_need_two_folders(tiny: Any, export: Export, tmp_path: Path) -> None:
+    folder = shutil.copytree(export("t2v-A14B"), tmp_path / "q")
+    assert read(folder, tiny("t2v-A14B")).experts.keys() == {"high_noise", "low_noise"}
+    shutil.rmtree(folder / "low_noise_model")
+    with pytest.raises(InputError, match="low_noise_model holds no description"):
+        read(folder, tiny("t2v-A14B"))
+
+
+def test_combinations_that_cannot_run(broken: Path, tiny: Any) -> None:
+    checkpoint = tiny("t2v-1.3B")
+    with pytest.raises(InputError, match="--dit_fsdp"):
+        read(broken, checkpoint, dit_fsdp=True)
+    edit(broken, lambda d: d.update({"blocks.0.self_attn.quant_type": "MXFP8_DYNAMIC"}))
+    assert read(broken, checkpoint).has_attention
+    with pytest.raises(InputError, match="MXFP8_DYNAMIC, but --fa_quant fp8"):
+        read(broken, checkpoint, fa_quant="fp8")
+
+
+def test_file_modes_matter_to_npus_only(broken: Path, tiny: Any) -> None:
+    checkpoint = tiny("t2v-1.3B")
+    assert read(broken, checkpoint, device="npu").algorithms == ("W8A8_DYNAMIC",)
+    (broken / WEIGHTS).chmod(0o644)
+    loose = read(broken, checkpoint, device="auto")
+    check_device(loose, "cpu")
+    with pytest.raises(InputError, match=f"mode 0644.*chmod 0640 .*{WEIGHTS}"):
+        check_device(loose, "npu")
+    (broken / WEIGHTS).chmod(0o600)
+    check_device(loose, "npu")
+    (broken / DESCRIPTION).rename(broken / "elsewhere.json")
+    (broken / DESCRIPTION).symlink_to(broken / "elsewhere.json")
+    with pytest.raises(InputError, match="symbolic link"):
+        read(broken, checkpoint, device="npu")
+    read(broken, checkpoint, device="cpu")
+
+
+def test_layouts_of_other_exporters(broken: Path, tiny: Any) -> None:
+    """Entries by layer, in any case; a smoothed layer one level deeper; scales as vectors."""
+
+    def smooth(tensors: dict[str, Tensor]) -> None:
+        for part in ("weight", "bias"):
+            tensors[f"{Q}.linear.{part}"] = tensors.pop(f"{Q}.{part}")
+        tensors[f"{Q}.linear.weight_scale"] = tensors.pop(f"{Q}.weight_scale")[:, 0].clone()
+        tensors[f"{Q}.div.mul_scale"] = torch.ones(96)
+
+    def rename(said: dict[str, Any]) -> None:
+        del said[f"{Q}.weight"]
+        said |= {f"{Q}.linear.weight": "w8a8_dynamic", "blocks.1.ffn.0.weight": "FLOAT"}
+        del said["blocks.1.self_attn.quant_type"]
+        said["blocks.1.self_attn.fa_q.scale"] = "FP8_DYNAMIC"
+
+    retensor(broken, smooth)
+    edit(broken, rename)
+    found = read(broken, tiny("t2v-1.3B")).experts["dit"]
+    assert found.linears[Q].tensors.keys() == {"weight", "weight_scale", "bias", "mul_scale"}
+    assert "blocks.1.ffn.0" not in found.linears and len(found.linears) == 19
+    assert found.attentions.keys() == {0, 1}
+
+
+# --- loading
+
+
+def loaded(checkpoint: Path, folder: Path | None, dtype: torch.dtype = torch.float32) -> WanModel:
+    files = describe(checkpoint).experts["dit"]
+    how: dict[str, Any] = {"device": CPU, "dtype_of": dit_dtypes(dtype, False), "label": "DiT"}
+    if folder is None:
+        return load_dit(files, **how)
+    export = read(folder, checkpoint).experts["dit"]
+    return load_quantised_dit(files, export, compute=dtype, **how)
+
+
+def velocity(model: WanModel) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(model.in_dim, 2, 8, 8, generator=generator)
+    text = torch.randn(9, model.text_dim, generator=generator)
+    with torch.inference_mode():
+        return model([x], torch.tensor([700.0]), [text], 32)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_network_is_the_float_network_with_rounded_weights(
+    dtype: torch.dtype, tiny: Any, export: Export
+) -> None:
+    plain, model = (loaded(tiny("t2v-1.3B"), f, dtype) for f in (None, export()))
+    quantised = {n for n, module in model.named_modules() if isinstance(module, W8A8Linear)}
+    assert quantised == {f"blocks.{block}.{layer}" for block in range(2) for layer in LAYERS}
+    kept = dict(model.named_parameters())
+    for name, tensor in plain.named_parameters():
+        if name.rpartition(".")[0] not in quantised:
+            assert torch.equal(kept.pop(name), tensor) and not tensor.requires_grad
+    assert not kept and not model.training
+    expected, out = velocity(plain), velocity(model)
+    assert 1e-4 < (out - expected).norm() / expected.norm() < 0.02
+
+
+def test_float_weights_of_quantised_layers_are_not_read(
+    tiny: Any, export: Export, tmp_path: Path
+) -> None:
+    """They may be anything: with NaN in their place the network computes the same."""
+    checkpoint = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "nan"))
+    expected = velocity(loaded(checkpoint, export()))
+    file = checkpoint / "diffusion_pytorch_model.safetensors"
+    with safe_open(export() / WEIGHTS, "pt") as handle:
+        gone = set(handle.keys())
+    tensors = load_file(file)
+    save_file({n: t * float("nan") if n in gone else t for n, t in tensors.items()}, file)
+    assert torch.equal(velocity(loaded(checkpoint, export())), expected)
+    assert velocity(loaded(checkpoint, None)).isnan().any()
+
+
+def test_whole_run(tiny: Any, export: Export) -> None:
+    """Both experts, the text cache, --convert_model_dtype: latents close to the float run's."""
+    request = Request(
+        PRESETS["t2v-A14B"], "", "n", None, (32, 32), 1, 4, 12.0, "unipc", (3.0, 4.0), 0.875, 0
+    )
+    execution = Execution(device="cpu", convert_model_dtype=True)
+    checkpoint = describe(tiny("t2v-A14B"))
+    latents = []
+    for quantised in (None, read(export("t2v-A14B"), tiny("t2v-A14B"))):
+        pipeline = build.pipeline(checkpoint, execution, quantised=quantised)
+        generator = torch.Generator().manual_seed(7)
+        texts = torch.randn(2, 5, pipeline.text_dim, generator=generator)
+        latents.append(
+            pipeline.latents(request, prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
+        )
+    expected, out = latents
+    assert 1e-4 < (out - expected).norm() / expected.norm() < 0.05
