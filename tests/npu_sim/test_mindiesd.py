@@ -182,6 +182,18 @@ def test_online_quantising(chip: Chip, calls: list[Any]) -> None:
     assert calls[-1].dtypes == 3 * ("float8_e4m3fn",)
 
 
+def test_online_microscaled_layers(chip: Chip, calls: list[Any]) -> None:
+    chip("A5")
+    torch.manual_seed(0)
+    model = Model().to(torch.bfloat16)
+    weight, bias = model.block.proj.weight.data.float(), model.block.proj.bias.data.float()
+    mindiesd.quantize(model, online_config=mindiesd.OnlineQuantConfig(quant_type="W8A8_MXFP8"))
+    x = made(1, 300, 128)
+    out, want = model.block.proj(x), F.linear(x.float(), weight, bias)
+    assert (out.float() - want).norm() < 0.06 * want.norm()
+    assert [call.name for call in calls][-2:] == ["npu_dynamic_mx_quant", "npu_quant_matmul"]
+
+
 def test_small_operations(chip: Chip) -> None:
     x, wave = made(1, 50, 4, 64, dtype=torch.float32), made(1, 50, 1, 64, seed=1).float()
     for mode in ("rotated_half", "rotated_interleaved"):

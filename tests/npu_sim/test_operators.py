@@ -68,6 +68,38 @@ def test_static_quantising() -> None:
     torch.testing.assert_close(out, want.half())
 
 
+def test_weights_only() -> None:
+    weight, scale = torch_npu.npu_dynamic_quant(made(48, 64))
+    x, bias, scale = made(5, 64, seed=1), made(48, seed=2).float(), scale.bfloat16()
+    out = torch_npu.npu_weight_quant_batchmatmul(x, weight.T, scale[None], bias=bias)
+    want = F.linear(x.double(), weight.double() * scale.double()[:, None], bias.double())
+    torch.testing.assert_close(out, want.bfloat16())
+
+
+def test_microscaled_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "260")
+    weight, x, bias = made(48, 96), made(5, 96, seed=1), made(48, seed=2).float()
+    x[0, :32], x[1, 3] = 0, 448 * 2.0**5
+    (w8, w_scale), (x8, x_scale) = (
+        torch_npu.npu_dynamic_mx_quant(t, dst_type=torch.float8_e4m3fn) for t in (weight, x)
+    )
+    assert tuple(x_scale.shape) == (5, 2, 2) and x_scale.dtype == torch.uint8
+    powers = x_scale.view(torch.float8_e8m0fnu).float().flatten(1).repeat_interleave(32, 1)
+    largest = x.float().unflatten(1, (-1, 32)).abs().amax(-1)
+    assert (largest <= 512 * powers[:, :96:32]).all()  # else the payload would be cut off
+    assert (2 * largest[1:] > 512 * powers[1:, :96:32]).all()  # and the power is the least one
+    back = x8.float() * powers[:, :96]
+    limit = torch.maximum(x.float().abs() / 8, powers[:, :96] / 1024)
+    assert ((back - x.float()).abs() <= limit).all() and back[1, 3] == 448 * 2.0**5
+    e8m0 = torch.float8_e8m0fnu
+    named = {"scale_dtype": e8m0, "pertoken_scale_dtype": e8m0, "group_sizes": [1, 1, 32]}
+    named |= {"pertoken_scale": x_scale, "bias": bias, "output_dtype": torch.bfloat16}
+    out = torch_npu.npu_quant_matmul(x8, w8.T, w_scale.transpose(0, 1), **named)
+    spread = w_scale.view(e8m0).float().flatten(1).repeat_interleave(32, 1)[:, :96]
+    want = F.linear(back.double(), (w8.float() * spread).double(), bias.double())
+    torch.testing.assert_close(out, want.bfloat16())
+
+
 def test_small_operations() -> None:
     x, weight = made(2, 5, 4, 64, dtype=torch.float32), made(64, seed=1, dtype=torch.float32)
     y, _ = torch_npu.npu_rms_norm(x, weight, 1e-5)

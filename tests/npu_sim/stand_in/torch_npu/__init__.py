@@ -14,6 +14,7 @@ from torch_npu.dense import (
     npu_prompt_flash_attention,
 )
 from torch_npu.log import Call, calls
+from torch_npu.microscaled import npu_dynamic_mx_quant
 from torch_npu.quantise import (
     get_npu_format,
     npu_dtype_cast,
@@ -22,6 +23,7 @@ from torch_npu.quantise import (
     npu_format_cast,
     npu_quant_matmul,
     npu_quantize,
+    npu_weight_quant_batchmatmul,
 )
 from torch_npu.small import (
     npu_apply_rotary_pos_emb,
@@ -39,6 +41,7 @@ __all__ = [
     "npu_apply_rotary_pos_emb",
     "npu_dtype_cast",
     "npu_dynamic_block_quant",
+    "npu_dynamic_mx_quant",
     "npu_dynamic_quant",
     "npu_fast_gelu",
     "npu_format_cast",
@@ -49,6 +52,7 @@ __all__ = [
     "npu_quantize",
     "npu_rms_norm",
     "npu_rotary_mul",
+    "npu_weight_quant_batchmatmul",
 ]
 
 float8_e4m3fn = torch.float8_e4m3fn

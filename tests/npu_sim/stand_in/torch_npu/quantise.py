@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from torch_npu import microscaled
 from torch_npu.chip import require, require_chip, require_dtype
 from torch_npu.dense import HALF
 from torch_npu.log import record
@@ -105,15 +106,21 @@ def npu_quant_matmul(
     pertoken_scale: Tensor | None = None,
     bias: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
-    **mx: object,
+    scale_dtype: torch.dtype | None = None,
+    pertoken_scale_dtype: torch.dtype | None = None,
+    group_sizes: list[int] | None = None,
 ) -> Tensor:
     """[M,K] x [K,N] in integers, then scale [N] (or [1]), pertoken_scale [M], a float bias [N].
 
-    An int32 bias is added before the scales.
+    An int32 bias is added before the scales. group_sizes: MXFP8 instead, see `microscaled`.
     """
     operation = "npu_quant_matmul"
     record(operation, x1, x2)
-    require(not any(value is not None for value in mx.values()), operation, f"{mx}: no MX here.")
+    if group_sizes is not None:
+        dtypes = (scale_dtype, pertoken_scale_dtype)
+        return microscaled.product(
+            x1, x2, scale, pertoken_scale, bias, output_dtype, dtypes, group_sizes
+        )
     require_dtype(operation, (torch.int8,), x1=x1, x2=x2)
     _require_product(operation, x1, x2, scale, pertoken_scale, bias)
     _require_scales(operation, scale, pertoken_scale, bias, output_dtype)
@@ -163,6 +170,26 @@ def _require_scales(
     if bias is not None:
         kinds = (torch.int32, dtype, torch.float32) if rows is not None or bf16 else (torch.int32,)
         require_dtype(operation, kinds, bias=bias)
+
+
+def npu_weight_quant_batchmatmul(
+    x: Tensor, weight: Tensor, antiquant_scale: Tensor, *, bias: Tensor | None = None
+) -> Tensor:
+    """x [M,K] times int8 weight [K,N] times scale [N] or [1,N], plus bias [N], in float32."""
+    operation = "npu_weight_quant_batchmatmul"
+    record(operation, x, weight)
+    require_dtype(operation, HALF, x=x)
+    require_dtype(operation, (torch.int8,), weight=weight)
+    require_dtype(operation, (x.dtype,), antiquant_scale=antiquant_scale)
+    n = weight.shape[1]
+    fits = tuple(antiquant_scale.shape) in ((n,), (1, n)) and x.shape[1] == weight.shape[0]
+    require(fits, operation, f"scale {tuple(antiquant_scale.shape)}, weight {weight.shape}.")
+    out = x.float() @ weight.float() * antiquant_scale.float()
+    if bias is not None:
+        wanted = torch.float32 if x.dtype is torch.bfloat16 else torch.float16
+        require_dtype(operation, (wanted,), bias=bias)
+        out = out + bias.float()
+    return out.to(x.dtype)
 
 
 def npu_format_cast(x: Tensor, acl_format: int, customize_dtype: torch.dtype | None = None):
