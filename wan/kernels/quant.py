@@ -183,8 +183,7 @@ def quantise(x_BSND: Tensor, rows: int) -> Quantised:
     x_BkrND = pad_rows(x_BSND.float(), -tokens % rows).unflatten(1, (-1, rows))
     scale = x_BkrND.abs().amax(dim=(2, 4), keepdim=True) / E4M3_MAX
     scale = torch.where(scale > 0, scale, 1.0)
-    scaled = (x_BkrND / scale).clamp(-E4M3_MAX, E4M3_MAX)
-    payload = scaled.to(torch.float8_e4m3fn).flatten(1, 2)[:, :tokens]
+    payload = (x_BkrND / scale).to(torch.float8_e4m3fn).flatten(1, 2)[:, :tokens]
     return Quantised(payload, scale.squeeze(2), rows)
 
 
