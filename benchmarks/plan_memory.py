@@ -14,11 +14,10 @@ attention's scratch (0.7 MB a thread) and the float32 copy that adding a bfloat1
 from __future__ import annotations
 
 import argparse
-import itertools
 import multiprocessing as mp
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,98 +30,45 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import grid, write_json
 from benchmarks.live_bytes import WHOLE, LiveBytes
+from benchmarks.plan_cases import DTYPES, PARTS, Case, cases
+from wan.attention import parts
+from wan.device import resolve
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
-from wan.kernels.sdpa import SdpaKernel
 from wan.loading import dit_dtypes
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
 from wan.modules.model import WanModel
+from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache
-from wan.plan import Forward, Network, text_bytes, weights
-from wan.settings.parallel import Parallel
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PARTS = ("patch embedding", "self-attention", "cross-attention", "feed-forward", "head")
-MODES = {0: "baseline", 1: "InsertComm", 2: "BlockAttn"}
+from wan.plan_network import Network, weights
 
 
-@dataclass(frozen=True)
-class Case:
-    """One measured configuration. grid: latent tokens (frames, height, width)."""
-
-    name: str
-    parallel: Parallel
-    precision: str
-    grid: tuple[int, int, int]
-    net: Network
-    cached: bool = True
-
-    @property
-    def forward(self) -> Forward:
-        tokens = prod(self.grid)
-        e = DTYPES[self.precision].itemsize
-        return Forward(self.net, tokens, 4 * tokens, self.parallel, e, slice_elements=1 << 20)
-
-    def planned(self) -> dict[str, int]:
-        """Bytes beyond weights and inputs: the whole forward's peak, and those of its parts."""
-        moments = {moment.name: moment.total for moment in self.forward.moments()}
-        parts = {name: moments[name] for name in PARTS}
-        return {
-            n: size + self.text() for n, size in {WHOLE: max(moments.values()), **parts}.items()
-        }
-
-    def text(self) -> int:
-        return text_bytes(self.net, self.forward.e, contexts=1, cached=self.cached)
-
-
-def parallels() -> list[tuple[str, Parallel]]:
-    """Every mode on 1, 2 and 4 processes, without and with a ring."""
-    found = [("one process", Parallel())]
-    for ring, ulysses in ((1, 2), (2, 1), (1, 4), (2, 2), (4, 1)):
-        base = Parallel(ring * ulysses, 1, ring, ulysses)
-        for mode, name in MODES.items():
-            if mode == 0 or ulysses > 1:
-                found.append((f"{ring} x {ulysses} {name}", replace(base, comm_type=mode)))
-        if ulysses > 1:
-            overlap = replace(base, fa_alltoall_overlap=True)
-            found.append((f"{ring} x {ulysses} overlap", overlap))
-        if ring > 2:
-            found.append(
-                (f"{ring} x {ulysses} bidirectional", replace(base, ring_type="bidirectional"))
-            )
-    return found
-
-
-def cases(options: argparse.Namespace) -> list[Case]:
-    net = Network(options.dim, options.ffn_dim, options.heads, options.layers, 16, 16)
-    f, h, w = options.grid
-    padded = (f - 1, h - 1, w - 1)  # odd, where the grid is even: not divisible among the cards
-    found = [
-        Case(name, parallel, precision, options.grid, net)
-        for (name, parallel), precision in itertools.product(parallels(), DTYPES)
-    ]
-    for precision in DTYPES:
-        one, mode1 = Parallel(), Parallel(4, 1, 2, 2, comm_type=1)
-        found.append(Case("one process, no text cache", one, precision, options.grid, net, False))
-        found.append(Case("2 x 2 InsertComm, padded", mode1, precision, padded, net))
-    return found
-
-
-def collaborators(parallel: Parallel, store: str, rank: int) -> tuple[Attention, TokenShard]:
+def collaborators(case: Case, store: str, rank: int) -> tuple[Attention, TokenShard]:
     """Attention and token shards as `wan.build` composes them, over gloo."""
-    kernel = SdpaKernel()
-    if parallel.world_size == 1:
-        return LocalAttention(kernel), LocalTokens()
-    world = parallel.world_size
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    mesh = dist.init_device_mesh(
-        "cpu", (parallel.ring_size, parallel.ulysses_size), mesh_dim_names=("ring", "ulysses")
+    parallel, several = case.parallel, case.parallel.world_size > 1
+    head = case.net.dim // case.net.heads
+    made = parts(case.attention, resolve("cpu"), head, DTYPES[case.precision], {})
+    if not several and not made.methods:
+        return LocalAttention(made.dense), LocalTokens()
+    groups: dict[str, Any] = {"ring": None, "ulysses": None}
+    if several:
+        world = parallel.world_size
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        sizes = (parallel.ring_size, parallel.ulysses_size)
+        mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=tuple(groups))
+        groups = {name: mesh.get_group(name) for name in groups}
+    attention = FAPowerCapAttention(
+        parallel,
+        groups["ulysses"],
+        parallel.fa_alltoall_overlap,
+        kernel=made.dense,
+        ring=Ring(groups["ring"], parallel.ring_type),
+        methods=made.methods,
     )
-    ring = Ring(mesh.get_group("ring"), parallel.ring_type)
-    group, overlap = mesh.get_group("ulysses"), parallel.fa_alltoall_overlap
-    attention = FAPowerCapAttention(parallel, group, overlap, kernel=kernel, ring=ring)
-    return attention, ShardedTokens(dist.group.WORLD)
+    multiple = case.attention.row_multiple(parallel.ring_size) if several else 1
+    world_group = dist.group.WORLD if several else None
+    return attention, ShardedTokens(world_group, multiple, made.order)
 
 
 def network(case: Case, live: LiveBytes, store: str, rank: int) -> WanModel:
@@ -132,7 +78,7 @@ def network(case: Case, live: LiveBytes, store: str, rank: int) -> WanModel:
         def _embed_patches(self, *args: Any) -> Tensor:
             return live.during("patch embedding", super()._embed_patches)(*args)
 
-    attention, tokens = collaborators(case.parallel, store, rank)
+    attention, tokens = collaborators(case, store, rank)
     model = Watched(
         dim=case.net.dim,
         ffn_dim=case.net.ffn_dim,
@@ -160,10 +106,11 @@ def measure(case: Case, store: str, rank: int) -> dict[str, int]:
     f, h, w = case.grid
     x, t = torch.randn(16, f, 2 * h, 2 * w), torch.tensor([500.0])
     context = torch.randn(400, case.net.text_dim).to(DTYPES[case.precision])
+    step = StepInfo(0, 1, "cond", "dit", case.grid, prod(case.grid))
     live.leave_out([*model.parameters(), x, context])
     with torch.no_grad(), live:
         for _ in range(2):
-            model([x], t, [context], prod(case.grid))
+            model([x], t, [context], prod(case.grid), step=step)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     return {**live.peak, "weights": size}
 
@@ -201,6 +148,7 @@ def run(case: Case) -> dict[str, Any]:
         "text_cache": case.cached,
         "weights_exact": own == found[0]["weights"],
         "parallel": asdict(case.parallel),
+        "attention": asdict(case.attention),
     }
     for part, planned in case.planned().items():
         measured = max(answer[part] for answer in found)
@@ -224,7 +172,8 @@ def main() -> int:
     options = parser.parse_args()
     results = []
     print("planned MB, measured MB, ratio; the ratios of parts of the forward")
-    for case in cases(options):
+    net = Network(options.dim, options.ffn_dim, options.heads, options.layers, 16, 16)
+    for case in cases(net, options.grid):
         if options.only and options.only not in f"{case.name} {case.precision}":
             continue
         result = run(case)

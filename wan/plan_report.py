@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from wan.plan import Forward
+from wan.plan_attention import ways
 from wan.planner import Card, Planner
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel, legal
@@ -29,29 +30,53 @@ def lines(planner: Planner) -> list[str]:
         f"{parallel.ring_size} x ulysses {parallel.ulysses_size}, {parallel.mode}; {source}",
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
         f"{tokens.shard_len} per card",
-        f"Attention: {len(forward.chunks)} x {heads} heads per card",
+        f"Attention: {len(forward.chunks)} x {heads} heads per card{_method(planner)}",
         *_traffic(planner, forward),
         *_memory(planner, planner.card(parallel)),
     ]
 
 
+def _method(planner: Planner) -> str:
+    """What differs from dense attention, in words."""
+    attention, chip = planner.planned.attention, planner.planned.chip
+    rain = attention.rainfusion
+    found = [f"on {chip.name}"] if chip else []
+    found += ["laser"] if attention.algorithm == "laser" else []
+    found += ["FP8"] if attention.fa_quant else []
+    found += ["exchanged as FP8"] if attention.quant_alltoall else []
+    if rain:
+        found.append(
+            f"RainFusion {rain.type} from step {rain.start_step} on, sparsity {rain.sparsity:g}, "
+            f"masks for {rain.refresh} {'step' if rain.refresh == 1 else 'steps'}"
+        )
+    return "".join(f", {words}" for words in found)
+
+
 def _traffic(planner: Planner, forward: Forward) -> list[str]:
     parallel, layers = forward.parallel, forward.net.layers
-    largest, chunks = max(forward.chunks), len(forward.chunks)
+    largest, chunks = forward.chunk(max(forward.chunks)), len(forward.chunks)
     layer, ulysses, ring = forward.exchanged(), parallel.ulysses_size, parallel.ring_size
     step = layer * layers * planner.forwards_per_step(parallel)
     found = ["A2A: none", "Ring: none"]
     if ulysses > 1:
+        exchanges = 7 if largest.scales else 4  # q, k, v, their scales, the result
+        each = f"{_size(largest.tensor)} each"
+        if largest.scales:
+            each = (
+                f"q, k, v {_size(largest.travels)} each and {_size(largest.scales)} of scales, "
+                f"result {_size(largest.tensor)}"
+            )
         found[0] = (
-            f"A2A: {_size(forward.chunk_tensor(largest))} each, {4 * chunks} per layer with "
+            f"A2A: {each}, {exchanges * chunks} per layer with "
             f"{_size(layer)}, {_size(step)} per step and card "
             f"({ulysses - 1}/{ulysses} of it leaves the card)"
         )
     if ring > 1:
-        found[1] = (
-            f"Ring: {_size(forward.hop(largest))} (K and V) per hop and block, "
-            f"{(ring - 1) * chunks} hops per layer"
-        )
+        kinds = {largest.gathers(way): way for way in ways(forward.attention)}
+        passed = f"{_size(largest.hop)} (K and V) per hop and block, {(ring - 1) * chunks} hops"
+        gathered = f"{_size(ring * largest.hop)} (K and V of {ring} cards) gathered, {chunks} times"
+        words = [text for is_it, text in ((False, passed), (True, gathered)) if is_it in kinds]
+        found[1] = f"Ring: {' per layer in dense steps; '.join(words)} per layer"
     return found
 
 
@@ -64,7 +89,7 @@ def _memory(planner: Planner, card: Card) -> list[str]:
         f"{' (released before denoising)' if card.offload else ' (stays)'}",
         f"  DiT weights {_size(card.dit)} ({experts} resident{cut})",
         f"  text embeddings and K/V {_size(card.prompts)}; latents of the solver "
-        f"{_size(card.solver)}",
+        f"{_size(card.solver)}{f'; masks {_size(card.masks)}' if card.masks else ''}",
         f"  activations {_size(card.forward.total)}, at their peak ({card.forward.name}): "
         + ", ".join(f"{name} {_size(size)}" for name, size in card.forward.parts if size),
         "  other moments: "
@@ -143,6 +168,7 @@ def _possible(planner: Planner, parallel: Parallel) -> bool:
         or (parallel.cfg_size == 2 and not planner.guided)
         or (planner.execution.compile and parallel.ring_size > 1)
         or (parallel.ring_type != "ring" and parallel.ring_size == 1)
+        or (planner.planned.attention.quant_alltoall and parallel.ulysses_size == 1)
     )
 
 
@@ -175,4 +201,6 @@ def _flag_words(planner: Planner, memory: int) -> list[str]:
 
 
 def _size(count: int) -> str:
+    if count < 1e5:
+        return f"{count / 1e3:.2f} kB"
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

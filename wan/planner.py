@@ -7,17 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.plan import (
-    FP32,
-    SOLVER_LATENTS,
-    Forward,
-    Moment,
-    Network,
-    Shapes,
-    Weights,
-    text_bytes,
-    weights,
-)
+from wan.plan import SOLVER_LATENTS, Forward, Moment
+from wan.plan_attention import FP32
+from wan.plan_network import Network, Shapes, Weights, text_bytes, weights
 from wan.settings.dit_config import KINDS
 from wan.settings.files import folder_tensors
 from wan.settings.geometry import latent_shape
@@ -37,6 +29,7 @@ class Card:
     resident: int  # networks in memory at once
     prompts: int
     solver: int
+    masks: int
     moments: tuple[Moment, ...]
     sharded: bool
     offload: bool
@@ -53,7 +46,7 @@ class Card:
     @property
     def denoising(self) -> int:
         beside = 0 if self.offload else self.text_encoder
-        return beside + self.dit + self.prompts + self.solver + self.forward.total
+        return beside + self.dit + self.prompts + self.solver + self.masks + self.forward.total
 
     @property
     def total(self) -> int:
@@ -73,6 +66,7 @@ class Planner:
         self.voxels = prod(latent_shape(preset, self.request.video_size, self.request.frame_num))
         self.guided = any(scale != 1 for scale in self.request.guide_scale)
         self._weights: dict[int, Weights] = {}
+        self._quantised = _quantised(planned)
 
     def forward(self, parallel: Parallel) -> Forward:
         return Forward(
@@ -83,7 +77,18 @@ class Planner:
             self.e,
             conditioned=self.request.preset.kind == "i2v",
             slice_elements=1 << (20 if self.execution.device == "cpu" else 24),
+            attention=self.planned.attention,
+            device=self.device,
         )
+
+    @property
+    def device(self) -> str:
+        """The device's type; "auto" counts as a GPU unless the flags are an NPU's."""
+        if self.execution.device != "auto":
+            return self.execution.device
+        attention = self.planned.attention
+        asks = attention.algorithm == "laser" or attention.fused_ops or attention.freq_cap
+        return "npu" if asks else "cuda"
 
     def forwards_per_step(self, parallel: Parallel) -> int:
         """Of one card: both guidance branches, unless the other half of the cards has one."""
@@ -98,13 +103,15 @@ class Planner:
         text = text_bytes(self.net, self.e, contexts, self.execution.text_kv_cache)
         inputs = 2 * self.net.text_len * self.net.text_dim * self.e
         y = self.net.in_dim - self.net.out_dim
+        forward = self.forward(parallel)
         return Card(
             text_encoder=self._text_encoder(parallel),
             network=self._network_weights(cards),
             resident=resident,
             prompts=(resident if self.execution.text_kv_cache else 1) * text + inputs,
             solver=(SOLVER_LATENTS * self.net.out_dim + y) * self.voxels * FP32,
-            moments=self.forward(parallel).moments(),
+            masks=contexts * forward.masks(),
+            moments=forward.moments(),
             sharded=parallel.dit_fsdp,
             offload=offload,
         )
@@ -112,7 +119,7 @@ class Planner:
     def _network_weights(self, cards: int) -> Weights:
         if cards not in self._weights:
             convert = self.execution.convert_model_dtype
-            self._weights[cards] = weights(self.shapes, self.e, convert, cards)
+            self._weights[cards] = weights(self.shapes, self.e, convert, cards, self._quantised)
         return self._weights[cards]
 
     def _text_encoder(self, parallel: Parallel) -> int:
@@ -143,6 +150,20 @@ def _network(planned: Planned) -> tuple[Network, Shapes]:
         **{name: config[name] for name in names if name in config},
     )
     return net, {name: info.shape for name, info in files.tensors.items()}
+
+
+def _quantised(planned: Planned) -> dict[str, int]:
+    """Bytes of the tensors that stand for a quantised layer's weight and bias."""
+    if planned.quantised is None:
+        return {}
+    found = {}
+    for layer, export in next(iter(planned.quantised.experts.values())).linears.items():
+        parts = {name: info for name, info in export.tensors.items() if name != "bias"}
+        payload = parts.pop("weight").nbytes
+        found[f"{layer}.weight"] = payload + FP32 * sum(prod(i.shape) for i in parts.values())
+        if "bias" in export.tensors:
+            found[f"{layer}.bias"] = FP32 * prod(export.tensors["bias"].shape)
+    return found
 
 
 def _file_bytes(path: Path) -> int:

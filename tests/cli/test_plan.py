@@ -76,12 +76,26 @@ def test_every_task_without_a_checkpoint_or_picture(task: str, tmp_path: Path) -
         (["--ckpt_dir", "nowhere"], "does not exist"),
         (["--size", "100*100"], "multiples of 16"),
         (["--image", "x.png"], "takes no --image"),
+        (["--chip", "A2", "--fa_quant", "fp8"], "--fa_quant fp8 needs an A5; this is an A2"),
+        (["--chip", "A3", *EIGHT, "--fa_quant", "fp8", "--quant_alltoall"], "this is an A3"),
+        (["--chip", "A5", "--attention_algo", "laser"], "--attention_algo laser needs an A2 or A3"),
+        (["--chip", "A5", "--use_rainfusion"], "use --rainfusion_type v3"),
+        (["--chip", "Duo"], "A Duo computes in float16 only"),
+        (["--chip", "A2", "--device", "cuda"], "drop one of them"),
     ],
 )
 def test_refusals(argv: list[str], sentence: str, tmp_path: Path) -> None:
     done = plan(*REAL, *argv, cwd=tmp_path)
     assert done.returncode == 2 and sentence in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_fp8_attention_on_eight_a5(tmp_path: Path) -> None:
+    fp8 = ["--chip", "A5", "--fa_quant", "fp8", "--device_memory", "128"]
+    done = plan(*REAL, *EIGHT, *fp8, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "5 x 1 heads per card, on A5, FP8" in done.stdout
+    assert "Fits: 30.74 GB of 128.00 GB per card." in done.stdout
 
 
 def test_device_memory_needs_a_plan(tmp_path: Path) -> None:

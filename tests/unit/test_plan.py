@@ -10,7 +10,9 @@ import torch
 
 from wan.distributed.ring import RING_TYPES, hops
 from wan.modules.model import WanModel, keeps_fp32
-from wan.plan import Forward, Network, text_bytes, weights
+from wan.plan import Forward
+from wan.plan_attention import ring_blocks
+from wan.plan_network import Network, text_bytes, weights
 from wan.plan_report import check, lines, topologies
 from wan.planner import T5_BYTES, T5_TABLE, Planner
 from wan.settings import flags, machine, planned
@@ -45,11 +47,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 
 def test_tokens_and_exchanges_of_the_real_model() -> None:
     f = forward(replace(EIGHT, comm_type=1))
-    assert (f.plan.shard_len, f.plan.padded, f.rows) == (9450, 75600, 75600)
+    assert (f.plan.shard_len, f.plan.padded, f.chunk(1).rows) == (9450, 75600, 75600)
     assert f.chunks == (1, 1, 1, 1, 1)
-    assert f.chunk_tensor(1) == 19_353_600  # 75600 rows x 1 head x 128 x 2 bytes
+    assert f.chunk(1).tensor == 19_353_600  # 75600 rows x 1 head x 128 x 2 bytes
     assert f.exchanged() == 20 * 19_353_600
-    assert f.hop(1) == 0
+    assert f.chunk(1).sent == 3 * 19_353_600
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_a_ring_of_two() -> None:
     f = forward(Parallel(8, 1, 2, 4, comm_type=1))
     block = 37800 * 128 * 2  # a chunk is one head; each card of the ring attends from half
     assert f.chunks == (1,) * 10
-    assert f.hop(1) == 2 * block
+    assert f.chunk(1).hop == 2 * block
     # q, k, v; the other card's K/V; float32 sum, new part, its upcast and difference; statistics
     work = 3 * block + 2 * block + 37800 * 128 * (4 + 2 + 4 + 4) + 37800 * 40
     assert part(f, "self-attention", "exchange buffers and chunk") == work
@@ -111,7 +113,7 @@ def test_padding_is_joined() -> None:
 
 def test_one_card_exchanges_nothing() -> None:
     f = forward(Parallel())
-    assert (f.exchanged(), f.hop(40), f.chunks) == (0, 0, (40,))
+    assert (f.exchanged(), f.chunks) == (0, (40,))
     assert part(f, "patch embedding", "patches") == 75600 * 64 * (4 + 2)
 
 
@@ -122,7 +124,7 @@ def test_ring_blocks_in_memory_are_those_of_the_ring(ring_type: str, size: int) 
     for rank in range(size):
         counts = [0, *(len(hop.receives) for hop in hops(ring_type, rank, size)), 0]
         most = max(most, *(a + b for a, b in zip(counts, counts[1:], strict=False)))
-    assert forward(Parallel(size, 1, size, 1, ring_type=ring_type))._ring_blocks() == most
+    assert ring_blocks(Parallel(size, 1, size, 1, ring_type=ring_type)) == most
 
 
 @pytest.mark.parametrize(
