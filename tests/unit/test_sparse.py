@@ -145,6 +145,26 @@ def test_ties_are_kept() -> None:
     assert found.tolist() == [True, False, True, True, False, False]
 
 
+def test_scores_are_rounded_to_the_inputs_dtype() -> None:
+    """Products, scaled products and shares, each to bfloat16; the products are exact before."""
+    generator = torch.Generator().manual_seed(5)
+    q_pool, k_pool = (
+        torch.randint(-15, 16, (1, rows, 2, 48), generator=generator) / 8 for rows in (40, 60)
+    )
+    scale = 48**-0.5
+    found = block_mask(q_pool.bfloat16(), k_pool.bfloat16(), 0.64, scale)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.bfloat16().double()
+
+    products = q_pool.double().transpose(1, 2) @ k_pool.double().permute(0, 2, 3, 1)
+    exponentials = rounded(rounded(products) * scale).exp()
+    shares = rounded(exponentials / exponentials.sum(-1, keepdim=True))
+    kept = shares >= shares.sort(descending=True).values[..., 21:22]
+    assert torch.equal(found, kept)
+    assert not torch.equal(found, block_mask(q_pool, k_pool, 0.64, scale))
+
+
 @pytest.mark.parametrize("sparsity", [-0.1, 1.0, 1.5])
 def test_sparsity_refused(sparsity: float) -> None:
     with pytest.raises(ValueError, match="sparsity"):
@@ -205,6 +225,7 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
     "layer": [(4, {}, True), (4, {"layer": 1}, True), (5, {}, False)],
     "head": [(4, {}, True), (4, {"first_head": 2}, True), (5, {"first_head": 2}, False)],
     "skipped refresh": [(5, {}, True), (8, {}, True), (9, {}, False)],
+    "same step of the next video": [(3, {}, True), (3, {}, True)],
     "next video": [(5, {}, True), (6, {}, False), (4, {}, True), (5, {}, False)],
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,19 +27,12 @@ TYPES = ("v2", "v3")
 class BlockSparseKernel(Protocol):
     """softmax(q k^T / sqrt(D)) v, [B,S,N,D], where a block of 128 queries sees some blocks of keys.
 
-    q, k, v: [B,S,N,D], all tensors or all `Quantised` (then any floating dtype may come back).
+    q, k, v: [B,S,N,D], all tensors or, where the kernel takes them, all `Quantised` (then any
+    floating dtype may come back).
     mask_BNqk: bool [B, N, ceil(Sq / 128), ceil(Sk / k_rows)], True = attend.
     """
 
-    def __call__(
-        self,
-        q: Tensor | Quantised,
-        k: Tensor | Quantised,
-        v: Tensor | Quantised,
-        mask_BNqk: Tensor,
-        k_rows: int,
-        /,
-    ) -> Tensor: ...
+    def __call__(self, q: Any, k: Any, v: Any, mask_BNqk: Tensor, k_rows: int, /) -> Tensor: ...
 
 
 def reference_blocks(
