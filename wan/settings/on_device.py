@@ -19,6 +19,8 @@ def check(
     chip: Chip | None,
 ) -> None:
     """device: its type, "cpu", "cuda" or "npu". chip: which NPU. Raises InputError."""
+    if device == "npu" and execution.compile:
+        raise InputError("--compile is not built for NPUs; drop it.")
     precision = _precision(execution, device)
     if quantised is not None:
         check_device(quantised, device)
