@@ -30,7 +30,6 @@ class Chip:
     lse: npu_fusion_attention exists, whose maximum and sum give the log-sum-exp.
     rainfusion: types of --rainfusion_type that run as asked; on A5 mindiesd turns v2 into v3.
     sparse_precise: `inner_precise` of block-sparse attention; A5 takes 4 only.
-    rope_interleave: npu_apply_rotary_pos_emb rotates adjacent pairs; npu_rotary_mul does anywhere.
     """
 
     name: str
@@ -42,13 +41,12 @@ class Chip:
     lse: bool = True
     rainfusion: tuple[str, ...] = ()
     sparse_precise: int = 0
-    rope_interleave: bool = False
 
 
 CHIPS = (
     Chip("A2", (220, 225), laser=True, rainfusion=("v2", "v3")),
     Chip("A3", (250, 255), laser=True, rainfusion=("v2", "v3")),
-    Chip("A5", (260, 260), fp8=True, rainfusion=("v3",), sparse_precise=4, rope_interleave=True),
+    Chip("A5", (260, 260), fp8=True, rainfusion=("v3",), sparse_precise=4),
     Chip("Duo", (200, 205), precisions=(), dense_op="prompt_flash_attn", lse=False),
 )
 
@@ -137,11 +135,11 @@ def _fp8(chip: Chip, attention: Attention, head_dim: int, precision: str) -> str
     if not chip.fp8:
         return (
             f"{flag} needs {_having(fp8=True)}; this is an {chip.name}, which has no FP8 "
-            "attention kernel: leave the flag away."
+            "attention kernel: drop the flag."
         )
     if head_dim not in FP8_HEAD_DIMS:
         sizes = " or ".join(str(size) for size in FP8_HEAD_DIMS)
-        return f"{flag} takes heads of {sizes} channels, not {head_dim}: leave the flag away."
+        return f"{flag} takes heads of {sizes} channels, not {head_dim}: drop the flag."
     if precision == "fp32":
         return f"{flag} quantises 16-bit numbers only on an NPU: use --precision bf16."
     return None
@@ -157,7 +155,7 @@ def _rainfusion(chip: Chip, attention: Attention, precision: str) -> str | None:
     if not chip.rainfusion:
         return (
             f"--use_rainfusion needs {_having(rainfusion='v3')}; this is an {chip.name}, which "
-            "has no block-sparse attention: leave the flag away."
+            "has no block-sparse attention: drop the flag."
         )
     if wished not in chip.rainfusion:
         return (
