@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.test_bad_input import REPO, no_weights, refused
-from wan.settings import flags
+from wan.settings import chips, flags, planned
 from wan.settings.attention import Attention, RainFusion
 from wan.settings.run import Run, resolve
 
@@ -201,6 +201,13 @@ def test_the_record_holds_what_was_left_open(tiny) -> None:
     assert settings["use_rainfusion"] is True and settings["sparse_start_step"] == 3
     assert (settings["rainfusion_type"], settings["sparsity"]) == ("v2", 0.64)
     assert settings["mask_refresh_interval"] == 1
+
+
+def test_a_plan_for_a_chip_is_one_for_an_npu() -> None:
+    plan = planned.resolve(flags.parse(["--plan", "--chip", "A5", *FP8, "--ulysses_size", "8"]))
+    assert plan.chip == chips.by_name("A5") and plan.execution.device == "npu"
+    assert plan.attention == Attention(fa_quant="fp8") and plan.device_memory is None
+    assert planned.resolve(flags.parse(["--plan"])).chip is None
 
 
 def test_decoding_attends_to_nothing(tiny, tmp_path: Path) -> None:
