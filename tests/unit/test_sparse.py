@@ -350,6 +350,8 @@ def test_flex(queries: int, keys: int, k_rows: int) -> None:
     mask[..., -1] |= ~mask.any(-1)
     blocks = flex_mask(mask, queries, keys, k_rows)
     assert torch.equal(blocks.to_dense().bool(), mask)
+    first, behind = torch.tensor(0), torch.arange(keys, shape[-1] * k_rows)
+    assert not blocks.mask_mod(first, first, first, behind).any()
     whole = keys // k_rows
     assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
     found = FlexBlocks(torch.device("cpu"), torch.float32)(q, k, v, mask, k_rows)
