@@ -4,6 +4,7 @@ Every collective and every kernel call of a rank is recorded while it runs for r
 events is written as one string:
 
     A2A  an all-to-all has been started        hop  K/V blocks have been sent round the ring
+    scale  the same, of FP8 numbers' scales    quantise-q, -k, -v: numbers have become FP8
     got  an all-to-all started before is in    in   the blocks of the hop have arrived
     FA   attention                             gather, or another collective's name
 """
@@ -24,6 +25,9 @@ from tests.dist import run
 from tests.distributed.topology import Topology, attention_layer
 from wan.distributed.tokenplan import TokenPlan
 from wan.distributed.tokens import ShardedTokens
+from wan.kernels.base import Call
+from wan.kernels.fp8 import Fp8Attention, attend_dequantised
+from wan.kernels.quant import Fp8Quantiser, Quantised, Rotations
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.model import WanModel
 
@@ -59,7 +63,8 @@ def recorded(events: list[str]) -> Iterator[None]:
         original = getattr(dist, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            events.append(event)
+            scale = event == "A2A" and args[1].shape[-1] == 1
+            events.append("scale" if scale else event)
             work = original(*args, **kwargs)
             return work and Waited(work, lambda: events.append("got"))
 
@@ -239,3 +244,60 @@ def test_a_model_communicates_in_self_attention_alone(mode: str, chunks: int, fa
     """Nothing for the text; the velocities are gathered once."""
     block = joined(chunks, f"A2A A2A A2A {fa} A2A") + " text end"
     assert run(2, forward_a_model, mode, 3) == [f"{joined(3, block)} gather"] * 2
+
+
+class RecordedQuantiser(Fp8Quantiser):
+    """The real quantiser, heard of."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(Rotations(8))
+        self.events = events
+
+    def q(self, x: Tensor, call: Call | None) -> Quantised:
+        self.events.append("quantise-q")
+        return super().q(x, call)
+
+    def k(self, x: Tensor, call: Call | None) -> Quantised:
+        self.events.append("quantise-k")
+        return super().k(x, call)
+
+    def v(self, x: Tensor) -> Quantised:
+        self.events.append("quantise-v")
+        return super().v(x)
+
+
+def attend_in_fp8(topology: Topology, mode: str, transport: bool) -> str:
+    events: list[str] = []
+
+    def attend(q: Quantised, k: Quantised, v: Quantised, dtype: torch.dtype) -> Tensor:
+        events.append("FA")
+        return attend_dequantised(q, k, v, dtype)
+
+    method = Fp8Attention(RecordedQuantiser(events), torch.float32, attend, transport)
+    layer = attention_layer(topology, mode, methods=(method,))
+    qkv = torch.randn(3, 1, 256, 8, 8).unbind(0)
+    with recorded(events):
+        layer(*qkv, valid_len=256 * topology.world - 7)
+    return " ".join(events)
+
+
+KV, Q = "quantise-k quantise-v", "quantise-q FA"
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize(("mode", "chunks", "fa"), [("0", 1, Q), ("1", 4, Q), ("2", 4, f"{Q} {Q}")])
+def test_queries_are_quantised_between_pieces_of_attention(
+    ring: int, mode: str, chunks: int, fa: str
+) -> None:
+    """Keys and values once per chunk, after the ring has gathered them."""
+    whole = "" if ring == 1 else "gather gather "
+    ranks = run(2 * ring, attend_in_fp8, Topology(2, ring), mode, False)
+    assert ranks == [joined(chunks, f"A2A A2A A2A {whole}{KV} {fa} A2A")] * (2 * ring)
+
+
+@pytest.mark.parametrize(("mode", "chunks", "fa"), [("1", 4, "FA"), ("2", 4, "FA FA")])
+def test_scales_travel_behind_their_numbers(mode: str, chunks: int, fa: str) -> None:
+    """Quantised once, before the exchange; nothing is quantised after it."""
+    ranks = run(2, attend_in_fp8, Topology(2, 1), mode, True)
+    sent = "quantise-q quantise-k quantise-v A2A A2A A2A scale scale scale"
+    assert ranks == [joined(chunks, f"{sent} {fa} A2A")] * 2
