@@ -27,7 +27,7 @@ from wan.settings.files import fingerprint
 from wan.settings.run import Run
 
 _START = timedelta(minutes=10)  # until the slowest rank has looked at its checkpoint
-_OWN = ("ckpt_dir", "save_file", "image", "base_seed")  # may differ between machines
+_OWN = ("ckpt_dir", "quant_dit_path", "save_file", "image", "base_seed")  # may differ between machines
 
 
 def run(resolve: Callable[[], Run], work: Callable[[Run, Team], None]) -> int:
@@ -120,9 +120,14 @@ def _facts(request: Run, device: Device) -> dict[str, Any]:
     """What has to be equal on all ranks, under the names a user knows."""
     settings = {f"--{k}": v for k, v in request.settings.items() if k not in _OWN}
     topology = {f"--{k}": v for k, v in asdict(request.parallel).items()}
+    quantised = None if request.quantised is None else request.quantised.files()
     return {
         **settings,
         **topology,
+        "--quant_alltoall": request.attention.quant_alltoall,
+        "--fa_freq_cap": request.attention.freq_cap,
+        "--fa_freq_restore": request.attention.freq_restore,
+        "the content of --quant_dit_path": quantised and fingerprint(quantised),
         "the video's size": request.request.video_size,
         "the device": device.type,
         "the checkpoint's content": fingerprint(request.checkpoint.files()),

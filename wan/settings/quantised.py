@@ -32,6 +32,11 @@ class QuantisedDit:
         layers = (layer for export in self.experts.values() for layer in export.linears.values())
         return tuple(sorted({layer.algorithm for layer in layers}))
 
+    def files(self) -> list[Path]:
+        """Descriptions and weights, in a fixed order."""
+        exports = self.experts.values()
+        return sorted(path for export in exports for path in (export.description, export.weights))
+
     @property
     def has_attention(self) -> bool:
         """Whether the export says which self-attentions are quantised."""
