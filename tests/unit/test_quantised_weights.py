@@ -23,7 +23,7 @@ from torch import Tensor
 from tools import quantize_dit
 from tools.quantize_dit import quantize
 from wan import build
-from wan.kernels.w8a8 import W8A8Linear, padded_product
+from wan.kernels.w8a8 import W8A8Linear, padded_product, per_token
 from wan.loading import dit_dtypes, load_dit
 from wan.loading_quantised import load_quantised_dit, rotations
 from wan.modules.model import WanModel
@@ -136,6 +136,8 @@ def test_layer_of_zeros_gives_the_bias() -> None:
     out = linear(torch.zeros(2, 40))
     assert torch.equal(out, linear.bias.expand(2, -1))
     assert linear(torch.zeros(1, 0, 40)).shape == (1, 0, 24)
+    payload, scale = per_token(torch.zeros(2, 40))
+    assert not payload.any() and torch.equal(scale, torch.ones(2, 1))  # no division by zero
 
 
 @pytest.mark.parametrize("rows", [1, 17, 40])
