@@ -203,8 +203,8 @@ class Chunk:
 
     @property
     def _tile(self) -> int:
-        """A tile of 128 queries and its result, float32."""
-        return 2 * BLOCK * self.heads * self.head_dim * FP32
+        """A tile of 128 queries, its result and the last tile's, float32."""
+        return 3 * BLOCK * self.heads * self.head_dim * FP32
 
     @property
     def mask(self) -> int:

@@ -107,6 +107,12 @@ def test_a_ring_gathers_what_has_no_lse() -> None:
     assert chunk(sent, SENT).hop == 2 * (n + 148 * 4)
 
 
+def test_quantising_before_the_exchange_can_be_the_most() -> None:
+    """A padded GPU: padded q, k, v; FP8 queries; keys rotated, widened, scaled and clamped."""
+    n = 75776 * 128
+    assert chunk(EIGHT, SENT, device="cuda").at_work("fp8") == 6 * n + n + (2 + 4 + 8) * n
+
+
 def test_laser_copies_in_float16() -> None:
     laser = Attention(algorithm="laser")
     held, copies, result = 6 * N, 2 * 3 * N, 8 * N
@@ -178,7 +184,7 @@ def test_the_references_hold_what_is_planned(
     size, e = Parallel(), dtype.itemsize
     piece = Chunk(tokens, tokens, heads, 64, e, size, attention, "cpu")
     way = kind.split()[0]
-    assert piece.at_work(way) == pytest.approx(live.peak[WHOLE], rel=0.1)
+    assert piece.at_work(way) == pytest.approx(live.peak[WHOLE], rel=0.05)
 
 
 def test_quantised_weights() -> None:
