@@ -19,7 +19,7 @@ test-all: $(VENV)/.dev
 
 # The Ascend code, with the real mindiesd, on a CPU that stands in for the chip.
 test-npu: $(VENV)/.dev $(VENV)/.npu_sim
-	MINDIE_LOG_TO_FILE=false MINDIE_LOG_TO_STDOUT=false \
+	MINDIE_LOG_TO_FILE=false MINDIE_LOG_TO_STDOUT=false OMP_NUM_THREADS=1 \
 	PYTHONPATH=$(CURDIR)/tests/npu_sim/stand_in:$(CURDIR)/$(VENV)/npu_sim \
 	$(BIN)/python -m pytest -m "not slow" tests/npu_sim $(PYTEST_FLAGS)
 

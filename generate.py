@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 import shutil
 import sys
@@ -15,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import wan
 from wan import log, prompt_extend
 from wan.log import logger
 from wan.settings import env, flags
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--plan" in (sys.argv if argv is None else argv):
             return _plan(argv)
         if env.world_size() > 1:
+            _load_torch()
             from wan import launch
 
             return launch.run(lambda: _resolved(argv), generate)
@@ -81,6 +82,7 @@ def _paths_refused() -> Iterator[None]:
 
 def generate(run: Run, team: Team | None = None) -> None:
     """Carry out a resolved run. Of a team, the main rank decodes and writes the video."""
+    _load_torch()
     from wan import build, video
 
     for notice in run.notices:
@@ -120,8 +122,21 @@ def generate(run: Run, team: Team | None = None) -> None:
     _summary(run, pipeline)
 
 
+def _load_torch() -> None:
+    """torch loads torch-npu where that is installed, and fails where CANN then is not."""
+    try:
+        import torch  # noqa: F401
+    except RuntimeError as error:
+        raise InputError(
+            f"PyTorch does not load ({str(error).splitlines()[0]}); if torch-npu is installed, "
+            "install CANN and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run "
+            "without NPUs."
+        ) from error
+
+
 def _make_demo(task: str, folder: Path) -> None:
     """One process per machine makes the demo checkpoint; the others wait for it."""
+    _load_torch()
     from wan import build
 
     if env.local_rank() == 0:
@@ -203,23 +218,10 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> None:
             "device": pipeline.device.peak_memory(),
             "host": log.peak_host_memory(),
         },
-        "versions": _versions(),
+        "versions": {"wan": wan.__version__} | log.versions(pipeline.device.type == "npu"),
     }
     with video.written_whole(run.output.record) as temporary:
         temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    import wan
-
-    names = ("torch", "diffusers", "transformers", "safetensors", "imageio-ffmpeg", "ftfy")
-    return {
-        "wan": wan.__version__,
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-    }
 
 
 def _summary(run: Run, pipeline: Pipeline) -> None:

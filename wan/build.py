@@ -103,10 +103,7 @@ def pipeline(
         experts=Experts(
             expert,
             offload=execution.offload_model,
-            files={
-                name: [tensor.file for tensor in dit.tensors.values()]
-                for name, dit in checkpoint.experts.items()
-            },
+            files=parts.weight_files(checkpoint, quantised),
         ),
         text_dim=network.text_dim,
         text_len=network.text_len,

@@ -27,7 +27,7 @@ from wan.settings.files import fingerprint
 from wan.settings.run import Run
 
 _START = timedelta(minutes=10)  # until the slowest rank has looked at its checkpoint
-_OWN = ("ckpt_dir", "quant_dit_path", "save_file", "image", "base_seed")  # may differ between machines
+_OWN = ("ckpt_dir", "quant_dit_path", "save_file", "image", "base_seed")  # may differ
 
 
 def run(resolve: Callable[[], Run], work: Callable[[Run, Team], None]) -> int:

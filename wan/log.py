@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import platform
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
 logger = logging.getLogger("wan")
@@ -63,3 +65,17 @@ def peak_host_memory() -> int:
     """The process's highest resident memory so far, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions(npu: bool) -> dict[str, str]:
+    """Of Python and of the packages that a video depends on, for its record."""
+    names = ["torch", "diffusers", "transformers", "safetensors", "imageio-ffmpeg", "ftfy"]
+    names += ["torch-npu", "mindiesd"] if npu else []
+    return {"python": platform.python_version()} | {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"

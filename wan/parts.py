@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +86,16 @@ def expert(
         for block in model.blocks:
             block.compile()
     return model
+
+
+def weight_files(checkpoint: Checkpoint, quantised: QuantisedDit | None) -> dict[str, list[Path]]:
+    """Each network's files that are worth reading ahead: most of what is read is in them."""
+    if quantised is not None:
+        return {name: [export.weights] for name, export in quantised.experts.items()}
+    return {
+        name: [tensor.file for tensor in dit.tensors.values()]
+        for name, dit in checkpoint.experts.items()
+    }
 
 
 def text_encoder(

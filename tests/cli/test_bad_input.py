@@ -411,3 +411,20 @@ def test_decoding_refuses_what_it_would_ignore(
     argv = ["--decode_latents", str(path)]
     assert "--sample_steps has no effect" in refused([*argv, "--sample_steps", "4"], capfd)
     assert "has 48 channels, the 2.1 VAE of this task decodes 16" in refused(argv, capfd)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_torch_that_does_not_load(processes: str, tiny, tmp_path: Path) -> None:
+    """As with torch-npu installed and no CANN: `import torch` itself fails."""
+    (tmp_path / "torch").mkdir()
+    message = "Failed to load the backend extension: torch_npu. More words.\nAnd a second line."
+    (tmp_path / "torch" / "__init__.py").write_text(f"raise RuntimeError({message!r})")
+    done = subprocess.run(
+        [sys.executable, str(REPO / "generate.py"), "--ckpt_dir", str(tiny("t2v-A14B"))],
+        env={"PYTHONPATH": str(tmp_path), "WORLD_SIZE": processes, "RANK": "0", "LOCAL_RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "install CANN" in done.stderr and len(done.stderr.splitlines()) == 1
