@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.npu_sim import measured
+
 _STAND_IN = Path(__file__).parent / "stand_in"
 _FOUND = importlib.util.find_spec("torch_npu")
 _SIMULATED = _FOUND is not None and Path(str(_FOUND.origin)).is_relative_to(_STAND_IN)
@@ -39,3 +41,8 @@ def calls() -> Iterator[list[Any]]:
 
     torch_npu.calls.clear()
     yield torch_npu.calls
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in measured.lines():
+        terminalreporter.write_line(line)

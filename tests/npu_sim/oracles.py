@@ -1,0 +1,55 @@
+"""What attention must come to, made without our kernels and quantisers.
+
+Legend: B batch, S tokens, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.npu_sim.ranks import HEAD_DIM, SPARSITY, Grid, Kind
+
+
+def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
+    """Dense attention in float64, 512 rows at a time."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
+    rows = [F.scaled_dot_product_attention(part, k, v) for part in q.split(512, dim=2)]
+    return torch.cat(rows, 2).transpose(1, 2)
+
+
+def dequantised(x_BSND: Tensor, rows: int) -> Tensor:
+    """float64: each head's run of rows so scaled that its largest number is E4M3's, and rounded."""
+    runs = []
+    for run in x_BSND.float().split(rows, dim=1):
+        scale = run.abs().amax((1, 3), keepdim=True) / 448
+        runs.append((run / scale).to(torch.float8_e4m3fn).double() * scale.double())
+    return torch.cat(runs, 1)
+
+
+def rotation(size: int) -> Tensor:
+    """Signs by the parity of common bits, rows flipped at random: mindiesd's, seed 1234."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    flips = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(1234))
+    return (2.0 * flips - 1) * torch.tensor(signs) / size**0.5
+
+
+def fp8(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
+    """float64 attention of the numbers that FP8 attention is left with."""
+    turned = rotation(HEAD_DIM).to(q_BSND.dtype)
+    q, k = (dequantised(x @ turned, rows) for x, rows in ((q_BSND, 128), (k_BSND, 256)))
+    return exact(q, k, dequantised(v_BSND, 256))
+
+
+def rainfusion(kind: Kind, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, grid: Grid) -> Tensor:
+    """mindiesd's own, of tokens in raster order."""
+    import mindiesd
+
+    more = {"precision": "fp8"} if kind.way == "v3-fp8" else {}
+    precise = {"inner_precise": 4} if kind.chip == "A5" else {}
+    return mindiesd.sparse_attention(
+        q_BSND, k_BSND, v_BSND, head_num=q_BSND.shape[2], input_layout="BSND",
+        sparse_type=f"rf_{kind.way[:2]}", sparsity=SPARSITY,
+        latent_shape_q=list(grid), latent_shape_k=list(grid), **more, **precise,
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""What the ranks of these tests share: chips, and the ways of attending as composed for them.
+
+Legend: B batch, S all tokens, N heads, D head size. Tokens are random, with a trend that makes
+blocks differ, and stand in the order that the way of attending wants.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.distributed.topology import Topology, attention_layer
+from wan import attention as attentions
+from wan import device as devices
+from wan.attention import AttentionParts
+from wan.device import Device
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.step import StepInfo
+from wan.settings.attention import Attention, RainFusion
+
+HEAD_DIM = 64
+SPARSITY = 0.5
+SOC = {"Duo": "200", "A2": "220", "A3": "250", "A5": "260"}
+
+Grid = tuple[int, int, int]
+
+
+class Kind(NamedTuple):
+    """A way of attending, the chip it runs on, and the sampling step of the call.
+
+    way: what computes then: dense, laser, fp8, v2, v3 or v3-fp8.
+    """
+
+    name: str
+    way: str
+    chip: str
+    attention: Attention
+    step: int = 3
+
+
+def _rain(kind: str, fa_quant: str | None = None, start: int = 1) -> Attention:
+    return Attention(fa_quant=fa_quant, rainfusion=RainFusion(kind, SPARSITY, start))
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("dense", "dense", "A2", Attention()),
+        Kind("laser", "laser", "A2", Attention(algorithm="laser")),
+        Kind("fp8", "fp8", "A5", Attention(fa_quant="fp8")),
+        Kind("fp8-transport", "fp8", "A5", Attention(fa_quant="fp8", quant_alltoall=True)),
+        Kind("v2", "v2", "A2", _rain("v2")),
+        Kind("v3", "v3", "A2", _rain("v3")),
+        Kind("v3-A5", "v3", "A5", _rain("v3")),
+        Kind("v3-fp8", "v3-fp8", "A5", _rain("v3", "fp8")),
+        Kind("v2-before", "dense", "A2", _rain("v2", start=4)),
+        Kind("v3-before", "dense", "A5", _rain("v3", start=4)),
+        Kind("v3-fp8-before", "fp8", "A5", _rain("v3", "fp8", start=4)),
+    )
+}
+
+
+def on_chip(name: str) -> Device:
+    """The simulated device; from here on this process has that chip."""
+    os.environ["NPU_SIM_SOC"] = SOC[name]
+    device = devices.resolve("npu", 0)
+    from mindiesd.utils import get_platform
+
+    get_platform.PLATFORM = None  # what mindiesd remembers of the last one
+    return device
+
+
+def composed(kind: Kind) -> AttentionParts:
+    """Fresh ones: what they keep is theirs."""
+    return attentions.parts(kind.attention, on_chip(kind.chip), HEAD_DIM, torch.bfloat16, {})
+
+
+def layer_of(topology: Topology, mode: str, chosen: AttentionParts) -> FAPowerCapAttention:
+    return attention_layer(topology, mode, chosen.dense, chosen.methods)
+
+
+@cache
+def in_raster(heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [1,S,N,D] in bfloat16."""
+    generator, tokens = torch.Generator().manual_seed(heads * prod(grid)), prod(grid)
+    shape = (1, tokens, heads, HEAD_DIM)
+    trend = torch.randn(1, tokens // 40 + 1, heads, HEAD_DIM, generator=generator)
+    trend = trend.repeat_interleave(40, 1)[:, :tokens]
+    return tuple(  # type: ignore[return-value]
+        (trend + torch.randn(shape, generator=generator)).bfloat16() for _ in range(3)
+    )
+
+
+def arranged(chosen: AttentionParts, heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = in_raster(heads, grid)
+    if chosen.order is None:
+        return q, k, v
+    order = chosen.order(grid)
+    return q[:, order], k[:, order], v[:, order]
+
+
+def step_info(kind: Kind, grid: Grid) -> StepInfo:
+    return StepInfo(kind.step, 8, "cond", "dit", grid, prod(grid))

@@ -1,0 +1,194 @@
+"""Exchanges, quantisers and kernels of an NPU follow one another as promised: the chip's rests.
+
+Every collective and operator call of a rank stands in the stand-in's log; with the two steps that
+no operator shows added to it, the log is written as one string:
+
+    A2A, s-A2A        an all-to-all of payloads, of scales          plan   a mask is planned
+    gather, s-gather  the same over the ring                        rot    a rotation
+    hop               K/V blocks have been sent round the ring      q8     queries to FP8
+    FA                attention                                     kv8    keys or values to FP8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.dist import run
+from tests.distributed.topology import MODES, Topology
+from tests.npu_sim.ranks import HEAD_DIM, KINDS, Grid, Kind, arranged, composed, layer_of, step_info
+from wan.distributed.tokenplan import TokenPlan
+from wan.distributed.tokens import ShardedTokens
+from wan.kernels import quant, sparse
+from wan.modules.model import WanModel, keeps_fp32
+from wan.modules.step import StepInfo
+
+pytestmark = pytest.mark.dist
+
+GRID = (4, 16, 16)
+HEADS = 4  # 2 chunks on the 2 cards of a Ulysses group
+ATTENTION = (
+    "npu_fusion_attention",
+    "mindiesd.la",
+    "mindiesd.fused_infer_attention_score_v2",
+    "mindiesd.rainfusionattention",
+    "mindiesd.block_sparse_attention",
+)
+EVENTS = {"all_to_all_single": "A2A", "all_gather_single": "gather", "batch_isend_irecv": "hop"}
+EVENTS |= dict.fromkeys(ATTENTION, "FA") | {"plan": "plan", "rotate": "rot"}
+
+
+def event(call: Any) -> str:
+    if call.name == "npu_dynamic_block_quant":
+        return {128: "q8", 256: "kv8"}[call.facts["rows"]]
+    scales = call.name.startswith("all_") and call.dtypes[0] == "float32"
+    return ("s-" if scales else "") + EVENTS.get(call.name, call.name)
+
+
+@contextmanager
+def recorded(events: list[str]) -> Iterator[None]:
+    """What this rank does; planning and rotating are ordinary tensor operations to the log."""
+    import torch_npu
+    from torch_npu.log import record
+
+    def said(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            record(name)
+            return function(*args)
+
+        return call
+
+    torch_npu.calls.clear()
+    with (
+        mock.patch.object(sparse, "plan", said("plan", sparse.plan)),
+        mock.patch.object(quant, "rotate", said("rotate", quant.rotate)),
+    ):
+        yield
+    events += map(event, torch_npu.calls)
+
+
+def attend(topology: Topology, mode: str, kind: Kind, grid: Grid) -> str:
+    plan = TokenPlan(prod(grid), topology.world, kind.attention.row_multiple(topology.ring))
+    chosen, events = composed(kind), []
+    layer = layer_of(topology, mode, chosen)
+    own = [x[:, : plan.shard_len] for x in arranged(chosen, HEADS, grid)]
+    with recorded(events):
+        layer(*own, valid_len=prod(grid), step=step_info(kind, grid), layer=0)
+    return " ".join(events)
+
+
+INTO = "A2A A2A A2A"
+PREPARED = {"fp8": "rot kv8 kv8", "v2": "plan", "v3": "plan", "v3-fp8": "plan rot kv8 kv8"}
+BLOCK = {"fp8": "rot q8 FA", "v3-fp8": "rot q8 FA"}
+
+
+def chunk(kind: Kind, ring: int, blocks: int) -> tuple[str, str]:
+    """What happens until a chunk's numbers are on their way, and from then until its result is."""
+    if kind.attention.quant_alltoall:
+        gathers = "gather s-gather gather s-gather " if ring > 1 else ""
+        return f"rot q8 rot kv8 kv8 {INTO} s-A2A s-A2A s-A2A", gathers + " ".join(["FA"] * blocks)
+    if kind.way == "dense" and ring > 1:  # passed round, not gathered
+        return INTO, " ".join(["hop", *["FA"] * blocks * ring])
+    gathers = "gather gather" if ring > 1 else ""
+    parts = [gathers, PREPARED.get(kind.way, ""), *[BLOCK.get(kind.way, "FA")] * blocks]
+    return INTO, " ".join(filter(None, parts))
+
+
+def expected(kind: Kind, ring: int, mode: str) -> str:
+    into, attended = chunk(kind, ring, 2 if mode == "2" else 1)
+    if mode == "overlap":  # one chunk ahead
+        return f"{into} {into} {attended} A2A {attended} A2A"
+    return " ".join([f"{into} {attended} A2A"] * (1 if mode == "0" else 2))
+
+
+def grid_of(kind: Kind, ring: int, mode: str) -> Grid:
+    """Laser takes 2048 rows or more in each call."""
+    if kind.way != "laser":
+        return GRID
+    return (2 * ring * (2 if mode == "2" else 1), 32, 32)
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_order_of_every_kind_and_mode(kind: Kind, ring: int) -> None:
+    """Keys and values are quantised once per chunk, masks planned once, queries once per block."""
+    for mode in MODES:
+        grid = grid_of(kind, ring, mode)
+        found = run(2 * ring, attend, Topology(2, ring), mode, kind, grid)
+        assert found == [expected(kind, ring, mode)] * (2 * ring), mode
+
+
+def attend_at_steps(kind: Kind, mode: str) -> list[str]:
+    """The same layer at one step after the other."""
+    plan, chosen = TokenPlan(prod(GRID), 2, 128), composed(kind)
+    layer, found = layer_of(Topology(2, 1), mode, chosen), []
+    own = [x[:, : plan.shard_len] for x in arranged(chosen, HEADS, GRID)]
+    for index in range(4):
+        events: list[str] = []
+        with recorded(events):
+            info = StepInfo(index, 8, "cond", "dit", GRID, prod(GRID))
+            layer(*own, valid_len=prod(GRID), step=info, layer=0)
+        found.append(" ".join(events))
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masks_of_later_steps(mode: str) -> None:
+    """RainFusion begins at step 1 and plans at every second step from there."""
+    kind = KINDS["v3"]
+    rain = kind.attention.rainfusion
+    assert rain is not None and rain.start_step == 1
+    refreshed = rain.__class__(rain.type, rain.sparsity, rain.start_step, refresh=2)
+    kind = kind._replace(attention=kind.attention.__class__(rainfusion=refreshed))
+    dense, planned = expected(KINDS["v3-before"], 1, mode), expected(kind, 1, mode)
+    steps = [dense, planned, planned.replace("plan ", ""), planned]
+    assert run(2, attend_at_steps, kind, mode) == [steps] * 2
+
+
+def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
+    """bfloat16 where runs have it; [16,4,32,32] latents are the tokens of the grid (4,16,16)."""
+    torch.manual_seed(0)
+    chosen, events = composed(kind), []
+    multiple = kind.attention.row_multiple(1)
+    net = WanModel(
+        dim=HEADS * HEAD_DIM,
+        ffn_dim=64,
+        num_heads=HEADS,
+        num_layers=layers,
+        text_dim=16,
+        text_len=8,
+        attention=layer_of(Topology(2, 1), mode, chosen),
+        kernel=chosen.text,
+        tokens=ShardedTokens(None, multiple, chosen.order),
+    )
+    for name, parameter in net.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if keeps_fp32(name) else torch.bfloat16)
+    for block in net.blocks:
+        block.cross_attn.register_forward_pre_hook(lambda *_: note("text"))
+        block.register_forward_hook(lambda *_: note("end"))
+    latents, text = torch.randn(16, 4, 32, 32), torch.randn(5, 16)
+    with torch.inference_mode(), recorded(events):
+        net([latents], torch.tensor([500]), [text], 1024, step=step_info(kind, GRID))
+    return " ".join(events)
+
+
+def note(name: str) -> None:
+    from torch_npu.log import record
+
+    record(name)
+
+
+@pytest.mark.parametrize("name", ["dense", "fp8", "fp8-transport", "v2", "v3-fp8"])
+@pytest.mark.parametrize("mode", ["0", "2"])
+def test_a_model_communicates_in_self_attention_alone(name: str, mode: str) -> None:
+    """Nothing for the text, which is attended to densely; the velocities are gathered once."""
+    kind = KINDS[name]
+    block = f"{expected(kind, 1, mode)} text FA end"
+    found = run(2, forward_a_model, kind, mode, 2)
+    assert found == [f"{block} {block} s-gather"] * 2
