@@ -16,14 +16,14 @@ _FOUND = importlib.util.find_spec("torch_npu")
 _SIMULATED = _FOUND is not None and Path(str(_FOUND.origin)).is_relative_to(_STAND_IN)
 collect_ignore_glob = [] if _SIMULATED else ["test_*.py"]
 
-SOC = {"Duo": "200", "A2": "220", "A3": "250", "A5": "260"}
-
 
 @pytest.fixture
 def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """chip("A5"): that chip from here to the end of the test; without it A2."""
     import mindiesd.layers.adalayernorm as remembers
     from mindiesd.utils import get_platform
+
+    from tests.npu_sim.ranks import SOC
 
     def choose(name: str) -> None:
         monkeypatch.setenv("NPU_SIM_SOC", SOC[name])
@@ -32,6 +32,14 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     choose("A2")
     return choose
+
+
+@pytest.fixture(scope="session")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A t2v-A14B checkpoint of one layer with 40 heads of 64. Do not write into it."""
+    from tests.npu_sim import checkpoint
+
+    return checkpoint.make(tmp_path_factory.mktemp("rig") / "checkpoint")
 
 
 @pytest.fixture

@@ -1,0 +1,31 @@
+"""The rig's checkpoint: a t2v-A14B of one layer, with the real number of heads in a size NPUs take.
+
+Everything else is as small as it can be; the width alone (40 x 64) makes 0.2 GB of each expert.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.npu_sim.ranks import HEAD_DIM
+from tools import tiny_networks
+from tools.make_tiny_checkpoint import make_checkpoint
+
+TASK = "t2v-A14B"
+
+
+class OneLayer(tiny_networks.Recipe):
+    """A recipe whose DiT has one layer and a narrow feed-forward."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return super().config | {"num_layers": 1, "ffn_dim": 64}
+
+
+def make(out: Path) -> Path:
+    """Write the folder `out` and return it."""
+    recipe = OneLayer("t2v", 40, HEAD_DIM, 16, 16, boundary=0.875)
+    with mock.patch.dict(tiny_networks.RECIPES, {TASK: recipe}):
+        return make_checkpoint(TASK, out)

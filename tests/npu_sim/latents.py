@@ -1,0 +1,90 @@
+"""A run of generate.py up to its latents, in this process or on the ranks of a pool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.npu_sim.ranks import on_chip
+from wan import build
+from wan.device import Device
+from wan.distributed import mesh
+from wan.distributed.mesh import Team
+from wan.settings import flags, run
+
+SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of cards fits
+WIDE = ("--size", "1024*512", "--frame_num", "1")  # 2048 tokens
+LONG = ("--size", "512*512", "--frame_num", "13")  # 4096
+MODES = {
+    "0": (),
+    "1": ("--comm_type", "1"),
+    "2": ("--comm_type", "2"),
+    "overlap": ("--fa_alltoall_overlap",),
+}
+
+
+class Way(NamedTuple):
+    """Flags of a way of attending, its chip, and the size of the video."""
+
+    chip: str
+    flags: tuple[str, ...]
+    size: tuple[str, ...] = SMALL
+
+
+def _rain(kind: str) -> tuple[str, ...]:
+    """The first step is dense (or FP8), the second sparse."""
+    steps = ("--sample_steps", "2", "--sparse_start_step", "1", "--sparsity", "0.5")
+    return ("--use_rainfusion", "--rainfusion_type", kind, *steps)
+
+
+FP8 = ("--fa_quant", "fp8")
+WAYS = {
+    "dense": Way("A2", ()),
+    "laser": Way("A2", ("--attention_algo", "laser"), WIDE),
+    "fp8": Way("A5", FP8),
+    "fp8-transport": Way("A5", (*FP8, "--quant_alltoall")),
+    "v2": Way("A2", _rain("v2")),
+    "v3": Way("A5", _rain("v3")),
+    "v3-fp8": Way("A5", (*FP8, *_rain("v3"))),
+}
+
+
+def arguments(checkpoint: object, way: Way) -> list[str]:
+    common = ["--task", "t2v-A14B", "--ckpt_dir", str(checkpoint), "--device", "npu"]
+    common += ["--sample_steps", "1", "--sample_guide_scale", "1", "--base_seed", "7"]
+    return [*common, *way.size, *way.flags]
+
+
+def latents(argv: Sequence[str], chip: str) -> Tensor:
+    """float32 [C,F,H,W], as generate.py makes them from this command line, on every rank."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
+    asked = run.resolve(flags.parse(argv), _none, _none)
+    device, p = on_chip(chip), asked.parallel
+    return build.pipeline(
+        asked.checkpoint,
+        asked.execution,
+        parallel=p,
+        attention=asked.attention,
+        quantised=asked.quantised,
+        team=None if world == "1" else _team(device, (p.cfg_size, p.ring_size, p.ulysses_size)),
+    ).latents(asked.request)
+
+
+@cache
+def _team(device: Device, sizes: tuple[int, int, int]) -> Team:
+    return mesh.form(device, sizes)
+
+
+def _none(*_: Any) -> None:
+    raise AssertionError("neither a demo checkpoint nor an extended prompt is asked for here")
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of the result."""
+    return ((found - expected).square().mean() / expected.square().mean()).sqrt().item()
