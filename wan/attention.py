@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from wan.device import Device
 from wan.kernels.base import Kernel, Method
-from wan.kernels.fp8 import Fp8Attention
-from wan.kernels.quant import Fp8Quantiser, Rotations, hadamard, sylvester
+from wan.kernels.fp8 import Fp8Attend, Fp8Attention, attend_dequantised
+from wan.kernels.quant import Fp8Quantiser, Place, Rotations, hadamard, plain, sylvester, unplaced
 from wan.kernels.sdpa import SdpaKernel
 from wan.kernels.select import OnLayers
 from wan.kernels.sparse import BlockSparseKernel, RainFusionAttention, reference_blocks
@@ -58,7 +59,7 @@ def parts(
         return AttentionParts(SdpaKernel(), SdpaKernel(), (*rain, *fp8), order)
     from wan.kernels import npu, npu_clock, npu_ops
 
-    text = npu.FusedKernel(device.chip)
+    text = npu.FusedKernel()
     cap = attention.freq_cap
     return AttentionParts(
         dense=npu.LaserKernel(device.chip) if attention.algorithm == "laser" else text,
@@ -76,12 +77,13 @@ def _methods_fp8(
     if attention.fa_quant is None:
         return []
     quantiser = _quantiser(device, Rotations(head_dim, hadamard, exported))
-    extra = {}
+    attend: Fp8Attend = attend_dequantised
     if device.chip is not None:
         from wan.kernels.npu_quant import NpuFp8Attention
 
-        extra["attend"] = NpuFp8Attention(device.chip)
-    method = Fp8Attention(quantiser, dtype, before_exchange=attention.quant_alltoall, **extra)
+        attend = NpuFp8Attention(device.chip)
+    place = _place(device, dtype)
+    method = Fp8Attention(quantiser, dtype, attend, attention.quant_alltoall, place)
     return [OnLayers(method, exported)] if exported else [method]
 
 
@@ -92,20 +94,23 @@ def _methods_rain(
     if rain is None:
         return []
     kernel = _block_sparse(rain, device, dtype)
-    plain = RainFusionAttention(
-        rain.type, rain.sparsity, rain.start_step, rain.refresh, attend_blocks=kernel
-    )
+    place = unplaced if rain.type == "v2" else _place(device, dtype)
+
+    def method(quantiser: Fp8Quantiser | None) -> RainFusionAttention:
+        return RainFusionAttention(
+            rain.type,
+            rain.sparsity,
+            rain.start_step,
+            rain.refresh,
+            attend_blocks=kernel,
+            quantiser=quantiser,
+            place=place,
+        )
+
     if attention.fa_quant is None:
-        return [plain]
-    quantised = RainFusionAttention(
-        rain.type,
-        rain.sparsity,
-        rain.start_step,
-        rain.refresh,
-        attend_blocks=kernel,
-        quantiser=_quantiser(device, Rotations(head_dim, sylvester, exported)),
-    )
-    return [OnLayers(quantised, exported), plain] if exported else [quantised]
+        return [method(None)]
+    quantised = method(_quantiser(device, Rotations(head_dim, sylvester, exported)))
+    return [OnLayers(quantised, exported), method(None)] if exported else [quantised]
 
 
 def _quantiser(device: Device, rotations: Rotations) -> Fp8Quantiser:
@@ -114,6 +119,16 @@ def _quantiser(device: Device, rotations: Rotations) -> Fp8Quantiser:
     from wan.kernels.npu_quant import NpuBlockQuantise
 
     return Fp8Quantiser(rotations, NpuBlockQuantise(device.chip))
+
+
+def _place(device: Device, dtype: torch.dtype) -> Place:
+    """Devices without FP8 units compute with the numbers that FP8 stands for."""
+    if device.chip is None:
+        inner = torch.float32 if device.type == "cpu" else dtype
+        return partial(plain, dtype=inner)
+    from wan.kernels.npu_quant import placed_head_first
+
+    return placed_head_first
 
 
 def _block_sparse(rain: RainFusion, device: Device, dtype: torch.dtype) -> BlockSparseKernel:

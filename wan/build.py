@@ -13,6 +13,7 @@ from wan import device as devices
 from wan import loading, parts
 from wan.attention import AttentionParts
 from wan.distributed import mesh
+from wan.distributed.exchange import ALONE
 from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
@@ -35,7 +36,7 @@ from wan.settings.quantised import QuantisedDit
 from wan.text import umt5_blocks
 
 T = TypeVar("T")
-ALONE = Parallel()
+ONE_PROCESS = Parallel()
 PLAIN = Attention()
 
 
@@ -43,7 +44,7 @@ def pipeline(
     checkpoint: Checkpoint,
     execution: Execution,
     *,
-    parallel: Parallel = ALONE,
+    parallel: Parallel = ONE_PROCESS,
     attention: Attention = PLAIN,
     quantised: QuantisedDit | None = None,
     team: Team | None = None,
@@ -145,11 +146,11 @@ def _collaborators(
     several = team is not None and parallel.sequence_size > 1
     if not (several or chosen.methods or chosen.clock):
         return shared | {"attention": LocalAttention(chosen.dense), "tokens": LocalTokens()}
-    group = None if team is None else team.group("ring", "ulysses")
+    group = ALONE if team is None else team.group("ring", "ulysses")
     multiple = attention.row_multiple(parallel.ring_size) if several else 1
     layer = FAPowerCapAttention(
         parallel,
-        None if team is None else team.group("ulysses"),
+        ALONE if team is None else team.group("ulysses"),
         parallel.fa_alltoall_overlap,
         kernel=chosen.dense,
         ring=None if team is None else Ring(team.group("ring"), parallel.ring_type),

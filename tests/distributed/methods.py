@@ -49,5 +49,5 @@ def whole_sequence(
 ) -> Tensor:
     """The method itself on all rows and heads: no cards, chunks or padding."""
     (method,) = make_methods(kind._replace(transport=False), q.dtype)
-    call = Call(3, "dit", "cond", 0, 0, 0, grid)
+    call = Call(3, 8, "dit", "cond", 0, 0, 0, 0, grid)
     return method.prepare(q, k, v, call)(q, 0)

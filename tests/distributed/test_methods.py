@@ -19,8 +19,12 @@ from torch import Tensor
 from tests.dist import run
 from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import MODES, Topology, attention_layer, topologies
+from wan import attention, build
+from wan.device import Device
 from wan.distributed.tokenplan import TokenPlan
 from wan.modules.step import StepInfo
+from wan.settings.attention import Attention
+from wan.settings.parallel import Parallel
 
 pytestmark = pytest.mark.dist
 
@@ -134,3 +138,15 @@ def step_by_step(kind: Kind, modes: tuple[str, ...]) -> Any:
 def test_masks_kept_over_steps_do_not_depend_on_the_mode() -> None:
     run(2, step_by_step, Kind("v2", start=1, refresh=3), ("0", "overlap"))
     run(2, step_by_step, Kind("v3", start=1, refresh=3), ("1", "2"))
+
+
+def compose_alone() -> tuple[int, int]:
+    """What a process gets that shares nothing, though others are in the default group."""
+    fp8 = Attention(fa_quant="fp8")
+    chosen = attention.parts(fp8, Device(torch.device("cpu")), HEAD_DIM, torch.float32, {})
+    made = build._collaborators(Parallel(), fp8, chosen, None)
+    return made["attention"].world_size, made["tokens"].cards
+
+
+def test_a_process_that_shares_nothing_exchanges_nothing() -> None:
+    assert run(2, compose_alone) == [(1, 1)] * 2

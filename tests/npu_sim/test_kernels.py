@@ -5,7 +5,13 @@ Legend: B batch, S tokens, N heads, D head size.
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +60,7 @@ BOUND = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 @pytest.mark.parametrize("name", ["A2", "A3", "A5"])
 def test_fused(name: str, dtype: torch.dtype, chip: Choose, calls: list[Any]) -> None:
     chip(name)
-    kernel = npu.FusedKernel(chips.by_name(name))
+    kernel = npu.FusedKernel()
     q, k, v = qkv(200, 333, dtype=dtype, batch=2)
     out = kernel(q, k, v)
     assert out.shape == q.shape and out.dtype == dtype
@@ -64,18 +70,9 @@ def test_fused(name: str, dtype: torch.dtype, chip: Choose, calls: list[Any]) ->
     assert call.shapes == (tuple(q.shape), tuple(k.shape), tuple(v.shape))
 
 
-def test_fused_on_duo(chip: Choose, calls: list[Any]) -> None:
-    chip("Duo")
-    kernel = npu.FusedKernel(chips.by_name("Duo"))
-    q, k, v = qkv(200, 333, dtype=torch.float16)
-    assert worst(kernel(q, k, v), exact(q, k, v)[0]) < BOUND[torch.float16]
-    assert names(calls) == ["npu_prompt_flash_attention"]
-    assert not kernel.can_return_lse
-
-
 @pytest.mark.parametrize("dtype", BOUND)
 def test_log_sum_exp(dtype: torch.dtype, chip: Choose) -> None:
-    kernel = npu.FusedKernel(chips.by_name("A2"))
+    kernel = npu.FusedKernel()
     q, k, v = qkv(200, 333, dtype=dtype, batch=2)
     out, lse = kernel.with_lse(q * 3, k, v)
     want, want_lse = exact(q * 3, k, v)
@@ -235,7 +232,7 @@ def test_fp8_takes_numbers_of_any_strides(chip: Choose) -> None:
 
 def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None:
     cap = npu_clock.FrequencyCap(1400, 1650)
-    kernel = npu.FusedKernel(chips.by_name("A2"))
+    kernel = npu.FusedKernel()
     for _ in range(2):
         with cap:
             kernel(*qkv(8, 8))
@@ -246,4 +243,17 @@ def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None
         raise AssertionError
     clock = [call.facts.get("freq", call.name) for call in calls]
     once = [1400, "npu_fusion_attention", 1650]
-    assert clock == once * 2 + [1400, 1650] + [1650]
+    assert clock == [1650] + once * 2 + [1400, 1650] + [1650, 1650]
+
+
+def test_clock_is_restored_when_torchrun_ends_a_rank(tmp_path: Path) -> None:
+    """By SIGTERM, in the middle of a block."""
+    work = (
+        "import torch_npu, os, signal; from wan.kernels.npu_clock import FrequencyCap\n"
+        "with FrequencyCap(1400, 1650): os.kill(os.getpid(), signal.SIGTERM); print('on')"
+    )
+    env = os.environ | {"NPU_SIM_LOG": str(tmp_path / "log")}
+    done = subprocess.run([sys.executable, "-c", work], env=env, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGTERM and not done.stdout, done.stderr
+    lines = (tmp_path / "log.0").read_text().splitlines()
+    assert [json.loads(line)["facts"]["freq"] for line in lines] == [1650, 1400, 1650]

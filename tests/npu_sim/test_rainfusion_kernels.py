@@ -52,7 +52,7 @@ def method(kind: str, name: str, sparsity: float, size: int | None = None) -> Ra
 
 
 def call(grid: Grid) -> Call:
-    return Call(0, "low", "cond", 0, 0, 0, grid)
+    return Call(0, 1, "low", "cond", 0, 0, 0, 0, grid)
 
 
 def ours(way: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

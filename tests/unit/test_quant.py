@@ -364,7 +364,7 @@ def test_a_layer_may_bring_its_own_rotations() -> None:
     x = randoms((1, 256, 2, 64), 1, torch.bfloat16)[0]
 
     def call(expert: str, layer: int) -> Call:
-        return Call(0, expert, "cond", layer, 0, 0, (1, 16, 16))
+        return Call(0, 1, expert, "cond", 0, layer, 0, 0, (1, 16, 16))
 
     exported = rotations.of(x, call("high", 7))
     for found, given_matrix in zip(exported, own, strict=True):

@@ -36,8 +36,10 @@ def qkv(grid: tuple[int, int, int], heads: int = 3, head: int = 64, batch: int =
 
 
 def call(grid: tuple[int, int, int], first_row: int = 0, step: int = 0, **other: object) -> Call:
-    known = {"expert": "high", "branch": "cond", "layer": 0, "first_head": 0} | other
-    return Call(step=step, first_row=first_row, grid=grid, **known)
+    known = {"expert": "high", "branch": "cond", "layer": 0, "first_head": 0, "sample": 0}
+    return Call(
+        **{"step": step, "steps": 99, "first_row": first_row, "grid": grid, **known, **other}
+    )
 
 
 def naive_order(grid: tuple[int, int, int]) -> list[int]:
@@ -225,6 +227,8 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
     "layer": [(4, {}, True), (4, {"layer": 1}, True), (5, {}, False)],
     "head": [(4, {}, True), (4, {"first_head": 2}, True), (5, {"first_head": 2}, False)],
     "skipped refresh": [(5, {}, True), (8, {}, True), (9, {}, False)],
+    "sample": [(4, {}, True), (4, {"sample": 1}, True), (5, {"sample": 1}, False)],
+    "the sampling ends": [(4, {}, True), (5, {"steps": 6}, False), (6, {}, True)],
     "same step of the next video": [(3, {}, True), (3, {}, True)],
     "next video": [(5, {}, True), (6, {}, False), (4, {}, True), (5, {}, False)],
 }
@@ -308,8 +312,7 @@ def test_mask_is_used_again() -> None:
     grid = (3, 10, 20)
     (q, k, v), (_, other, _) = qkv(grid), qkv((3, 20, 10), batch=2)
     method = RainFusionAttention("v2", 0.6, 4, refresh=3)
-    assert [method.active(step) for step in (3, 4, 9)] == [False, True, True]
-    assert not method.applies(call(grid, step=3)) and method.applies(call(grid, step=4))
+    assert [method.applies(call(grid, step=s)) for s in (3, 4, 9)] == [False, True, True]
     method.prepare(q, k, v, call(grid, step=4))
     later = method.prepare(q, other[1:], v, call(grid, step=5))(q, 0)
     mask = naive_mask(q.double(), k.double(), grid, 0.6, 128)

@@ -13,16 +13,24 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-Group = dist.ProcessGroup | None
+
+class Alone:
+    """Stands for a group of this process only, also where torch.distributed runs for others."""
+
+
+ALONE = Alone()
+Group = dist.ProcessGroup | Alone | None
 """None: the default group where there is one, else this process alone."""
 
 
 def group_size(group: Group) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    alone = group is ALONE or not dist.is_initialized()
+    return 1 if alone else dist.get_world_size(group)  # type: ignore[arg-type]
 
 
 def group_rank(group: Group) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    alone = group is ALONE or not dist.is_initialized()
+    return 0 if alone else dist.get_rank(group)  # type: ignore[arg-type]
 
 
 class Pending:

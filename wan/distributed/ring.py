@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan.distributed.exchange import Group, as_bytes, group_rank, group_size
+from wan.distributed.exchange import Alone, Group, as_bytes, group_rank, group_size
 
 RING_TYPES = ("ring", "bidirectional")
 
@@ -69,10 +69,11 @@ class Ring:
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         """Every card's block once, the own one first. All cards must consume all of them."""
         ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
+        group = None if isinstance(self.group, Alone) else self.group  # alone there are no hops
         for hop in self.hops:
             arriving = {b: (torch.empty_like(k), torch.empty_like(v)) for _, b in hop.receives}
             operations = [
-                dist.P2POp(verb, as_bytes(tensor), group=self.group, group_peer=peer)
+                dist.P2POp(verb, as_bytes(tensor), group=group, group_peer=peer)
                 for verb, pairs, held in (
                     (dist.isend, hop.sends, ready),
                     (dist.irecv, hop.receives, arriving),

@@ -36,14 +36,17 @@ class Kernel(Protocol):
 class Call:
     """Which attention call this is, for methods that plan, cache, or differ from layer to layer.
 
-    step: 0-based sampling step. expert, branch: as in `StepInfo`. layer: index of the block.
-    first_head: global index of the first head at hand on this card. first_row: place of the first
-    query row in the whole sequence. grid: tokens along frame, height and width.
+    step, steps: 0-based sampling step, and how many there are. expert, branch, sample: as in
+    `StepInfo`. layer: index of the block. first_head: global index of the first head that this card
+    attends with. first_row: place of its first query row in the whole sequence. grid: tokens along
+    frame, height and width.
     """
 
     step: int
+    steps: int
     expert: str
     branch: str
+    sample: int
     layer: int
     first_head: int
     first_row: int

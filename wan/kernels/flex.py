@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from wan.kernels.quant import Quantised
-from wan.kernels.sparse import plain
+from wan.kernels.quant import Quantised, plain
 from wan.kernels.sparse_masks import Q_ROWS, kept_first
 
 

@@ -6,6 +6,7 @@ Legend: B batch, s this card's tokens, S all tokens, N heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,26 +14,29 @@ from torch import Tensor
 
 from wan.kernels.attend import tiled_attention
 from wan.kernels.base import AttendRows, Call
-from wan.kernels.quant import Quantised, Quantiser, pad_rows
+from wan.kernels.quant import Place, Quantised, Quantiser, pad_rows, plain, unplaced
 
-Fp8Attend = Callable[[Quantised, Quantised, Quantised, torch.dtype], Tensor]
-"""attend(q, k, v, dtype): softmax(q k^T / sqrt(D)) v as [B,S,N,D] in `dtype`."""
+Fp8Attend = Callable[[Quantised, Any, Any, torch.dtype], Tensor]
+"""attend(q, k, v, dtype): softmax(q k^T / sqrt(D)) v as [B,S,N,D] in `dtype`.
+
+k, v: `Quantised`, or what the kernel's own `Place` made of them.
+"""
 
 
-def attend_dequantised(q: Quantised, k: Quantised, v: Quantised, dtype: torch.dtype) -> Tensor:
+def attend_dequantised(q: Quantised, k: Any, v: Any, dtype: torch.dtype) -> Tensor:
     """`Fp8Attend` for devices without an FP8 kernel.
 
     On CPUs in float32 and in tiles, so that no cut changes the bits; on GPUs one call in `dtype`.
     """
     if q.payload.device.type != "cpu":
         return attend_dense(q, k, v, dtype)
-    q_BSND, k_BSND, v_BSND = (x.dequantised(torch.float32) for x in (q, k, v))
+    q_BSND, k_BSND, v_BSND = (plain(x, torch.float32) for x in (q, k, v))
     return tiled_attention(q_BSND, k_BSND, v_BSND).to(dtype)
 
 
-def attend_dense(q: Quantised, k: Quantised, v: Quantised, dtype: torch.dtype) -> Tensor:
+def attend_dense(q: Quantised, k: Any, v: Any, dtype: torch.dtype) -> Tensor:
     """`Fp8Attend` by PyTorch's attention on numbers dequantised to `dtype`."""
-    q_BNSD, k_BNSD, v_BNSD = (x.dequantised(dtype).transpose(1, 2) for x in (q, k, v))
+    q_BNSD, k_BNSD, v_BNSD = (plain(x, dtype).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD).transpose(1, 2)
 
 
@@ -40,7 +44,8 @@ class Fp8Attention:
     """Implements `wan.kernels.base.Method`: every call, at every step.
 
     quantiser: how q, k, v become FP8 numbers. dtype: of the results. attend: the kernel.
-    before_exchange: they become so on the card that made them, and travel as FP8 numbers.
+    before_exchange: they become so on the card that made them, and travel as FP8 numbers. place:
+    the form in which the kernel wants keys and values.
     """
 
     def __init__(
@@ -49,9 +54,10 @@ class Fp8Attention:
         dtype: torch.dtype,
         attend: Fp8Attend = attend_dequantised,
         before_exchange: bool = False,
+        place: Place = unplaced,
     ) -> None:
         self._quantiser, self._dtype, self._attend = quantiser, dtype, attend
-        self._before_exchange = before_exchange
+        self._before_exchange, self._place = before_exchange, place
         self.name = f"fp8 ({quantiser.name})"
         self.q_multiple = quantiser.q_rows
 
@@ -86,8 +92,8 @@ class Fp8Attention:
         call: Call | None,
     ) -> AttendRows:
         """Keys and values are quantised here, once; queries when their block's turn comes."""
-        keys = k if isinstance(k, Quantised) else self._quantiser.k(k, call)
-        values = v if isinstance(v, Quantised) else self._quantiser.v(v)
+        keys = self._place(k if isinstance(k, Quantised) else self._quantiser.k(k, call))
+        values = self._place(v if isinstance(v, Quantised) else self._quantiser.v(v))
 
         def attend(q_block: Tensor | Quantised, first: int) -> Tensor:
             queries = q_block

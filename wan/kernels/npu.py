@@ -18,51 +18,54 @@ _ALL = 2**31 - 1  # "every token before and after", which the operators also wan
 
 
 class FusedKernel:
-    """The chip's own dense kernel; implements `wan.kernels.base.Kernel`.
+    """npu_fusion_attention; implements `wan.kernels.base.Kernel`.
 
-    On A2, A3 and A5 that is npu_fusion_attention, on Duo npu_prompt_flash_attention, which knows
-    float16 only and no log-sum-exp. Chosen by hand: mindiesd's default would first time every
-    kernel on the live tensors (43 launches on A2) and may then choose otherwise in the next run.
+    Chosen by hand: mindiesd's default would first time every kernel on the live tensors (43
+    launches on A2) and may then choose otherwise in the next run.
     """
 
-    def __init__(self, chip: Chip) -> None:
-        import mindiesd
-        import torch_npu
+    name = "npu fused_attn_score"
+    can_return_lse = True
 
-        self.name = f"npu {chip.dense_op}"
-        self.can_return_lse = chip.lse
-        self._op = chip.dense_op
+    def __init__(self) -> None:
+        import mindiesd
+
         self._forward = mindiesd.attention_forward
-        self._fusion = torch_npu.npu_fusion_attention
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
-        # BSND is how the tensors lie in memory; BNSD would copy each of them into its order.
+        # BSND is how the tensors lie in memory; BNSD would copy each of them into its order. Rows
+        # cut out of several samples do not lie so, and the operator's reference allows no strides.
+        q, k, v = (x.contiguous() for x in (q_BSND, k_BSND, v_BSND))
         return self._forward(
-            q_BSND, k_BSND, v_BSND, fused=True, opt_mode="manual", op_type=self._op, layout="BSND"
+            q, k, v, fused=True, opt_mode="manual", op_type="fused_attn_score", layout="BSND"
         )
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
-        """As in `Kernel`; only where `can_return_lse`, as only npu_fusion_attention tells it."""
-        heads, size = q_BSND.shape[2:]
-        out_BSND, max_BNS8, sum_BNS8, *_ = self._fusion(
-            q_BSND,
-            k_BSND,
-            v_BSND,
-            heads,
-            "BSND",
-            scale=size**-0.5,
-            pre_tockens=_ALL,
-            next_tockens=_ALL,
-        )
-        # Each row's maximum and sum of exponentials are float32 and stand there eight times.
-        return out_BSND, max_BNS8[..., 0] + sum_BNS8[..., 0].log()
+        return fusion_with_lse(q_BSND, k_BSND, v_BSND)
+
+
+def fusion_with_lse(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Tensor]:
+    """`Kernel.with_lse` by npu_fusion_attention itself: mindiesd keeps the result only."""
+    import torch_npu
+
+    heads, size = q_BSND.shape[2:]
+    out_BSND, max_BNS8, sum_BNS8, *_ = torch_npu.npu_fusion_attention(
+        *(x.contiguous() for x in (q_BSND, k_BSND, v_BSND)),
+        heads,
+        "BSND",
+        scale=size**-0.5,
+        pre_tockens=_ALL,
+        next_tockens=_ALL,
+    )
+    # Each row's maximum and sum of exponentials are float32 and stand there eight times.
+    return out_BSND, max_BNS8[..., 0] + sum_BNS8[..., 0].log()
 
 
 class LaserKernel:
     """mindiesd's ascend_laser_attention; implements `wan.kernels.base.Kernel`.
 
     Computes in float16 and pads rows to 256 and heads to 128 by itself. Where mindiesd would
-    silently take another kernel, this one raises ValueError: on A5 (and Duo) when it is made, for
+    silently take another kernel, this one raises ValueError: on A5 when it is made, for
     short sequences, wide heads and float32 when it is called.
     """
 

@@ -33,6 +33,8 @@ class NpuBlockQuantise:
 
     def __call__(self, x_BSND: Tensor, rows: int) -> Quantised:
         # Only BNSD means the same to every release of mindiesd, and the operator drops the batch.
+        # What it makes of a block of zeros is not documented: only padding has them, and whatever
+        # it becomes is cut away before it is attended to.
         done = [
             self._quantise(
                 x_BSND[b : b + 1].transpose(1, 2).contiguous(),
@@ -81,6 +83,14 @@ class NpuFp8Attention:
             out_dtype=dtype,
         )[0]
         return out_BNSD[:, :, :rows].transpose(1, 2)  # mindiesd reckons with rows behind the last
+
+
+def placed_head_first(x: Tensor | Quantised) -> Tensor | Quantised:
+    """x lying in memory as [B,N,S,D], which the kernels take, and seen as [B,S,N,D]."""
+    if not isinstance(x, Quantised):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    payload, scale = (part.transpose(1, 2) for part in head_first(x))
+    return Quantised(payload, scale, x.rows)
 
 
 def head_first(x: Quantised) -> tuple[Tensor, Tensor]:

@@ -81,13 +81,13 @@ class RainKernelV3:
 
     def __call__(
         self,
-        q: Tensor | Quantised,
-        k: Tensor | Quantised,
-        v: Tensor | Quantised,
+        q: Any,
+        k: Any,
+        v: Any,
         mask_BNqk: Tensor,
         k_rows: int,
     ) -> Tensor:
-        mask_BNqk = mask_BNqk.contiguous().view(torch.int8)  # a bool is a byte already
+        scales: dict[str, Tensor] = {}
         if isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised):
             (q, q_scale), (k, k_scale), (v, v_scale) = (head_first(x) for x in (q, k, v))
             scales = {
@@ -95,32 +95,21 @@ class RainKernelV3:
                 "k_dequant_scale": k_scale,
                 "v_dequant_scale": v_scale,
             }
-            return self._call(q, k, v, mask_BNqk, k_rows, "BNSD", scales).transpose(1, 2)
-        return self._call(q, k, v, mask_BNqk, k_rows, "BSND", {})
-
-    def _call(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        mask_BNqk: Tensor,
-        k_rows: int,
-        layout: str,
-        scales: dict[str, Tensor],
-    ) -> Tensor:
-        rows, heads = layout.index("S"), layout.index("N")
-        return self._attend(
+        else:
+            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        out_BNSD: Tensor = self._attend(
             q,
             k,
             v,
-            block_sparse_mask=mask_BNqk,
+            block_sparse_mask=mask_BNqk.contiguous().view(torch.int8),  # a bool is a byte already
             scale=q.shape[3] ** -0.5,
-            head_num=q.shape[heads],
-            input_layout=layout,
-            actual_seq_lengths=[q.shape[rows]] * q.shape[0],
-            actual_seq_lengths_kv=[k.shape[rows]] * k.shape[0],
+            head_num=q.shape[1],
+            input_layout="BNSD",
+            actual_seq_lengths=[q.shape[2]] * q.shape[0],
+            actual_seq_lengths_kv=[k.shape[2]] * k.shape[0],
             block_size_q=_BLOCK,
             block_size_kv=k_rows,
             inner_precise=self._precise,
             **scales,
         )
+        return out_BNSD.transpose(1, 2)

@@ -61,6 +61,19 @@ class Quantised:
         return (self.payload.float() * scale).to(dtype)
 
 
+def plain(x: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
+    """x itself, or the numbers that it stands for, in dtype."""
+    return x.dequantised(dtype) if isinstance(x, Quantised) else x
+
+
+def unplaced(x: Tensor | Quantised) -> Tensor | Quantised:
+    """Keys or values as they are, for kernels that take them so."""
+    return x
+
+
+Place = Callable[[Tensor | Quantised], Tensor | Quantised]
+"""Brings keys or values into the form that a kernel wants, once for all blocks of queries."""
+
 BlockQuantise = Callable[[Tensor, int], Quantised]
 """quantise(x_BSND, rows): E4M3 with one float32 scale per head and `rows` tokens."""
 

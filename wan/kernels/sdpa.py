@@ -1,8 +1,9 @@
-"""PyTorch's scaled dot-product attention: the kernel of CPUs and CUDA GPUs.
+"""PyTorch's scaled dot-product attention: the kernel of CPUs and CUDA GPUs, the default anywhere.
 
 For the result alone PyTorch chooses among its kernels. The log-sum-exp is no part of that public
 function, so the operators under it are called by name: on the CPU flash attention, on CUDA flash
-attention for 16-bit numbers (from Ampere on) and else the memory-efficient kernel.
+attention for 16-bit numbers (from Ampere on) and else the memory-efficient kernel, on NPUs the
+operator behind PyTorch's function there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ class SdpaKernel:
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
+        if q.device.type == "npu":
+            from wan.kernels.npu import fusion_with_lse
+
+            return fusion_with_lse(q_BSND, k_BSND, v_BSND)
         if q.device.type == "cpu":
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
         else:

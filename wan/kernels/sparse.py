@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wan.kernels.attend import tiled_attention
 from wan.kernels.base import AttendRows, Call
-from wan.kernels.quant import Quantised, Quantiser
+from wan.kernels.quant import Place, Quantised, Quantiser, plain, unplaced
 from wan.kernels.sparse_masks import Q_ROWS, plan
 
 TYPES = ("v2", "v3")
@@ -43,22 +43,18 @@ def reference_blocks(
     return tiled_attention(q, k, v, mask, k_rows)
 
 
-def plain(x: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
-    """x itself, or the numbers that it stands for, in dtype."""
-    return x.dequantised(dtype) if isinstance(x, Quantised) else x
-
-
 class MaskCache:
-    """Masks of (branch, layer, first head) of the expert at work, each used for `refresh` steps.
+    """Masks of (sample, branch, layer, first head) of the expert at work, for `refresh` steps.
 
     Counted from start_step: steps start_step, start_step + refresh, ... make every mask anew, and
-    so does a mask's absence, another shape, or a step that lies in another such period. Another
-    expert, or an earlier step than the last (the next video), drops everything.
+    so does a mask's absence, another shape, or a step that lies in another such period. A mask is
+    dropped when used for the last time, before its period or the sampling ends; another expert, or
+    an earlier step than the last (the next video), drops everything.
     """
 
     def __init__(self, start_step: int, refresh: int) -> None:
         self._start, self._refresh = start_step, refresh
-        self._masks: dict[tuple[str, int, int], tuple[int, Tensor]] = {}
+        self._masks: dict[tuple[int, str, int, int], tuple[int, Tensor]] = {}
         self._expert, self._step = "", 0
 
     def get(self, call: Call, shape: Sequence[int]) -> Tensor | None:
@@ -67,16 +63,22 @@ class MaskCache:
             self._masks.clear()
         self._expert, self._step = call.expert, call.step
         period, new = divmod(call.step - self._start, self._refresh)
-        made, mask = self._masks.get((call.branch, call.layer, call.first_head), (None, None))
+        made, mask = self._masks.get(_key(call), (None, None))
+        if not self._used_later(call):
+            self._masks.pop(_key(call), None)
         if new == 0 or mask is None or made != period or mask.shape != tuple(shape):
             return None
         return mask
 
     def put(self, call: Call, mask: Tensor) -> None:
-        """Keeps a mask made at this call, unless every step makes its own."""
-        if self._refresh > 1:
-            period = (call.step - self._start) // self._refresh
-            self._masks[call.branch, call.layer, call.first_head] = (period, mask)
+        """Keeps a mask made at this call if a later step will use it."""
+        if self._used_later(call):
+            self._masks[_key(call)] = ((call.step - self._start) // self._refresh, mask)
+
+    def _used_later(self, call: Call) -> bool:
+        """Whether the next step belongs to the same period."""
+        following = call.step + 1
+        return following < call.steps and (following - self._start) % self._refresh != 0
 
     def bytes(self) -> int:
         """Memory that the masks take now."""
@@ -89,7 +91,7 @@ class RainFusionAttention:
     kind: "v2" or "v3"; they attend alike, only v3 can be quantised. sparsity: share of each row's
     blocks that is left out, 0 <= sparsity < 1. refresh: steps for which a mask is used.
     attend_blocks: the kernel. quantiser: FP8 numbers, scored before they are quantised; blocks of
-    keys are then those of its scales.
+    keys are then those of its scales. place: the form in which the kernel wants keys and values.
 
     Raises ValueError for values outside what is said here.
     """
@@ -105,6 +107,7 @@ class RainFusionAttention:
         *,
         attend_blocks: BlockSparseKernel = reference_blocks,
         quantiser: Quantiser | None = None,
+        place: Place = unplaced,
     ) -> None:
         if kind not in TYPES:
             raise ValueError(f"RainFusion's type must be one of {', '.join(TYPES)}, got {kind!r}")
@@ -121,15 +124,11 @@ class RainFusionAttention:
         self.k_rows = Q_ROWS if quantiser is None else quantiser.kv_rows
         self.masks = MaskCache(start_step, refresh)
         self._sparsity, self._start_step = sparsity, start_step
-        self._attend_blocks, self._quantiser = attend_blocks, quantiser
-
-    def active(self, step_index: int) -> bool:
-        """Whether the sampling step is sparse."""
-        return step_index >= self._start_step
+        self._attend_blocks, self._quantiser, self._place = attend_blocks, quantiser, place
 
     def applies(self, call: Call | None) -> bool:
-        """The same, of a call. Raises ValueError if nobody says which call it is."""
-        return self.active(_known(call).step)
+        """Whether the call's step is sparse. Raises ValueError if nobody says which call it is."""
+        return _known(call).step >= self._start_step
 
     def pack(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, call: Call | None
@@ -148,6 +147,7 @@ class RainFusionAttention:
         values: Tensor | Quantised = v
         if self._quantiser is not None:
             keys, values = self._quantiser.k(k, call), self._quantiser.v(v)
+        keys, values = self._place(keys), self._place(values)
 
         def attend(q_block: Tensor, first: int) -> Tensor:
             begin = first // Q_ROWS
@@ -167,6 +167,10 @@ class RainFusionAttention:
             mask = plan(q, k, call.grid, self._sparsity, call.first_row, self.k_rows)
             self.masks.put(call, mask)
         return mask
+
+
+def _key(call: Call) -> tuple[int, str, int, int]:
+    return call.sample, call.branch, call.layer, call.first_head
 
 
 def _known(call: Call | None) -> Call:

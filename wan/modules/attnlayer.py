@@ -121,7 +121,8 @@ class FAPowerCapAttention:
         if not self.methods or step is None or layer is None:
             return None
         first_row = 0 if self.ring is None else self.ring.rank * rows * self.world_size
-        return Call(step.index, step.expert, step.branch, layer, 0, first_row, step.grid)
+        moment = (step.index, step.count, step.expert, step.branch, step.sample)
+        return Call(*moment, layer, 0, first_row, step.grid)
 
     def _run_baseline(self, qkv: QKV, job: _Job) -> Tensor:
         return self._run(qkv, job, chunks=1, blocks=1, order=schedule.in_order)
@@ -156,13 +157,13 @@ class FAPowerCapAttention:
         outgoing: dict[int, Outgoing] = {}
         finished: Outgoing | None = None
         for verb, chunk in order(len(ranges)):
-            own = self._of_chunk(job, ranges[chunk])
+            of_chunk = self._of_chunk(job, ranges[chunk])
             if verb == "start":
-                packed = self._packed(split[chunk], own)
+                packed = self._packed(split[chunk], of_chunk)
                 incoming[chunk] = send(packed, self.ulysses_pg, overlap, finished)
                 del packed
             elif verb == "attend":
-                result = self._attention_forward(incoming.pop(chunk), own, blocks)
+                result = self._attention_forward(incoming.pop(chunk), of_chunk, blocks)
                 outgoing[chunk] = send_back(result, self.ulysses_pg, overlap)
                 del result
             else:
@@ -179,12 +180,12 @@ class FAPowerCapAttention:
         return [(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in ranges]
 
     def _of_chunk(self, job: _Job, heads: Range) -> _Job:
-        """The job, knowing which head is the first that this card gets of the chunk."""
+        """The job, knowing which head is the first that this card attends with."""
         if job.call is None:
             return job
         first, last = heads
-        own = first + (last - first) // self.world_size * self.rank
-        return job._replace(call=replace(job.call, first_head=own))
+        first_head = first + (last - first) // self.world_size * self.rank
+        return job._replace(call=replace(job.call, first_head=first_head))
 
     def _packed(self, qkv_BsND: QKV, job: _Job) -> Sequence[Any]:
         """What travels: q, k, v themselves, or what the method makes of them before."""

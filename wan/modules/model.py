@@ -9,6 +9,7 @@ Dtypes are explicit, there is no autocast; `docs/numerics.md` has the table.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -141,8 +142,9 @@ class WanModel(nn.Module):
         self._check(x, t, context, seq_len, y)
         if len(x) > 1 and (t.dim() == 2 or len({sample.shape for sample in x}) > 1):
             rows = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
-            singles = zip(x, rows.split(1), context, strict=True)
-            return [self._forward(s[None], row, [text], step)[0] for s, row, text in singles]
+            steps = [step and replace(step, sample=i) for i in range(len(x))]
+            singles = zip(x, rows.split(1), context, steps, strict=True)
+            return [self._forward(s[None], row, [text], at)[0] for s, row, text, at in singles]
         return list(self._forward(torch.stack(x), t, context, step).unbind(0))
 
     def _forward(

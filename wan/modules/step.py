@@ -14,6 +14,7 @@ class StepInfo:
     expert: "high_noise", "low_noise" or "dit" (models with a single network).
     grid: tokens along frame, height and width.
     valid_len: number of real tokens; tokens behind it are padding.
+    sample: which of the samples that a model computes one after the other.
     """
 
     index: int
@@ -22,3 +23,4 @@ class StepInfo:
     expert: str
     grid: tuple[int, int, int]
     valid_len: int
+    sample: int = 0
