@@ -15,7 +15,9 @@ from wan import build
 from wan.device import Device
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
+from wan.pipeline import Pipeline
 from wan.settings import flags, run
+from wan.settings.run import Run
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of cards fits
 WIDE = ("--size", "1024*512", "--frame_num", "1")  # 2048 tokens
@@ -62,18 +64,24 @@ def arguments(checkpoint: object, way: Way) -> list[str]:
 
 def latents(argv: Sequence[str], chip: str) -> Tensor:
     """float32 [C,F,H,W], as generate.py makes them from this command line, on every rank."""
+    asked, pipeline = composed(argv, chip)
+    return pipeline.latents(asked.request)
+
+
+def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
+    """What generate.py makes of a command line."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
     asked = run.resolve(flags.parse(argv), _none, _none)
     device, p = on_chip(chip), asked.parallel
-    return build.pipeline(
+    return asked, build.pipeline(
         asked.checkpoint,
         asked.execution,
         parallel=p,
         attention=asked.attention,
         quantised=asked.quantised,
         team=None if world == "1" else _team(device, (p.cfg_size, p.ring_size, p.ulysses_size)),
-    ).latents(asked.request)
+    )
 
 
 @cache
