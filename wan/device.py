@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,9 @@ def _torch_npu() -> Any:
 
 def _import_mindiesd() -> None:
     try:
-        import mindiesd  # noqa: F401  (imported for what it registers)
+        with warnings.catch_warnings():  # about Triton kernels for other models
+            warnings.simplefilter("ignore", UserWarning)
+            import mindiesd  # noqa: F401  (imported for what it registers)
     except ModuleNotFoundError as error:
         raise InputError(_not_installed(error)) from error
     except (ImportError, OSError, RuntimeError) as error:
