@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from wan.distributed.tokenplan import TokenPlan
 from wan.modules import schedule
-from wan.plan_attention import FP32, Chunk, ways
+from wan.plan_attention import FP32, Chunk
 from wan.plan_network import Network
+from wan.plan_ways import ways
 from wan.settings.attention import Attention
 from wan.settings.parallel import Parallel
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from wan.plan_ways import ring_blocks
 from wan.settings.attention import BLOCK, KV_BLOCK, Attention, RainFusion
 from wan.settings.parallel import Parallel
 
@@ -131,7 +132,9 @@ class Chunk:
         """Stages of FP8 attention."""
         n, m, b = self.numbers, self._keys("fp8"), self.blocks
         if self.attention.quant_alltoall:
-            copies = (n // b + 2 * m) if self.heads > 1 and self.device == "npu" else 0
+            if self.device != "npu":
+                return self._dequantised(m, self._earlier, 0)
+            copies = (n // b + 2 * m) if self.heads > 1 else 0
             return [self._earlier + copies + self._attending_fp8(n // b, m)]
         return self._quantised_here(m, 0)
 
@@ -150,14 +153,35 @@ class Chunk:
         n, b = self.numbers, self.blocks
         ring = m // n
         scale = ring * self.scale(KV_BLOCK)
-        stored = mask + 2 * (m + scale)
         queries = n // b + self.scale(BLOCK) // b
+        if self.device != "npu":
+            return [
+                mask + self._quantising(m, True),
+                mask + m * self._wide + self._quantising(m, False),
+                mask + 2 * m * self._wide + self._earlier + self._quantising(n // b, True),
+                *self._dequantised(m, mask + self._earlier + queries, m + scale),
+            ]
+        stored = mask + 2 * (m + scale)
         return [
             mask + self._quantising(m, True),
             mask + m + scale + self._quantising(m, False),
             stored + self._earlier + self._quantising(n // b, True),
             stored + self._earlier + queries + self._attending_fp8(n // b, m),
         ]
+
+    @property
+    def _wide(self) -> int:
+        """Bytes of a dequantised number: float32 on CPUs, the run's own on GPUs."""
+        return FP32 if self.device == "cpu" else self.e
+
+    def _dequantised(self, m: int, held: int, stored: int) -> list[int]:
+        """FP8 keys and values become wide, once, and each block of queries attends to them.
+
+        stored: what is left of their FP8 form, gone when both are wide.
+        """
+        converting = held + stored + m * self._wide + 2 * m * FP32
+        attending = self._attending_fp8(self.numbers // self.blocks, m)
+        return [converting, held + 2 * m * self._wide + attending]
 
     def _quantising(self, count: int, rotated: bool) -> int:
         """`count` numbers become FP8: rotated, copied head by head, payload."""
@@ -166,7 +190,7 @@ class Chunk:
         if self.device == "npu":
             return turned + by_head + count
         widened = count * FP32 if self.e != FP32 or self.tokens % KV_BLOCK else 0
-        return max(turned + by_head, turned + widened + 2 * count * FP32)
+        return max(turned + by_head, turned + widened + count * FP32 + count)
 
     def _packing(self) -> int:
         """Quantising before the exchange, or the exchange itself, whichever holds more."""
@@ -181,13 +205,12 @@ class Chunk:
         if self.device == "npu":
             return q * self.e
         if self.device == "cuda":
-            return (q + 2 * m) * self.e + 2 * m * FP32
+            return q * self.e + 2 * q * FP32
         # Rotated keys lie head by head already, unless padding to whole blocks moved them.
         copied = 2 if self.attention.quant_alltoall or self.tokens % KV_BLOCK else 1
         by_head = copied * m * FP32 + self._tile if self.heads > 1 else self._tile
-        plain = (q + 2 * m) * FP32
         narrowed = q * self.e if self.e != FP32 else 0
-        return max(plain + m * FP32, plain + by_head + q * FP32, plain + q * FP32 + narrowed)
+        return q * FP32 + max(by_head + q * FP32, q * FP32 + narrowed)
 
     def _attending_sparse(self, rain: RainFusion, q: int, m: int) -> int:
         by_head, b = self.heads > 1, self.blocks
@@ -224,25 +247,3 @@ class Chunk:
         scores = self.heads * self._all_blocks * self._key_blocks
         highest = ceil(self._key_blocks * (1 - rain.sparsity)) * self.heads * self._all_blocks
         return scores * (2 * self.e + 1) + highest * (self.e + INT64)
-
-
-def ways(attention: Attention) -> tuple[str, ...]:
-    """How the steps of a run attend: "dense" or "fp8", "sparse"."""
-    rain = attention.rainfusion
-    usual = "dense" if attention.fa_quant is None else "fp8"
-    if rain is None:
-        return (usual,)
-    return ("sparse",) if rain.start_step == 0 else (usual, "sparse")
-
-
-def ring_blocks(parallel: Parallel) -> int:
-    """K/V blocks of other cards that a card holds at once: at hand, and arriving."""
-    size = parallel.ring_size
-    if parallel.ring_type == "ring":
-        return min(size - 1, 2)
-    most = 0
-    for rank in range(size):
-        arriving = [(rank >= t) + (rank + t < size) for t in range(1, size)]
-        pairs = zip([0, *arriving], [*arriving, 0], strict=True)
-        most = max(most, *(held + new for held, new in pairs))
-    return most

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from wan.plan import Forward
-from wan.plan_attention import ways
+from wan.plan_ways import ways
 from wan.planner import Card, Planner
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel, legal

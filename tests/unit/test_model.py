@@ -201,7 +201,7 @@ def test_rope_tables_are_built_once_per_grid(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("wan.modules.rope.rope_table", lambda *a: built.append(a) or rope_table(*a))
     tables = RopeTables(24)
 
-    def whole(x: Tensor) -> Tensor:
+    def whole(x: Tensor, grid: tuple[int, int, int]) -> Tensor:
         return x
 
     for grid in ((2, 3, 4), (2, 3, 4), (1, 3, 4), (1, 3, 4)):

@@ -11,9 +11,9 @@ import torch
 from wan.distributed.ring import RING_TYPES, hops
 from wan.modules.model import WanModel, keeps_fp32
 from wan.plan import Forward
-from wan.plan_attention import ring_blocks
 from wan.plan_network import Network, text_bytes, weights
 from wan.plan_report import check, lines, topologies
+from wan.plan_ways import ring_blocks
 from wan.planner import T5_BYTES, T5_TABLE, Planner
 from wan.settings import flags, machine, planned
 from wan.settings.errors import InputError

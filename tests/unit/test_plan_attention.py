@@ -14,9 +14,10 @@ from wan.device import resolve
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.step import StepInfo
 from wan.plan import Forward
-from wan.plan_attention import Chunk, ways
+from wan.plan_attention import Chunk
 from wan.plan_network import Network, weights
 from wan.plan_report import lines, topologies
+from wan.plan_ways import ways
 from wan.planner import Planner
 from wan.settings import flags, planned
 from wan.settings.attention import Attention, RainFusion
@@ -67,7 +68,7 @@ def test_fp8_exchanges_are_half_and_carry_scales() -> None:
 
 @pytest.mark.parametrize(
     ("attention", "ring", "shard"),
-    [(FP8, 1, 9450), (FP8, 2, 9472), (SENT, 1, 9472), (RAIN, 1, 9472), (Attention(), 2, 9450)],
+    [(FP8, 1, 9450), (FP8, 2, 9472), (SENT, 1, 9472), (RAIN, 1, 9450), (Attention(), 2, 9450)],
 )
 def test_shards_end_where_blocks_do(attention: Attention, ring: int, shard: int) -> None:
     assert forward(Parallel(8, 1, ring, 8 // ring), attention).plan.shard_len == shard
@@ -108,9 +109,9 @@ def test_a_ring_gathers_what_has_no_lse() -> None:
 
 
 def test_quantising_before_the_exchange_can_be_the_most() -> None:
-    """A padded GPU: padded q, k, v; FP8 queries; keys rotated, widened, scaled and clamped."""
+    """A padded GPU: padded q, k, v; FP8 queries; keys rotated, widened, scaled, their payload."""
     n = 75776 * 128
-    assert chunk(EIGHT, SENT, device="cuda").at_work("fp8") == 6 * n + n + (2 + 4 + 8) * n
+    assert chunk(EIGHT, SENT, device="cuda").at_work("fp8") == 6 * n + n + (2 + 4 + 4 + 1) * n
 
 
 def test_laser_copies_in_float16() -> None:
@@ -121,16 +122,15 @@ def test_laser_copies_in_float16() -> None:
 
 
 def test_masks_and_tables() -> None:
-    mask = 592 * 591  # a card's rows are padded, its real blocks are 591
-    assert chunk(EIGHT, RAIN).mask == 591 * 591 != mask
+    assert chunk(EIGHT, RAIN).mask == 591 * 591
+    assert chunk(EIGHT, RAIN, rows=130, tokens=128).mask == 1  # padding has no blocks
     assert chunk(EIGHT, RAIN_FP8, 5).mask == 5 * 591 * 296
     ring = Parallel(8, 1, 2, 4)
     assert chunk(ring, RAIN).mask == 296 * 591
-    n = 75776 * 128
     found = chunk(EIGHT, RAIN).at_work("sparse")
-    assert found == 6 * n + 591 * 591 * (1 + 8) + 2 * 2 * n  # mask, int64 table, result twice
+    assert found == 6 * N + 591 * 591 * (1 + 8) + 2 * 2 * N  # mask, int64 table, result twice
     v3 = replace(RAIN, rainfusion=RainFusion("v3", 0.64, 0))
-    assert chunk(EIGHT, v3, 5).at_work("sparse") == 5 * (6 * n + 2 * 591 * 591 + 8 * n)
+    assert chunk(EIGHT, v3, 5).at_work("sparse") == 5 * (6 * N + 2 * 591 * 591 + 8 * N)
 
 
 def test_masks_of_several_steps_are_kept() -> None:
