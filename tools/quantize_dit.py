@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wan.kernels.quant import hadamard
@@ -49,10 +50,14 @@ Make = Callable[[], Iterator[tuple[str, Tensor]]]
 def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None) -> Path:
     """Write the folder `out` and return it.
 
-    fa: None, or "fp8" for FP8 attention. Raises InputError for a folder that is no checkpoint, an
-    `out` that already holds something, or heads whose size is no power of two with fa.
+    fa: None, or "fp8" for FP8 attention. Raises InputError for a folder that is no checkpoint or
+    cannot be read, an `out` that is the current folder or already holds something, or heads whose
+    size is no power of two with fa; OSError where `out` cannot be written.
     """
-    checkpoint = describe(ckpt_dir)
+    with _reading(ckpt_dir):
+        checkpoint = describe(ckpt_dir)
+    if out.resolve() == Path.cwd():  # it would be replaced under the feet of whoever is in it
+        raise InputError(f"--out {out} is the current folder; name a new one.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty; name another folder or remove it.")
     # Under its final name there is a complete folder or none.
@@ -121,8 +126,19 @@ def _rotations(layer: str, rotation: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(info: TensorInfo) -> Tensor:
-    with safe_open(info.file, framework="pt", device="cpu") as handle:
+    with _reading(info.file), safe_open(info.file, framework="pt", device="cpu") as handle:
         return handle.get_tensor(info.name)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Keeps failures to read apart from failures to write."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"{path} cannot be read ({error}); see whether the checkpoint is there and whole."
+        ) from error
 
 
 def _write_tensors(

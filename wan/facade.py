@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from wan import build
 from wan.modules.model import WanModel
-from wan.settings import keywords
+from wan.settings import attention_flags, env, keywords
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
@@ -75,8 +76,10 @@ class Facade:
 
         settings: those of `wan.settings.keywords`, as on the command line (ulysses_size, comm_type,
         fa_quant, use_rainfusion, quant_dit_path, ...); sparse_start_step is by default a quarter of
-        the task's own steps.
+        the task's own steps, for all requests: one with no more steps than that is refused. The
+        variables that stand for flags have no effect; those refused there are refused here.
         """
+        env.refused()
         self.config, self._noise_device = config, noise_device
         if precision == "auto" and config.param_dtype == torch.float32:
             precision = "fp32"
@@ -95,7 +98,7 @@ class Facade:
         fp32 = config.t5_dtype == torch.float32
         own = {"dit_fsdp": dit_fsdp, "t5_fsdp": t5_fsdp, "t5_cpu": t5_cpu}
         values = keywords.read({**settings, **own})
-        topology, self._team = build.team(
+        self._parallel, self._team = build.team(
             self._checkpoint,
             use_sp,
             values,
@@ -103,14 +106,14 @@ class Facade:
             device_id,
         )
         steps = self._preset.sample_steps
-        attention, quantised = keywords.attending(
-            values, execution, self._checkpoint, topology, steps
+        self._attention, quantised = keywords.attending(
+            values, execution, self._checkpoint, self._parallel, steps
         )
         self._pipeline = build.pipeline(
             self._checkpoint,
             execution,
-            parallel=topology,
-            attention=attention,
+            parallel=self._parallel,
+            attention=self._attention,
             quantised=quantised,
             team=self._team,
             device_index=device_id,
@@ -151,6 +154,9 @@ class Facade:
             boundary=self._boundary,
             noise_device=self._noise_device,
             **sampling,
+        )
+        attention_flags.check_request(
+            self._attention, request.sample_steps, prod(request.grid), self._parallel
         )
         if self._team is not None:  # ranks that drew different seeds would mix their noise
             request = replace(request, seed=self._team.value_from_main(request.seed))

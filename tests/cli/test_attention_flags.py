@@ -42,6 +42,14 @@ ALONE = {
         "would begin at step 8, but there are 8",
     ),
     "sparse in one step": ([*RAIN, "--sample_steps", "1"], "lower --sparse_start_step"),
+    "laser where all is sparse": (
+        [*LASER, *RAIN, "--sparse_start_step", "0"],
+        "the kernel of dense steps",
+    ),
+    "a mask for one step": (
+        [*RAIN, "--sample_steps", "8", "--sparse_start_step", "7", "--mask_refresh_interval", "2"],
+        "--mask_refresh_interval 2 has no effect, as only the last of 8",
+    ),
     "v2 in FP8": ([*FP8, *RAIN], "use --rainfusion_type v3"),
     "FP8 exchange alone": (["--quant_alltoall"], "add --fa_quant fp8"),
     "FP8 exchange of sparse": (
@@ -96,6 +104,8 @@ PLANNED = {
         [*LASER, "--ring_size", "37", "--ulysses_size", "1"],
         "--ring_size 37 and --comm_type 0 has one of 2016 x 75600",
     ),
+    "compiled on a chip": (["--chip", "A2", "--compile"], "--compile is not built for NPUs"),
+    "compiled on any NPU": (["--device", "npu", "--compile"], "--compile is not built for NPUs"),
     "quantised without a folder": (["--quant_dit_path", "x"], "add its --ckpt_dir"),
 }
 
@@ -157,7 +167,23 @@ def test_nothing_asked_for(tiny) -> None:
     run = resolved("--ckpt_dir", tiny("t2v-A14B"))
     assert run.attention == Attention() and run.attention.is_plain and run.quantised is None
     assert run.settings["attention_algo"] == "fused"
-    assert not {"fa_quant", "use_rainfusion", "sparsity", "fused_ops"} & run.settings.keys()
+    assert not {"use_rainfusion", "sparsity"} & run.settings.keys()
+
+
+ALIASED = {"ALGO": "3", "ROPE_OPT": "1", "FAST_LAYERNORM": "1"}
+
+
+@pytest.mark.parametrize("name", ALIASED)
+def test_the_record_of_a_dense_run_wins_over_variables(
+    name: str, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"))
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"settings": first.settings}))
+    monkeypatch.setenv(name, ALIASED[name])
+    again = resolved("--from_json", path)
+    assert again.attention == first.attention == Attention()
+    assert again.settings["fa_quant"] == "none" and not again.settings["fused_ops"]
 
 
 @pytest.mark.parametrize(("steps", "start"), [(40, 10), (50, 13), (4, 1), (2, 1)])
@@ -198,9 +224,52 @@ def test_the_record_repeats_the_numbers_but_not_the_clock(tiny, tmp_path: Path) 
 
 def test_the_record_holds_what_was_left_open(tiny) -> None:
     settings = resolved("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 10).settings
-    assert settings["use_rainfusion"] is True and settings["sparse_start_step"] == 3
+    assert settings["use_rainfusion"] is True
     assert (settings["rainfusion_type"], settings["sparsity"]) == ("v2", 0.64)
     assert settings["mask_refresh_interval"] == 1
+
+
+def test_a_start_that_nobody_gave_follows_the_repeats_steps(tiny, tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    argv = ("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", 40)
+    for given, start, later in (((), 10, 1), (("--sparse_start_step", "2"), 2, 2)):
+        first = resolved(*argv, *given)
+        path.write_text(json.dumps({"settings": first.settings}))
+        for more, expected in (((), start), (("--sample_steps", 4), later)):
+            rain = resolved("--from_json", path, *more).attention.rainfusion
+            assert rain is not None and rain.start_step == expected
+
+
+MX = "quant_model_description_w8a8_mxfp8.json"
+
+
+def mx_export(folder: Path) -> Path:
+    """One layer of the tiny t2v-1.3B as W8A8_MXFP8; what is inside is not looked at here."""
+    name = "blocks.0.ffn.0"
+    entries = {"model_quant_type": "W8A8_MXFP8", f"{name}.weight": "W8A8_MXFP8"}
+    (folder / MX).write_text(json.dumps(entries))
+    tensors = {f"{name}.{part}": torch.zeros(1) for part in ("weight", "weight_scale", "bias")}
+    save_file(tensors, folder / "quant_model_weight_w8a8_mxfp8.safetensors")
+    for path in folder.iterdir():
+        path.chmod(0o640)
+    return folder
+
+
+def test_a_plan_refuses_what_the_run_would(
+    tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = mx_export(tmp_path)
+    argv = ["--plan", "--task", "t2v-14B", "--ckpt_dir", str(tiny("t2v-1.3B"))]
+    argv += ["--quant_dit_path", str(folder)]
+    assert "W8A8_MXFP8 weights, which need an A5; this is an A2" in refused(
+        [*argv, "--chip", "A2"], capfd
+    )
+    assert planned.resolve(flags.parse([*argv, "--chip", "A5"])).quantised is not None
+    assert planned.resolve(flags.parse(argv)).quantised is not None
+    text = refused([*argv, "--chip", "A5", "--precision", "fp32"], capfd)
+    assert "computes in 16 bits on NPUs" in text
+    (folder / MX).chmod(0o644)
+    assert "chmod 0640" in refused([*argv, "--chip", "A5"], capfd)
 
 
 def test_a_plan_for_a_chip_is_one_for_an_npu() -> None:

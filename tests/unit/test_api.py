@@ -11,6 +11,7 @@ from PIL import Image
 
 import wan
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
+from wan.settings.attention import Attention
 
 QUICK = {"frame_num": 5, "sampling_steps": 2, "seed": 7}
 
@@ -132,6 +133,46 @@ def test_refusals(tiny, change: dict, sentence: str) -> None:
     model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
     with pytest.raises(ValueError, match=sentence):
         model.generate(**{"input_prompt": "a", "size": (64, 32), **QUICK, **change})
+
+
+def sparse(tiny, **settings) -> wan.WanT2V:
+    config, folder = WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B")
+    return wan.WanT2V(config, folder, use_rainfusion=True, **settings)
+
+
+def test_a_request_in_which_sparse_attention_would_never_start(tiny) -> None:
+    args = {"size": (64, 32), "frame_num": 5, "seed": 7, "output_type": "latent"}
+    with pytest.raises(
+        ValueError, match=r"begin at step 10, but there are 10 .*; lower --sparse_start"
+    ):
+        sparse(tiny).generate("a", sampling_steps=10, **args)
+    model = sparse(tiny, sparse_start_step=1, sparsity=0.0, mask_refresh_interval=2)
+    with pytest.raises(ValueError, match="--mask_refresh_interval 2 has no effect"):
+        model.generate("a", sampling_steps=2, **args)
+    assert model.generate("a", sampling_steps=3, **args).shape == (16, 2, 4, 8)
+
+
+def test_sparse_attention_may_start_after_the_usual_steps(tiny) -> None:
+    model = sparse(tiny, sparse_start_step=45)
+    with pytest.raises(ValueError, match="begin at step 45, but there are 45"):
+        model.generate("a", size=(64, 32), frame_num=5, sampling_steps=45)
+
+
+def test_a_request_too_short_for_laser(tiny) -> None:
+    """No NPU is here: the refusal comes before anything is computed."""
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
+    model._attention = Attention(algorithm="laser")
+    with pytest.raises(ValueError, match="has one of 16 x 16"):
+        model.generate("a", size=(64, 32), **QUICK)
+
+
+@pytest.mark.parametrize(("name", "value"), [("MINDIE_SD_FA_TYPE", "x"), ("USE_SUB_HEAD", "2")])
+def test_variables_without_an_equal_here(
+    tiny, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name} is '{value}'"):
+        wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
 
 
 def test_refused_folders(tiny, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from wan.distributed.tokenplan import TokenPlan
 from wan.modules import schedule
 from wan.settings import values
-from wan.settings.attention import LASER_ROWS, RAINFUSION_TYPES, resolve
+from wan.settings.attention import LASER_ROWS, RAINFUSION_TYPES, Attention, RainFusion
+from wan.settings.attention_flags import check_request, resolve
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
@@ -72,6 +73,8 @@ def test_what_is_accepted_has_an_effect_and_no_contradiction(
     assert (rain is not None) == ("use_rainfusion" in given_flags)
     if rain is not None:
         assert rain.type in ("v2", "v3") and rain.start_step < steps and not execution.compile
+        assert rain.refresh == 1 or steps - rain.start_step > 1, "no step uses a mask again"
+        assert found.algorithm == "fused" or rain.start_step > 0, "no step is dense"
     if found.fa_quant is not None:
         assert dim == 64 and found.algorithm == "fused" and not execution.compile
         assert rain is None or rain.type == "v3"
@@ -117,6 +120,39 @@ def test_what_is_not_known_yet_is_not_checked() -> None:
         resolve(flags, NPU, steps=8, parallel=Parallel())
     with pytest.raises(InputError, match="has 6 channels"):
         resolve(flags, NPU, steps=8, head_dim=6)
+
+
+def test_a_request_is_checked_when_it_comes() -> None:
+    flags = {"use_rainfusion": True, "sparse_start_step": 40, "mask_refresh_interval": 2}
+    attention = resolve(flags, NPU, steps=40, parallel=Parallel())
+    check_request(attention, 42, 9000, Parallel())
+    with pytest.raises(InputError, match="as only the last of 41 steps is sparse"):
+        check_request(attention, 41, 9000, Parallel())
+    with pytest.raises(
+        InputError, match=r"begin at step 40, but there are 40 .*; lower --sparse_st"
+    ):
+        check_request(attention, 40, 9000, Parallel())
+    laser = resolve({"attention_algo": "laser"}, NPU, steps=40, parallel=Parallel())
+    check_request(laser, 40, LASER_ROWS, Parallel())
+    with pytest.raises(InputError, match="has one of 2047 x 2047"):
+        check_request(laser, 40, LASER_ROWS - 1, Parallel())
+
+
+@pytest.mark.parametrize(
+    ("attention", "ring", "multiple"),
+    [
+        (Attention(), 2, 1),
+        (Attention(rainfusion=RainFusion("v2", 0.5, 0)), 1, 1),
+        (Attention(rainfusion=RainFusion("v2", 0.5, 0)), 2, 128),
+        (Attention(fa_quant="fp8"), 1, 1),
+        (Attention(fa_quant="fp8"), 2, 128),
+        (Attention(fa_quant="fp8", quant_alltoall=True), 1, 256),
+    ],
+)
+def test_shards_are_padded_for_blocks_only_where_one_can_be_cut(
+    attention: Attention, ring: int, multiple: int
+) -> None:
+    assert attention.row_multiple(ring) == multiple
 
 
 def test_a_clock_may_be_restored_to_what_it_is_capped_at() -> None:

@@ -61,6 +61,19 @@ def test_what_each_chip_takes(chip: chips.Chip, asked: str) -> None:
         assert said.endswith(".") and said.count(". ") == 0  # one sentence
 
 
+INTEGERS = ("W8A8_DYNAMIC", "W8A8", "W8A8_TIMESTEP", "W4A4_DYNAMIC", "W8A16", "W4A16")
+MX = ("W8A8_MXFP8", "W4A4_MXFP4", "W4A4_MXFP4_DUALSCALE")
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("algorithm", [*INTEGERS, *MX])
+def test_weights_that_each_chip_takes(chip: chips.Chip, algorithm: str) -> None:
+    said = chips.refusal(chip, PLAIN, 128, "bf16", ("W8A8_DYNAMIC", algorithm))
+    assert (said is None) == (chip.name in ({"A5"} if algorithm in MX else {"A2", "A3", "A5"}))
+    if said is not None and chip.name != "Duo":
+        assert f"{algorithm} weights, which need an A5; this is an {chip.name}" in said
+
+
 def test_v2_on_a5_names_v3() -> None:
     said = chips.refusal(chips.by_name("A5"), rain("v2"), 128, "bf16")
     assert said is not None and said.endswith("use --rainfusion_type v3.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -54,6 +55,11 @@ def test_aliases(environ: dict[str, str], settings: dict[str, Any]) -> None:
 def test_other_values_are_refused(environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(InputError) as caught:
         env.aliases(environ)
+    if environ.keys() & {"USE_SUB_HEAD", "MINDIE_SD_FA_TYPE"}:
+        with pytest.raises(InputError, match=re.escape(str(caught.value))):
+            env.refused(environ)
+    else:
+        env.refused(environ)
     assert sentence in str(caught.value) and str(caught.value).endswith(".")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -232,6 +232,36 @@ def test_tool_refuses_and_leaves_nothing(tiny: Any, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
+def test_tool_does_not_replace_the_current_folder(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert quantize_dit.main(["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", "."]) == 2
+    assert "--out . is the current folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), SafetensorError("incomplete")])
+def test_tool_says_what_it_could_not_read(
+    error: Exception,
+    tiny: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As on a disk that fails between the headers and the tensors."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(quantize_dit, "safe_open", fails)
+    out = tmp_path / "q"
+    assert quantize_dit.main(["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(out)]) == 2
+    text = capsys.readouterr().err
+    assert "diffusion_pytorch_model.safetensors cannot be read" in text and "--out" not in text
+    assert not list(tmp_path.iterdir())
+
+
 # --- what is refused
 
 
@@ -330,7 +360,8 @@ def test_combinations_that_cannot_run(broken: Path, tiny: Any) -> None:
     with pytest.raises(InputError, match="--dit_fsdp"):
         read(broken, checkpoint, dit_fsdp=True)
     edit(broken, lambda d: d.update({"blocks.0.self_attn.quant_type": "MXFP8_DYNAMIC"}))
-    assert read(broken, checkpoint).has_attention
+    (export,) = read(broken, checkpoint).experts.values()
+    assert export.attentions[0].algorithm == "MXFP8_DYNAMIC"
     with pytest.raises(InputError, match="MXFP8_DYNAMIC, but --fa_quant fp8"):
         read(broken, checkpoint, fa_quant="fp8")
 
@@ -373,6 +404,46 @@ def test_layouts_of_other_exporters(broken: Path, tiny: Any) -> None:
     assert found.linears[Q].tensors.keys() == {"weight", "weight_scale", "bias", "mul_scale"}
     assert "blocks.1.ffn.0" not in found.linears and len(found.linears) == 19
     assert found.attentions.keys() == {0, 1}
+
+
+Entries = dict[str, str | None]  # None: there is no such entry
+# The entries of one layer -> its algorithm, None: it is not quantised.
+FIRST: dict[str, tuple[Entries, str | None]] = {
+    "one level deeper": ({".linear.weight": "W8A8", ".weight": "W8A16"}, "W8A8"),
+    "weight": ({".weight": "W8A8", "": "W8A16"}, "W8A8"),
+    "the bare name": ({".weight": None, "": "W8A8", ".quant_type": "W8A16"}, "W8A8"),
+    "bare before FP8": ({".weight": None, "": "W8A8", ".fa_q.scale": "W8A16"}, "W8A8"),
+    "scale before type": (
+        {".weight": None, ".fa_q.scale": "W8A8", ".quant_type": "W8A16"}, "W8A8"
+    ),
+    "type alone": ({".weight": None, ".quant_type": "w8a8"}, "W8A8"),
+    "FLOAT last": ({".weight": "W8A8", ".quant_type": "FLOAT"}, None),
+    "FLOAT in another case": ({".weight": "W8A8", ".quant_type": "float"}, "W8A8"),
+    "and first": ({".weight": "Float", ".quant_type": "W8A8"}, "W8A8"),
+    "and alone": ({".weight": "float"}, None),
+    "16 bits first": ({".weight": "w16a16", ".quant_type": "W8A8"}, None),
+    "16 bits last": ({".weight": "W8A8", ".quant_type": "W16A16"}, "W8A8"),
+    "not quantised, last": ({".weight": "W8A8", ".quant_type": "NO_QUANT"}, "W8A8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_which_entry_counts(case: str, broken: Path, tiny: Any) -> None:
+    """As mindiesd's quantize looks a layer up: get_key_patterns, get_cfg_and_weights."""
+    entries, algorithm = FIRST[case]
+
+    def change(said: dict[str, Any]) -> None:
+        for suffix, value in entries.items():
+            said.pop(Q + suffix, None)
+            if value is not None:
+                said[Q + suffix] = value
+
+    edit(broken, change)
+    parts = ("weight_scale", "input_scale", "input_offset", "deq_scale", "quant_bias")
+    retensor(broken, lambda t: t.update({f"{Q}.{part}": torch.ones(96) for part in parts}))
+    (export,) = read(broken, tiny("t2v-1.3B"), device="auto").experts.values()
+    layer = export.linears.get(Q)
+    assert (None if layer is None else layer.algorithm) == algorithm
 
 
 # --- loading

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
-
-from wan.settings.errors import InputError
-from wan.settings.execution import Execution
-from wan.settings.parallel import Parallel
 
 ALGORITHMS = ("fused", "laser")
 RAINFUSION_TYPES = ("v1", "v2", "v3")
@@ -17,8 +11,7 @@ FUSED_OPS = ("rope", "rms_norm", "layer_norm", "scale_shift")
 LASER_ROWS = 2048  # below, mindiesd silently takes its other kernel
 BLOCK = 128  # rows of a query block: of an FP8 scale, and of RainFusion's masks
 KV_BLOCK = 256  # rows of an FP8 scale of keys or values
-_SPARSITY = 0.64
-_RESTORE = 1650  # MHz
+RESTORE = 1650  # MHz
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class RainFusion:
 
 @dataclass(frozen=True)
 class Attention:
-    """What an attention layer does with the q, k, v of one chunk. `resolve` checks one.
+    """What an attention layer does with q, k, v of one chunk. `attention_flags` makes checked ones.
 
     algorithm: which dense kernel of an NPU. fa_quant: None or "fp8". quant_alltoall: FP8 numbers
     travel in the exchanges. fused_ops: which small operations run as fused vendor kernels.
@@ -50,7 +43,7 @@ class Attention:
     rainfusion: RainFusion | None = None
     fused_ops: tuple[str, ...] = ()
     freq_cap: int | None = None
-    freq_restore: int = _RESTORE
+    freq_restore: int = RESTORE
 
     @property
     def is_plain(self) -> bool:
@@ -58,176 +51,40 @@ class Attention:
         return self.fa_quant is None and self.rainfusion is None
 
     def row_multiple(self, ring_size: int) -> int:
-        """A card's tokens are padded to a multiple of this, so that blocks end where shards do."""
+        """A card's tokens are padded to a multiple of this.
+
+        So that blocks end where the rows do that a card attends from: without a ring all of them,
+        unless numbers are quantised before they are exchanged.
+        """
         if self.quant_alltoall:
             return KV_BLOCK
-        blocks = self.rainfusion is not None or (self.fa_quant is not None and ring_size > 1)
-        return BLOCK if blocks else 1
+        return BLOCK if ring_size > 1 and not self.is_plain else 1
 
     def record(self) -> dict[str, Any]:
-        """Under their flags' names, what a repeat of the video needs beside the flags given."""
+        """Under their flags' names, what a repeat of the video needs beside the flags given.
+
+        Also what is off, as a variable may ask for it. RainFusion's first step is not among it: if
+        it was not given, it follows the repeat's own steps.
+        """
         rain = self.rainfusion
-        chosen = {"attention_algo": self.algorithm}
+        chosen = {
+            "attention_algo": self.algorithm,
+            "fa_quant": self.fa_quant or "none",
+            "fused_ops": self.fused_ops,
+        }
         if rain is None:
             return chosen
         return chosen | {
             "sparsity": rain.sparsity,
-            "sparse_start_step": rain.start_step,
             "rainfusion_type": rain.type,
             "mask_refresh_interval": rain.refresh,
         }
 
 
-def resolve(
-    values: Mapping[str, Any],
-    execution: Execution,
-    *,
-    steps: int,
-    tokens: int | None = None,
-    parallel: Parallel | None = None,
-    head_dim: int | None = None,
-) -> Attention:
-    """The attention that the given flags ask for.
-
-    values: checked settings. steps: of sampling. tokens: of one forward pass. head_dim: channels of
-    a head. What is None is not known yet, and what depends on it is not checked. Raises InputError
-    for flags that contradict each other or would be accepted without an effect.
-    """
-    quant = values.get("fa_quant", "none")
-    attention = Attention(
-        algorithm=values.get("attention_algo", "fused"),
-        fa_quant=None if quant == "none" else quant,
-        quant_alltoall=values.get("quant_alltoall", False),
-        rainfusion=_rainfusion(values, steps),
-        fused_ops=values.get("fused_ops", ()),
-        freq_cap=values.get("fa_freq_cap"),
-        freq_restore=values.get("fa_freq_restore", _RESTORE),
-    )
-    objections = chain(
-        _about_sparsity(values, attention.rainfusion, steps),
-        _about_numbers(attention, head_dim),
-        _about_clock(values, attention),
-        _about_execution(attention, execution),
-        () if parallel is None else _about_topology(attention, parallel, tokens),
-    )
-    for objection in objections:
-        raise InputError(objection)
-    return attention
-
-
-def _rainfusion(values: Mapping[str, Any], steps: int) -> RainFusion | None:
-    if not values.get("use_rainfusion", False):
-        return None
-    return RainFusion(
-        type=values.get("rainfusion_type", "v2"),
-        sparsity=values.get("sparsity", _SPARSITY),
-        start_step=values.get("sparse_start_step", -(-steps // 4)),
-        refresh=values.get("mask_refresh_interval", 1),
-    )
-
-
-def _about_sparsity(
-    values: Mapping[str, Any], rain: RainFusion | None, steps: int
-) -> Iterator[str]:
-    if rain is None:
-        for flag in ("sparsity", "sparse_start_step", "rainfusion_type", "mask_refresh_interval"):
-            if flag in values:
-                yield f"--{flag} has no effect without --use_rainfusion; add it or drop --{flag}."
-        return
-    if rain.type == "v1":
-        yield (
-            "--rainfusion_type v1 is not available: it exists here as a reference mask only, and "
-            "on NPUs it needs torch_atb; use v2 or v3."
-        )
-    if rain.start_step >= steps:
-        yield (
-            f"--use_rainfusion would begin at step {rain.start_step}, but there are {steps} "
-            "(--sample_steps, counted from 0), so it has no effect; lower --sparse_start_step."
-        )
-
-
-def _about_numbers(attention: Attention, head_dim: int | None) -> Iterator[str]:
-    rain, fp8 = attention.rainfusion, attention.fa_quant
-    if attention.quant_alltoall and fp8 is None:
-        yield "--quant_alltoall (or QUANT_ALLTOALL=1) exchanges FP8 numbers; add --fa_quant fp8."
-    if attention.quant_alltoall and rain is not None:
-        yield (
-            "--quant_alltoall (or QUANT_ALLTOALL=1) quantises before the exchange, but "
-            "--use_rainfusion plans its masks on unquantised numbers; drop one of them."
-        )
-    if fp8 is None:
-        return
-    if rain is not None and rain.type == "v2":
-        yield "--rainfusion_type v2 has no FP8 kernel for --fa_quant fp8; use --rainfusion_type v3."
+def npu_flag(attention: Attention) -> str | None:
+    """The first flag given of those that exist on NPUs only."""
     if attention.algorithm == "laser":
-        yield (
-            "--attention_algo laser (or ALGO=1) and --fa_quant fp8 (or ALGO=3) are different "
-            "kernels; choose one."
-        )
-    if head_dim is not None and head_dim & (head_dim - 1):
-        yield (
-            "--fa_quant fp8 (or ALGO=3) rotates each head by a Hadamard matrix, whose size is a "
-            f"power of two (64 or 128 on NPUs); here a head has {head_dim} channels: drop the flag."
-        )
-
-
-def _about_clock(values: Mapping[str, Any], attention: Attention) -> Iterator[str]:
-    cap, restore = attention.freq_cap, attention.freq_restore
-    if cap is None and "fa_freq_restore" in values:
-        yield "--fa_freq_restore has no effect without --fa_freq_cap; add it or drop the flag."
-    if cap is not None and cap > restore:
-        yield (
-            f"--fa_freq_cap {cap} lies above the {restore} MHz that are restored afterwards; lower "
-            "it or give a higher --fa_freq_restore."
-        )
-
-
-def _about_execution(attention: Attention, execution: Execution) -> Iterator[str]:
-    laser, cap = attention.algorithm == "laser", attention.freq_cap is not None
-    if laser and execution.precision == "fp32":
-        yield (
-            "--attention_algo laser (or ALGO=1) computes in float16 and takes no --precision fp32; "
-            "use bf16, or --attention_algo fused."
-        )
-    if execution.device in ("cpu", "cuda"):
-        for flag, asked in (
-            ("--attention_algo laser (or ALGO=1)", laser),
-            ("--fused_ops (or FAST_LAYERNORM=1, ROPE_OPT=1)", bool(attention.fused_ops)),
-            ("--fa_freq_cap", cap),
-        ):
-            if asked:
-                yield f"{flag} exists on NPUs only; drop it, or drop --device {execution.device}."
-    if execution.compile:
-        for flag, asked in (
-            ("--fa_quant fp8", attention.fa_quant is not None),
-            ("--use_rainfusion", attention.rainfusion is not None),
-            ("--fa_freq_cap", cap),
-        ):
-            if asked:
-                yield f"--compile does not work with {flag}; drop one of them."
-
-
-def _about_topology(attention: Attention, parallel: Parallel, tokens: int | None) -> Iterator[str]:
-    if attention.quant_alltoall and parallel.ulysses_size == 1:
-        yield (
-            "--quant_alltoall (or QUANT_ALLTOALL=1) makes all-to-all exchanges smaller, and there "
-            "are none with --ulysses_size 1; use a larger one or drop the flag."
-        )
-    if attention.algorithm == "laser" and tokens is not None:
-        rows = _fewest_queries(attention, parallel, tokens)
-        if rows < LASER_ROWS:
-            yield (
-                f"--attention_algo laser (or ALGO=1) needs {LASER_ROWS} rows of queries and keys "
-                "in each call, else mindiesd silently takes its other kernel; a card with "
-                f"--ring_size {parallel.ring_size} and --comm_type {parallel.comm_type} has one "
-                f"of {rows} x {tokens}: use --attention_algo fused."
-            )
-
-
-def _fewest_queries(attention: Attention, parallel: Parallel, tokens: int) -> int:
-    """Rows of the smallest dense attention call; its keys are all tokens (laser has no LSE)."""
-    multiple = attention.row_multiple(parallel.ring_size)
-    shard = -(-tokens // (parallel.sequence_size * multiple)) * multiple
-    rows = shard * parallel.ulysses_size  # after the exchange
-    last = tokens - (-(-tokens // rows) - 1) * rows  # of the last card that has any
-    return max(last // (2 if parallel.mode == "BlockAttn" else 1), 1)
+        return "--attention_algo laser (or ALGO=1)"
+    if attention.fused_ops:
+        return "--fused_ops (or FAST_LAYERNORM=1, ROPE_OPT=1)"
+    return None if attention.freq_cap is None else "--fa_freq_cap"

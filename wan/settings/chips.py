@@ -21,33 +21,34 @@ class Chip:
     """One generation of chips.
 
     socs: values of `torch_npu.npu.get_soc_version()`, both ends included; mindiesd's device table.
-    precisions: values of --precision it computes in. A Duo knows float16 only, in which no run is.
-    dense_op: `op_type` of mindiesd.attention_forward in manual mode; on Duo only prompt_flash_attn
-    is registered.
+    precisions: values of --precision it computes in. A Duo knows float16 only, in which no run is:
+    it is in the table to be refused by name.
     laser: ascend_laser_attention runs; on A5 mindiesd silently takes fused_attn_score instead.
     fp8: the FP8 attention kernels (fused_infer_attention_score_v2, block-sparse attention with
     dequantising scales); shipped for A5 only.
-    lse: npu_fusion_attention exists, whose maximum and sum give the log-sum-exp.
     rainfusion: types of --rainfusion_type that run as asked; on A5 mindiesd turns v2 into v3.
     sparse_precise: `inner_precise` of block-sparse attention; A5 takes 4 only.
+    weights: families of quantised linear layers, see `_family`; the operators that make MX numbers
+    (npu_dynamic_mx_quant, npu_dynamic_dual_level_mx_quant) exist on A5 only.
     """
 
     name: str
     socs: tuple[int, int]
     precisions: tuple[str, ...] = ("bf16", "fp32")
-    dense_op: str = "fused_attn_score"
     laser: bool = False
     fp8: bool = False
-    lse: bool = True
     rainfusion: tuple[str, ...] = ()
     sparse_precise: int = 0
+    weights: tuple[str, ...] = ("integer",)
 
 
 CHIPS = (
     Chip("A2", (220, 225), laser=True, rainfusion=("v2", "v3")),
     Chip("A3", (250, 255), laser=True, rainfusion=("v2", "v3")),
-    Chip("A5", (260, 260), fp8=True, rainfusion=("v3",), sparse_precise=4),
-    Chip("Duo", (200, 205), precisions=(), dense_op="prompt_flash_attn", lse=False),
+    Chip(
+        "A5", (260, 260), fp8=True, rainfusion=("v3",), sparse_precise=4, weights=("integer", "MX")
+    ),
+    Chip("Duo", (200, 205), precisions=(), weights=()),
 )
 
 
@@ -72,16 +73,24 @@ def by_name(name: str) -> Chip:
     raise InputError(f"There is no chip {name!r}; use one of {names}.")
 
 
-def refusal(chip: Chip, attention: Attention, head_dim: int, precision: str) -> str | None:
-    """Why this chip cannot run such an attention, in one sentence with what to use; None if it can.
+def refusal(
+    chip: Chip,
+    attention: Attention,
+    head_dim: int,
+    precision: str,
+    weights: tuple[str, ...] = (),
+) -> str | None:
+    """Why this chip cannot run such a DiT, in one sentence with what to use; None if it can.
 
     head_dim: channels of one head. precision: "bf16" or "fp32", in which q, k and v arrive.
+    weights: algorithms of quantised linear layers.
     """
     return (
         _precision(chip, precision)
         or _laser(chip, attention, head_dim, precision)
         or _fp8(chip, attention, head_dim, precision)
         or _rainfusion(chip, attention, precision)
+        or _weights(chip, weights)
     )
 
 
@@ -165,3 +174,19 @@ def _rainfusion(chip: Chip, attention: Attention, precision: str) -> str | None:
     if precision == "fp32":
         return "--use_rainfusion takes 16-bit numbers only on an NPU: use --precision bf16."
     return None
+
+
+def _weights(chip: Chip, algorithms: tuple[str, ...]) -> str | None:
+    for algorithm in algorithms:
+        if _family(algorithm) not in chip.weights:
+            return (
+                f"--quant_dit_path holds {algorithm} weights, which need "
+                f"{_having(weights=_family(algorithm))}; this is an {chip.name}, which has no "
+                "operators for them: use an export in W8A8_DYNAMIC."
+            )
+    return None
+
+
+def _family(algorithm: str) -> str:
+    """Of a linear layer's numbers: integers, or floating point with scales per small group (MX)."""
+    return "MX" if "_MXFP" in algorithm else "integer"

@@ -53,14 +53,19 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return _index("LOCAL_RANK", environ)
 
 
-def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The settings that variables of the Ascend adaptation of Wan2.2 stand for, where they are set.
-
-    InputError for other values than theirs, and for variables whose effect cannot be had here.
-    """
+def refused(environ: Mapping[str, str] = os.environ) -> None:
+    """InputError for variables whose effect cannot be had here, however the run was started."""
     for name, (harmless, instead) in _REFUSED.items():
         if environ.get(name, harmless) != harmless:
             raise InputError(f"{name} is {environ[name]!r}, {instead}.")
+
+
+def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The settings that variables of the Ascend adaptation of Wan2.2 stand for, where they are set.
+
+    InputError for other values than theirs, and as `refused`.
+    """
+    refused(environ)
     found: dict[str, Any] = {}
     for name, meanings in _ALIASES.items():
         raw = environ.get(name)

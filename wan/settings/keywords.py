@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wan.settings import attention, flags, quantised
+from wan.settings import attention_flags, flags, quantised
 from wan.settings.attention import Attention
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
@@ -50,9 +50,10 @@ def attending(
 ) -> tuple[Attention, QuantisedDit | None]:
     """The attention and the quantised weights that checked settings ask for. InputError as there.
 
-    steps: a quarter of which is dense where RainFusion's first step is not given.
+    steps: a quarter of which is dense where RainFusion's first step is not given. A request's own
+    steps and tokens are for `attention_flags.check_request`.
     """
-    chosen = attention.resolve(
+    chosen = attention_flags.resolve(
         values, execution, steps=steps, parallel=topology, head_dim=checkpoint.head_dim
     )
     if "quant_dit_path" not in values:

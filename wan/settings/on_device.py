@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wan.settings import chips
-from wan.settings.attention import Attention
+from wan.settings.attention import Attention, npu_flag
 from wan.settings.chips import Chip
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
@@ -18,7 +18,10 @@ def check(
     device: str,
     chip: Chip | None,
 ) -> None:
-    """device: its type, "cpu", "cuda" or "npu". chip: which NPU. Raises InputError."""
+    """device: its type, "cpu", "cuda" or "npu". chip: which NPU, None where it is not known yet.
+
+    Raises InputError.
+    """
     if device == "npu" and execution.compile:
         raise InputError("--compile is not built for NPUs; drop it.")
     precision = _precision(execution, device)
@@ -30,17 +33,13 @@ def check(
                 "drop one of them."
             )
     if chip is not None:
-        refusal = chips.refusal(chip, attention, head_dim, precision)
+        weights = () if quantised is None else quantised.algorithms
+        refusal = chips.refusal(chip, attention, head_dim, precision, weights)
         if refusal is not None:
             raise InputError(refusal)
-        return
-    for flag, asked in (
-        ("--attention_algo laser (or ALGO=1)", attention.algorithm == "laser"),
-        ("--fused_ops (or FAST_LAYERNORM=1, ROPE_OPT=1)", bool(attention.fused_ops)),
-        ("--fa_freq_cap", attention.freq_cap is not None),
-    ):
-        if asked:
-            raise InputError(f"{flag} exists on NPUs only, and this device is a {device}; drop it.")
+    flag = npu_flag(attention)
+    if flag is not None and device != "npu":
+        raise InputError(f"{flag} exists on NPUs only, and this device is a {device}; drop it.")
 
 
 def _precision(execution: Execution, device: str) -> str:

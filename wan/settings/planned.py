@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.settings import chips, env, parallel
+from wan.settings import chips, env, on_device, parallel
 from wan.settings.attention import Attention
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.chips import Chip
@@ -71,14 +71,16 @@ def resolve(flags: Mapping[str, Any]) -> Planned:
         heads, head_dim = checkpoint.heads, checkpoint.head_dim
     topology, notices = parallel.resolve(values, world, heads, request.guide_scale)
     attention = attention_for(values, request, execution, topology, head_dim)
-    _check_chip(chip, attention, head_dim, execution)
+    quantised = quantised_for(values, checkpoint, execution, attention)
+    if execution.device != "auto":
+        on_device.check(execution, attention, quantised, head_dim, execution.device, chip)
     return Planned(
         request=request,
         checkpoint=checkpoint,
         execution=execution,
         parallel=topology,
         attention=attention,
-        quantised=quantised_for(values, checkpoint, execution, attention),
+        quantised=quantised,
         chip=chip,
         device_memory=_memory(values, execution),
         notices=notices,
@@ -108,17 +110,6 @@ def _execution(values: Mapping[str, Any], chip: Chip | None) -> Execution:
             f"--chip {chip.name} is an NPU, but --device is {execution.device}; drop one of them."
         )
     return replace(execution, device="npu")
-
-
-def _check_chip(
-    chip: Chip | None, attention: Attention, head_dim: int, execution: Execution
-) -> None:
-    if chip is None:
-        return
-    precision = "fp32" if execution.precision == "fp32" else "bf16"
-    refusal = chips.refusal(chip, attention, head_dim, precision)
-    if refusal is not None:
-        raise InputError(refusal)
 
 
 def _world(flags: Mapping[str, Any]) -> int:

@@ -36,10 +36,12 @@ _LINEAR = {  # algorithm -> the tensors it needs beside "weight" (and the bias)
     "W4A16": ("weight_scale",),
 }
 _ATTENTION = (FP8_DYNAMIC, "MXFP8_DYNAMIC", "MXFP4_DYNAMIC")
-_FLOAT = ("FLOAT", "W16A16", "NO_QUANT")
+_FLOAT = "FLOAT"  # excludes a layer, in this spelling only
+_UNQUANTISED = ("W16A16", "NO_QUANT")  # algorithms that quantise nothing
 _IN_FP32 = ("time_embedding.", "time_projection.", "head.")  # as wan.modules.model.keeps_fp32
 _FLOATING = ("F32", "BF16", "F16")
-_SUFFIXES = (".linear.weight", ".weight", ".fa_q.scale", ".quant_type")  # of entries for a layer
+# Of a layer's entries, in the order of mindiesd's search.
+_SUFFIXES = (".linear.weight", ".weight", "", ".fa_q.scale", ".quant_type")
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,10 @@ def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles)
     parts = [name.split(".") for name in dit.tensors]
     modules = {".".join(name[:end]) for name in parts for end in range(1, len(name))}
     for key, value in entries.items():
-        suffix = next((s for s in _SUFFIXES if key.endswith(s)), "")
+        suffix = next((s for s in _SUFFIXES if s and key.endswith(s)), "")
         name = key.removesuffix(suffix)
         algorithm = str(value).upper()
-        if algorithm in _FLOAT or not (suffix or name in modules):
+        if algorithm in (_FLOAT, *_UNQUANTISED) or not (suffix or name in modules):
             continue  # FLOAT needs nothing; other keys describe the export or its extra tensors
         if algorithm not in (*_LINEAR, *_ATTENTION):
             raise InputError(
@@ -144,10 +146,16 @@ class _Source:
     weights: Path
 
     def algorithm(self, name: str) -> str | None:
-        """mindiesd's rule: FLOAT anywhere excludes a layer, else the first entry counts."""
-        stated = [self.entries[name + s] for s in (*_SUFFIXES, "") if name + s in self.entries]
+        """mindiesd's rule: FLOAT anywhere excludes a layer, else the first algorithm counts.
+
+        Algorithms are read in any case, FLOAT is not: "float" is no statement at all.
+        """
+        stated = [self.entries[name + s] for s in _SUFFIXES if name + s in self.entries]
         words = [str(value).upper() for value in stated]
-        return None if not words or any(word in _FLOAT for word in words) else words[0]
+        known = [word for word in words if word != _FLOAT]
+        if _FLOAT in stated or not known or known[0] in _UNQUANTISED:
+            return None
+        return known[0]
 
     def linear(self, name: str, dit: DitFiles) -> Layer | None:
         algorithm = self.algorithm(name)

@@ -37,11 +37,6 @@ class QuantisedDit:
         exports = self.experts.values()
         return sorted(path for export in exports for path in (export.description, export.weights))
 
-    @property
-    def has_attention(self) -> bool:
-        """Whether the export says which self-attentions are quantised."""
-        return any(export.attentions for export in self.experts.values())
-
 
 def resolve(
     folder: Path, checkpoint: Checkpoint, *, device: str, dit_fsdp: bool, fa_quant: str | None
@@ -78,7 +73,10 @@ def resolve(
 
 
 def check_device(quantised: QuantisedDit, device: str) -> None:
-    """device: the type, "cpu", "cuda" or "npu". InputError where the export cannot run on it."""
+    """device: the type, "cpu", "cuda" or "npu". InputError where the export cannot run on it.
+
+    Which NPU it is, is for `wan.settings.chips`.
+    """
     if device != "npu":
         for algorithm in quantised.algorithms:
             if algorithm != EVERYWHERE:

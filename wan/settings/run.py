@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.settings import attention, env, parallel, quantised
+from wan.settings import attention_flags, env, parallel, quantised
 from wan.settings.attention import Attention
 from wan.settings.checkpoint import Checkpoint, check_task, describe
 from wan.settings.errors import InputError
@@ -138,7 +138,7 @@ def attention_for(
     """How the request's self-attention is computed. topology, head_dim: None if not yet known."""
     if "decode_latents" in values:
         return Attention()  # there is none
-    return attention.resolve(
+    return attention_flags.resolve(
         values,
         execution,
         steps=request.sample_steps,
