@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from wan.log import progress, setup
 from wan.settings.checkpoint import DitFiles, describe
 from wan.settings.errors import InputError
 from wan.settings.files import TensorInfo
+from wan.settings.flags import Parser
 from wan.settings.quant_export import DESCRIPTIONS, EVERYWHERE, FP8_DYNAMIC
 from wan.settings.quantised import FOLDERS, MODE
 
@@ -51,13 +53,15 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None) -> Path:
     """Write the folder `out` and return it.
 
     fa: None, or "fp8" for FP8 attention. Raises InputError for a folder that is no checkpoint or
-    cannot be read, an `out` that is the current folder or already holds something, or heads whose
-    size is no power of two with fa; OSError where `out` cannot be written.
+    cannot be read, an `out` that is the current folder, a link or already holds something, or heads
+    whose size is no power of two with fa; OSError where `out` cannot be written.
     """
     with _reading(ckpt_dir):
         checkpoint = describe(ckpt_dir)
     if out.resolve() == Path.cwd():  # it would be replaced under the feet of whoever is in it
         raise InputError(f"--out {out} is the current folder; name a new one.")
+    if out.is_symlink():
+        raise InputError(f"--out {out} is a symbolic link; name a folder instead.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty; name another folder or remove it.")
     # Under its final name there is a complete folder or none.
@@ -67,7 +71,7 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None) -> Path:
         for name, dit in checkpoint.experts.items():
             _write_export(unfinished / FOLDERS[name], dit, name, _rotation(dit) if fa else None)
         unfinished.rename(out)
-    except BaseException:  # also Ctrl-C
+    except BaseException:  # also Ctrl-C and SIGTERM
         shutil.rmtree(unfinished)
         raise
     return out
@@ -165,11 +169,17 @@ def _write_tensors(
                 bar.update(tensor.nbytes)
 
 
+def _folder(raw: str) -> Path:
+    if not raw.strip():
+        raise argparse.ArgumentTypeError("is empty")
+    return Path(raw)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """0, or 2 with one sentence on stderr where the request is refused."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ckpt_dir", required=True, type=Path, help="a checkpoint folder")
-    parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
+    """0; with one sentence on stderr 2 where the request is refused, 130 where interrupted."""
+    parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--ckpt_dir", required=True, type=_folder, help="a checkpoint folder")
+    parser.add_argument("--out", required=True, type=_folder, help="a new or empty folder")
     parser.add_argument("--fa", choices=["fp8"], help="FP8 attention as well")
     setup()
     try:
@@ -180,8 +190,12 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"{error}; give --out a folder that can be written.", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("Interrupted; nothing was written.", file=sys.stderr)
+        return 130
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is unfinished is removed
     sys.exit(main())

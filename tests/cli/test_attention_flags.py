@@ -244,11 +244,16 @@ MX = "quant_model_description_w8a8_mxfp8.json"
 
 
 def mx_export(folder: Path) -> Path:
-    """One layer of the tiny t2v-1.3B as W8A8_MXFP8; what is inside is not looked at here."""
+    """One layer of the tiny t2v-1.3B as W8A8_MXFP8; only its headers are looked at here."""
     name = "blocks.0.ffn.0"
     entries = {"model_quant_type": "W8A8_MXFP8", f"{name}.weight": "W8A8_MXFP8"}
     (folder / MX).write_text(json.dumps(entries))
-    tensors = {f"{name}.{part}": torch.zeros(1) for part in ("weight", "weight_scale", "bias")}
+    tensors = {
+        "weight": torch.zeros(192, 96, dtype=torch.float8_e4m3fn),
+        "weight_scale": torch.zeros(192, 3, dtype=torch.uint8),
+        "bias": torch.zeros(192),
+    }
+    tensors = {f"{name}.{part}": tensor for part, tensor in tensors.items()}
     save_file(tensors, folder / "quant_model_weight_w8a8_mxfp8.safetensors")
     for path in folder.iterdir():
         path.chmod(0o640)

@@ -28,6 +28,7 @@ SIMPLE = {
     "size words": (["--size", "large"], "write WIDTH*HEIGHT"),
     "size of three": (["--size", "1*2*3"], "write WIDTH*HEIGHT"),
     "size zero": (["--size", "0*480"], "must be positive"),
+    "size beyond floats": (["--size", "9" * 4000 + "*16"], "at most 1000000"),
     "size not whole tokens": (["--size", "100*100"], "multiples of 16: try 96*96"),
     "size for 5B": (["--task", "ti2v-5B", "--size", "1280*720"], "32: try 1280*704"),
     "size beyond positions": (["--size", "16400*16"], "1024 positions"),
@@ -51,6 +52,7 @@ SIMPLE = {
     "solver": (["--sample_solver", "euler"], "unipc, dpm++"),
     "seed words": (["--base_seed", "x"], "whole number"),
     "seed huge": (["--base_seed", "9" * 30], "from -"),
+    "seed of thousands of digits": (["--base_seed", "9" * 4000], "9... (4000 characters); it"),
     "fps zero": (["--fps", "0"], "from 1 to 240"),
     "fps nan": (["--fps", "nan"], "from 1 to 240"),
     "fps tiny": (["--fps", "1e-9"], "from 1 to 240"),
@@ -296,8 +298,16 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "unreadable header",
     ),
     "quantised weights": (
-        lambda f: _rename_in_header(_shard(f), b'"BF16"', b'"F8E4"'),
+        lambda f: _rename_in_header(_shard(f), b'"BF16"', b'"I16" '),
         "quantised weights are not built",
+    ),
+    "unknown dtype": (
+        lambda f: _rename_in_header(_shard(f), b'"BF16"', b'"F8E4"'),
+        "has the unknown dtype 'F8E4'",
+    ),
+    "index of brackets": (
+        lambda f: (f / HIGH / f"{STEM}.safetensors.index.json").write_text("[" * 100_000),
+        "is not valid JSON",
     ),
     "VAE of the other family": (
         lambda f: torch.save({"x": torch.zeros(1)}, f / "Wan2.1_VAE.pth"),
@@ -374,6 +384,15 @@ def test_folder_of_another_task(
         ('{"settings": {"fps": NaN}}', "from 1 to 240"),
         ('{"settings": {"prompt": 7}}', "must be text"),
         ('{"settings": {"sample_steps": true}}', "must be"),
+        ('{"settings": {"task": []}}', "choose one of t2v-A14B"),
+        ('{"settings": {"task": {}}}', "choose one of t2v-A14B"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"settings": {"base_seed": ' + "9" * 5000 + "}}", "is not valid JSON"),
+        *(
+            (f'{{"settings": {{"{name}": 1}}}}', f"{name} is not part of a record; remove it.")
+            for name in ("plan", "chip", "device_memory", "from_json", "decode_latents")
+        ),
+        ('{"settings": {"ulysses_size": 2}}', "ulysses_size is not part of a record"),
     ],
 )
 def test_records(
@@ -382,6 +401,7 @@ def test_records(
     path = tmp_path / "record.json"
     path.write_text(content)
     assert sentence in refused(["--from_json", str(path)], capfd)
+    assert sentence in refused(["--plan", "--from_json", str(path)], capfd)
 
 
 def test_cuda_where_there_is_none(tiny, capfd: pytest.CaptureFixture[str]) -> None:

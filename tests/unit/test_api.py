@@ -10,8 +10,12 @@ import torch
 from PIL import Image
 
 import wan
+from tools.quantize_dit import quantize
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
 from wan.settings.attention import Attention
+from wan.settings.errors import InputError
+from wan.settings.keywords import ATTENTION, PARALLEL
+from wan.settings.parallel import Parallel
 
 QUICK = {"frame_num": 5, "sampling_steps": 2, "seed": 7}
 
@@ -182,3 +186,43 @@ def test_refused_folders(tiny, tmp_path: Path) -> None:
         wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tmp_path / "nothing")
     with pytest.raises(ValueError, match="several devices"):
         wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), dit_fsdp=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"precision": "int8"}, "precision is 'int8'; choose one of auto, bf16, fp32"),
+        ({"device": "tpu"}, "device is 'tpu'; choose one of auto, cpu, cuda, npu"),
+        ({"quant_dit_path": "x" * 5000}, "cannot be used .File name too long.; give another"),
+        ({"checkpoint_dir": "x" * 5000}, "cannot be used .File name too long.; give another"),
+        ({"sparse_start_step": 10**5000}, "is a number of thousands of digits; it must be"),
+        ({"comm_type": 10**5000}, "but got a number of thousands of digits"),
+        ({"use_rainfusion": 10**5000}, "is a number of thousands of digits; use true"),
+        ({"sparsity": "9" * 5000}, "sparsity is 9*... .5000 characters.; it must be"),
+        ({"fused_ops": "x" * 5000}, "fused_ops is 'x*... .5002 characters.; give some of"),
+        ({"fa_kuant": False}, "fa_kuant is not a known keyword"),
+    ],
+)
+def test_refused_settings(tiny, settings: dict, sentence: str) -> None:
+    given = {"config": WAN_CONFIGS["t2v-A14B"], "checkpoint_dir": tiny("t2v-A14B"), **settings}
+    with pytest.raises(InputError, match=sentence) as caught:
+        wan.WanT2V(**given)
+    assert len(str(caught.value)) < 300
+
+
+def test_false_is_not_given(tiny) -> None:
+    settings = dict.fromkeys((*ATTENTION, *PARALLEL), False)
+    model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), **settings)
+    assert model._attention == Attention() and model._parallel == Parallel()
+
+
+def test_folders_as_text_or_as_paths(tiny, tmp_path: Path) -> None:
+    folder = quantize(tiny("ti2v-5B"), tmp_path / "q")
+    args = {"size": (32, 32), "frame_num": 1, "sampling_steps": 1, "seed": 7}
+    found = [
+        wan.WanTI2V(
+            WAN_CONFIGS["ti2v-5B"], tiny("ti2v-5B"), device="cpu", quant_dit_path=path
+        ).generate("a", output_type="latent", **args)
+        for path in (None, folder, str(folder))
+    ]
+    assert torch.equal(found[1], found[2]) and not torch.equal(found[0], found[1])

@@ -262,6 +262,72 @@ def test_tool_says_what_it_could_not_read(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("target", ["empty", "none"])
+def test_tool_refuses_a_link_before_the_work(
+    target: str,
+    tiny: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A folder cannot take the place of a link."""
+    monkeypatch.setattr(quantize_dit, "safe_open", None)  # nothing may be read
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    argv = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(tmp_path / "link")]
+    assert quantize_dit.main(argv) == 2
+    assert "link is a symbolic link" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "link"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--ckpt_dir", "", "--out", "x"], "--ckpt_dir: is empty"),
+        (["--ckpt_dir", "x", "--out= "], "--out: is empty"),
+        (["--ckpt_dir", "x"], "required: --out"),
+        (["--ckpt_dir", "x", "--out", "y", "--fa", "fp4"], "'fp4'"),
+        (["--ckpt", "x", "--out", "y"], "--ckpt_dir"),
+    ],
+)
+def test_tool_says_what_is_wrong_in_one_line(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantize_dit.main(argv) == 2
+    text = capsys.readouterr().err
+    assert words in text and text.count("\n") == 1 and text.endswith(".\n")
+
+
+def test_tool_interrupted(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize_dit, "safe_open", interrupted)
+    argv = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(tmp_path / "q")]
+    assert quantize_dit.main(argv) == 130
+    assert "Interrupted; nothing was written.\n" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_tool_terminated(tiny: Any, tmp_path: Path) -> None:
+    """As it stands while it reads a tensor from a slow disk."""
+    script = (
+        "import runpy, sys, time, safetensors\n"
+        "safetensors.safe_open = lambda *_, **__: (print('reading', flush=True), time.sleep(60))\n"
+        "sys.argv[0] = 'tools/quantize_dit.py'\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    argv = [sys.executable, "-c", script, "--ckpt_dir", tiny("t2v-1.3B"), "--out", tmp_path / "q"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPO) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"reading\n"
+        assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
+        run.terminate()
+        assert run.wait(timeout=30) == 143
+    assert not list(tmp_path.iterdir())
+
+
 # --- what is refused
 
 
@@ -329,13 +395,100 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: retensor(f, lambda t: t.update({"blocks.0.self_attn.q_rot": torch.eye(64)})),
         "is F32 [64, 64]",
     ),
-    "static weights on a CPU": (
-        lambda f: (
-            edit(f, lambda d: d.update({f"{Q}.weight": "W8A8_MXFP8"})),
-        ),
-        "run on NPUs only",
+    "weights of NPUs on a CPU": (
+        lambda f: edit(f, lambda d: d.update({f"{Q}.weight": "W8A16"})), "run on NPUs only"
+    ),
+    "file with a gap": (
+        lambda f: reheader(f, lambda h: h.pop(f"{Q}.weight")), "but those before end at"
+    ),
+    "metadata": (
+        lambda f: reheader(f, lambda h: h.update(__metadata__={"format": 5})), "unreadable header"
+    ),
+    "linear as self-attention": (
+        lambda f: edit(f, lambda d: d.update({"blocks.0.self_attn.quant_type": "W8A8_DYNAMIC"})),
+        "quantises blocks.0.self_attn as W8A8_DYNAMIC, but it is no linear layer",
+    ),
+    "cross-attention": (
+        lambda f: edit(f, lambda d: d.update({"blocks.0.cross_attn.quant_type": "FP8_DYNAMIC"})),
+        "quantises blocks.0.cross_attn as FP8_DYNAMIC, but it is no self-attention",
     ),
 }  # fmt: skip
+
+
+def reheader(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+NO_LINEAR = {  # entry -> what it quantises
+    "patch_embedding.weight": "patch_embedding",
+    "blocks.0.norm3.weight": "blocks.0.norm3",
+    "blocks.0.norm3.bias": "blocks.0.norm3.bias",
+    "blocks.0.modulation": "blocks.0.modulation",
+    "blocks.0": "blocks.0",
+    "blocks.0.self_attn.norm_q.weight": "blocks.0.self_attn.norm_q",
+    "blocks.1.ffn.quant_type": "blocks.1.ffn",
+}
+
+
+@pytest.mark.parametrize("entry", NO_LINEAR)
+@pytest.mark.parametrize("algorithm", ["W8A8_DYNAMIC", "w4a16"])
+def test_only_linear_layers_can_be_quantised(
+    entry: str, algorithm: str, broken: Path, tiny: Any
+) -> None:
+    """mindiesd passes over such an entry in silence."""
+    edit(broken, lambda d: d.update({entry: algorithm}))
+    words = f"quantises {NO_LINEAR[entry]} as {algorithm.upper()}, but it is no linear layer;"
+    with pytest.raises(InputError, match=re.escape(words)):
+        read(broken, tiny("t2v-1.3B"))
+
+
+DTYPES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32)
+INT8, FP8 = {torch.int8: 96}, {torch.float8_e4m3fn: 96}
+FLOATS, BYTES = (torch.float32, torch.bfloat16), (torch.uint8,)
+TAKEN = {  # algorithm -> dtypes of a weight with 96 columns and how many each has, of its scales
+    "W8A8": (INT8, DTYPES),  # has no such scales
+    "W8A8_TIMESTEP": (INT8, FLOATS),
+    "W8A16": (INT8, FLOATS),
+    "W4A16": (INT8, FLOATS),
+    "W4A4_DYNAMIC": (INT8, FLOATS),
+    "W8A8_MXFP8": (FP8, BYTES),
+    "W4A4_MXFP4": ({**FP8, torch.uint8: 48}, BYTES),
+    "W4A4_MXFP4_DUALSCALE": ({**FP8, torch.uint8: 48}, BYTES),
+}
+
+
+@pytest.mark.parametrize("algorithm", TAKEN)
+def test_numbers_of_weights_that_only_npus_take(algorithm: str, broken: Path, tiny: Any) -> None:
+    """As mindiesd's layers read them; the algorithm's name on other numbers is refused."""
+    edit(broken, lambda d: d.update({f"{Q}.weight": algorithm}))
+    parts = ("input_scale", "input_offset", "deq_scale", "quant_bias", "weight_dual_scale")
+    weights, scales = TAKEN[algorithm]
+
+    def refusal(weight: torch.dtype, scale: torch.dtype, rows: int = 96) -> str:
+        given = {f"{Q}.{part}": torch.ones(96) for part in parts}
+        given[f"{Q}.weight"] = torch.zeros(rows, weights.get(weight, 96), dtype=weight)
+        given[f"{Q}.weight_scale"] = torch.zeros(96, 1, dtype=scale)
+        retensor(broken, lambda t: t.update(given))
+        try:
+            (export,) = read(broken, tiny("t2v-1.3B"), device="auto").experts.values()
+        except InputError as error:
+            return str(error)
+        assert export.linears[Q].algorithm == algorithm
+        return ""
+
+    for dtype in DTYPES:
+        said = refusal(dtype, scales[0])
+        assert (said == "") if dtype in weights else f"{Q}.weight is" in said, dtype
+        said = refusal(next(iter(weights)), dtype)
+        assert (said == "") if dtype in scales else f"{Q}.weight_scale is" in said, dtype
+    for dtype in weights:
+        said = refusal(dtype, scales[0], rows=95)
+        assert f"{Q}.weight is" in said and f"but {algorithm} takes" in said
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -19,6 +19,7 @@ from wan.settings.files import (
     TensorInfo,
     check_complete,
     folder_tensors,
+    is_folder,
     safetensors_header,
 )
 from wan.settings.presets import Preset
@@ -129,7 +130,7 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    if folder.is_dir():
+    if is_folder(folder):
         return
     if folder.exists():
         raise InputError(f"--ckpt_dir {folder} is a file; give the folder of a checkpoint.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wan.settings import values
 from wan.settings.errors import InputError
 
 DEVICES = ("auto", "cpu", "cuda", "npu")
@@ -17,7 +18,7 @@ class Execution:
     precision "auto" is bf16 on CUDA and NPUs, fp32 on the CPU. convert_model_dtype stores all DiT
     weights in bf16, also those that are computed with in fp32. offload_model keeps one network at
     a time.
-    Raises InputError for combinations that contradict each other.
+    Raises InputError for unknown words and for combinations that contradict each other.
     """
 
     device: str = "auto"
@@ -30,6 +31,8 @@ class Execution:
     vae_tiling: bool = False
 
     def __post_init__(self) -> None:
+        values.choice(*DEVICES)("device", self.device)
+        values.choice(*PRECISIONS)("precision", self.precision)
         if self.convert_model_dtype and self.precision == "fp32":
             raise InputError(
                 "--convert_model_dtype stores the DiT in bf16, but --precision fp32 asks for fp32; "

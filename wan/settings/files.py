@@ -6,17 +6,29 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from wan.settings.errors import InputError
+from wan.settings.values import shown
 
 INDEX = ".safetensors.index.json"
 _OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_t5")  # not a lone DiT file
 _SAMPLE = 1 << 16  # bytes
 _MAX_HEADER = 100_000_000  # the safetensors format's own limit, bytes
+_DTYPES = {  # bits of an element -> the format's names
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    16: "I16 U16 F16 BF16",
+    32: "I32 U32 F32",
+    64: "I64 U64 F64 C64",
+}
+_BITS = {name: bits for bits, names in _DTYPES.items() for name in names.split()}
+_REMEDY = "the file is truncated or corrupt: download it again"
 
 
 @dataclass(frozen=True)
@@ -30,14 +42,24 @@ class TensorInfo:
     nbytes: int
 
 
+def is_folder(path: Path) -> bool:
+    """InputError where the system refuses the path itself: too long, no permission, ..."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        name = shown(path, str)
+        raise InputError(f"{name} cannot be used ({_reason(error)}); give another one.") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. InputError for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read ({_reason(error)}); check the file.") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not valid JSON ({error}); repair or replace it.") from None
+    except (ValueError, RecursionError) as error:  # also too long a number, too many brackets
+        reason = str(error).split(";")[0]
+        raise InputError(f"{path} is not valid JSON ({reason}); repair or replace it.") from None
     if not isinstance(value, dict):
         raise InputError(f"{path} holds a JSON {type(value).__name__}, not an object; replace it.")
     return value
@@ -48,35 +70,61 @@ def _reason(error: Exception) -> str:
 
 
 def safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Names, dtypes and shapes in a safetensors file, whose length must match its header.
+    """Names, dtypes and shapes in a safetensors file that the library itself would open.
 
-    Format: 8 bytes little-endian header length, JSON header, tensor bytes.
+    Format: 8 bytes little-endian header length, JSON header, tensor bytes without gaps. InputError
+    for any other file.
     """
-    remedy = "the file is truncated or corrupt: download it again"
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= _MAX_HEADER:
-                raise InputError(f"{path} is not a safetensors file; {remedy}.")
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            tensors = {name: _tensor_info(path, name, entry) for name, entry in header.items()}
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+                raise InputError(f"{path} is not a safetensors file; {_REMEDY}.")
+            header = json.loads(file.read(length).decode("utf-8"))
             actual = path.stat().st_size
+        metadata = header.pop("__metadata__", None)
+        if metadata is not None:
+            "".join((*metadata.keys(), *metadata.values())).encode()  # fails for all but text
+        "".join(header).encode()  # fails for half a surrogate pair
+        tensors = {name: _tensor_info(path, name, entry) for name, entry in header.items()}
     except OSError as error:
         raise InputError(f"{path} cannot be read ({_reason(error)}); check the file.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path} has an unreadable header; {remedy}.") from None
+        raise InputError(f"{path} has an unreadable header; {_REMEDY}.") from None
+    end = _data_end(path, {name: entry["data_offsets"] for name, entry in header.items()})
     if actual != 8 + length + end:
-        raise InputError(f"{path} has {actual} bytes instead of {8 + length + end}; {remedy}.")
+        raise InputError(f"{path} has {actual} bytes instead of {8 + length + end}; {_REMEDY}.")
     return tensors
 
 
 def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
-    start, end = entry["data_offsets"]
-    return TensorInfo(path, name, entry["dtype"], tuple(entry["shape"]), end - start)
+    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    counts = [*shape, start, end]
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in counts):
+        raise ValueError
+    if dtype not in _BITS:
+        raise InputError(f"{path}: {name} has the unknown dtype {shown(dtype)}; {_REMEDY}.")
+    bits = _BITS[dtype] * prod(shape)
+    if 8 * (end - start) != bits or _BITS[dtype] * prod(n or 1 for n in shape) >= 1 << 63:
+        raise InputError(
+            f"{path}: {name} has {end - start} bytes, which are no {dtype} {shape}; {_REMEDY}."
+        )
+    return TensorInfo(path, name, dtype, tuple(shape), end - start)
+
+
+def _data_end(path: Path, offsets: Mapping[str, list[int]]) -> int:
+    """Where the last tensor ends; each has to begin where the one before it ends."""
+    end = 0
+    for name, (start, stop) in sorted(offsets.items(), key=lambda item: item[1]):
+        if start != end:
+            raise InputError(
+                f"{path}: the bytes of {name} begin at {start}, but those before end at {end}; "
+                f"{_REMEDY}."
+            )
+        end = stop
+    return end
 
 
 def sharded_tensors(index: Path) -> dict[str, TensorInfo]:
@@ -130,8 +178,8 @@ def safetensors_metadata(path: Path, key: str) -> Any:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     try:
-        return json.loads(header.get("__metadata__", {})[key])
-    except (KeyError, ValueError):
+        return json.loads((header.get("__metadata__") or {})[key])
+    except (KeyError, ValueError, RecursionError):
         return None
 
 

@@ -32,7 +32,7 @@ class Flag:
 
 
 def _task(name: str, raw: Any) -> str:
-    if raw in UNBUILT_TASKS:
+    if isinstance(raw, str) and raw in UNBUILT_TASKS:
         raise InputError(UNBUILT_TASKS[raw])
     return str(values.choice(*TASKS)(name, raw))
 
@@ -195,13 +195,15 @@ REFUSED: dict[str, str] = {
 """Flags of the official code and the Ascend fork that are not built, and what to do instead."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises InputError instead of printing its usage and ending the process."""
+
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; --help lists the flags.")
 
 
 def parser() -> argparse.ArgumentParser:
-    result = _Parser(
+    result = Parser(
         prog="generate.py",
         description="Generate a video with Wan2.2 from a text prompt, a picture, or both.",
         allow_abbrev=False,

@@ -38,6 +38,9 @@ def read(keywords: Mapping[str, Any]) -> dict[str, Any]:
     unknown = given.keys() - {*PARALLEL, *ATTENTION, *_OWN}
     if unknown:
         raise InputError(f"{min(unknown)} is not a known keyword; remove it.")
+    given = {name: value for name, value in given.items() if value is not False}
+    if isinstance(folder := given.get("quant_dit_path"), Path):
+        given["quant_dit_path"] = str(folder)
     return {name: value for name, value in flags.read(given, "{}").items() if value is not False}
 
 

@@ -35,6 +35,8 @@ _LINEAR = {  # algorithm -> the tensors it needs beside "weight" (and the bias)
     "W8A16": ("weight_scale",),
     "W4A16": ("weight_scale",),
 }
+_FP4 = ("F8_E4M3", "U8")  # widened, or two numbers in a byte
+_MX = {"W8A8_MXFP8": ("F8_E4M3",), "W4A4_MXFP4": _FP4, "W4A4_MXFP4_DUALSCALE": _FP4}
 _ATTENTION = (FP8_DYNAMIC, "MXFP8_DYNAMIC", "MXFP4_DYNAMIC")
 _FLOAT = "FLOAT"  # excludes a layer, in this spelling only
 _UNQUANTISED = ("W16A16", "NO_QUANT")  # algorithms that quantise nothing
@@ -115,24 +117,34 @@ def _refuse_ranks(folder: Path, stem: str) -> None:
 
 
 def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles) -> None:
-    """Entries that name a layer must name one of this network, and an algorithm we know."""
+    """Entries must name a layer of this network that can be quantised, and a known algorithm."""
     parts = [name.split(".") for name in dit.tensors]
     modules = {".".join(name[:end]) for name in parts for end in range(1, len(name))}
+    linears = {name.removesuffix(".weight") for name, t in dit.tensors.items() if len(t.shape) == 2}
+    biases = {f"{name}.bias" for name in linears}  # which follow their weight
+    attentions = {n.removesuffix(".q") for n in linears if n.endswith(".self_attn.q")}
     for key, value in entries.items():
         suffix = next((s for s in _SUFFIXES if s and key.endswith(s)), "")
         name = key.removesuffix(suffix)
         algorithm = str(value).upper()
-        if algorithm in (_FLOAT, *_UNQUANTISED) or not (suffix or name in modules):
+        named = suffix or name in modules or (name in dit.tensors and name not in biases)
+        if algorithm in (_FLOAT, *_UNQUANTISED) or not named:
             continue  # FLOAT needs nothing; other keys describe the export or its extra tensors
         if algorithm not in (*_LINEAR, *_ATTENTION):
             raise InputError(
                 f"{description} gives {key} the unknown algorithm {value!r}; known are "
                 f"{', '.join((*_LINEAR, *_ATTENTION))}."
             )
-        if name not in modules:
+        if name not in modules and name not in dit.tensors:
             raise InputError(
                 f"{description} quantises {name}, which {dit.folder} does not have; the export "
                 "belongs to another checkpoint."
+            )
+        if name not in (linears if algorithm in _LINEAR else linears | attentions):
+            kind = "linear layer" if algorithm in _LINEAR else "self-attention"
+            raise InputError(
+                f"{description} quantises {name} as {algorithm}, but it is no {kind}; export it as "
+                "FLOAT."
             )
 
 
@@ -179,14 +191,25 @@ class _Source:
         tensors = {part: self.tensor(f"{prefix}.{part}") for part in parts}
         if prefix != name:
             tensors["mul_scale"] = self.tensor(smooth)
-        if algorithm == EVERYWHERE:
-            rows, columns = dit.tensors[f"{name}.weight"].shape
-            self.check(tensors["weight"], ("I8",), (rows, columns))
-            self.check(tensors["weight_scale"], _FLOATING, (rows,), (rows, 1))
-            for part, size in (("bias", rows), ("mul_scale", columns)):
-                if part in tensors:
-                    self.check(tensors[part], _FLOATING, (size,))
+        rows, columns = dit.tensors[f"{name}.weight"].shape
+        self.check_linear(algorithm, tensors, rows, columns)
         return Layer(algorithm, tensors)
+
+    def check_linear(
+        self, algorithm: str, tensors: Mapping[str, TensorInfo], rows: int, columns: int
+    ) -> None:
+        """What mindiesd takes. rows, columns: of the weight, which the checkpoint knows."""
+        weight, scale = tensors["weight"], tensors.get("weight_scale")
+        width = columns // 2 if weight.dtype == "U8" else columns
+        self.check(algorithm, weight, _MX.get(algorithm, ("I8",)), (rows, width))
+        if algorithm != EVERYWHERE:  # of the others' scales mindiesd tells no more than the dtype
+            if scale is not None:
+                self.check(algorithm, scale, ("U8",) if algorithm in _MX else _FLOATING)
+            return
+        self.check(algorithm, tensors["weight_scale"], _FLOATING, (rows,), (rows, 1))
+        for part, size in (("bias", rows), ("mul_scale", columns)):
+            if part in tensors:
+                self.check(algorithm, tensors[part], _FLOATING, (size,))
 
     def attention(self, name: str, dit: DitFiles) -> Layer | None:
         algorithm = self.algorithm(name)
@@ -198,7 +221,7 @@ class _Source:
             parts = tuple(part for part in parts if f"{name}.{part}" in self.tensors)
         tensors = {part: self.tensor(f"{name}.{part}") for part in parts}
         for info in tensors.values():
-            self.check(info, _FLOATING, (size, size))
+            self.check(algorithm, info, _FLOATING, (size, size))
         return Layer(algorithm, tensors)
 
     def tensor(self, name: str) -> TensorInfo:
@@ -209,10 +232,13 @@ class _Source:
             )
         return self.tensors[name]
 
-    def check(self, info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-        if info.dtype not in dtypes or info.shape not in shapes:
+    def check(
+        self, algorithm: str, info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]
+    ) -> None:
+        if info.dtype not in dtypes or (shapes and info.shape not in shapes):
+            wanted = " ".join((" or ".join(dtypes), *(str(list(shape)) for shape in shapes[:1])))
             raise InputError(
-                f"{self.weights}: {info.name} is {info.dtype} {list(info.shape)}, but the "
-                f"checkpoint's layer takes {' or '.join(dtypes)} {list(shapes[0])}; the export "
-                "belongs to another checkpoint, or is damaged."
+                f"{self.weights}: {info.name} is {info.dtype} {list(info.shape)}, but "
+                f"{algorithm} takes {wanted} there; the export belongs to another checkpoint, or "
+                "is damaged."
             )

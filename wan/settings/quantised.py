@@ -13,6 +13,7 @@ from pathlib import Path
 
 from wan.settings.checkpoint import Checkpoint
 from wan.settings.errors import InputError
+from wan.settings.files import is_folder
 from wan.settings.quant_export import EVERYWHERE, FP8_DYNAMIC, Export, read_export
 
 MODE = 0o640  # mindiesd reads no file that more people may read
@@ -46,7 +47,7 @@ def resolve(
     device: --device; "auto" leaves its rules to `check_device`. Raises InputError for a folder that
     is incomplete, of another network, or that this run cannot use; no weight is read.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise InputError(f"--quant_dit_path {folder} is not a folder; give the exported folder.")
     quantised = QuantisedDit(
         folder,

@@ -10,7 +10,7 @@ from typing import Any
 from wan.settings import env
 from wan.settings.errors import InputError
 from wan.settings.files import read_json, safetensors_header, safetensors_metadata
-from wan.settings.flags import read
+from wan.settings.flags import FLAGS, read
 from wan.settings.presets import Preset
 
 _FROM_CHECKPOINT = (
@@ -56,6 +56,9 @@ def recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(settings, dict):
         raise InputError(f"{path} is not a record of generate.py (no settings in it).")
+    for name in settings:
+        if name in FLAGS and not FLAGS[name].record:
+            raise InputError(f"{path}: {name} is not part of a record; remove it.")
     return read(settings, f"{path}: {{}}")
 
 

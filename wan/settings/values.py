@@ -13,11 +13,21 @@ from typing import Any
 from wan.settings.errors import InputError
 
 Reader = Callable[[str, Any], Any]
+_LONGEST = 1_000_000  # pixels of a side; what a task takes is far less, and says so itself
+
+
+def shown(raw: Any, form: Callable[[Any], str] = repr) -> str:
+    """A value, as form writes it, on one line and short enough for a sentence."""
+    try:
+        line = " ".join(form(raw).split())
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return "a number of thousands of digits"
+    return line if len(line) <= 100 else f"{line[:60]}... ({len(line)} characters)"
 
 
 def text(name: str, raw: Any) -> str:
     if not isinstance(raw, str):
-        raise InputError(f"{name} is {raw!r}; it must be text.")
+        raise InputError(f"{name} is {shown(raw)}; it must be text.")
     try:
         raw.encode("utf-8")
     except UnicodeEncodeError:
@@ -33,12 +43,12 @@ def path(name: str, raw: Any) -> str:
 
 def switch(name: str, raw: Any) -> bool:
     """Official boolean words: yes/true/t/y/1 and no/false/f/n/0, in any case."""
-    word = str(raw).strip().lower()
+    word = shown(raw, str).lower()
     if word in ("yes", "true", "t", "y", "1"):
         return True
     if word in ("no", "false", "f", "n", "0"):
         return False
-    raise InputError(f"{name} is {raw!r}; use true or false.")
+    raise InputError(f"{name} is {shown(raw)}; use true or false.")
 
 
 def integer(minimum: int, maximum: int, hint: str = "") -> Reader:
@@ -48,9 +58,11 @@ def integer(minimum: int, maximum: int, hint: str = "") -> Reader:
         try:
             value = int(str(raw))
         except ValueError:
-            raise InputError(f"{name} is {raw!r}; it must be a whole number.{hint}") from None
+            raise InputError(f"{name} is {shown(raw)}; it must be a whole number.{hint}") from None
         if isinstance(raw, bool) or not minimum <= value <= maximum:
-            raise InputError(f"{name} is {raw}; it must be from {minimum} to {maximum}.{hint}")
+            raise InputError(
+                f"{name} is {shown(raw, str)}; it must be from {minimum} to {maximum}.{hint}"
+            )
         return value
 
     return read
@@ -64,9 +76,9 @@ def positive(maximum: float, minimum: float = 0.0) -> Reader:
         try:
             value = float(str(raw))
         except ValueError:
-            raise InputError(f"{name} is {raw!r}; it must be a number.") from None
+            raise InputError(f"{name} is {shown(raw)}; it must be a number.") from None
         if not math.isfinite(value) or not max(minimum, 5e-324) <= value <= maximum:
-            raise InputError(f"{name} is {raw}; it must be {allowed}.")
+            raise InputError(f"{name} is {shown(raw, str)}; it must be {allowed}.")
         return value
 
     return read
@@ -77,16 +89,16 @@ def share(name: str, raw: Any) -> float:
     try:
         value = float(str(raw))
     except ValueError:
-        raise InputError(f"{name} is {raw!r}; it must be a number.") from None
+        raise InputError(f"{name} is {shown(raw)}; it must be a number.") from None
     if not 0 <= value < 1:
-        raise InputError(f"{name} is {raw}; it must be from 0 to below 1.")
+        raise InputError(f"{name} is {shown(raw, str)}; it must be from 0 to below 1.")
     return value
 
 
 def choice(*allowed: str) -> Reader:
     def read(name: str, raw: Any) -> str:
         if raw not in allowed:
-            raise InputError(f"{name} is {raw!r}; choose one of {', '.join(allowed)}.")
+            raise InputError(f"{name} is {shown(raw)}; choose one of {', '.join(allowed)}.")
         return str(raw)
 
     return read
@@ -101,16 +113,17 @@ def some_of(*allowed: str) -> Reader:
         if words == ["none"]:
             return ()
         if not set(words) <= set(allowed):
-            raise InputError(f"{name} is {raw!r}; give some of {','.join(allowed)}, or none.")
+            raise InputError(f"{name} is {shown(raw)}; give some of {','.join(allowed)}, or none.")
         return tuple(word for word in allowed if word in words)
 
     return read
 
 
 def comm_type(name: str, raw: Any) -> int:
-    if str(raw) not in ("0", "1", "2"):
-        raise InputError(f"{name}: comm_type must be 0, 1, or 2, but got {raw}.")
-    return int(raw)
+    word = shown(raw, str)
+    if word not in ("0", "1", "2"):
+        raise InputError(f"{name}: comm_type must be 0, 1, or 2, but got {word}.")
+    return int(word)
 
 
 def frame_num(name: str, raw: Any) -> int:
@@ -124,20 +137,28 @@ def frame_num(name: str, raw: Any) -> int:
 
 def size(name: str, raw: Any) -> tuple[int, int]:
     """`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
-    parts: Sequence[Any] = raw if isinstance(raw, list | tuple) else re.split(r"[*xX]", str(raw))
+    parts: Sequence[Any] = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
     try:
         width, height = (int(str(part)) for part in parts)
-    except ValueError:
-        raise InputError(f"{name} is {raw!r}; write WIDTH*HEIGHT, for example 832*480.") from None
-    if width < 1 or height < 1:
-        raise InputError(f"{name} is {raw}; width and height must be positive.")
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{name} is {shown(raw)}; write WIDTH*HEIGHT, for example 832*480."
+        ) from None
+    if min(width, height) < 1 or max(width, height) > _LONGEST:
+        raise InputError(
+            f"{name} is {shown(raw, str)}; width and height must be positive, and at most "
+            f"{_LONGEST}."
+        )
     return width, height
 
 
 def guide_scale(name: str, raw: Any) -> tuple[float, float]:
     """One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
-    parts: Sequence[Any] = raw if isinstance(raw, list | tuple) else str(raw).split(",")
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    parts = parts if isinstance(parts, list | tuple) else [parts]
     if not 1 <= len(parts) <= 2:
-        raise InputError(f"{name} is {raw!r}; give one number, or LOW,HIGH for the two experts.")
+        raise InputError(
+            f"{name} is {shown(raw)}; give one number, or LOW,HIGH for the two experts."
+        )
     low, high = (positive(100)(name, parts[i]) for i in (0, -1))
     return low, high
