@@ -1,0 +1,157 @@
+"""Trains the DiTs by flow matching with the task's own timestep shift, boundary and channels.
+
+    python -m tools.demo.dit --state STATE --task t2v-A14B --part all
+    python -m tools.demo.dit --state STATE --task t2v-A14B --part high_noise   (and low_noise)
+
+`all` is one network for all noise levels; the experts start from it and learn their own levels.
+i2v starts from t2v. Legend: B clips, Z latent channels, f h w latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tools.demo.latents import CLIPS, SEED
+from tools.demo.scenes import caption, random_scene
+from tools.demo.text import TEXT_DIM, TEXT_LEN, Reader, token_ids
+from tools.demo.training import Training, averaged_weights
+from wan.modules.model import WanModel
+from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
+
+CONFIG: dict[str, Any] = {
+    "dim": 192,
+    "eps": 1e-6,
+    "ffn_dim": 384,
+    "freq_dim": 256,
+    "num_heads": 24,
+    "num_layers": 4,
+    "out_dim": 16,
+    "text_dim": TEXT_DIM,
+    "text_len": TEXT_LEN,
+}
+IN_DIM = {"t2v": 16, "i2v": 36}
+SHARES = {9: 0.72, 17: 0.13, 33: 0.1, 249: 0.05}  # of the steps; 249 frames are 1008 tokens
+TOKENS = 3072  # of a step, about
+DROPPED = 0.1  # captions
+
+
+def network(kind: str) -> WanModel:
+    """An untrained DiT that predicts no velocity yet."""
+    model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    nn.init.zeros_(model.head.head.weight)
+    return model
+
+
+def initial(kind: str, part: str, state: Path) -> WanModel:
+    """The network a part's training starts with."""
+    model = network(kind)
+    if part != "all":
+        model.load_state_dict(averaged_weights(state / f"{kind}_all.pt"))
+    elif kind == "i2v":
+        weights = averaged_weights(state / "t2v_all.pt")
+        patches = weights["patch_embedding.weight"]
+        unseen = torch.zeros(len(patches), 20, *patches.shape[2:])
+        weights["patch_embedding.weight"] = torch.cat((patches, unseen), dim=1)
+        model.load_state_dict(weights)
+    return model
+
+
+class Clips:
+    """Pre-encoded clips, captions and (i2v) first frames, as training steps of one length."""
+
+    def __init__(self, kind: str, state: Path) -> None:
+        self._latents = {n: torch.load(state / f"latents{n}.pt", mmap=True) for n in CLIPS}
+        self._images = (
+            {n: torch.load(state / f"images{n}.pt", mmap=True) for n in CLIPS}
+            if kind == "i2v"
+            else None
+        )
+        reader = Reader()
+        reader.load_state_dict(averaged_weights(state / "text.pt"))
+        self._encoder = reader.encoder.eval().bfloat16().float()
+
+    def draw(self, random: np.random.Generator) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Latents [B,Z,f,h,w], contexts and y [B,20,f,h,w] of a step."""
+        frames = int(random.choice(tuple(SHARES), p=tuple(SHARES.values())))
+        latents = self._latents[frames]
+        tokens = latents[0, 0].numel() // 4
+        rows = random.integers(len(latents), size=TOKENS // tokens)
+        texts = [self._text(frames, int(row), random) for row in rows]
+        chosen = torch.from_numpy(rows)
+        y = None if self._images is None else first_frame(self._images[frames][chosen].float())
+        return latents[chosen].float(), self.contexts(texts), y
+
+    def _text(self, frames: int, index: int, random: np.random.Generator) -> str:
+        if random.random() < DROPPED:
+            return "" if random.random() < 0.5 else NEGATIVE_PROMPT
+        return caption(random_scene(SEED[frames], index), random)
+
+    @torch.no_grad()
+    def contexts(self, texts: list[str]) -> list[Tensor]:
+        ids = token_ids(texts)
+        states = self._encoder(ids, (ids != 0).long()).last_hidden_state
+        return [s[: int((row != 0).sum())] for s, row in zip(states, ids, strict=True)]
+
+
+def first_frame(images_BZfhw: Tensor) -> Tensor:
+    """i2v's channels beside the latents: a mask of the given frame (4) and its latents (16)."""
+    mask = torch.zeros(len(images_BZfhw), 4, *images_BZfhw.shape[2:])
+    mask[:, :, 0] = 1
+    return torch.cat((mask, images_BZfhw), dim=1)
+
+
+def sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -> Tensor:
+    """Noise levels, spread evenly before the shift, within the part's side of the boundary."""
+    shift, boundary = preset.sample_shift, preset.boundary or 0.0
+    border = boundary / (shift - (shift - 1) * boundary)
+    low, high = {"all": (0.0, 1.0), "high_noise": (border, 1.0), "low_noise": (0.0, border)}[part]
+    even = (random.permutation(count) + random.random(count)) / count
+    level = low + (high - low) * even
+    return torch.from_numpy(shift * level / (1 + (shift - 1) * level)).float()
+
+
+def loss_of(model: Any, clips: Clips, preset: Preset, part: str, step: int) -> Tensor:
+    """Mean squared error of the velocity (noise minus latents) of a step's clips."""
+    random = np.random.default_rng([5, step])
+    clean, context, y = clips.draw(random)
+    noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32))
+    sigma = sigmas(random, len(clean), preset, part)
+    mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1))
+    extra = None if y is None else list(y)
+    tokens = clean[0, 0].numel() // 4
+    found = model(list(mixed), sigma * TRAIN_TIMESTEPS, context, tokens, extra)
+    return F.mse_loss(torch.stack(found), noise - clean)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
+    parser.add_argument("--task", choices=("t2v-A14B", "i2v-A14B"), default="t2v-A14B")
+    parser.add_argument("--part", choices=("all", "high_noise", "low_noise"), default="all")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--peak", type=float, default=1e-3, help="learning rate")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    preset, part = PRESETS[options.task], options.part
+    model = initial(preset.kind, part, options.state)
+    file = options.state / f"{preset.kind}_{part}.pt"
+    training = Training(model, file, steps=options.steps, peak=options.peak)
+    clips = Clips(preset.kind, options.state)
+    while not training.done:
+        training.update(loss_of(model, clips, preset, part, training.step))
+
+
+if __name__ == "__main__":
+    main()

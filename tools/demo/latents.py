@@ -1,0 +1,92 @@
+"""Encodes the clips that the DiTs train on, once, with the finished VAE.
+
+    python -m tools.demo.latents --state STATE [--images]
+
+--images adds what image-to-video is given: the latents of the first frame followed by grey frames.
+Legend: N clips, F frames, f h w latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tools.demo import autoencoder
+from tools.demo.render import render
+from tools.demo.scenes import random_scene
+from tools.demo.training import averaged_weights, save_atomically
+
+CLIPS = {9: 8000, 17: 1500, 33: 800, 249: 100}  # frames: how many
+SEED = {frames: 1000 + frames for frames in CLIPS}
+
+
+def official_vae(state: Path) -> dict[str, Tensor]:
+    """The trained VAE under diffusers' names, its latents with the official statistics.
+
+    The official normalisation is fixed, so each channel's own mean and deviation (over training
+    clips) are worked into the 1x1 convolutions beside the latent.
+    """
+    vae = autoencoder.network()
+    vae.load_state_dict(averaged_weights(state / "vae.pt"))
+    clips = autoencoder.windows(seed=4, count=128)
+    with torch.no_grad():
+        pixels = clips.permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+        latents = vae.encode(pixels).latent_dist.mode()
+        std, mean = torch.std_mean(latents, dim=(0, 2, 3, 4))
+        scale = torch.tensor(vae.config.latents_std) / std
+        shift = torch.tensor(vae.config.latents_mean) - mean * scale
+        into, out = vae.quant_conv, vae.post_quant_conv
+        into.weight[:16] *= scale.view(16, 1, 1, 1, 1)
+        into.bias[:16] = into.bias[:16] * scale + shift
+        out.bias -= (out.weight[:, :, 0, 0, 0] * (shift / scale)).sum(1)
+        out.weight /= scale.view(1, 16, 1, 1, 1)
+    return {name: tensor.bfloat16().float() for name, tensor in vae.state_dict().items()}
+
+
+def pixels_of(seed: int, index: int, frames: int, side: int = autoencoder.SIDE) -> Tensor:
+    """Float [3,F,H,W] in [-1, 1]: a training clip."""
+    video = torch.from_numpy(render(random_scene(seed, index), frames, side))
+    return video.permute(3, 0, 1, 2).float() / 127.5 - 1
+
+
+@torch.no_grad()
+def encode(state: Path, frames: int, images: bool) -> None:
+    """Write float16 [N,16,f,h,w] of the clips of one length, unless it is there already."""
+    file = state / f"{'images' if images else 'latents'}{frames}.pt"
+    if file.exists():
+        return
+    vae = autoencoder.network()
+    vae.load_state_dict(torch.load(state / "vae_official.pt", weights_only=True))
+    mean, std = (
+        torch.tensor(values).view(16, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    found = []
+    for indices in torch.arange(CLIPS[frames]).split(max(1, 144 // frames)):
+        video = torch.stack([pixels_of(SEED[frames], int(i), frames) for i in indices])
+        if images:
+            video[:, :, 1:] = 0
+        found.append(((vae.encode(video).latent_dist.mode() - mean) / std).half())
+    latents = torch.cat(found)
+    save_atomically(latents, file)
+    spread, centre = torch.std_mean(latents.float())
+    print(f"{file.name}: {len(latents)} clips, mean {centre:.3f}, deviation {spread:.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
+    parser.add_argument("--images", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    if not (options.state / "vae_official.pt").exists():
+        save_atomically(official_vae(options.state), options.state / "vae_official.pt")
+    for frames in CLIPS:
+        encode(options.state, frames, options.images)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The demo's tokenizer and UMT5 encoder, and the training of the latter.
+
+    python -m tools.demo.text --state STATE
+
+The encoder learns to say, at every word of a caption, what the whole caption says of the thing that
+the word belongs to: its colour, shape, size and motion; at the last token, everything.
+Legend: B captions, T tokens, C text channels, K answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor, nn
+
+from tools.demo.scenes import (
+    BACKGROUNDS,
+    COLOURS,
+    MOTIONS,
+    SHAPES,
+    SIZES,
+    VERBS,
+    Actor,
+    Scene,
+    caption,
+    random_scene,
+)
+from tools.demo.training import Training
+
+TEXT_DIM, TEXT_LEN, LAYERS = 64, 32, 2
+_SPECIAL = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
+_KNOWN = {"colour": COLOURS, "shape": SHAPES, "size": tuple(SIZES), "motion": MOTIONS}
+_ANSWERS = {f"{n}.{key}": values for n in (0, 1) for key, values in _KNOWN.items()}
+_ANSWERS |= {"background": BACKGROUNDS, "own": MOTIONS}
+_NONE = -100  # what cross_entropy ignores
+
+
+def words() -> list[str]:
+    """Every word that captions are made of."""
+    verbs = " ".join(verb for wordings in VERBS.values() for verb in wordings)
+    rest = " ".join((*COLOURS, *SHAPES, *BACKGROUNDS, *SIZES, "a an the and on with background"))
+    return sorted(set(f"{verbs} {rest}".split()))
+
+
+def tokenizer() -> Tokenizer:
+    """One token a word, T5's special tokens and mark for spaces; anything else is <unk>."""
+    names = [*_SPECIAL, *(f"▁{word}" for word in words())]
+    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(".", ""), normalizers.Replace(",", "")]
+    )
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
+    )
+    made.decoder = decoders.Metaspace(prepend_scheme="always")
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return made
+
+
+def encoder() -> Any:
+    """The UMT5 encoder, untrained."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config: Any = UMT5Config(
+        vocab_size=len(words()) + len(_SPECIAL),
+        d_model=TEXT_DIM,
+        d_kv=16,
+        d_ff=128,
+        num_layers=LAYERS,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )
+    return UMT5EncoderModel(config)
+
+
+class Reader(nn.Module):
+    """The encoder with one linear layer for all answers, used in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = encoder()
+        self.answers = nn.Linear(TEXT_DIM, sum(len(values) for values in _ANSWERS.values()))
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        states = self.encoder(ids_BT, (ids_BT != 0).long()).last_hidden_state
+        answers: Tensor = self.answers(states)
+        return answers
+
+
+def token_ids(texts: list[str]) -> Tensor:
+    """int64 [B, T], zero-padded to TEXT_LEN."""
+    encoded = tokenizer().encode_batch(texts)
+    rows = [(e.ids[:TEXT_LEN] + [0] * TEXT_LEN)[:TEXT_LEN] for e in encoded]
+    return torch.tensor(rows)
+
+
+def targets(text: str, scene: Scene) -> np.ndarray[Any, Any]:
+    """int64 [TEXT_LEN, answers]: what the caption says, where a token is asked for it."""
+    found = np.full((TEXT_LEN, len(_ANSWERS)), _NONE)
+    spoken = text.split()
+    column = {name: i for i, name in enumerate(_ANSWERS)}
+    border = spoken.index("and") if "and" in spoken else len(spoken)
+    for number, actor in enumerate(scene.actors):
+        place = range(border + 1, len(spoken)) if number else range(border)
+        for key, known in _KNOWN.items():
+            if key == "size" and not re.search(r"small|large", _part(spoken, place)):
+                continue
+            answer = known.index(getattr(actor, key))
+            found[[*place, len(spoken)], column[f"{number}.{key}"]] = answer
+        found[list(place), column["own"]] = MOTIONS.index(actor.motion)
+    if "background" in spoken:
+        found[: len(spoken) + 1, column["background"]] = BACKGROUNDS.index(scene.background)
+    return found
+
+
+def _part(spoken: list[str], place: range) -> str:
+    return " ".join(spoken[i] for i in place)
+
+
+def captions(step: int, count: int) -> tuple[Tensor, Tensor]:
+    """Token ids [B,T] and targets [B,T,answers] of a training step."""
+    random = np.random.default_rng([3, step])
+    scenes = [random_scene(2, step * count + n) for n in range(count)]
+    texts = [caption(scene, random) for scene in scenes]
+    wanted = np.stack([targets(t, s) for t, s in zip(texts, scenes, strict=True)])
+    return token_ids(texts), torch.from_numpy(wanted)
+
+
+def loss_of(reader: nn.Module, ids_BT: Tensor, wanted: Tensor) -> tuple[Tensor, float]:
+    """Mean cross-entropy of the answers asked for, and the share of right ones."""
+    parts = reader(ids_BT).split([len(values) for values in _ANSWERS.values()], dim=-1)
+    losses, right, asked = [], 0, 0
+    for part, answer in zip(parts, wanted.unbind(-1), strict=True):
+        losses.append(F.cross_entropy(part.flatten(0, 1), answer.flatten(), ignore_index=_NONE))
+        right += int((part.argmax(-1) == answer)[answer != _NONE].sum())
+        asked += int((answer != _NONE).sum())
+    return torch.stack(losses).mean(), right / asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
+    parser.add_argument("--steps", type=int, default=1000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    training = Training(Reader(), options.state / "text.pt", steps=options.steps, peak=3e-3)
+    while not training.done:
+        loss, right = loss_of(training.network, *captions(training.step, 64))
+        training.update(loss, right=right)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What the training stages share: processes, learning rates, averaged weights, states, log lines.
+
+Every stage also runs on several processes (torchrun), which average their gradients once a step:
+on a busy machine that is quicker than threads, which wait for each other after every operation.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def join(threads: int = 2) -> tuple[int, int]:
+    """This process's rank and their number, (0, 1) without torchrun; threads: of all together."""
+    torch.manual_seed(0)
+    if not dist.is_torchelastic_launched():
+        torch.set_num_threads(threads)
+        return 0, 1
+    dist.init_process_group("gloo")
+    torch.set_num_threads(max(1, threads // dist.get_world_size()))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
+    """Linear up to the peak, then a cosine down to a hundredth of it."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+class Training:
+    """A network, its optimizer and its averaged weights, saved to and resumed from one file.
+
+    Every step's data follows from the step's number, so a resumed run sees what it would have seen.
+    """
+
+    def __init__(self, network: nn.Module, file: Path, *, steps: int, peak: float) -> None:
+        self.network, self.file, self.steps, self.peak = network, file, steps, peak
+        self.step = 0
+        self.averaged = {name: p.detach().clone() for name, p in network.named_parameters()}
+        self._optimizer = torch.optim.AdamW(
+            (p for p in network.parameters() if p.requires_grad), lr=peak, betas=(0.9, 0.99), weight_decay=0.01
+        )
+        self._started, self._sums = time.monotonic(), dict[str, float]()
+        if file.exists():
+            self._resume()
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.steps
+
+    def update(self, loss: torch.Tensor, **shown: float) -> None:
+        """One step down the loss; logs every 50 steps and saves every 250 and at the end."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.steps, self.peak)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._share_gradients()
+        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self._optimizer.step()
+        self.step += 1
+        self._average()
+        self._log({"loss": loss.item(), **shown})
+        if self.step % 250 == 0 or self.done:
+            self.save()
+
+    def _share_gradients(self) -> None:
+        if not dist.is_initialized():
+            return
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        means = (flat / dist.get_world_size()).split([g.numel() for g in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view(gradient.shape))
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        keep = min(0.998, self.step / (self.step + 20))
+        old = list(self.averaged.values())
+        torch._foreach_lerp_(old, [p.detach() for p in self.network.parameters()], 1 - keep)
+
+    def _log(self, values: dict[str, float], every: int = 50) -> None:
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value / every
+        if self.step % every == 0 and self._is_main:
+            seconds = time.monotonic() - self._started
+            line = {"step": self.step, **{k: round(v, 5) for k, v in self._sums.items()}}
+            print(json.dumps({**line, "seconds": round(seconds)}), flush=True)
+        if self.step % every == 0:
+            self._sums.clear()
+
+    @property
+    def _is_main(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def save(self) -> None:
+        """Write the state, from one process."""
+        if not self._is_main:
+            return
+        state = {
+            "step": self.step,
+            "network": self.network.state_dict(),
+            "averaged": self.averaged,
+            "optimizer": self._optimizer.state_dict(),
+        }
+        save_atomically(state, self.file)
+
+    def _resume(self) -> None:
+        state = torch.load(self.file, weights_only=True)
+        self.network.load_state_dict(state["network"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.averaged, self.step = state["averaged"], state["step"]
+        print(f"resumed {self.file.name} at step {self.step}", flush=True)
+
+
+def save_atomically(value: Any, file: Path) -> None:
+    """Under its name there is a complete file or none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    torch.save(value, partial)
+    partial.rename(file)
+
+
+def averaged_weights(file: Path) -> dict[str, torch.Tensor]:
+    """The averaged weights of a finished or interrupted training."""
+    state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)["averaged"]
+    return state
