@@ -53,7 +53,7 @@ def make_checkpoint(
     partial.mkdir(parents=True)
     try:
         WRITERS[layout](partial, Networks(RECIPES[task], seed, DTYPES[dtype]))
-        _write_json(partial / "generation_config.json", QUICK_RUN)
+        write_json(partial / "generation_config.json", QUICK_RUN)
         partial.rename(out)
     except BaseException:  # also Ctrl-C
         shutil.rmtree(partial)
@@ -66,13 +66,13 @@ def _write_official(folder: Path, networks: Networks) -> None:
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
     for name, state in zip(names, states, strict=True):
         (folder / name).mkdir(exist_ok=True)
-        _write_json(folder / name / "config.json", recipe.config)
+        write_json(folder / name / "config.json", recipe.config)
         _save_dit(folder / name, state, shards=2 if recipe.sharded else 1)
     if len(states) == 2:
-        _write_json(folder / "configuration.json", {"framework": "Pytorch"})
+        write_json(folder / "configuration.json", {"framework": "Pytorch"})
     torch.save(networks.vae_state, folder / f"Wan{networks.vae_version}_VAE.pth")
     torch.save(networks.text_state, folder / "models_t5_umt5-xxl-enc-bf16.pth")
-    _write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
+    write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
 
 
 def _save_dit(folder: Path, state: State, shards: int) -> None:
@@ -88,7 +88,7 @@ def _save_dit(folder: Path, state: State, shards: int) -> None:
         save_file(part, folder / file, metadata={"format": "pt"})
     if shards > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / f"{stem}.safetensors.index.json", index)
+        write_json(folder / f"{stem}.safetensors.index.json", index)
 
 
 def _write_diffusers(folder: Path, networks: Networks) -> None:
@@ -103,12 +103,12 @@ def _write_diffusers(folder: Path, networks: Networks) -> None:
     tensors = _renamed(networks.text_state, keymaps.t5_transformers_name)
     tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]  # tied, and saved once
     _save_pretrained(folder / "text_encoder", networks.text_encoder, tensors, sharded=True)
-    _write_tokenizer(folder / "tokenizer", networks.tokenizer)
+    write_tokenizer(folder / "tokenizer", networks.tokenizer)
     scheduler: Any = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=recipe.flow_shift
     )
     scheduler.save_pretrained(folder / "scheduler")
-    _write_json(folder / "model_index.json", _model_index(recipe))
+    write_json(folder / "model_index.json", _model_index(recipe))
 
 
 def _renamed(state: State, rename: Callable[[str], str]) -> dict[str, torch.Tensor]:
@@ -148,17 +148,17 @@ def _model_index(recipe: Recipe) -> dict[str, Any]:
     return index
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """By hand, because transformers 5 would name a tokenizer class that transformers 4 lacks."""
     folder.mkdir(parents=True)
     special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **special}
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", config)
-    _write_json(folder / "special_tokens_map.json", special)
+    write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "special_tokens_map.json", special)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

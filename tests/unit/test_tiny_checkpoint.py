@@ -244,7 +244,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch, layout: 
         assert relative_files(tmp_path), "interrupted too early to prove anything"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(make_tiny_checkpoint, "_write_tokenizer", interrupt)
+    monkeypatch.setattr(make_tiny_checkpoint, "write_tokenizer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make_checkpoint("t2v-1.3B", tmp_path / "tiny", layout=layout)
     assert not list(tmp_path.iterdir())

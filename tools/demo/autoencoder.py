@@ -2,12 +2,14 @@
 
     python -m tools.demo.autoencoder --state STATE
 
-First small crops of short clips, then whole clips. Legend: B clips, F frames, H W pixels.
+First crops of single pictures (cheap, and most of what there is to learn), then of short clips,
+then whole clips. Legend: B clips, F frames, H W pixels.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from tools.demo.render import render
 from tools.demo.scenes import random_scene
-from tools.demo.training import Training, join
+from tools.demo.training import Training, device, join
 
 BASE_DIM, SIDE, CLIP = 8, 64, 9
 POOL = 800
@@ -37,6 +39,31 @@ def network() -> Any:
     return vae
 
 
+@torch.no_grad()
+def untrained() -> Any:
+    """A network that starts simple: residual branches are silent, every frame is seen alone.
+
+    Halving time averages two frames and doubling repeats them, so what is learned on single
+    pictures holds for clips that stand still.
+    """
+    vae = network()
+    for name, module in vae.named_modules():
+        if name.endswith((".conv2", ".proj")):
+            module.weight.zero_()
+            module.bias.zero_()
+        if not isinstance(module, nn.Conv3d) or module.kernel_size[0] == 1:
+            continue
+        module.weight[:, :, :-1] = 0
+        if name.endswith("time_conv"):
+            same = torch.eye(module.in_channels)[:, :, None, None]
+            doubling = module.out_channels // module.in_channels
+            module.bias.zero_()
+            module.weight[:, :, -1] = same.repeat(doubling, 1, 1, 1)
+            if doubling == 1:
+                module.weight[:, :, -2:] = same[:, :, None] / 2
+    return vae
+
+
 def windows(seed: int, count: int) -> Tensor:
     """uint8 [count, CLIP, SIDE, SIDE, 3]: windows of training clips of several lengths."""
     random = np.random.default_rng(seed)
@@ -48,19 +75,29 @@ def windows(seed: int, count: int) -> Tensor:
     return torch.from_numpy(np.stack(found))
 
 
-def batch(pool: Tensor, random: np.random.Generator, count: int, whole: bool) -> Tensor:
-    """Float [B,3,F,H,W] in [-1, 1]: whole clips, or crops of 5 frames of 32x32 at the shapes."""
-    clips = [pool[int(row)] for row in random.integers(len(pool), size=count)]
-    if not whole:
-        first = int(random.integers(CLIP - 4))
-        clips = [_crop(clip[first : first + 5], random) for clip in clips]
+@dataclass(frozen=True)
+class Phase:
+    """A part of the training: clips a step, frames and side of what is cut out of them."""
+
+    steps: int
+    clips: int
+    frames: int
+    side: int
+
+
+def batch(pool: Tensor, random: np.random.Generator, phase: Phase, count: int) -> Tensor:
+    """Float [B,3,F,H,W] in [-1, 1]: cut out of random clips, at their shapes."""
+    clips = []
+    for row in random.integers(len(pool), size=count):
+        first = int(random.integers(CLIP - phase.frames + 1))
+        clips.append(_crop(pool[int(row)][first : first + phase.frames], random, phase.side))
     pixels = torch.stack(clips).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
     return pixels.contiguous(memory_format=torch.channels_last_3d)
 
 
-def _crop(clip_FHW3: Tensor, random: np.random.Generator, size: int = 32) -> Tensor:
+def _crop(clip_FHW3: Tensor, random: np.random.Generator, size: int) -> Tensor:
     """A square that has a random pixel of a shape near its middle."""
-    shapes = (clip_FHW3[2] != clip_FHW3[2, 0, 0]).any(-1).nonzero()
+    shapes = (clip_FHW3[0] != clip_FHW3[0, 0, 0]).any(-1).nonzero()
     centre = shapes[int(random.integers(len(shapes)))] + torch.from_numpy(random.integers(-8, 9, 2))
     y, x = (int(c) for c in (centre - size // 2).clamp(0, SIDE - size))
     return clip_FHW3[:, y : y + size, x : x + size]
@@ -80,17 +117,17 @@ def loss_of(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
-    parser.add_argument("--crop_steps", type=int, default=2000)
-    parser.add_argument("--whole_steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, nargs=3, default=[2000, 1500, 200], help="of phases")
     options = parser.parse_args()
     rank, ranks = join()
-    steps = options.crop_steps + options.whole_steps
-    training = Training(network(), options.state / "vae.pt", steps=steps, peak=3e-3)
+    images, crops, whole = options.steps
+    phases = [Phase(images, 24, 1, 32), Phase(crops, 8, 5, 32), Phase(whole, 4, CLIP, SIDE)]
+    training = Training(untrained(), options.state / "vae.pt", steps=sum(options.steps), peak=3e-3)
     pool = windows(seed=1, count=POOL)
+    schedule = [phase for phase in phases for _ in range(phase.steps)]
     while not training.done:
-        random = np.random.default_rng([1, training.step, rank])
-        whole = training.step >= options.crop_steps
-        clips = batch(pool, random, (4 if whole else 8) // ranks, whole)
+        random, phase = np.random.default_rng([1, training.step, rank]), schedule[training.step]
+        clips = batch(pool, random, phase, phase.clips // ranks).to(device())
         loss, shown = loss_of(training.network, clips)
         training.update(loss, **shown)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tools.demo.latents import CLIPS, SEED
 from tools.demo.scenes import caption, random_scene
 from tools.demo.text import TEXT_DIM, TEXT_LEN, Reader, token_ids
-from tools.demo.training import Training, averaged_weights
+from tools.demo.training import Training, averaged_weights, device, join
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
 
@@ -70,7 +70,8 @@ def initial(kind: str, part: str, state: Path) -> WanModel:
 class Clips:
     """Pre-encoded clips, captions and (i2v) first frames, as training steps of one length."""
 
-    def __init__(self, kind: str, state: Path) -> None:
+    def __init__(self, kind: str, state: Path, ranks: int = 1) -> None:
+        self._tokens = TOKENS // ranks
         self._latents = {n: torch.load(state / f"latents{n}.pt", mmap=True) for n in CLIPS}
         self._images = (
             {n: torch.load(state / f"images{n}.pt", mmap=True) for n in CLIPS}
@@ -79,18 +80,21 @@ class Clips:
         )
         reader = Reader()
         reader.load_state_dict(averaged_weights(state / "text.pt"))
-        self._encoder = reader.encoder.eval().bfloat16().float()
+        self._encoder = reader.encoder.eval().bfloat16().float().to(device())
 
     def draw(self, random: np.random.Generator) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """Latents [B,Z,f,h,w], contexts and y [B,20,f,h,w] of a step."""
         frames = int(random.choice(tuple(SHARES), p=tuple(SHARES.values())))
         latents = self._latents[frames]
         tokens = latents[0, 0].numel() // 4
-        rows = random.integers(len(latents), size=TOKENS // tokens)
+        rows = random.integers(len(latents), size=max(1, self._tokens // tokens))
         texts = [self._text(frames, int(row), random) for row in rows]
         chosen = torch.from_numpy(rows)
-        y = None if self._images is None else first_frame(self._images[frames][chosen].float())
-        return latents[chosen].float(), self.contexts(texts), y
+        clean = latents[chosen].float().to(device())
+        if self._images is None:
+            return clean, self.contexts(texts), None
+        images = self._images[frames][chosen].float().to(device())
+        return clean, self.contexts(texts), first_frame(images)
 
     def _text(self, frames: int, index: int, random: np.random.Generator) -> str:
         if random.random() < DROPPED:
@@ -99,14 +103,14 @@ class Clips:
 
     @torch.no_grad()
     def contexts(self, texts: list[str]) -> list[Tensor]:
-        ids = token_ids(texts)
+        ids = token_ids(texts).to(device())
         states = self._encoder(ids, (ids != 0).long()).last_hidden_state
         return [s[: int((row != 0).sum())] for s, row in zip(states, ids, strict=True)]
 
 
 def first_frame(images_BZfhw: Tensor) -> Tensor:
     """i2v's channels beside the latents: a mask of the given frame (4) and its latents (16)."""
-    mask = torch.zeros(len(images_BZfhw), 4, *images_BZfhw.shape[2:])
+    mask = torch.zeros(len(images_BZfhw), 4, *images_BZfhw.shape[2:], device=images_BZfhw.device)
     mask[:, :, 0] = 1
     return torch.cat((mask, images_BZfhw), dim=1)
 
@@ -121,13 +125,13 @@ def sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -
     return torch.from_numpy(shift * level / (1 + (shift - 1) * level)).float()
 
 
-def loss_of(model: Any, clips: Clips, preset: Preset, part: str, step: int) -> Tensor:
+def loss_of(model: Any, clips: Clips, preset: Preset, part: str, seed: list[int]) -> Tensor:
     """Mean squared error of the velocity (noise minus latents) of a step's clips."""
-    random = np.random.default_rng([5, step])
+    random = np.random.default_rng(seed)
     clean, context, y = clips.draw(random)
-    noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32))
+    noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32)).to(device())
     sigma = sigmas(random, len(clean), preset, part)
-    mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1))
+    mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1).to(device()))
     extra = None if y is None else list(y)
     tokens = clean[0, 0].numel() // 4
     found = model(list(mixed), sigma * TRAIN_TIMESTEPS, context, tokens, extra)
@@ -142,15 +146,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--peak", type=float, default=1e-3, help="learning rate")
     options = parser.parse_args()
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
+    rank, ranks = join()
     preset, part = PRESETS[options.task], options.part
     model = initial(preset.kind, part, options.state)
     file = options.state / f"{preset.kind}_{part}.pt"
     training = Training(model, file, steps=options.steps, peak=options.peak)
-    clips = Clips(preset.kind, options.state)
+    clips = Clips(preset.kind, options.state, ranks)
     while not training.done:
-        training.update(loss_of(model, clips, preset, part, training.step))
+        seed = [5, training.step, rank]
+        training.update(loss_of(model, clips, preset, part, seed))
 
 
 if __name__ == "__main__":

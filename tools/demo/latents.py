@@ -17,7 +17,7 @@ from torch import Tensor
 from tools.demo import autoencoder
 from tools.demo.render import render
 from tools.demo.scenes import random_scene
-from tools.demo.training import averaged_weights, save_atomically
+from tools.demo.training import averaged_weights, device, join, save_atomically
 
 CLIPS = {9: 8000, 17: 1500, 33: 800, 249: 100}  # frames: how many
 SEED = {frames: 1000 + frames for frames in CLIPS}
@@ -60,6 +60,7 @@ def encode(state: Path, frames: int, images: bool) -> None:
         return
     vae = autoencoder.network()
     vae.load_state_dict(torch.load(state / "vae_official.pt", weights_only=True))
+    vae.to(device())
     mean, std = (
         torch.tensor(values).view(16, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
@@ -69,11 +70,15 @@ def encode(state: Path, frames: int, images: bool) -> None:
         video = torch.stack([pixels_of(SEED[frames], int(i), frames) for i in indices])
         if images:
             video[:, :, 1:] = 0
-        found.append(((vae.encode(video).latent_dist.mode() - mean) / std).half())
+        found.append(
+            ((vae.encode(video.to(device())).latent_dist.mode().cpu() - mean) / std).half()
+        )
     latents = torch.cat(found)
     save_atomically(latents, file)
     spread, centre = torch.std_mean(latents.float())
-    print(f"{file.name}: {len(latents)} clips, mean {centre:.3f}, deviation {spread:.3f}", flush=True)
+    print(
+        f"{file.name}: {len(latents)} clips, mean {centre:.3f}, deviation {spread:.3f}", flush=True
+    )
 
 
 def main() -> None:
@@ -81,7 +86,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--images", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    join()
     if not (options.state / "vae_official.pt").exists():
         save_atomically(official_vae(options.state), options.state / "vae_official.pt")
     for frames in CLIPS:

@@ -111,7 +111,7 @@ def _look(random: np.random.Generator, motions: tuple[str, ...]) -> tuple[str, s
 
 
 def _lane_actor(random: np.random.Generator, lanes: str, number: int, colour: str) -> Actor:
-    """One of a pair: the first has the upper (or left) half of the picture, the second the other."""
+    """One of a pair: the first has the upper (or left) half of the picture, the second the rest."""
     shape, motion = _look(random, _PAIR_MOTIONS[lanes])
     room = 0.49 - SIZES["small"] * REACH
     along, across = (room, 0.06), 0.25 if number else -0.25

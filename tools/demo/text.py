@@ -27,12 +27,11 @@ from tools.demo.scenes import (
     SHAPES,
     SIZES,
     VERBS,
-    Actor,
     Scene,
     caption,
     random_scene,
 )
-from tools.demo.training import Training
+from tools.demo.training import Training, device, join
 
 TEXT_DIM, TEXT_LEN, LAYERS = 64, 32, 2
 _SPECIAL = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
@@ -152,11 +151,11 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    join(threads=1)
     training = Training(Reader(), options.state / "text.pt", steps=options.steps, peak=3e-3)
     while not training.done:
-        loss, right = loss_of(training.network, *captions(training.step, 64))
+        ids, wanted = captions(training.step, 64)
+        loss, right = loss_of(training.network, ids.to(device()), wanted.to(device()))
         training.update(loss, right=right)
 
 

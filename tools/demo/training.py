@@ -29,6 +29,11 @@ def join(threads: int = 2) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
     """Linear up to the peak, then a cosine down to a hundredth of it."""
     if step < warmup:
@@ -44,11 +49,14 @@ class Training:
     """
 
     def __init__(self, network: nn.Module, file: Path, *, steps: int, peak: float) -> None:
-        self.network, self.file, self.steps, self.peak = network, file, steps, peak
+        self.network, self.file, self.steps, self.peak = network.to(device()), file, steps, peak
         self.step = 0
         self.averaged = {name: p.detach().clone() for name, p in network.named_parameters()}
         self._optimizer = torch.optim.AdamW(
-            (p for p in network.parameters() if p.requires_grad), lr=peak, betas=(0.9, 0.99), weight_decay=0.01
+            (p for p in network.parameters() if p.requires_grad),
+            lr=peak,
+            betas=(0.9, 0.99),
+            weight_decay=0.01,
         )
         self._started, self._sums = time.monotonic(), dict[str, float]()
         if file.exists():
@@ -116,7 +124,7 @@ class Training:
         save_atomically(state, self.file)
 
     def _resume(self) -> None:
-        state = torch.load(self.file, weights_only=True)
+        state = torch.load(self.file, map_location=device(), weights_only=True)
         self.network.load_state_dict(state["network"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.averaged, self.step = state["averaged"], state["step"]
@@ -133,5 +141,7 @@ def save_atomically(value: Any, file: Path) -> None:
 
 def averaged_weights(file: Path) -> dict[str, torch.Tensor]:
     """The averaged weights of a finished or interrupted training."""
-    state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)["averaged"]
+    state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)[
+        "averaged"
+    ]
     return state

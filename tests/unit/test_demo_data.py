@@ -1,0 +1,137 @@
+"""The demo's clips, captions and scorer: each independent of the networks that are trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tools.demo import dit, score
+from tools.demo.evaluate import psnr, rates, right
+from tools.demo.render import RGB, render
+from tools.demo.scenes import (
+    COLOURS,
+    MOTIONS,
+    SHAPES,
+    VERBS,
+    Actor,
+    Scene,
+    caption,
+    is_held_out,
+    random_scene,
+)
+from tools.demo.text import TEXT_LEN, targets, token_ids, tokenizer, words
+from wan.settings.presets import PRESETS
+
+
+def single(shape: str = "circle", colour: str = "red", motion: str = "left") -> Scene:
+    ends = {"left": ((0.7, 0.5), (0.3, 0.5)), "up": ((0.5, 0.7), (0.5, 0.3))}
+    start, end = ends.get(motion, ((0.5, 0.5), (0.5, 0.5)))
+    return Scene("black", (Actor(shape, colour, "large", motion, start, end),))
+
+
+def test_scenes_follow_from_seed_and_index():
+    assert [random_scene(3, n) for n in range(9)] == [random_scene(3, n) for n in range(9)]
+    assert random_scene(3, 0) != random_scene(3, 1) != random_scene(4, 1)
+    first, again = (render(random_scene(3, 5), 5, 32) for _ in range(2))
+    assert first.shape == (5, 32, 32, 3) and first.dtype == np.uint8
+    assert np.array_equal(first, again)
+
+
+def test_held_out_combinations_are_never_trained_on():
+    assert not any(is_held_out(random_scene(0, n)) for n in range(300))
+    assert all(is_held_out(random_scene(0, n, held_out=True)) for n in range(50))
+
+
+def test_scenes_cover_what_captions_can_say():
+    actors = [actor for n in range(300) for actor in random_scene(0, n).actors]
+    assert {a.colour for a in actors} == set(COLOURS)
+    assert {a.shape for a in actors} == set(SHAPES)
+    assert {a.motion for a in actors} == set(MOTIONS)
+    assert not any(a.shape == "circle" and a.motion == "rotate" for a in actors)
+    assert any(len(random_scene(0, n).actors) == 2 for n in range(20))
+
+
+def test_plain_caption():
+    scene = single("star", "blue", "up")
+    assert caption(scene) == "a large blue star moves up on a black background"
+
+
+def test_every_wording_is_in_the_vocabulary_and_fits():
+    random = np.random.default_rng(0)
+    texts = [caption(random_scene(0, n), random) for n in range(200)]
+    ids = token_ids(texts)
+    assert ids.shape == (200, TEXT_LEN) and not (ids == 2).any()
+    assert ((ids == 1).sum(1) == 1).all(), "each ends with one </s>"
+    assert tokenizer().encode("A red Circle moves left.").tokens[1] == "▁red"
+    assert tokenizer().encode("a zebra").ids[1] == 2 and "zebra" not in words()
+
+
+def test_targets_ask_each_word_for_its_own_object():
+    actors = (single().actors[0], single("star", "blue", "up").actors[0])
+    scene = Scene("gray", actors)
+    wanted = targets("a red circle moves left and a blue star moves up", scene)
+    left, up = MOTIONS.index("left"), MOTIONS.index("up")
+    assert wanted[:5, -1].tolist() == [left] * 5 and wanted[6:11, -1].tolist() == [up] * 5
+    assert wanted[5, -1] == wanted[11, -1] == -100
+    assert wanted[11, 0] == COLOURS.index("red"), "the last token is asked for everything"
+    assert (wanted[:, -2] == -100).all(), "a background that is not said is not asked for"
+
+
+@pytest.mark.parametrize("frames", [9, 17])
+def test_scorer_is_right_on_the_ground_truth(frames: int):
+    scenes = [random_scene(11, n) for n in range(24)]
+    verdicts = [right(scene, score.look(render(scene, frames, 64))) for scene in scenes]
+    assert rates(verdicts) == {"colour": 100.0, "shape": 100.0, "motion": 100.0}
+
+
+def test_scorer_says_what_is_wrong():
+    asked, shown = single("circle", "red", "left"), single("square", "blue", "up")
+    verdicts = right(asked, score.look(render(shown, 9, 64)))
+    assert verdicts == {"colour": [False], "shape": [False], "motion": [False]}
+    empty = np.full((9, 64, 64, 3), 10, np.uint8)
+    assert score.look(empty) == []
+    assert right(asked, []) == {"colour": [False], "shape": [False], "motion": [False]}
+
+
+def test_scorer_needs_no_exact_pixels():
+    noise = np.random.default_rng(0).normal(0, 8, (9, 64, 64, 3))
+    for shape in SHAPES:
+        scene = single(shape, "yellow", "left")
+        video = np.clip(render(scene, 9, 64) + noise, 0, 255).astype(np.uint8)
+        seen = score.look(video)[0]
+        assert (seen.colour, seen.shape, seen.motion) == ("yellow", shape, "left")
+
+
+def test_scorer_is_independent_of_the_renderer():
+    source = Path(score.__file__).read_text()
+    assert "tools." not in source and not any(str(rgb) in source for rgb in RGB.values())
+
+
+def test_psnr():
+    black, gray = np.zeros((1, 4, 4, 3), np.uint8), np.full((1, 4, 4, 3), 51, np.uint8)
+    assert psnr(black, gray) == pytest.approx(20 * np.log10(5))
+
+
+@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
+def test_noise_levels_keep_to_their_side_of_the_boundary(task: str):
+    preset = PRESETS[task]
+    ranges = {"all": (0, 1), "high_noise": (preset.boundary, 1), "low_noise": (0, preset.boundary)}
+    for part, (low, high) in ranges.items():
+        sigma = dit.sigmas(np.random.default_rng(0), 1000, preset, part)
+        assert low <= sigma.min() < low + 0.02 and high - 0.02 < sigma.max() <= high + 1e-6
+
+
+def test_dit_is_the_real_model_and_small():
+    models = [dit.network(kind) for kind in ("t2v", "i2v")]
+    assert all(sum(p.numel() for p in model.parameters()) < 2.25e6 for model in models)
+    x, y = torch.randn(16, 3, 8, 8), torch.randn(20, 3, 8, 8)
+    out = models[1]([x], torch.tensor([500.0]), [torch.randn(5, 64)], 48, [y])
+    assert out[0].shape == (16, 3, 8, 8) and not out[0].any(), "no velocity before training"
+
+
+def test_verbs_tell_motions_apart():
+    wordings = [verb for verbs in VERBS.values() for verb in verbs]
+    assert len(wordings) == len(set(wordings))

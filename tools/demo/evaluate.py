@@ -1,0 +1,167 @@
+"""Scores an exported checkpoint on prompts it was never trained on, with the real pipeline.
+
+    python -m tools.demo.evaluate --checkpoint OUT --report scores.json
+
+Colour, shape class and motion of every object asked for; PSNR of the VAE, and of i2v's first frame.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tools.demo.render import render
+from tools.demo.scenes import Actor, Scene, caption, random_scene
+from tools.demo.score import Seen, look
+from wan import WanI2V, WanT2V, keymaps
+from wan.configs import WAN_CONFIGS
+from wan.vae import VideoVAE
+
+SIDE = 64
+_SEED = 77
+
+
+@dataclass(frozen=True)
+class Setting:
+    steps: int
+    guidance: float
+    prompts: int
+    frames: int = 9
+    shift: float = 12.0
+
+
+def held_out(count: int) -> Iterator[tuple[int, Scene]]:
+    """Numbered scenes whose combination of words was never trained on."""
+    return ((n, random_scene(_SEED, n, held_out=True)) for n in range(count))
+
+
+def as_pixels(video_3FHW: Tensor) -> NDArray[np.uint8]:
+    """[F,H,W,3]."""
+    pixels = ((video_3FHW + 1) * 127.5).round().clamp(0, 255).byte()
+    return np.ascontiguousarray(pixels.permute(1, 2, 3, 0).numpy())
+
+
+def psnr(video: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> float:
+    error = np.mean((video.astype(np.float64) - wanted) ** 2)
+    return float(10 * np.log10(255**2 / max(error, 1e-3)))
+
+
+def right(scene: Scene, seen: list[Seen]) -> dict[str, list[bool]]:
+    """For each of the scene's actors, whether its colour, shape and motion were found."""
+    verdicts: dict[str, list[bool]] = {"colour": [], "shape": [], "motion": []}
+    for actor, found in zip(scene.actors, _paired(scene.actors, seen), strict=True):
+        verdicts["colour"].append(found is not None and found.colour == actor.colour)
+        verdicts["shape"].append(found is not None and found.shape == actor.shape)
+        verdicts["motion"].append(found is not None and found.motion == actor.motion)
+    return verdicts
+
+
+def _paired(actors: tuple[Actor, ...], seen: list[Seen]) -> list[Seen | None]:
+    """The object for each actor: that of its colour, else the largest that is left."""
+    rest, found = list(seen), dict[int, Seen]()
+    for number, actor in enumerate(actors):
+        same = [s for s in rest if s.colour == actor.colour]
+        if same:
+            found[number] = same[0]
+            rest.remove(same[0])
+    return [found.get(n) or (rest.pop(0) if rest else None) for n in range(len(actors))]
+
+
+def rates(verdicts: list[dict[str, list[bool]]]) -> dict[str, float]:
+    """Percent of right answers over all objects."""
+    return {
+        key: round(100 * float(np.mean([v for each in verdicts for v in each[key]])), 1)
+        for key in verdicts[0]
+    }
+
+
+def score_t2v(model: Any, setting: Setting) -> dict[str, Any]:
+    verdicts = []
+    for number, scene in held_out(setting.prompts):
+        video = model.generate(
+            caption(scene),
+            size=(SIDE, SIDE),
+            frame_num=setting.frames,
+            shift=setting.shift,
+            sampling_steps=setting.steps,
+            guide_scale=setting.guidance,
+            seed=number,
+            offload_model=False,
+        )
+        verdicts.append(right(scene, look(as_pixels(video))))
+    return {**vars(setting), **rates(verdicts)}
+
+
+def score_i2v(model: Any, setting: Setting) -> dict[str, Any]:
+    """Also the first frame's mean PSNR against the given picture."""
+    verdicts, likeness = [], []
+    for number, scene in held_out(setting.prompts):
+        first = render(scene, setting.frames, SIDE)[0]
+        video = model.generate(
+            caption(scene),
+            Image.fromarray(first),
+            max_area=SIDE * SIDE,
+            frame_num=setting.frames,
+            shift=setting.shift,
+            sampling_steps=setting.steps,
+            guide_scale=setting.guidance,
+            seed=number,
+            offload_model=False,
+        )
+        likeness.append(psnr(as_pixels(video)[0], first))
+        verdicts.append(right(scene, look(as_pixels(video))))
+    mean = round(float(np.mean(likeness)), 2)
+    return {**vars(setting), **rates(verdicts), "first_frame_psnr": mean}
+
+
+def score_vae(file: Path, count: int) -> dict[str, float]:
+    """Mean PSNR of held-out clips after encoding and decoding."""
+    weights = {keymaps.vae_diffusers_name(n): t.float() for n, t in load_file(file).items()}
+    vae, found = VideoVAE(weights), []
+    for _, scene in held_out(count):
+        clip = render(scene, 9, SIDE)
+        pixels = torch.from_numpy(clip).permute(3, 0, 1, 2).float() / 127.5 - 1
+        found.append(psnr(as_pixels(vae.decode(vae.encode(pixels))), clip))
+    return {"mean_psnr": round(float(np.mean(found)), 2), "worst_psnr": round(min(found), 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of t2v and i2v")
+    parser.add_argument("--report", type=Path, help="JSON file to write")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
+    parser.add_argument("--guidance", type=float, nargs="*", default=[1.0, 3.0, 5.0])
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+    folder, report = options.checkpoint, dict[str, Any]()
+    report["vae"] = score_vae(folder / "t2v" / "Wan2.1_VAE.safetensors", options.prompts)
+    print(report["vae"], flush=True)
+    grid = [(steps, scale) for steps in options.steps for scale in options.guidance]
+    tasks = {"t2v": (WanT2V, score_t2v, 12.0), "i2v": (WanI2V, score_i2v, 5.0)}
+    for kind, (facade, score, shift) in tasks.items():
+        if not (folder / kind).is_dir():
+            continue
+        model: Any = facade(WAN_CONFIGS[f"{kind}-A14B"], folder / kind)
+        report[kind] = []
+        for steps, scale in grid:
+            report[kind].append(score(model, Setting(steps, scale, options.prompts, shift=shift)))
+            print(kind, report[kind][-1], flush=True)
+    if options.report:
+        options.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Writes the trained networks as two checkpoint folders of the official layout, in bfloat16.
+
+    python -m tools.demo.export --state STATE --out OUT
+
+OUT/t2v is complete; OUT/i2v links to its VAE, text encoder and tokenizer, which are the same. What
+is not trained yet is left to the network for all noise levels, or left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tools.demo.dit import CONFIG, IN_DIM
+from tools.demo.text import tokenizer
+from tools.demo.training import averaged_weights
+from tools.make_tiny_checkpoint import write_json, write_tokenizer
+from wan import keymaps
+
+RUN: dict[str, Any] = {
+    "size": "64*64",
+    "frame_num": 9,
+    "sample_steps": 20,
+    "sample_guide_scale": 3.0,
+    "fps": 8,
+}
+SHIFT = {"t2v": 12.0, "i2v": 5.0}
+_VAE, _TEXT, _TOKENIZER = (
+    "Wan2.1_VAE.safetensors",
+    "models_t5_umt5-xxl-enc-bf16.safetensors",
+    "google/umt5-xxl",
+)
+_DIT = "diffusion_pytorch_model.safetensors"
+
+
+def export(state: Path, out: Path) -> list[Path]:
+    """Write the folders of the tasks that are trained, replacing what is there; returns them."""
+    written = []
+    for kind in ("t2v", "i2v"):
+        if not (state / f"{kind}_all.pt").exists():
+            continue
+        folder = out / kind
+        shutil.rmtree(folder, ignore_errors=True)
+        _write_dits(state, folder, kind)
+        if kind == "t2v":
+            _write_shared(state, folder)
+        else:
+            _link_shared(folder)
+        write_json(folder / "configuration.json", {"framework": "Pytorch"})
+        write_json(folder / "generation_config.json", {**RUN, "sample_shift": SHIFT[kind]})
+        written.append(folder)
+    return written
+
+
+def _write_dits(state: Path, folder: Path, kind: str) -> None:
+    config = {"_class_name": "WanModel", "_diffusers_version": "0.33.0", **CONFIG}
+    for expert in ("high_noise", "low_noise"):
+        own = state / f"{kind}_{expert}.pt"
+        weights = averaged_weights(own if own.exists() else state / f"{kind}_all.pt")
+        to = folder / f"{expert}_model"
+        to.mkdir(parents=True)
+        write_json(to / "config.json", {**config, "in_dim": IN_DIM[kind], "model_type": kind})
+        _save(weights, to / _DIT)
+
+
+def _write_shared(state: Path, folder: Path) -> None:
+    vae = torch.load(state / "vae_official.pt", weights_only=True)
+    _save(vae, folder / _VAE, lambda name: keymaps.vae_official_name(name, residual=False))
+    text = {
+        name.removeprefix("encoder."): tensor
+        for name, tensor in averaged_weights(state / "text.pt").items()
+        if name.startswith("encoder.")
+    }
+    _save(text, folder / _TEXT, keymaps.t5_official_name)
+    write_tokenizer(folder / _TOKENIZER, tokenizer())
+
+
+def _link_shared(folder: Path) -> None:
+    (folder / "google").mkdir()
+    for name in (_VAE, _TEXT):
+        (folder / name).symlink_to(Path("..", "t2v", name))
+    (folder / _TOKENIZER).symlink_to(Path("..", "..", "t2v", _TOKENIZER))
+
+
+def _save(
+    weights: dict[str, Tensor], file: Path, official_name: Callable[[str], str] = str
+) -> None:
+    tensors = {official_name(n): t.bfloat16().contiguous() for n, t in weights.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--state", type=Path, required=True, help="folder with the trained states")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write t2v and i2v to")
+    options = parser.parse_args()
+    for folder in export(options.state, options.out):
+        files = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
+        print(f"{folder}: {sum(p.stat().st_size for p in files) / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
