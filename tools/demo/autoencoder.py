@@ -9,9 +9,11 @@ then whole clips. Legend: B clips, F frames, H W pixels.
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -35,8 +37,23 @@ def network() -> Any:
     vae = AutoencoderKLWan(base_dim=BASE_DIM, z_dim=16)
     for module in vae.modules():
         if isinstance(module, nn.Conv3d):
-            module.to(memory_format=torch.channels_last_3d)
+            module.weight.data = module.weight.contiguous(memory_format=torch.channels_last_3d)
     return vae
+
+
+def _as_picture(conv: Any, x_B3FHW: Tensor, cache_x: Tensor | None = None) -> Tensor:
+    """What a causal convolution makes of a single frame: only its last time step counts."""
+    if x_B3FHW.shape[2] > 1 or cache_x is not None:
+        raise ValueError("Clips of several frames need the whole convolution.")
+    weight, padding = conv.weight[:, :, -1], conv._padding[0]  # the sides are padded alike
+    return F.conv2d(x_B3FHW[:, :, 0], weight, conv.bias, padding=padding)[:, :, None]
+
+
+def picture_convolutions(on: bool) -> Any:
+    """A context in which single frames take the convolutions' short way, at half the time."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+
+    return mock.patch.object(WanCausalConv3d, "forward", _as_picture) if on else nullcontext()
 
 
 @torch.no_grad()
@@ -47,7 +64,8 @@ def untrained() -> Any:
     pictures holds for clips that stand still.
     """
     vae = network()
-    for name, module in vae.named_modules():
+    modules: Any = vae.named_modules()
+    for name, module in modules:
         if name.endswith((".conv2", ".proj")):
             module.weight.zero_()
             module.bias.zero_()
@@ -57,7 +75,7 @@ def untrained() -> Any:
         if name.endswith("time_conv"):
             same = torch.eye(module.in_channels)[:, :, None, None]
             doubling = module.out_channels // module.in_channels
-            module.bias.zero_()
+            nn.init.constant_(cast(Tensor, module.bias), 0)
             module.weight[:, :, -1] = same.repeat(doubling, 1, 1, 1)
             if doubling == 1:
                 module.weight[:, :, -2:] = same[:, :, None] / 2
@@ -117,9 +135,10 @@ def loss_of(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
-    parser.add_argument("--steps", type=int, nargs=3, default=[2000, 1500, 200], help="of phases")
+    parser.add_argument("--steps", type=int, nargs=3, default=[2000, 1000, 100], help="of phases")
+    parser.add_argument("--threads", type=int, default=2, help="of all processes together")
     options = parser.parse_args()
-    rank, ranks = join()
+    rank, ranks = join(options.threads)
     images, crops, whole = options.steps
     phases = [Phase(images, 24, 1, 32), Phase(crops, 8, 5, 32), Phase(whole, 4, CLIP, SIDE)]
     training = Training(untrained(), options.state / "vae.pt", steps=sum(options.steps), peak=3e-3)
@@ -128,7 +147,8 @@ def main() -> None:
     while not training.done:
         random, phase = np.random.default_rng([1, training.step, rank]), schedule[training.step]
         clips = batch(pool, random, phase, phase.clips // ranks).to(device())
-        loss, shown = loss_of(training.network, clips)
+        with picture_convolutions(phase.frames == 1):
+            loss, shown = loss_of(training.network, clips)
         training.update(loss, **shown)
 
 

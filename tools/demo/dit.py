@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tools.demo.latents import CLIPS, SEED
 from tools.demo.scenes import caption, random_scene
-from tools.demo.text import TEXT_DIM, TEXT_LEN, Reader, token_ids
+from tools.demo.text import TEXT_DIM, TEXT_LEN, token_ids, trained_encoder
 from tools.demo.training import Training, averaged_weights, device, join
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
@@ -78,9 +78,7 @@ class Clips:
             if kind == "i2v"
             else None
         )
-        reader = Reader()
-        reader.load_state_dict(averaged_weights(state / "text.pt"))
-        self._encoder = reader.encoder.eval().bfloat16().float().to(device())
+        self._encoder = trained_encoder(state).to(device())
 
     def draw(self, random: np.random.Generator) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """Latents [B,Z,f,h,w], contexts and y [B,20,f,h,w] of a step."""
@@ -145,8 +143,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("all", "high_noise", "low_noise"), default="all")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--peak", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--threads", type=int, default=2, help="of all processes together")
     options = parser.parse_args()
-    rank, ranks = join()
+    rank, ranks = join(options.threads)
     preset, part = PRESETS[options.task], options.part
     model = initial(preset.kind, part, options.state)
     file = options.state / f"{preset.kind}_{part}.pt"

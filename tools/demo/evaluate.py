@@ -54,7 +54,7 @@ def as_pixels(video_3FHW: Tensor) -> NDArray[np.uint8]:
 
 
 def psnr(video: NDArray[np.uint8], wanted: NDArray[np.uint8]) -> float:
-    error = np.mean((video.astype(np.float64) - wanted) ** 2)
+    error = float(np.mean((video.astype(np.float64) - wanted) ** 2))
     return float(10 * np.log10(255**2 / max(error, 1e-3)))
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tools.demo.dit import CONFIG, IN_DIM
-from tools.demo.text import tokenizer
+from tools.demo.text import tokenizer, trained_weights
 from tools.demo.training import averaged_weights
 from tools.make_tiny_checkpoint import write_json, write_tokenizer
 from wan import keymaps
@@ -73,12 +73,7 @@ def _write_dits(state: Path, folder: Path, kind: str) -> None:
 def _write_shared(state: Path, folder: Path) -> None:
     vae = torch.load(state / "vae_official.pt", weights_only=True)
     _save(vae, folder / _VAE, lambda name: keymaps.vae_official_name(name, residual=False))
-    text = {
-        name.removeprefix("encoder."): tensor
-        for name, tensor in averaged_weights(state / "text.pt").items()
-        if name.startswith("encoder.")
-    }
-    _save(text, folder / _TEXT, keymaps.t5_official_name)
+    _save(trained_weights(state), folder / _TEXT, keymaps.t5_official_name)
     write_tokenizer(folder / _TOKENIZER, tokenizer())
 
 

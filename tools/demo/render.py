@@ -6,13 +6,14 @@ Legend: F frames, P pixels of one frame, V corners of a polygon.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tools.demo.scenes import SIZES, Actor, Scene
 
-Floats = NDArray[np.float32]
+Floats = NDArray[np.floating[Any]]
 
 RGB = {
     "red": (220, 40, 40),
@@ -32,12 +33,16 @@ def render(scene: Scene, frames: int, side: int) -> NDArray[np.uint8]:
     """[F, side, side, 3]."""
     pixel = (np.arange(side, dtype=np.float32) + 0.5) / side
     x_P, y_P = (axis.ravel() for axis in np.meshgrid(pixel, pixel))
-    video = np.broadcast_to(np.float32(RGB[scene.background]), (frames, side * side, 3))
+    video = np.broadcast_to(_rgb(scene.background), (frames, side * side, 3))
     for actor in scene.actors:
         poses = np.array([_pose(actor, n / max(frames - 1, 1)) for n in range(frames)], np.float32)
         inside = np.clip(0.5 - side * _distance(actor.shape, poses, x_P, y_P), 0, 1)[..., None]
-        video = video * (1 - inside) + np.float32(RGB[actor.colour]) * inside
+        video = video * (1 - inside) + _rgb(actor.colour) * inside
     return np.rint(video).astype(np.uint8).reshape(frames, side, side, 3)
+
+
+def _rgb(name: str) -> Floats:
+    return np.array(RGB[name], np.float32)
 
 
 def _pose(actor: Actor, time: float) -> tuple[float, float, float, float]:
@@ -68,7 +73,7 @@ def _distance(shape: str, poses_F4: Floats, x_P: Floats, y_P: Floats) -> Floats:
 def _corners(shape: str) -> Floats:
     """[V, 2] for radius 1; sized so that the areas are about the circle's, one corner on top."""
     if shape == "square":
-        return np.float32([(-0.87, -0.87), (0.87, -0.87), (0.87, 0.87), (-0.87, 0.87)])
+        return np.array([(-0.87, -0.87), (0.87, -0.87), (0.87, 0.87), (-0.87, 0.87)], np.float32)
     radii = (1.3, 1.3, 1.3) if shape == "triangle" else (1.3, 0.55) * 5
     turns = np.arange(len(radii)) * 2 * np.pi / len(radii)
     corners = np.stack((np.sin(turns), -np.cos(turns)), axis=-1) * np.array(radii)[:, None]

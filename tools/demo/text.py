@@ -31,7 +31,7 @@ from tools.demo.scenes import (
     caption,
     random_scene,
 )
-from tools.demo.training import Training, device, join
+from tools.demo.training import Training, averaged_weights, device, join
 
 TEXT_DIM, TEXT_LEN, LAYERS = 64, 32, 2
 _SPECIAL = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
@@ -80,6 +80,23 @@ def encoder() -> Any:
         dropout_rate=0.0,
     )
     return UMT5EncoderModel(config)
+
+
+def trained_weights(state: Path) -> dict[str, Tensor]:
+    """The trained encoder's weights as they are exported, rounded to bfloat16."""
+    return {
+        name.removeprefix("encoder."): tensor.bfloat16().float()
+        for name, tensor in averaged_weights(state / "text.pt").items()
+        if name.startswith("encoder.")
+    }
+
+
+def trained_encoder(state: Path) -> Any:
+    """The trained encoder, ready for use."""
+    model, weights = encoder(), trained_weights(state)
+    weights["encoder.embed_tokens.weight"] = weights["shared.weight"]  # the same table
+    model.load_state_dict(weights)
+    return model.eval().requires_grad_(False)
 
 
 class Reader(nn.Module):

@@ -56,6 +56,7 @@ class Training:
             (p for p in network.parameters() if p.requires_grad),
             lr=peak,
             betas=(0.9, 0.99),
+            fused=True,
             weight_decay=0.01,
         )
         self._started, self._sums = time.monotonic(), dict[str, float]()
@@ -126,7 +127,8 @@ class Training:
     def _resume(self) -> None:
         state = torch.load(self.file, map_location=device(), weights_only=True)
         self.network.load_state_dict(state["network"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        options = self._optimizer.state_dict()["param_groups"]  # this run's, whatever was saved
+        self._optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
         self.averaged, self.step = state["averaged"], state["step"]
         print(f"resumed {self.file.name} at step {self.step}", flush=True)
 
