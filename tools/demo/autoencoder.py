@@ -25,7 +25,7 @@ from tools.demo.scenes import random_scene
 from tools.demo.training import Training, device, join
 
 BASE_DIM, SIDE, CLIP = 8, 64, 9
-POOL = 800
+POOL = 500
 KL_WEIGHT = 1e-4
 _LENGTHS = (9, 9, 9, 33)  # of the whole clips that the windows of 9 frames are cut from
 
