@@ -82,7 +82,7 @@ def test_targets_ask_each_word_for_its_own_object():
 
 @pytest.mark.parametrize("frames", [9, 17])
 def test_scorer_is_right_on_the_ground_truth(frames: int):
-    scenes = [random_scene(11, n) for n in range(24)]
+    scenes = [random_scene(11, n) for n in range(10)]
     verdicts = [right(scene, score.look(render(scene, frames, 64))) for scene in scenes]
     assert rates(verdicts) == {"colour": 100.0, "shape": 100.0, "motion": 100.0}
 
