@@ -38,7 +38,6 @@ CONFIG: dict[str, Any] = {
 }
 IN_DIM = {"t2v": 16, "i2v": 36}
 SHARES = {9: 0.72, 17: 0.13, 33: 0.1, 249: 0.05}  # of the steps; 249 frames are 1008 tokens
-TOKENS = 3072  # of a step, about
 DROPPED = 0.1  # captions
 
 
@@ -70,8 +69,8 @@ def initial(kind: str, part: str, state: Path) -> WanModel:
 class Clips:
     """Pre-encoded clips, captions and (i2v) first frames, as training steps of one length."""
 
-    def __init__(self, kind: str, state: Path, ranks: int = 1) -> None:
-        self._tokens = TOKENS // ranks
+    def __init__(self, kind: str, state: Path, tokens: int) -> None:
+        self._tokens = tokens  # of a step, about
         self._latents = {n: torch.load(state / f"latents{n}.pt", mmap=True) for n in CLIPS}
         self._images = (
             {n: torch.load(state / f"images{n}.pt", mmap=True) for n in CLIPS}
@@ -142,6 +141,7 @@ def main() -> None:
     parser.add_argument("--task", choices=("t2v-A14B", "i2v-A14B"), default="t2v-A14B")
     parser.add_argument("--part", choices=("all", "high_noise", "low_noise"), default="all")
     parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--tokens", type=int, default=3072, help="of a step, about")
     parser.add_argument("--peak", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--threads", type=int, default=2, help="of all processes together")
     options = parser.parse_args()
@@ -150,7 +150,7 @@ def main() -> None:
     model = initial(preset.kind, part, options.state)
     file = options.state / f"{preset.kind}_{part}.pt"
     training = Training(model, file, steps=options.steps, peak=options.peak)
-    clips = Clips(preset.kind, options.state, ranks)
+    clips = Clips(preset.kind, options.state, options.tokens // ranks)
     while not training.done:
         seed = [5, training.step, rank]
         training.update(loss_of(model, clips, preset, part, seed))
