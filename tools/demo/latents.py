@@ -19,7 +19,7 @@ from tools.demo.render import render
 from tools.demo.scenes import random_scene
 from tools.demo.training import averaged_weights, device, join, save_atomically
 
-CLIPS = {9: 3000, 17: 400, 33: 200, 249: 24}  # frames: how many
+CLIPS = {9: 8000, 17: 1500, 33: 800, 249: 100}  # frames: how many
 SEED = {frames: 1000 + frames for frames in CLIPS}
 
 
