@@ -6,6 +6,7 @@ Rank = ring rank * P + Ulysses rank, so shard i of the tokens lies on rank i.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -48,7 +49,8 @@ def groups(ulysses: int, ring: int) -> tuple[Group, Group]:
     """This rank's Ulysses group and ring group; made once per pool, by all of its ranks."""
     rows = [[r * ulysses + u for u in range(ulysses)] for r in range(ring)]
     columns = [list(column) for column in zip(*rows, strict=True)]
-    return tuple(dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (rows, columns))
+    limit = timedelta(seconds=60)  # groups do not take over the default group's
+    return tuple(dist.new_subgroups_by_enumeration(ranks, limit)[0] for ranks in (rows, columns))
 
 
 def attention_layer(
