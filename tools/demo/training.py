@@ -1,7 +1,6 @@
 """What the training stages share: processes, learning rates, averaged weights, states, log lines.
 
-Every stage also runs on several processes (torchrun), which average their gradients once a step:
-on a busy machine that is quicker than threads, which wait for each other after every operation.
+Every stage also runs on several processes (torchrun), which average their gradients once a step.
 """
 
 from __future__ import annotations

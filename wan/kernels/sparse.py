@@ -80,10 +80,6 @@ class MaskCache:
         following = call.step + 1
         return following < call.steps and (following - self._start) % self._refresh != 0
 
-    def bytes(self) -> int:
-        """Memory that the masks take now."""
-        return sum(mask.numel() * mask.element_size() for _, mask in self._masks.values())
-
 
 class RainFusionAttention:
     """Implements `wan.kernels.base.Method`: rf_v2 / rf_v3 of MindIE-SD, from start_step on.
