@@ -1,0 +1,58 @@
+"""The contact sheet: frames in order, the prompt under them, a GIF that moves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tools import contact_sheet
+from wan.video import save_video
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> list[Path]:
+    """Two videos that go from black to one colour; the first has a record."""
+    made = []
+    for name, channel, frames in (("a", 0, 9), ("b", 2, 17)):
+        clip = torch.full((3, frames, 64, 64), -1.0)
+        clip[channel] = torch.linspace(-1, 1, frames)[:, None, None]
+        made.append(tmp_path / f"{name}.mp4")
+        save_video(clip, made[-1], fps=8)
+    (tmp_path / "a.json").write_text(json.dumps({"settings": {"prompt": "red comes"}}))
+    return made
+
+
+def test_a_strip_shows_first_to_last(videos: list[Path]) -> None:
+    sheet = np.asarray(contact_sheet.contact_sheet(videos)).astype(int)
+    step = contact_sheet.SIDE + 4
+    row = contact_sheet.SIDE + 24
+    assert sheet.shape == (2 * row, 9 * step + 4, 3)
+    for strip, channel in ((0, 0), (1, 2)):
+        centres = sheet[strip * row + 50, 50 : 9 * step : step, channel]
+        assert len(centres) == 9 and (np.diff(centres) > 10).all()
+        assert centres[0] < 12 and centres[-1] > 235
+
+
+def test_the_prompt_or_the_name_stands_under_a_strip(videos: list[Path]) -> None:
+    assert contact_sheet.prompt_of(videos[0]) == "red comes"
+    assert contact_sheet.prompt_of(videos[1]) == "b.mp4"
+    sheet = np.asarray(contact_sheet.contact_sheet(videos).convert("L"))
+    under = sheet[contact_sheet.SIDE + 5 : contact_sheet.SIDE + 24]
+    ink = np.nonzero((under < 100).any(0))[0]
+    assert ink[0] < 10 and 40 < ink[-1] < 120  # nine letters at the left
+
+
+def test_the_gif_holds_every_frame(videos: list[Path], tmp_path: Path) -> None:
+    gif = tmp_path / "new" / "all.gif"
+    contact_sheet.write(videos, tmp_path / "new" / "sheet.png", gif)
+    with Image.open(gif) as animation:
+        assert animation.n_frames == 17 and animation.info["loop"] == 0  # type: ignore[attr-defined]
+        animation.seek(16)
+        last = np.asarray(animation.convert("RGB")).astype(int)
+    assert last[50, 50, 0] > 220 and last[50, 150, 2] > 220  # the short one stays on its last frame
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["all.gif", "sheet.png"]

@@ -1,0 +1,118 @@
+"""One picture of several videos: a strip of frames each, with its prompt underneath.
+
+    python tools/contact_sheet.py --out sheet.png [--gif all.gif] a.mp4 b.mp4 ...
+
+The prompts come from the records that generate.py writes beside its videos.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import imageio
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+FRAMES = 9  # of a strip
+SIDE = 96  # pixels of a frame's longer side
+_GAP, _TEXT = 4, 20
+_PAPER, _INK = (255, 255, 255), (20, 20, 20)
+
+
+def read_frames(video: Path) -> list[Image.Image]:
+    """The frames of a video, in RGB."""
+    reader: Any = imageio.get_reader(video)
+    with reader:
+        return [Image.fromarray(frame) for frame in reader.iter_data()]
+
+
+def prompt_of(video: Path) -> str:
+    """The prompt in the record beside the video; its name where there is none."""
+    record = video.with_suffix(".json")
+    if not record.is_file():
+        return video.name
+    return str(json.loads(record.read_text(encoding="utf-8"))["settings"]["prompt"])
+
+
+def contact_sheet(videos: Sequence[Path]) -> Image.Image:
+    """The strips of the videos, one below the other."""
+    strips = [_strip(video) for video in videos]
+    sheet = Image.new("RGB", (max(s.width for s in strips), sum(s.height for s in strips)), _PAPER)
+    top = 0
+    for strip in strips:
+        sheet.paste(strip, (0, top))
+        top += strip.height
+    return sheet
+
+
+def _strip(video: Path) -> Image.Image:
+    frames = read_frames(video)
+    chosen = np.linspace(0, len(frames) - 1, min(FRAMES, len(frames))).round().astype(int)
+    shown = [_scaled(frames[index]) for index in chosen]
+    width, height = shown[0].size
+    strip = Image.new("RGB", (FRAMES * (width + _GAP) + _GAP, height + _GAP + _TEXT), _PAPER)
+    for place, frame in enumerate(shown):
+        strip.paste(frame, (_GAP + place * (width + _GAP), _GAP))
+    font = ImageFont.load_default(size=13)
+    ImageDraw.Draw(strip).text((_GAP, height + _GAP), prompt_of(video), fill=_INK, font=font)
+    return strip
+
+
+def _scaled(frame: Image.Image) -> Image.Image:
+    scale = SIDE / max(frame.size)
+    return frame.resize((round(frame.width * scale), round(frame.height * scale)))
+
+
+def animation(videos: Sequence[Path], columns: int = 3) -> list[Image.Image]:
+    """The videos side by side, frame by frame; shorter ones stay on their last frame."""
+    all_frames = [[_scaled(frame) for frame in read_frames(video)] for video in videos]
+    width, height = (max(f[0].size[i] for f in all_frames) + _GAP for i in (0, 1))
+    rows = -(-len(videos) // columns)
+    pictures = []
+    for time in range(max(map(len, all_frames))):
+        picture = Image.new("RGB", (columns * width + _GAP, rows * height + _GAP), _PAPER)
+        for place, frames in enumerate(all_frames):
+            row, column = divmod(place, columns)
+            frame = frames[min(time, len(frames) - 1)]
+            picture.paste(frame, (_GAP + column * width, _GAP + row * height))
+        pictures.append(picture.quantize(64))
+    return pictures
+
+
+def _save(path: Path, picture: Image.Image, **options: Any) -> None:
+    """Under its name there is a complete file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        picture.save(partial, **options)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write(
+    videos: Sequence[Path], out: Path, gif: Path | None = None, *, milliseconds: int = 125
+) -> None:
+    """Write the sheet (PNG) and, if named, an endless GIF with that long a pause per frame."""
+    _save(out, contact_sheet(videos), optimize=True)
+    if gif is not None:
+        first, *rest = animation(videos)
+        _save(gif, first, save_all=True, append_images=rest, duration=milliseconds, loop=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("videos", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True, help="the PNG")
+    parser.add_argument("--gif", type=Path, help="also all videos moving, side by side")
+    options = parser.parse_args()
+    write(options.videos, options.out, options.gif)
+
+
+if __name__ == "__main__":
+    main()
