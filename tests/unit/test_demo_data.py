@@ -118,7 +118,7 @@ def test_psnr():
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
 def test_noise_levels_keep_to_their_side_of_the_boundary(task: str):
     preset = PRESETS[task]
-    ranges = {"all": (0, 1), "high_noise": (preset.boundary, 1), "low_noise": (0, preset.boundary)}
+    ranges = {"high_noise": (preset.boundary, 1), "low_noise": (0, preset.boundary)}
     for part, (low, high) in ranges.items():
         sigma = dit.sigmas(np.random.default_rng(0), 1000, preset, part)
         assert low <= sigma.min() < low + 0.02 and high - 0.02 < sigma.max() <= high + 1e-6

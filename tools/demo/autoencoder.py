@@ -135,7 +135,7 @@ def loss_of(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
-    parser.add_argument("--steps", type=int, nargs=3, default=[1750, 3000, 200], help="of phases")
+    parser.add_argument("--steps", type=int, nargs=3, default=[1750, 2800, 1200], help="of phases")
     parser.add_argument("--threads", type=int, default=2, help="of all processes together")
     options = parser.parse_args()
     rank, ranks = join(options.threads)

@@ -1,10 +1,9 @@
 """Trains the DiTs by flow matching with the task's own timestep shift, boundary and channels.
 
-    python -m tools.demo.dit --state STATE --task t2v-A14B --part all
-    python -m tools.demo.dit --state STATE --task t2v-A14B --part high_noise   (and low_noise)
+    python -m tools.demo.dit --state STATE --task t2v-A14B --part high_noise    (and low_noise)
 
-`all` is one network for all noise levels; the experts start from it and learn their own levels.
-i2v starts from t2v. Legend: B clips, Z latent channels, f h w latent frames/height/width.
+An expert learns its own noise levels only; i2v's start from t2v's.
+Legend: B clips, Z latent channels, f h w latent frames/height/width.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from tools.demo.latents import CLIPS, SEED
 from tools.demo.scenes import caption, random_scene
 from tools.demo.text import TEXT_DIM, TEXT_LEN, token_ids, trained_encoder
 from tools.demo.training import Training, averaged_weights, device, join
+from wan.kernels.sdpa import SdpaKernel
+from wan.modules.local import LocalAttention
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
 
@@ -39,11 +40,30 @@ CONFIG: dict[str, Any] = {
 IN_DIM = {"t2v": 16, "i2v": 36}
 SHARES = {9: 0.72, 17: 0.13, 33: 0.1, 249: 0.05}  # of the steps; 249 frames are 1008 tokens
 DROPPED = 0.1  # captions
+_SHORT = 150  # tokens
+
+
+class TrainingKernel(SdpaKernel):
+    """Attention with a quick backward pass on CPUs.
+
+    Short sequences of tiny heads are quickest as plain products; PyTorch's kernel takes the long
+    ones in float32, since its backward pass in bfloat16 is many times slower.
+    """
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
+        if q_BSND.shape[1] > _SHORT:
+            with torch.autocast(q_BSND.device.type, enabled=False):
+                return super().__call__(q_BSND.float(), k_BSND.float(), v_BSND.float())
+        q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        return (scores.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
 def network(kind: str) -> WanModel:
     """An untrained DiT that predicts no velocity yet."""
-    model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG)
+    kernel = TrainingKernel()
+    collaborators: dict[str, Any] = {"attention": LocalAttention(kernel), "kernel": kernel}
+    model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, **collaborators)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -53,12 +73,10 @@ def network(kind: str) -> WanModel:
 
 
 def initial(kind: str, part: str, state: Path) -> WanModel:
-    """The network a part's training starts with."""
+    """The network an expert's training starts with: for i2v t2v's, blind to the picture."""
     model = network(kind)
-    if part != "all":
-        model.load_state_dict(averaged_weights(state / f"{kind}_all.pt"))
-    elif kind == "i2v":
-        weights = averaged_weights(state / "t2v_all.pt")
+    if kind == "i2v":
+        weights = averaged_weights(state / f"t2v_{part}.pt")
         patches = weights["patch_embedding.weight"]
         unseen = torch.zeros(len(patches), 20, *patches.shape[2:])
         weights["patch_embedding.weight"] = torch.cat((patches, unseen), dim=1)
@@ -84,7 +102,8 @@ class Clips:
         frames = int(random.choice(tuple(SHARES), p=tuple(SHARES.values())))
         latents = self._latents[frames]
         tokens = latents[0, 0].numel() // 4
-        rows = random.integers(len(latents), size=max(1, self._tokens // tokens))
+        known = len(latents) if self._images is None else len(self._images[frames])
+        rows = random.integers(known, size=max(1, self._tokens // tokens))
         texts = [self._text(frames, int(row), random) for row in rows]
         chosen = torch.from_numpy(rows)
         clean = latents[chosen].float().to(device())
@@ -116,7 +135,7 @@ def sigmas(random: np.random.Generator, count: int, preset: Preset, part: str) -
     """Noise levels, spread evenly before the shift, within the part's side of the boundary."""
     shift, boundary = preset.sample_shift, preset.boundary or 0.0
     border = boundary / (shift - (shift - 1) * boundary)
-    low, high = {"all": (0.0, 1.0), "high_noise": (border, 1.0), "low_noise": (0.0, border)}[part]
+    low, high = (border, 1.0) if part == "high_noise" else (0.0, border)
     even = (random.permutation(count) + random.random(count)) / count
     level = low + (high - low) * even
     return torch.from_numpy(shift * level / (1 + (shift - 1) * level)).float()
@@ -131,23 +150,26 @@ def loss_of(model: Any, clips: Clips, preset: Preset, part: str, seed: list[int]
     mixed = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1).to(device()))
     extra = None if y is None else list(y)
     tokens = clean[0, 0].numel() // 4
-    found = model(list(mixed), sigma * TRAIN_TIMESTEPS, context, tokens, extra)
-    return F.mse_loss(torch.stack(found), noise - clean)
+    with torch.autocast(device().type, torch.bfloat16):
+        found = model(list(mixed), sigma * TRAIN_TIMESTEPS, context, tokens, extra)
+    return F.mse_loss(torch.stack(found).float(), noise - clean)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--task", choices=("t2v-A14B", "i2v-A14B"), default="t2v-A14B")
-    parser.add_argument("--part", choices=("all", "high_noise", "low_noise"), default="all")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--tokens", type=int, default=3072, help="of a step, about")
-    parser.add_argument("--peak", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--part", choices=("high_noise", "low_noise"), required=True)
+    parser.add_argument("--steps", type=int, default=10000)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step, about")
+    parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--threads", type=int, default=2, help="of all processes together")
     options = parser.parse_args()
     rank, ranks = join(options.threads)
     preset, part = PRESETS[options.task], options.part
     model = initial(preset.kind, part, options.state)
+    for block in model.blocks:
+        block.compile(dynamic=False)
     file = options.state / f"{preset.kind}_{part}.pt"
     training = Training(model, file, steps=options.steps, peak=options.peak)
     clips = Clips(preset.kind, options.state, options.tokens // ranks)

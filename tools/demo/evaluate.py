@@ -29,7 +29,7 @@ from wan import WanI2V, WanT2V, keymaps
 from wan.configs import WAN_CONFIGS
 from wan.vae import VideoVAE
 
-SIDE = 64
+SIDE, LONG = 64, 249
 _SEED = 77
 
 
@@ -139,25 +139,30 @@ def score_vae(file: Path, count: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of t2v and i2v")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of both tasks")
     parser.add_argument("--report", type=Path, help="JSON file to write")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--guidance", type=float, nargs="*", default=[1.0, 3.0, 5.0])
+    parser.add_argument("--long_prompts", type=int, default=20, help="of 249 frames, 1008 tokens")
     options = parser.parse_args()
     logging.disable(logging.INFO)
     folder, report = options.checkpoint, dict[str, Any]()
-    report["vae"] = score_vae(folder / "t2v" / "Wan2.1_VAE.safetensors", options.prompts)
+    report["vae"] = score_vae(folder / "t2v-A14B" / "Wan2.1_VAE.safetensors", options.prompts)
     print(report["vae"], flush=True)
     grid = [(steps, scale) for steps in options.steps for scale in options.guidance]
     tasks = {"t2v": (WanT2V, score_t2v, 12.0), "i2v": (WanI2V, score_i2v, 5.0)}
     for kind, (facade, score, shift) in tasks.items():
-        if not (folder / kind).is_dir():
+        own = folder / f"{kind}-A14B"
+        if not own.is_dir():
             continue
-        model: Any = facade(WAN_CONFIGS[f"{kind}-A14B"], folder / kind)
+        model: Any = facade(WAN_CONFIGS[own.name], own)
         report[kind] = []
-        for steps, scale in grid:
-            report[kind].append(score(model, Setting(steps, scale, options.prompts, shift=shift)))
+        settings = [Setting(*pair, options.prompts, shift=shift) for pair in grid]
+        if options.long_prompts:
+            settings.append(Setting(20, 3.0, options.long_prompts, LONG, shift))
+        for setting in settings:
+            report[kind].append(score(model, setting))
             print(kind, report[kind][-1], flush=True)
     if options.report:
         options.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

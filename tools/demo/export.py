@@ -2,8 +2,8 @@
 
     python -m tools.demo.export --state STATE --out OUT
 
-OUT/t2v is complete; OUT/i2v links to its VAE, text encoder and tokenizer, which are the same. What
-is not trained yet is left to the network for all noise levels, or left out.
+OUT/t2v-A14B is complete; OUT/i2v-A14B links to its VAE, text encoder and tokenizer, which are the
+same. i2v is left out while it is not trained.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tools.demo.dit import CONFIG, IN_DIM
 from tools.demo.text import tokenizer, trained_weights
 from tools.demo.training import averaged_weights
 from tools.make_tiny_checkpoint import write_json, write_tokenizer
+from tools.run_demo import I2V_PROMPT, PROMPTS
 from wan import keymaps
 
 RUN: dict[str, Any] = {
@@ -31,7 +32,10 @@ RUN: dict[str, Any] = {
     "sample_guide_scale": 3.0,
     "fps": 8,
 }
-SHIFT = {"t2v": 12.0, "i2v": 5.0}
+OWN: dict[str, dict[str, Any]] = {
+    "t2v": {"sample_shift": 12.0, "prompt": PROMPTS[0]},
+    "i2v": {"sample_shift": 5.0, "prompt": I2V_PROMPT},
+}
 _VAE, _TEXT, _TOKENIZER = (
     "Wan2.1_VAE.safetensors",
     "models_t5_umt5-xxl-enc-bf16.safetensors",
@@ -44,9 +48,9 @@ def export(state: Path, out: Path) -> list[Path]:
     """Write the folders of the tasks that are trained, replacing what is there; returns them."""
     written = []
     for kind in ("t2v", "i2v"):
-        if not (state / f"{kind}_all.pt").exists():
+        if kind == "i2v" and not (state / "i2v_low_noise.pt").exists():
             continue
-        folder = out / kind
+        folder = out / f"{kind}-A14B"
         shutil.rmtree(folder, ignore_errors=True)
         _write_dits(state, folder, kind)
         if kind == "t2v":
@@ -54,7 +58,7 @@ def export(state: Path, out: Path) -> list[Path]:
         else:
             _link_shared(folder)
         write_json(folder / "configuration.json", {"framework": "Pytorch"})
-        write_json(folder / "generation_config.json", {**RUN, "sample_shift": SHIFT[kind]})
+        write_json(folder / "generation_config.json", RUN | OWN[kind])
         written.append(folder)
     return written
 
@@ -62,8 +66,7 @@ def export(state: Path, out: Path) -> list[Path]:
 def _write_dits(state: Path, folder: Path, kind: str) -> None:
     config = {"_class_name": "WanModel", "_diffusers_version": "0.33.0", **CONFIG}
     for expert in ("high_noise", "low_noise"):
-        own = state / f"{kind}_{expert}.pt"
-        weights = averaged_weights(own if own.exists() else state / f"{kind}_all.pt")
+        weights = averaged_weights(state / f"{kind}_{expert}.pt")
         to = folder / f"{expert}_model"
         to.mkdir(parents=True)
         write_json(to / "config.json", {**config, "in_dim": IN_DIM[kind], "model_type": kind})
@@ -80,8 +83,8 @@ def _write_shared(state: Path, folder: Path) -> None:
 def _link_shared(folder: Path) -> None:
     (folder / "google").mkdir()
     for name in (_VAE, _TEXT):
-        (folder / name).symlink_to(Path("..", "t2v", name))
-    (folder / _TOKENIZER).symlink_to(Path("..", "..", "t2v", _TOKENIZER))
+        (folder / name).symlink_to(Path("..", "t2v-A14B", name))
+    (folder / _TOKENIZER).symlink_to(Path("..", "..", "t2v-A14B", _TOKENIZER))
 
 
 def _save(
@@ -94,7 +97,7 @@ def _save(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder with the trained states")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write t2v and i2v to")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write both to")
     options = parser.parse_args()
     for folder in export(options.state, options.out):
         files = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]

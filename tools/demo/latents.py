@@ -20,6 +20,7 @@ from tools.demo.scenes import random_scene
 from tools.demo.training import averaged_weights, device, join, save_atomically
 
 CLIPS = {9: 8000, 17: 1500, 33: 800, 249: 100}  # frames: how many
+IMAGES = {9: 3000, 17: 500, 33: 250, 249: 30}  # of which i2v is trained on
 SEED = {frames: 1000 + frames for frames in CLIPS}
 
 
@@ -66,7 +67,7 @@ def encode(state: Path, frames: int, images: bool) -> None:
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
     found = []
-    for indices in torch.arange(CLIPS[frames]).split(max(1, 144 // frames)):
+    for indices in torch.arange((IMAGES if images else CLIPS)[frames]).split(max(1, 144 // frames)):
         video = torch.stack([pixels_of(SEED[frames], int(i), frames) for i in indices])
         if images:
             video[:, :, 1:] = 0
