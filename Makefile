@@ -7,9 +7,9 @@ BIN := $(VENV)/bin
 
 setup: $(VENV)/.run
 
-# The main job on this machine: a short text-to-video run on a tiny checkpoint made here.
+# The main job on this machine: videos of the trained demo checkpoint, two processes each.
 demo: $(VENV)/.run
-	$(BIN)/python generate.py --task t2v-A14B --save_file outputs/demo.mp4
+	$(BIN)/python tools/run_demo.py
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS)

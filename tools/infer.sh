@@ -36,7 +36,7 @@ if ! given --ulysses_size "$@" && ! given --ring_size "$@" && ! given --cfg_size
     arguments+=(--ulysses_size "${NPROC_PER_NODE}")
 fi
 if [ "${TASK}" = i2v-14B ] && ! given --image "$@"; then
-    arguments+=(--image "${HERE}/examples/boat.png")
+    arguments+=(--image "${HERE}/examples/star.png")
 fi
 
 if compgen -G "/dev/davinci[0-9]*" >/dev/null; then # an Ascend NPU: its recommended settings

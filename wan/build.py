@@ -193,7 +193,7 @@ def resolved(execution: Execution, pipeline: Pipeline) -> dict[str, str]:
 
 
 def demo_checkpoint(task: str, folder: Path) -> None:
-    """Write the tiny random checkpoint that stands in when there is none."""
+    """Write the tiny random checkpoint that stands in where no trained one does."""
     from tools.make_tiny_checkpoint import make_checkpoint
 
     logger.info("Making the tiny demo checkpoint %s (once).", folder)

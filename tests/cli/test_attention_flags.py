@@ -81,7 +81,7 @@ ALONE = {
     "FP8 in compiled code": ([*FP8, "--compile"], "--compile does not work with --fa_quant"),
     "sparse in compiled code": ([*RAIN, "--compile"], "does not work with --use_rainfusion"),
     "chip without a plan": (["--chip", "A2"], "add --plan or drop it"),
-    "quantised demo": (["--quant_dit_path", "x"], "add its --ckpt_dir"),
+    "quantised demo": (["--task", "ti2v-5B", "--quant_dit_path", "x"], "add its --ckpt_dir"),
     "quantised nothing": (["--quant_dit_path", " "], "is empty; give a path"),
 }
 PLANNED = {

@@ -82,7 +82,7 @@ SIMPLE = {
     "t5 fsdp": (["--t5_fsdp"], "torchrun"),
     "tensor parallel": (["--tp_size=2"], "--tp_size is not available"),
     "vae parallel": (["--vae_parallel"], "--vae_tiling"),
-    "quantised demo": (["--quant_dit_path", "x"], "add its --ckpt_dir"),
+    "quantised demo": (["--task", "ti2v-5B", "--quant_dit_path", "x"], "add its --ckpt_dir"),
     "speech flag": (["--audio", "x.wav"], "s2v-14B"),
     "i2v without image": (["--task", "i2v-A14B"], "give one with --image"),
     "t2v with image": (["--image", "x.png"], "takes no --image"),
@@ -331,7 +331,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not valid JSON",
     ),
     "generation config unknown key": (
-        lambda f: (f / "generation_config.json").write_text('{"prompt": "x"}'),
+        lambda f: (f / "generation_config.json").write_text('{"image": "x"}'),
         "a checkpoint may set",
     ),
     "generation config bad value": (

@@ -89,7 +89,7 @@ def _flags(name: str) -> str:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the demo checkpoint is made: `wan` in the user's cache folder."""
+    """Where random demo checkpoints are made: `wan` in the user's cache folder."""
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "wan"
 

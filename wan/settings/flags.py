@@ -48,7 +48,7 @@ _MHZ = values.integer(100, 4000)
 _GROUPS: dict[str, tuple[Flag, ...]] = {
     "what to generate": (
         Flag("task", _task, f"{', '.join(TASKS)} (default t2v-A14B)"),
-        Flag("prompt", READERS["prompt"], "default: an example of the task"),
+        Flag("prompt", READERS["prompt"], "default: an example"),
         Flag(
             "negative_prompt",
             READERS["negative_prompt"],
@@ -60,7 +60,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("base_seed", _SEED, "negative (default): a random one"),
     ),
     "checkpoint": (
-        Flag("ckpt_dir", values.path, "checkpoint folder; default ./Wan2.2-..., else a tiny demo"),
+        Flag("ckpt_dir", values.path, "checkpoint folder; default ./Wan2.2-..., else a demo"),
         Flag("quant_dit_path", values.path, "folder of quantised DiT weights, used instead"),
     ),
     "sampling": (

@@ -23,6 +23,7 @@ from wan.settings.request import Request, check_image
 from wan.settings.sources import (
     check_latents,
     checkpoint_folder,
+    demo_notice,
     generation_config,
     recorded,
 )
@@ -235,10 +236,7 @@ def _notices(
     lines = []
     preset = request.preset
     if demo:
-        lines.append(
-            f"No --ckpt_dir and no ./{preset.folder}: using the tiny demo checkpoint {folder}. "
-            "Its weights are random, so the video is noise; it shows that everything runs."
-        )
+        lines.append(demo_notice(folder, preset))
     size = "*".join(map(str, request.size))
     if size not in preset.trained_sizes and request.size != own_size:
         trained = ", ".join(preset.trained_sizes)

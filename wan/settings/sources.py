@@ -21,8 +21,10 @@ _FROM_CHECKPOINT = (
     "sample_shift",
     "sample_guide_scale",
     "fps",
+    "prompt",
     "negative_prompt",
 )
+_DEMOS = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained, in the repository
 _WHILE_DECODING = (
     "decode_latents",
     "ckpt_dir",
@@ -86,7 +88,17 @@ def checkpoint_folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, 
     official = Path(preset.folder)
     if official.is_dir():
         return official, False
-    return env.cache_dir() / f"demo-{preset.task}-v1", True
+    trained = _DEMOS / preset.task
+    return trained if trained.is_dir() else env.cache_dir() / f"demo-{preset.task}-v1", True
+
+
+def demo_notice(folder: Path, preset: Preset) -> str:
+    """What to expect of the demo checkpoint in `folder`."""
+    if folder.parent == _DEMOS:
+        expect = f"It draws plain shapes that move; {_DEMOS / 'README.md'} lists its words."
+    else:
+        expect = "Its weights are random, so the video is noise; it shows that everything runs."
+    return f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {folder}. {expect}"
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""`make demo`: a few videos in sequence parallel with FA_Power_Cap, and a contact sheet of them.
+
+    python tools/run_demo.py [--out outputs/demo] [--processes 2] [--comm_type 1]
+
+Every video is one `infer_t2v.sh` or `infer_i2v.sh`, as a user would start it. The prompts name
+combinations that the demo checkpoint was not trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
+    sys.path.insert(0, str(REPO))
+
+from tools import contact_sheet  # noqa: E402
+
+PROMPTS = (
+    "a large red triangle moves right on a brown background",
+    "a large blue star moves up on a gray background",
+    "a large green square grows on a black background",
+    "a large purple circle bounces on a brown background",
+    "a small white triangle moves left and a small red star moves right on a gray background",
+)
+I2V_PROMPT = "a large yellow star moves left on a brown background"
+
+
+def generate(task: str, prompt: str, video: Path, processes: int, comm_type: int) -> None:
+    """One video through a task's script; raises CalledProcessError if it fails."""
+    demo = REPO / "examples" / "demo" / f"{task}-A14B"
+    command = ["bash", REPO / f"infer_{task}.sh", "--ckpt_dir", demo, "--base_seed", "1"]
+    command += ["--prompt", prompt, "--save_file", video]
+    environment = {"COMM_TYPE": str(comm_type), "NPROC_PER_NODE": str(processes)}
+    subprocess.run([str(word) for word in command], env=os.environ | environment, check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "demo")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--comm_type", type=int, choices=(0, 1, 2), default=1)
+    options = parser.parse_args()
+    started = time.monotonic()
+    runs = [("t2v", prompt) for prompt in PROMPTS] + [("i2v", I2V_PROMPT)]
+    videos = []
+    for number, (task, prompt) in enumerate(runs, 1):
+        videos.append(options.out / f"{number}.mp4")
+        try:
+            generate(task, prompt, videos[-1], options.processes, options.comm_type)
+        except subprocess.CalledProcessError as error:
+            print(f"{videos[-1]} was not made; the lines above say why.", file=sys.stderr)
+            return error.returncode
+    sheet, gif = options.out / "sheet.png", options.out / "demo.gif"
+    contact_sheet.write(videos, sheet, gif)
+    print(f"\n{len(videos)} videos in {time.monotonic() - started:.0f} s:", *videos, sep="\n  ")
+    print(f"All of them in one picture: {sheet}\nmoving: {gif}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
