@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--task", choices=("t2v-A14B", "i2v-A14B"), default="t2v-A14B")
     parser.add_argument("--part", choices=("high_noise", "low_noise"), required=True)
-    parser.add_argument("--steps", type=int, default=10000)
+    parser.add_argument("--steps", type=int, default=8500)
     parser.add_argument("--tokens", type=int, default=2048, help="of a step, about")
     parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--threads", type=int, default=2, help="of all processes together")

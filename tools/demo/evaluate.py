@@ -141,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of both tasks")
     parser.add_argument("--report", type=Path, help="JSON file to write")
+    parser.add_argument("--tasks", nargs="+", choices=("t2v", "i2v"), default=["t2v", "i2v"])
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--guidance", type=float, nargs="*", default=[1.0, 3.0, 5.0])
@@ -154,7 +155,7 @@ def main() -> None:
     tasks = {"t2v": (WanT2V, score_t2v, 12.0), "i2v": (WanI2V, score_i2v, 5.0)}
     for kind, (facade, score, shift) in tasks.items():
         own = folder / f"{kind}-A14B"
-        if not own.is_dir():
+        if kind not in options.tasks:
             continue
         model: Any = facade(WAN_CONFIGS[own.name], own)
         report[kind] = []
