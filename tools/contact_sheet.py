@@ -80,7 +80,7 @@ def animation(videos: Sequence[Path], columns: int = 3) -> list[Image.Image]:
             row, column = divmod(place, columns)
             frame = frames[min(time, len(frames) - 1)]
             picture.paste(frame, (_GAP + column * width, _GAP + row * height))
-        pictures.append(picture.quantize(64))
+        pictures.append(picture.quantize(128))
     return pictures
 
 

@@ -23,6 +23,8 @@ from tools.demo.scenes import (
     random_scene,
 )
 from tools.demo.text import TEXT_LEN, targets, token_ids, tokenizer, words
+from tools.run_demo import I2V_PROMPT, PROMPTS
+from wan.kernels.sdpa import SdpaKernel
 from wan.settings.presets import PRESETS
 
 
@@ -130,6 +132,38 @@ def test_dit_is_the_real_model_and_small():
     x, y = torch.randn(16, 3, 8, 8), torch.randn(20, 3, 8, 8)
     out = models[1]([x], torch.tensor([500.0]), [torch.randn(5, 64)], 48, [y])
     assert out[0].shape == (16, 3, 8, 8) and not out[0].any(), "no velocity before training"
+
+
+@pytest.mark.parametrize("length", [48, 200])  # as products, and as PyTorch's attention
+def test_training_attends_as_inference_does(length: int):
+    q, k, v = (torch.randn(2, length, 3, 8) for _ in range(3))
+    found = dit.TrainingKernel()(q, k, v)
+    assert found.shape == q.shape
+    torch.testing.assert_close(found, SdpaKernel()(q, k, v), atol=2e-6, rtol=1e-5)
+
+
+def test_i2v_starts_as_t2v(tmp_path: Path):
+    t2v = dit.network("t2v")
+    torch.nn.init.normal_(t2v.head.head.weight)
+    torch.save({"averaged": t2v.state_dict()}, tmp_path / "t2v_low_noise.pt")
+    i2v = dit.initial("i2v", "low_noise", tmp_path)
+    x, y, context = torch.randn(16, 3, 8, 8), torch.randn(20, 3, 8, 8), [torch.randn(5, 64)]
+    with torch.no_grad():
+        wanted = t2v([x], torch.tensor([500.0]), context, 48)
+        found = i2v([x], torch.tensor([500.0]), context, 48, [y])
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("prompt", [*PROMPTS, I2V_PROMPT])
+def test_the_demo_asks_for_what_was_never_trained_on(prompt: str):
+    text, background = prompt.removesuffix(" background").split(" on a ")
+    motions = {verbs[0]: motion for motion, verbs in VERBS.items()}
+    actors = []
+    for phrase in text.split(" and "):
+        _, size, colour, shape, verb = phrase.split(" ", 4)
+        actors.append(Actor(shape, colour, size, motions[verb], (0.5, 0.5), (0.5, 0.5)))
+    scene = Scene(background, tuple(actors))
+    assert caption(scene) == prompt and is_held_out(scene)
 
 
 def test_verbs_tell_motions_apart():
