@@ -111,6 +111,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the PNG")
     parser.add_argument("--gif", type=Path, help="also all videos moving, side by side")
     options = parser.parse_args()
+    for video in options.videos:
+        if not video.is_file():
+            parser.error(f"{video} does not exist; give videos of generate.py")
     write(options.videos, options.out, options.gif)
 
 
