@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tools.make_tiny_checkpoint import make_checkpoint
 
 Tiny = Callable[..., Path]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small tensors, and a machine that may be busy: threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import imageio
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import generate
@@ -20,18 +18,10 @@ from wan import WanI2V, WanT2V
 from wan.configs import WAN_CONFIGS
 from wan.settings.checkpoint import describe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 REPO = Path(generate.__file__).parent
 DEMO = REPO / "examples" / "demo"
 PICTURE = REPO / "examples" / "star.png"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Work this small only loses by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_without_a_checkpoint_a_run_takes_the_demo_and_its_settings(

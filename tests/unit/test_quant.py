@@ -5,8 +5,6 @@ Oracles: E4M3 from its definition, blocks quantised one by one in numpy, attenti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -27,6 +25,7 @@ from wan.kernels.quant import (
     sylvester,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = [torch.float32, torch.bfloat16]
 CALM = settings(deadline=None, max_examples=10)  # the machine may be busy
 ROWS, HEADS, TILES = 525, 3, 5
@@ -56,15 +55,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Te
 def same(a: Quantised, b: Quantised) -> bool:
     payloads = torch.equal(a.payload.view(torch.uint8), b.payload.view(torch.uint8))
     return payloads and torch.equal(a.scale, b.scale) and a.rows == b.rows
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors, and a machine that may be busy: threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def e4m3_numbers() -> np.ndarray:

@@ -41,6 +41,17 @@ class Setting:
     frames: int = 9
     shift: float = 12.0
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What `generate` of every task takes."""
+        return {
+            "frame_num": self.frames,
+            "shift": self.shift,
+            "sampling_steps": self.steps,
+            "guide_scale": self.guidance,
+            "offload_model": False,
+        }
+
 
 def held_out(count: int) -> Iterator[tuple[int, Scene]]:
     """Numbered scenes whose combination of words was never trained on."""
@@ -93,12 +104,8 @@ def score_t2v(model: Any, setting: Setting) -> dict[str, Any]:
         video = model.generate(
             caption(scene),
             size=(SIDE, SIDE),
-            frame_num=setting.frames,
-            shift=setting.shift,
-            sampling_steps=setting.steps,
-            guide_scale=setting.guidance,
             seed=number,
-            offload_model=False,
+            **setting.keywords,
         )
         verdicts.append(right(scene, look(as_pixels(video))))
     return {**vars(setting), **rates(verdicts)}
@@ -113,12 +120,8 @@ def score_i2v(model: Any, setting: Setting) -> dict[str, Any]:
             caption(scene),
             Image.fromarray(first),
             max_area=SIDE * SIDE,
-            frame_num=setting.frames,
-            shift=setting.shift,
-            sampling_steps=setting.steps,
-            guide_scale=setting.guidance,
             seed=number,
-            offload_model=False,
+            **setting.keywords,
         )
         likeness.append(psnr(as_pixels(video)[0], first))
         verdicts.append(right(scene, look(as_pixels(video))))
