@@ -1,6 +1,6 @@
 """What the training stages share: processes, learning rates, averaged weights, states, log lines.
 
-Every stage also runs on several processes (torchrun), which average their gradients once a step.
+Under torchrun several processes average their gradients once a step; the VAE was trained by two.
 """
 
 from __future__ import annotations
