@@ -31,7 +31,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from wan.keymaps import dit_diffusers_name
+from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.modules.model import WanModel, keeps_fp32
 from wan.modules.textcache import TextKVCache
 

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.load_memory import DTYPES, Sampler, rss_anon, write_in_another_process
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import dit_dtypes, load_dit
 from wan.distributed.fsdp import Sharded
-from wan.loading import dit_dtypes, load_dit
-from wan.settings.checkpoint import describe
 
 ALLOWANCE = 0.25e9  # bytes per rank beside its share
 

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from wan.loading import dit_dtypes, load_dit
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import dit_dtypes, load_dit
 from wan.modules.model import WanModel
-from wan.settings.checkpoint import describe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

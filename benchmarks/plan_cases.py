@@ -9,8 +9,8 @@ from math import prod
 import torch
 
 from benchmarks.live_bytes import WHOLE
-from wan.plan import Forward
-from wan.plan_network import Network, text_bytes
+from wan.planner.forward import Forward
+from wan.planner.network import Network, text_bytes
 from wan.settings.attention import Attention, RainFusion
 from wan.settings.parallel import Parallel
 

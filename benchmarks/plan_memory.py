@@ -31,21 +31,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import grid, write_json
 from benchmarks.live_bytes import WHOLE, LiveBytes
 from benchmarks.plan_cases import DTYPES, PARTS, Case, cases
-from wan.attention import parts
+from wan.checkpoint.load import dit_dtypes
 from wan.device import resolve
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
-from wan.loading import dit_dtypes
+from wan.kernels.base import StepInfo
+from wan.kernels.select import parts
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
+from wan.modules.interfaces import Attention, LocalAttention, LocalTokens, TokenShard
 from wan.modules.model import WanModel
-from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache
-from wan.plan_network import Network, weights
+from wan.planner.network import Network, weights
 
 
 def collaborators(case: Case, store: str, rank: int) -> tuple[Attention, TokenShard]:
-    """Attention and token shards as `wan.build` composes them, over gloo."""
+    """Attention and token shards as `wan.pipeline.build` composes them, over gloo."""
     parallel, several = case.parallel, case.parallel.world_size > 1
     head = case.net.dim // case.net.heads
     made = parts(case.attention, resolve("cpu"), head, DTYPES[case.precision], {})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tools.make_tiny_checkpoint import make_checkpoint
+from wan.pipeline.tiny import make_checkpoint
 
 Tiny = Callable[..., Path]
 

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
-import generate
-from wan import sampler
+from wan.pipeline import denoise as sampler
+from wan.cli import main as generate
 
 kind, rank = sys.argv[1], sys.argv[2]
 original = sampler.guided_velocity

@@ -31,15 +31,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from wan.kernels.quant import hadamard
-from wan.kernels.w8a8 import per_token
+from wan.checkpoint.files import TensorInfo
+from wan.checkpoint.layout import DitFiles, describe
+from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
+from wan.cli.flags import Parser
+from wan.kernels.fp8 import hadamard
+from wan.kernels.int8_linear import per_token
 from wan.log import progress, setup
-from wan.settings.checkpoint import DitFiles, describe
 from wan.settings.errors import InputError
-from wan.settings.files import TensorInfo
-from wan.settings.flags import Parser
-from wan.settings.quant_export import DESCRIPTIONS, EVERYWHERE, FP8_DYNAMIC
-from wan.settings.quantised import FOLDERS, MODE
 
 LINEAR = re.compile(r"(blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02]))\.weight")
 SELF_ATTENTION = re.compile(r"(blocks\.\d+\.self_attn)\.q\.weight")

@@ -1,6 +1,6 @@
 """Wan2.2 video generation. `import wan` needs no accelerator and loads nothing heavy.
 
-The classes and their `generate` methods have the official names and keywords.
+The classes and their `wan.cli.main` methods have the official names and keywords.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from wan.settings import chips
-from wan.settings.chips import Chip
+from wan.settings import devices as chips
+from wan.settings.devices import Chip
 from wan.settings.errors import InputError
 
 

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.test_bad_input import REPO, no_weights, refused
-from wan.settings import chips, flags, planned
+from wan.cli import flags, planned
+from wan.cli.resolve import Run, resolve
+from wan.settings import devices as chips
 from wan.settings.attention import Attention, RainFusion
-from wan.settings.run import Run, resolve
 
 __all__ = ["no_weights"]  # a fixture that holds for every test here, too
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-import generate
+from wan.cli import main as generate
 
-REPO = Path(generate.__file__).parent
+REPO = Path(__file__).parents[2]
 SIMPLE = {
     "unknown task": (["--task", "t2v-99B"], "choose one of t2v-A14B"),
     "task not built: speech": (["--task", "s2v-14B"], "s2v-14B is not built"),
@@ -128,9 +128,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("wan.loading._copied", fail)
-    monkeypatch.setattr("wan.loading.safe_open", fail)
-    monkeypatch.setattr("wan.build.demo_checkpoint", fail)
+    monkeypatch.setattr("wan.checkpoint.load._copied", fail)
+    monkeypatch.setattr("wan.checkpoint.load.safe_open", fail)
+    monkeypatch.setattr("wan.pipeline.build.demo_checkpoint", fail)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 

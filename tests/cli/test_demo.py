@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import generate
 from tools.demo import evaluate
 from tools.demo.score import look
 from wan import WanI2V, WanT2V
+from wan.checkpoint.layout import describe
+from wan.cli import main as generate
 from wan.configs import WAN_CONFIGS
-from wan.settings.checkpoint import describe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-REPO = Path(generate.__file__).parent
+REPO = Path(__file__).parents[2]
 DEMO = REPO / "examples" / "demo"
 PICTURE = REPO / "examples" / "star.png"
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import generate
+from wan.cli import main as generate
 
-REPO = Path(generate.__file__).parent
+REPO = Path(__file__).parents[2]
 QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "2", "--base_seed", "7"]
 
 
@@ -91,7 +91,7 @@ def test_single_files_without_config(tiny, tmp_path: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    from wan.settings.checkpoint import describe
+    from wan.checkpoint.layout import describe
 
     source = tiny("t2v-A14B")
     for expert in ("high_noise", "low_noise"):
@@ -267,8 +267,8 @@ def test_tiling_is_close_and_leaves_the_latents_alone(tiny, picture: Path, tmp_p
 
 
 def test_tiles_are_for_decoding_only(tiny) -> None:
-    from wan import build
-    from wan.settings.checkpoint import describe
+    from wan.checkpoint.layout import describe
+    from wan.pipeline import build
     from wan.settings.execution import Execution
 
     execution = Execution(vae_tiling=True, offload_model=False)
@@ -364,7 +364,7 @@ def test_unsaved_latents_do_not_stop_the_run(
 
     monkeypatch.chdir(tmp_path)
 
-    monkeypatch.setattr("wan.video.save_latents", full)
+    monkeypatch.setattr("wan.pipeline.video.save_latents", full)
     run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_file", tmp_path / "v.mp4")
     assert frames(tmp_path / "v.mp4").shape[0] == 5
     said = capfd.readouterr().out

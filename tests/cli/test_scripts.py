@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.dist import REPO
-from wan import build, video
-from wan.settings.checkpoint import describe
+from wan.checkpoint.layout import describe
+from wan.pipeline import build, video
 from wan.settings.execution import Execution
 from wan.settings.request import check_image
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from wan.kernels.base import Call, Method
-from wan.kernels.fp8 import Fp8Attention
-from wan.kernels.quant import Fp8Quantiser, Rotations, sylvester
-from wan.kernels.sparse import RainFusionAttention
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
+from wan.kernels.rainfusion import RainFusionAttention
 
 HEAD_DIM = 16
 SPARSITY = 0.5

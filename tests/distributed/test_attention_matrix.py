@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.dist import run
 from tests.distributed.topology import MODES, Topology, attention_layer, topologies
-from wan.distributed.tokenplan import TokenPlan
 from wan.kernels.sdpa import SdpaKernel
+from wan.modules.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 

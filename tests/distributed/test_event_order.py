@@ -23,13 +23,12 @@ from torch import Tensor
 
 from tests.dist import run
 from tests.distributed.topology import Topology, attention_layer
-from wan.distributed.tokenplan import TokenPlan
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import Call
-from wan.kernels.fp8 import Fp8Attention, attend_dequantised
-from wan.kernels.quant import Fp8Quantiser, Quantised, Rotations
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Quantised, Rotations, attend_dequantised
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.model import WanModel
+from wan.modules.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 

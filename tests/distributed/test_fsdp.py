@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.dist import run
-from wan import loading
+from wan.checkpoint import load as loading
+from wan.checkpoint.keymaps import t5_transformers_name
+from wan.checkpoint.layout import describe
 from wan.distributed.fsdp import Sharded, local_rows
-from wan.keymaps import t5_transformers_name
 from wan.modules.model import WanModel
 from wan.modules.textcache import TextKVCache
-from wan.settings.checkpoint import describe
+from wan.pipeline.text import TextEncoder, umt5, umt5_blocks
 from wan.settings.errors import InputError
-from wan.text import TextEncoder, umt5, umt5_blocks
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])

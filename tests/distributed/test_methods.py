@@ -19,10 +19,11 @@ from torch import Tensor
 from tests.dist import run
 from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import MODES, Topology, attention_layer, topologies
-from wan import attention, build
 from wan.device import Device
-from wan.distributed.tokenplan import TokenPlan
-from wan.modules.step import StepInfo
+from wan.kernels import select as attention
+from wan.kernels.base import StepInfo
+from wan.modules.schedule import TokenPlan
+from wan.pipeline import build
 from wan.settings.attention import Attention
 from wan.settings.parallel import Parallel
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.dist import run
 from tests.distributed.topology import MODES, Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
+from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.model import WanModel
-from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache
 
 pytestmark = pytest.mark.dist

@@ -17,14 +17,12 @@ from tests.dist import run
 from tests.distributed.test_model import Job
 from tests.distributed.topology import Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
-from wan.kernels.base import Method
-from wan.kernels.fp8 import Fp8Attention
-from wan.kernels.quant import Fp8Quantiser, Rotations, sylvester
-from wan.kernels.sparse import RainFusionAttention
-from wan.kernels.sparse_masks import window_order
+from wan.kernels.base import Method, StepInfo
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
+from wan.kernels.rainfusion import RainFusionAttention
+from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.model import WanModel
-from wan.modules.step import StepInfo
 
 pytestmark = pytest.mark.dist
 

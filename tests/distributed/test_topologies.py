@@ -26,7 +26,7 @@ def velocities(parallel: Parallel | None) -> Any:
     from wan.distributed.tokens import ShardedTokens
     from wan.modules.attnlayer import FAPowerCapAttention
     from wan.modules.model import WanModel
-    from wan.sampler import both_here
+    from wan.pipeline.denoise import both_here
 
     collaborators: dict[str, Any] = {}
     branches = both_here

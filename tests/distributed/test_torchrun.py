@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-import generate
 from tests.dist import REPO, torchrun
+from wan.cli import main as generate
 
 pytestmark = pytest.mark.dist
 QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "3", "--base_seed", "7"]
@@ -148,7 +148,7 @@ def test_ranks_that_differ_are_named(wrong: str, alone, tiny, tmp_path: Path) ->
     arguments, _ = alone("t2v-A14B")
     out = tmp_path / "v.mp4"
     if wrong == "weights":
-        from tools.make_tiny_checkpoint import make_checkpoint
+        from wan.pipeline.tiny import make_checkpoint
 
         folder: object = make_checkpoint("t2v-A14B", tmp_path / "other", seed=1)
     else:

@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from tests.npu_sim.ranks import HEAD_DIM
-from tools import tiny_networks
-from tools.make_tiny_checkpoint import make_checkpoint
+from wan.pipeline import tiny as tiny_networks
+from wan.pipeline.tiny import make_checkpoint
 
 TASK = "t2v-A14B"
 

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.npu_sim.ranks import on_chip
-from wan import build
+from wan.cli import flags
+from wan.cli import resolve as run
+from wan.cli.resolve import Run
 from wan.device import Device
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
-from wan.pipeline import Pipeline
-from wan.settings import flags, run
-from wan.settings.run import Run
+from wan.pipeline import build
+from wan.pipeline.pipeline import Pipeline
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of cards fits
 WIDE = ("--size", "1024*512", "--frame_num", "1")  # 2048 tokens

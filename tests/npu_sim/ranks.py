@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from tests.distributed.topology import Topology, attention_layer
-from wan import attention as attentions
 from wan import device as devices
-from wan.attention import AttentionParts
 from wan.device import Device
+from wan.kernels import select as attentions
+from wan.kernels.base import StepInfo
+from wan.kernels.select import AttentionParts
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.step import StepInfo
 from wan.settings.attention import Attention, RainFusion
 
 HEAD_DIM = 64

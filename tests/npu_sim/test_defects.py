@@ -25,9 +25,9 @@ from tests.npu_sim import measured, oracles
 from tests.npu_sim.latents import SMALL, WAYS, arguments, composed, far, latents
 from tests.npu_sim.ranks import KINDS, Grid, Kind, arranged, layer_of, step_info
 from tests.npu_sim.ranks import composed as parts_of
-from wan.distributed.tokenplan import TokenPlan
+from wan.kernels.base import StepInfo
 from wan.modules.model import WanModel
-from wan.modules.step import StepInfo
+from wan.modules.schedule import TokenPlan
 from wan.settings.attention import Attention, RainFusion
 
 pytestmark = pytest.mark.dist

@@ -23,11 +23,12 @@ import torch
 from tests.dist import run
 from tests.distributed.topology import MODES, Topology
 from tests.npu_sim.ranks import HEAD_DIM, KINDS, Grid, Kind, arranged, composed, layer_of, step_info
-from wan.distributed.tokenplan import TokenPlan
 from wan.distributed.tokens import ShardedTokens
-from wan.kernels import quant, sparse
+from wan.kernels import fp8 as quant
+from wan.kernels import rainfusion as sparse
+from wan.kernels.base import StepInfo
 from wan.modules.model import WanModel, keeps_fp32
-from wan.modules.step import StepInfo
+from wan.modules.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 

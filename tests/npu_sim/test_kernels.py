@@ -18,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wan.kernels import npu, npu_clock, npu_quant
-from wan.kernels.fp8 import Fp8Attention
-from wan.kernels.quant import Fp8Quantiser, Quantised, Rotations
-from wan.settings import chips
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Quantised, Rotations
+from wan.kernels.npu import clock as npu_clock
+from wan.kernels.npu import dense as npu
+from wan.kernels.npu import fp8 as npu_quant
+from wan.settings import devices as chips
 
 Choose = Callable[[str], None]
 

@@ -28,8 +28,8 @@ from tests.npu_sim.ranks import (
     layer_of,
     step_info,
 )
-from wan.distributed.tokenplan import TokenPlan
 from wan.kernels.base import Call
+from wan.modules.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 

@@ -16,18 +16,18 @@ from mindiesd.quantization.utils import create_online_hadamard_rot
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tools.make_tiny_checkpoint import make_checkpoint
 from tools.quantize_dit import quantize
-from wan import device, parts
+from wan import device
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import meta_dit, rotations
+from wan.checkpoint.quantised import QuantisedDit, resolve
 from wan.device import Device
-from wan.kernels.w8a8 import W8A8Linear
-from wan.loading import meta_dit
-from wan.loading_quantised import rotations
+from wan.kernels.int8_linear import W8A8Linear
 from wan.modules.model import WanModel
-from wan.settings.checkpoint import describe
+from wan.pipeline import build as parts
+from wan.pipeline.tiny import make_checkpoint
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.quantised import QuantisedDit, resolve
 
 Choose = Callable[[str], None]
 CPU = Device(torch.device("cpu"))

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from wan.kernels import npu_quant, npu_sparse
 from wan.kernels.base import Call
-from wan.kernels.quant import Fp8Quantiser, Rotations, sylvester
-from wan.kernels.sparse import RainFusionAttention
-from wan.kernels.sparse_masks import window_order
-from wan.settings import chips
+from wan.kernels.fp8 import Fp8Quantiser, Rotations, sylvester
+from wan.kernels.npu import block_sparse as npu_sparse
+from wan.kernels.npu import fp8 as npu_quant
+from wan.kernels.rainfusion import RainFusionAttention
+from wan.kernels.rainfusion_masks import window_order
+from wan.settings import devices as chips
 
 Choose = Callable[[str], None]
 Grid = tuple[int, int, int]

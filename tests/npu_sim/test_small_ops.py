@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wan.kernels import npu_ops
-from wan.modules import ops as plain
+from wan.kernels.npu import small_ops as npu_ops
+from wan.modules import blocks as plain
+from wan.modules.blocks import SmallOps
 from wan.modules.model import WanModel
-from wan.modules.ops import SmallOps
 from wan.modules.rope import rope_table
 
 Choose = Callable[[str], None]

@@ -18,10 +18,10 @@ from diffusers import (
 from PIL import Image
 
 import wan
+from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.configs import WAN_CONFIGS
-from wan.keymaps import dit_diffusers_name
 from wan.modules.model import WanModel
-from wan.sampler import sigma_table
+from wan.pipeline.solvers import sigma_table
 
 # diffusers' timestep sinusoid is float32: up to 4e-5 off, which moves the output by 2.5e-5.
 TOLERANCE = 1e-4

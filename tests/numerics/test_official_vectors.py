@@ -12,16 +12,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from wan.keymaps import t5_transformers_name, vae_diffusers_name
-from wan.modules.model import WanModel
+from wan.checkpoint.keymaps import t5_transformers_name, vae_diffusers_name
+from wan.modules.model import WanModel, sinusoidal_embedding
 from wan.modules.rope import apply_rope, rope_angles, rope_table
-from wan.modules.timesteps import sinusoidal_embedding
-from wan.sampler import make_solver, sigma_table
-from wan.settings.geometry import size_covered, size_from_area
+from wan.pipeline.solvers import make_solver, sigma_table
+from wan.pipeline.text import TextEncoder, clean_prompt
+from wan.pipeline.vae import VideoVAE
+from wan.pipeline.video import to_uint8
 from wan.settings.presets import PRESETS
-from wan.text import TextEncoder, clean_prompt
-from wan.vae import VideoVAE
-from wan.video import to_uint8
+from wan.settings.request import size_covered, size_from_area
 
 SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}
 DIT_CASES = [
@@ -181,7 +180,7 @@ def test_frames_as_handed_to_the_encoder(reference: Path) -> None:
 
 
 def test_pixels_are_exact() -> None:
-    from wan.conditioning import pixels
+    from wan.pipeline.conditioning import pixels
 
     values = np.arange(256, dtype=np.uint8).reshape(16, 16)
     ours = pixels(Image.fromarray(np.stack((values,) * 3, axis=-1)))

@@ -11,10 +11,10 @@ from PIL import Image
 
 import wan
 from tools.quantize_dit import quantize
+from wan.cli.keywords import ATTENTION, PARALLEL
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
-from wan.settings.keywords import ATTENTION, PARALLEL
 from wan.settings.parallel import Parallel
 
 QUICK = {"frame_num": 5, "sampling_steps": 2, "seed": 7}

@@ -9,11 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.distributed.tokenplan import TokenPlan
 from wan.modules import schedule
+from wan.modules.schedule import TokenPlan
 from wan.settings import values
-from wan.settings.attention import LASER_ROWS, RAINFUSION_TYPES, Attention, RainFusion
-from wan.settings.attention_flags import check_request, resolve
+from wan.settings.attention import (
+    LASER_ROWS,
+    RAINFUSION_TYPES,
+    Attention,
+    RainFusion,
+    check_request,
+    resolve,
+)
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from wan.settings import chips
+from wan.settings import devices as chips
 from wan.settings.attention import Attention, RainFusion
 from wan.settings.errors import InputError
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tools import contact_sheet
-from wan.video import save_video
+from wan.pipeline.video import save_video
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wan.settings import env, flags, planned
+from wan.cli import env, flags, planned
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 

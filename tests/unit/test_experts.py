@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from wan import device, sampler
-from wan.conditioning import prepare
-from wan.experts import Experts
+from wan import device
+from wan.pipeline import denoise as sampler
+from wan.pipeline.conditioning import prepare
+from wan.pipeline.pipeline import Experts
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wan import keymaps
+from wan.checkpoint import keymaps
 from wan.modules.model import WanModel
 
 REFERENCE = Path(os.environ.get("WAN_REFERENCE_DIR", ""))

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from wan.modules.layers import by_slices, gated_add, modulated_norm
-from wan.modules.local import LocalAttention
-from wan.modules.model import WanModel, keeps_fp32
+from wan.kernels.base import StepInfo
+from wan.modules.blocks import by_slices, gated_add, modulated_by_runs
+from wan.modules.interfaces import LocalAttention
+from wan.modules.model import WanModel, keeps_fp32, timestep_runs
 from wan.modules.rope import RopeTables, axis_sizes, rope_table
-from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache
-from wan.modules.timesteps import timestep_runs
 
 TINY = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 2, "text_dim": 16, "text_len": 8}
 
@@ -113,7 +112,9 @@ def test_modulation_by_runs_equals_expansion_per_token() -> None:
     shift, scale, gate = (torch.randn(1, 2, 12) for _ in range(3))
     wide = [p.repeat_interleave(torch.tensor(runs), dim=1) for p in (shift, scale, gate)]
     expected = torch.nn.functional.layer_norm(x, (12,), eps=1e-6) * (1 + wide[1]) + wide[0]
-    torch.testing.assert_close(modulated_norm(x, shift, scale, runs, 1e-6, torch.float32), expected)
+    torch.testing.assert_close(
+        modulated_by_runs(x, shift, scale, runs, 1e-6, torch.float32), expected
+    )
     y, before = torch.randn(1, 7, 12), x.clone()
     with torch.no_grad():
         torch.testing.assert_close(gated_add(x, y, gate, runs), before + y * wide[2])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from wan.modules.blocks import PLAIN, SmallOps
 from wan.modules.model import WanModel
-from wan.modules.ops import PLAIN, SmallOps
 from wan.modules.rope import rope_angles, rope_table
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from wan import conditioning
-from wan.experts import Experts
-from wan.sampler import Conditions, expert_at, guided_velocity, sigma_table
+from wan.pipeline import conditioning
+from wan.pipeline.denoise import Conditions, expert_at, guided_velocity
+from wan.pipeline.pipeline import Experts
+from wan.pipeline.solvers import sigma_table
+from wan.pipeline.video import written_whole
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request
-from wan.video import written_whole
 
 
 def request(task: str, **changes: object) -> Request:

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from wan.cli import flags, planned
+from wan.cli import planned as machine
 from wan.distributed.ring import RING_TYPES, hops
 from wan.modules.model import WanModel, keeps_fp32
-from wan.plan import Forward
-from wan.plan_network import Network, text_bytes, weights
-from wan.plan_report import check, lines, topologies
-from wan.plan_ways import ring_blocks
-from wan.planner import T5_BYTES, T5_TABLE, Planner
-from wan.settings import flags, machine, planned
+from wan.planner.forward import Forward
+from wan.planner.network import Network, text_bytes, weights
+from wan.planner.planner import T5_BYTES, T5_TABLE, Planner
+from wan.planner.report import check, lines, topologies
+from wan.planner.ways import ring_blocks
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from benchmarks.live_bytes import WHOLE, LiveBytes
-from wan.attention import parts
+from wan.cli import flags, planned
 from wan.device import resolve
+from wan.kernels.base import StepInfo
+from wan.kernels.select import parts
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.step import StepInfo
-from wan.plan import Forward
-from wan.plan_attention import Chunk
-from wan.plan_network import Network, weights
-from wan.plan_report import lines, topologies
-from wan.plan_ways import ways
-from wan.planner import Planner
-from wan.settings import flags, planned
+from wan.planner.chunk import Chunk
+from wan.planner.forward import Forward
+from wan.planner.network import Network, weights
+from wan.planner.planner import Planner
+from wan.planner.report import lines, topologies
+from wan.planner.ways import ways
 from wan.settings.attention import Attention, RainFusion
 from wan.settings.parallel import Parallel
 

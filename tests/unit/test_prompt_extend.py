@@ -20,8 +20,8 @@ import transformers as tf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from wan import prompt_extend
-from wan.prompt_extend import PromptExtendError, check_available, extend_prompt
+from wan.cli import extend_prompt as prompt_extend
+from wan.cli.extend_prompt import PromptExtendError, check_available, extend_prompt
 from wan.settings.errors import InputError
 
 RED, BLUE = (Image.new("RGB", (64, 48), colour) for colour in ("red", "blue"))

@@ -12,18 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wan.kernels.attend import tiled_attention
 from wan.kernels.base import Call
-from wan.kernels.fp8 import Fp8Attention, attend_dense
-from wan.kernels.quant import (
+from wan.kernels.fp8 import (
+    Fp8Attention,
     Fp8Quantiser,
     Quantised,
     Rotations,
+    attend_dense,
     hadamard,
     quantise,
     rotate,
     sylvester,
 )
+from wan.kernels.reference import tiled_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -22,16 +22,15 @@ from torch import Tensor
 
 from tools import quantize_dit
 from tools.quantize_dit import quantize
-from wan import build
-from wan.kernels.w8a8 import W8A8Linear, padded_product, per_token
-from wan.loading import dit_dtypes, load_dit
-from wan.loading_quantised import load_quantised_dit, rotations
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import dit_dtypes, load_dit, load_quantised_dit, rotations
+from wan.checkpoint.quantised import QuantisedDit, check_device, resolve
+from wan.kernels.int8_linear import W8A8Linear, padded_product, per_token
 from wan.modules.model import WanModel
-from wan.settings.checkpoint import describe
+from wan.pipeline import build
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.presets import PRESETS
-from wan.settings.quantised import QuantisedDit, check_device, resolve
 from wan.settings.request import Request
 
 REPO = Path(__file__).parents[2]
@@ -127,7 +126,7 @@ def test_layer_sees_each_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = linear(x)
     for part in (slice(0, 1), slice(5, 29)):
         assert torch.equal(linear(x[:, part]), whole[:, part])
-    monkeypatch.setitem(sys.modules["wan.kernels.w8a8"]._ELEMENTS, "cpu", 24 * 10)  # 10 rows
+    monkeypatch.setitem(sys.modules["wan.kernels.int8_linear"]._ELEMENTS, "cpu", 24 * 10)  # 10 rows
     assert torch.equal(linear(x), whole)
 
 

@@ -15,16 +15,23 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
-from wan.settings import flags
-from wan.settings.env import cache_dir, world_size
+from wan.checkpoint.files import TensorInfo, safetensors_header
+from wan.cli import flags
+from wan.cli.env import cache_dir, world_size
+from wan.cli.output import generated_name
+from wan.cli.resolve import Run, resolve
+from wan.pipeline.video import read_image
 from wan.settings.errors import InputError
-from wan.settings.files import TensorInfo, safetensors_header
-from wan.settings.geometry import check_size, latent_shape, size_covered, size_from_area, token_grid
-from wan.settings.output import generated_name
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
-from wan.settings.request import Request, check_image
-from wan.settings.run import Run, resolve
-from wan.video import read_image
+from wan.settings.request import (
+    Request,
+    check_image,
+    check_size,
+    latent_shape,
+    size_covered,
+    size_from_area,
+    token_grid,
+)
 
 
 def resolved(*argv: object) -> Run:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from wan.kernels.base import Call
 from wan.kernels.flex import FlexBlocks, flex_mask
-from wan.kernels.quant import Fp8Quantiser, Rotations, sylvester
-from wan.kernels.sparse import MaskCache, RainFusionAttention
-from wan.kernels.sparse_masks import (
+from wan.kernels.fp8 import Fp8Quantiser, Rotations, sylvester
+from wan.kernels.rainfusion import MaskCache, RainFusionAttention
+from wan.kernels.rainfusion_masks import (
     block_mask,
     plan,
     pooled,

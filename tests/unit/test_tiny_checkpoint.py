@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from tools import make_tiny_checkpoint
-from tools.make_tiny_checkpoint import main, make_checkpoint
-from wan import keymaps
+from wan.checkpoint import keymaps
 from wan.modules.model import WanModel
+from wan.pipeline import tiny as make_tiny_checkpoint
+from wan.pipeline.tiny import main, make_checkpoint
 
 TASKS = ("t2v-A14B", "i2v-A14B", "ti2v-5B", "t2v-1.3B")
 LAYOUTS = ("official", "diffusers")

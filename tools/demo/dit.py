@@ -22,7 +22,7 @@ from tools.demo.scenes import caption, random_scene
 from tools.demo.text import TEXT_DIM, TEXT_LEN, token_ids, trained_encoder
 from tools.demo.training import Training, averaged_weights, device, join
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.local import LocalAttention
+from wan.modules.interfaces import LocalAttention
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
 

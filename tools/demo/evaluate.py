@@ -25,9 +25,10 @@ from torch import Tensor
 from tools.demo.render import render
 from tools.demo.scenes import Actor, Scene, caption, random_scene
 from tools.demo.score import Seen, look
-from wan import WanI2V, WanT2V, keymaps
+from wan import WanI2V, WanT2V
+from wan.checkpoint import keymaps
 from wan.configs import WAN_CONFIGS
-from wan.vae import VideoVAE
+from wan.pipeline.vae import VideoVAE
 
 SIDE, LONG = 64, 249
 _SEED = 77
@@ -43,7 +44,7 @@ class Setting:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What `generate` of every task takes."""
+        """What `wan.cli.main` of every task takes."""
         return {
             "frame_num": self.frames,
             "shift": self.shift,

@@ -21,9 +21,9 @@ from torch import Tensor
 from tools.demo.dit import CONFIG, IN_DIM
 from tools.demo.text import tokenizer, trained_weights
 from tools.demo.training import averaged_weights
-from tools.make_tiny_checkpoint import write_json, write_tokenizer
 from tools.run_demo import I2V_PROMPT, PROMPTS
-from wan import keymaps
+from wan.checkpoint import keymaps
+from wan.pipeline.tiny import write_json, write_tokenizer
 
 RUN: dict[str, Any] = {
     "size": "64*64",

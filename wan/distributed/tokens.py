@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.distributed.exchange import Group, group_rank, group_size
-from wan.distributed.tokenplan import TokenPlan
+from wan.modules.schedule import TokenPlan
 
 Grid = tuple[int, int, int]
 

@@ -1,4 +1,6 @@
-"""What a dense attention kernel is, and what a way of attending ("method") built on kernels is.
+"""What a layer may know about the moment it runs in.
+
+What a dense attention kernel is, and what a way of attending ("method") built on kernels is.
 
 Legend: B batch, S tokens, N heads, D head size. Everything takes and returns [B,S,N,D].
 """
@@ -10,6 +12,27 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One forward pass of one expert, as seen by the attention layers and caches.
+
+    index: 0-based sampling step; count: number of sampling steps.
+    branch: "cond" or "uncond", the guidance branch.
+    expert: "high_noise", "low_noise" or "dit" (models with a single network).
+    grid: tokens along frame, height and width.
+    valid_len: number of real tokens; tokens behind it are padding.
+    sample: which of the samples that a model computes one after the other.
+    """
+
+    index: int
+    count: int
+    branch: str
+    expert: str
+    grid: tuple[int, int, int]
+    valid_len: int
+    sample: int = 0
 
 
 class Kernel(Protocol):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from wan.kernels.quant import Quantised, plain
-from wan.kernels.sparse_masks import Q_ROWS, kept_first
+from wan.kernels.fp8 import Quantised, plain
+from wan.kernels.rainfusion_masks import Q_ROWS, kept_first
 
 
 class FlexBlocks:

@@ -28,7 +28,7 @@ class SdpaKernel:
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
         if q.device.type == "npu":
-            from wan.kernels.npu import fusion_with_lse
+            from wan.kernels.npu.dense import fusion_with_lse
 
             return fusion_with_lse(q_BSND, k_BSND, v_BSND)
         if q.device.type == "cpu":

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from wan.distributed.exchange import Group, group_rank, group_size
 from wan.distributed.ring import Ring
-from wan.kernels.base import Call, Kernel, Method
+from wan.kernels.base import Call, Kernel, Method, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules import schedule
 from wan.modules.schedule import Event, Range
-from wan.modules.step import StepInfo
 from wan.modules.transport import Incoming, Outgoing, cut, gathered, receive, send, send_back
 
 COMM_TYPES = (0, 1, 2)

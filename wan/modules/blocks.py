@@ -1,4 +1,19 @@
-"""The transformer block and the head, with the official parameter names.
+"""The small float32 operations of a block, which a vendor's fused kernels may replace one by one.
+
+Legend: B batch, S or L tokens, N heads, D head size, C channels. Results are float32 whatever the
+input's dtype; weights and modulation too enter the arithmetic as float32.
+
+The small fp32 pieces of a block: norms, modulation, gated residuals, GELU.
+
+Legend: B batch, L tokens, C channels, R runs. Tokens with the same timestep share one row of
+modulation, so a row covers a *run* of consecutive tokens and is never expanded per token. A
+text-to-video forward has one run; the 5B image mode has two (first frame at t=0, then the rest).
+
+In inference the residual stream is updated in place, which saves one copy of it at the peak, and
+the float32 steps between two matrix products run on a slice of tokens at a time (`by_slices`); with
+autograd on, every operation returns a new tensor.
+
+The transformer block and the head, with the official parameter names.
 
 Legend: B batch, L this device's tokens, T text tokens, C channels, N heads, D head size, R runs of
 tokens that share a timestep.
@@ -9,25 +24,167 @@ residual stream, norms, modulation, RoPE and the head in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan.kernels.base import Kernel
-from wan.modules.layers import (
-    TanhGELU,
-    WanLayerNorm,
-    WanRMSNorm,
-    by_slices,
-    fp32_linear,
-    gated_add,
-    modulated_norm,
-    residual_add,
-)
-from wan.modules.local import Attention
-from wan.modules.ops import PLAIN, SmallOps
-from wan.modules.rope import RopeTable
-from wan.modules.step import StepInfo
+from wan.kernels.base import Kernel, StepInfo
+from wan.modules.interfaces import Attention
+from wan.modules.rope import RopeTable, apply_rope
 from wan.modules.textcache import TextKV
+
+
+def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the channels; float32 [B,L,C]."""
+    x = x_BLC.float()
+    # The norm reduction reads x once; mean(x**2) would materialise x**2 first.
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
+    return x * torch.rsqrt(mean_square + eps) * weight_C.float()
+
+
+def layer_norm(x_BLC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the channels; float32 [B,L,C]."""
+    weight, bias = (None if p is None else p.float() for p in (weight_C, bias_C))
+    return F.layer_norm(x_BLC.float(), x_BLC.shape[-1:], weight, bias, eps)
+
+
+def modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
+    """layer_norm(x) * (1 + scale) + shift, one row of modulation for all tokens; float32 [B,L,C].
+
+    shift, scale: float32.
+    """
+    shape = x_BLC.shape[-1:]
+    if x_BLC.shape[0] == 1:  # one row: it is the affine part of the norm, one pass over memory
+        return F.layer_norm(x_BLC.float(), shape, 1 + scale_B1C[0, 0], shift_B1C[0, 0], eps)
+    return torch.addcmul(shift_B1C, F.layer_norm(x_BLC.float(), shape, eps=eps), 1 + scale_B1C)
+
+
+@dataclass(frozen=True)
+class SmallOps:
+    """Which functions compute the small operations; the plain ones unless others are given.
+
+    A replacement takes and returns what its plain twin does: it sees a slice of the tokens, any
+    float dtype (rope: float32), possibly strided, and must not change its inputs. rope: x [B,S,N,D]
+    and the table of `rope_table`, (cos, signed sin) [S,1,D].
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor] = layer_norm
+    modulated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = modulated_norm
+    rope: Callable[[Tensor, RopeTable], Tensor] = apply_rope
+
+
+PLAIN = SmallOps()
+
+
+def by_slices(
+    compute: Callable[..., Tensor],
+    x_BLC: Tensor,
+    dtype: torch.dtype,
+    *rows_L: Tensor,
+    overwrite: bool = False,
+) -> Tensor:
+    """compute(x, *rows) in dtype, for a computation that sees each token alone.
+
+    overwrite: x is used only here, so the result may take its memory (hooks that keep x must copy).
+
+    Float32 copies of all tokens are the memory peak of a bfloat16 model and, on a CPU, cost more
+    time than the arithmetic; a slice's copies are small and stay in the cache. The compiler, which
+    fuses them away, and autograd, which keeps them, get all tokens at once.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return compute(x_BLC, *rows_L).to(dtype)
+    # 4 MiB of float32 on a CPU: small enough for memory that is reused without page faults, large
+    # enough that threads seldom wait for each other. Accelerators: kernels that outlast a launch.
+    elements = 1 << (20 if x_BLC.device.type == "cpu" else 24)
+    size = max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
+    reuse = overwrite and x_BLC.dtype == dtype
+    out_BLC = x_BLC if reuse else torch.empty_like(x_BLC, dtype=dtype)
+    for first in range(0, x_BLC.shape[1], size):
+        part = slice(first, first + size)
+        out_BLC[:, part] = compute(x_BLC[:, part], *(rows[part] for rows in rows_L))
+    return out_BLC
+
+
+class WanRMSNorm(nn.Module):
+    """RMS norm over all channels (before heads are split), computed and returned in float32."""
+
+    def __init__(self, dim: int, eps: float, ops: SmallOps = PLAIN) -> None:
+        super().__init__()
+        self.eps, self.ops = eps, ops
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        return self.ops.rms_norm(x_BLC, self.weight, self.eps)
+
+
+class WanLayerNorm(nn.LayerNorm):
+    """Layer norm computed and returned in float32, whatever the input's dtype."""
+
+    def __init__(self, dim: int, eps: float, ops: SmallOps = PLAIN) -> None:
+        super().__init__(dim, eps)
+        self.ops = ops
+
+    def forward(self, x_BLC: Tensor) -> Tensor:
+        return self.ops.layer_norm(x_BLC, self.weight, self.bias, self.eps)
+
+
+class TanhGELU(nn.Module):
+    """GELU in its tanh form; in place in inference, where the input is always ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return F.gelu(x, approximate="tanh")
+        return torch.ops.aten.gelu_(x, approximate="tanh")
+
+
+def fp32_linear(linear: Any, x: Tensor) -> Tensor:
+    """The layer applied in float32, also when its weights are stored in bfloat16."""
+    return F.linear(x.float(), linear.weight.float(), linear.bias.float())
+
+
+def modulated_by_runs(
+    x_BLC: Tensor,
+    shift_BRC: Tensor,
+    scale_BRC: Tensor,
+    runs: Sequence[int],
+    eps: float,
+    dtype: torch.dtype,
+    ops: SmallOps = PLAIN,
+) -> Tensor:
+    """layer_norm(x) * (1 + scale) + shift with each run's own row; float32 inside, dtype out."""
+    parts = zip(
+        x_BLC.split(list(runs), 1), shift_BRC.split(1, 1), scale_BRC.split(1, 1), strict=True
+    )
+
+    def one(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor) -> Tensor:
+        def compute(x: Tensor) -> Tensor:
+            return ops.modulated_norm(x, shift_B1C, scale_B1C, eps)
+
+        return by_slices(compute, x_BLC, dtype)
+
+    normed = [one(*part) for part in parts]
+    return normed[0] if len(normed) == 1 else torch.cat(normed, dim=1)
+
+
+def gated_add(x_BLC: Tensor, y_BLC: Tensor, gate_BRC: Tensor, runs: Sequence[int]) -> Tensor:
+    """x + gate * y with each run's own gate; x is the float32 residual stream."""
+    split = list(runs)
+    parts = zip(x_BLC.split(split, 1), y_BLC.split(split, 1), gate_BRC.split(1, 1), strict=True)
+    if torch.is_grad_enabled():
+        return torch.cat([torch.addcmul(x, y, gate) for x, y, gate in parts], dim=1)
+    for x, y, gate in parts:
+        x.addcmul_(y, gate)
+    return x_BLC
+
+
+def residual_add(x_BLC: Tensor, y_BLC: Tensor) -> Tensor:
+    """x + y, where x is the float32 residual stream."""
+    return x_BLC + y_BLC if torch.is_grad_enabled() else x_BLC.add_(y_BLC)
 
 
 class WanAttention(nn.Module):
@@ -133,7 +290,7 @@ class WanAttentionBlock(nn.Module):
         modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)
 
-        y_BLC = modulated_norm(x_BLC, shift1, scale1, runs, self.eps, dtype, self.ops)
+        y_BLC = modulated_by_runs(x_BLC, shift1, scale1, runs, self.eps, dtype, self.ops)
         y_BLC = self.self_attn(y_BLC, rope, self.attention, valid_len, step, self.layer)
         x_BLC = gated_add(x_BLC, y_BLC, gate1, runs)
 
@@ -141,7 +298,7 @@ class WanAttentionBlock(nn.Module):
         y_BLC = by_slices(self.norm3, x_BLC, dtype)
         x_BLC = residual_add(x_BLC, self.cross_attn(y_BLC, kv, self.kernel))
 
-        y_BLC = modulated_norm(x_BLC, shift2, scale2, runs, self.eps, dtype, self.ops)
+        y_BLC = modulated_by_runs(x_BLC, shift2, scale2, runs, self.eps, dtype, self.ops)
         return gated_add(x_BLC, self.ffn(y_BLC), gate2, runs), kv
 
 
@@ -156,5 +313,5 @@ class Head(nn.Module):
 
     def forward(self, x_BLC: Tensor, e_BRC: Tensor, runs: tuple[int, ...]) -> Tensor:
         shift, scale = (self.modulation.float().unsqueeze(1) + e_BRC.unsqueeze(2)).unbind(2)
-        normed = modulated_norm(x_BLC, shift, scale, runs, self.eps, torch.float32, self.ops)
+        normed = modulated_by_runs(x_BLC, shift, scale, runs, self.eps, torch.float32, self.ops)
         return fp32_linear(self.head, normed)

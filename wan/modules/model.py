@@ -1,4 +1,6 @@
-"""The Wan2.2 diffusion transformer (DiT) with the official names and forward signature.
+"""Timesteps as a network sees them (pure, on the host).
+
+The Wan2.2 diffusion transformer (DiT) with the official names and forward signature.
 
 Legend: B batch, C channels, F H W latent frames/height/width, L this device's tokens, S all tokens,
 T text tokens, R runs of tokens that share a timestep.
@@ -16,16 +18,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan.kernels.base import Kernel
+from wan.kernels.base import Kernel, StepInfo
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.blocks import Head, WanAttentionBlock
-from wan.modules.layers import TanhGELU, fp32_linear
-from wan.modules.local import Attention, LocalAttention, LocalTokens, TokenShard
-from wan.modules.ops import PLAIN, SmallOps
+from wan.modules.blocks import PLAIN, Head, SmallOps, TanhGELU, WanAttentionBlock, fp32_linear
+from wan.modules.interfaces import Attention, LocalAttention, LocalTokens, TokenShard
 from wan.modules.rope import RopeTables
-from wan.modules.step import StepInfo
 from wan.modules.textcache import TextKVCache, TextState
-from wan.modules.timesteps import sinusoidal_embedding, timestep_runs
+
+
+def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
+    """[..., dim] float32 features (cos block, sin block) of timesteps t.
+
+    Computed in float64, on the host: NPUs have no float64, and the official values need it.
+    """
+    half = dim // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = t.to("cpu", torch.float64).unsqueeze(-1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+
+
+def timestep_runs(t: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Timesteps [B] or [1, >= tokens] as values [B or 1, R] and the R lengths of their runs."""
+    if t.dim() == 1:
+        return t.unsqueeze(1), (tokens,)
+    values, counts = torch.unique_consecutive(t[0, :tokens].cpu(), return_counts=True)
+    return values.unsqueeze(0), tuple(counts.tolist())
+
 
 MODEL_TYPES = ("t2v", "i2v", "ti2v")
 _FP32_PREFIXES = ("time_embedding.", "time_projection.", "head.")

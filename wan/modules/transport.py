@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wan.distributed.exchange import Group, Pending, start_all_to_all_4D
 from wan.distributed.ring import Ring
-from wan.kernels.quant import Quantised
+from wan.kernels.fp8 import Quantised
 
 Outgoing = Pending
 Incoming = list[tuple[list[Pending], int]]

@@ -1,0 +1,94 @@
+"""What `WanModel` needs from outside, and the plain versions that serve a single device.
+
+Legend: B batch, S all tokens, L this device's tokens, N heads, D head size, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from wan.kernels.base import Kernel, StepInfo
+
+Grid = tuple[int, int, int]
+"""Tokens along frame, height and width."""
+
+
+class Attention(Protocol):
+    """Self-attention over all tokens of the video, given this device's tokens of all heads."""
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLND: Tensor,
+        v_BLND: Tensor,
+        /,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+        layer: int | None = None,
+    ) -> Tensor: ...
+
+
+class TokenShard(Protocol):
+    """Which tokens this device computes, and in which order the tokens of a grid stand.
+
+    Outside, tokens are in raster order (frame, row, column); attention does not mind another one.
+    The methods see the token axis as dimension 1. `shard` pads where the devices need equal parts,
+    and whoever attends masks by valid_len; padded tokens belong to the last run.
+    """
+
+    def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+        """The whole sequence, from raster order into the order in which tokens stand."""
+        ...
+
+    def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+        """This device's tokens out of the whole (arranged, padded) sequence."""
+        ...
+
+    def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
+        """The whole sequence in raster order, from every device's part."""
+        ...
+
+    def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Lengths, on this device, of consecutive arranged runs given by their whole lengths."""
+        ...
+
+
+class LocalAttention:
+    """Self-attention when one device holds the whole sequence: a single kernel call."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __call__(
+        self,
+        q_BLND: Tensor,
+        k_BLND: Tensor,
+        v_BLND: Tensor,
+        /,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+        layer: int | None = None,
+    ) -> Tensor:
+        """Keys at or behind valid_len are not attended to; step and layer do not matter here."""
+        return self.kernel(q_BLND, k_BLND[:, :valid_len], v_BLND[:, :valid_len])
+
+
+class LocalTokens:
+    """One device computes every token, in raster order; nothing is padded."""
+
+    def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+        return x_BSC
+
+    def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
+        return x_BSC
+
+    def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
+        return x_BLC
+
+    def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        return tuple(lengths)
