@@ -1,4 +1,4 @@
-"""Anonymous host memory of each rank while a DiT is cut over several, against its share.
+"""Anonymous host memory of each rank while a DiT is sharded over several, against its share.
 
     python -m benchmarks.fsdp_memory --ranks 4 --stored bf16 --precision bf16
 

@@ -140,7 +140,7 @@ def run(case: Case) -> dict[str, Any]:
         if any(process.exitcode for process in ranks):
             raise SystemExit(f"{case.name}: a process failed")
     found = [answers.get() for _ in ranks]
-    own = weights(case.net.shapes(), case.forward.e, convert_all=False, cards=1).whole
+    own = weights(case.net.shapes(), case.forward.e, convert_all=False, ranks=1).whole
     result: dict[str, Any] = {
         "case": case.name,
         "precision": case.precision,

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
-from wan.pipeline import denoise as sampler
 from wan.cli import main as generate
+from wan.pipeline import denoise as sampler
 
 kind, rank = sys.argv[1], sys.argv[2]
 original = sampler.guided_velocity

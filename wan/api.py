@@ -272,7 +272,7 @@ class WanI2V(Facade):
     ) -> Tensor | None:
         """The video [3,F,H,W] with img's aspect ratio at about max_area pixels; see `WanT2V`."""
         if img is None:
-            raise InputError("WanI2V.generate starts from a picture; give one as img.")
+            raise InputError("WanI2V.generate starts from an image; give one as img.")
         return self._run(
             input_prompt,
             img,
@@ -287,7 +287,7 @@ class WanI2V(Facade):
 
 
 class WanTI2V(Facade):
-    """Text, with or without a first picture, to video: ti2v-5B."""
+    """Text, with or without a first image, to video: ti2v-5B."""
 
     tasks = ("ti2v-5B",)
 

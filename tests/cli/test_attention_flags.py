@@ -57,7 +57,7 @@ ALONE = {
         [*FP8, *RAIN, "--rainfusion_type", "v3", "--quant_alltoall"],
         "masks on unquantised numbers",
     ),
-    "FP8 exchange on one card": ([*FP8, "--quant_alltoall"], "none with --ulysses_size 1"),
+    "FP8 exchange on one rank": ([*FP8, "--quant_alltoall"], "none with --ulysses_size 1"),
     "laser in FP8": ([*LASER, *FP8], "are different kernels; choose one"),
     "laser in fp32": ([*LASER, "--precision", "fp32"], "takes no --precision fp32"),
     "laser on a CPU": ([*LASER, "--device", "cpu"], "exists on NPUs only"),
@@ -101,7 +101,7 @@ PLANNED = {
         [*LASER, "--ulysses_size", "8", "--comm_type", "2", "--frame_num", "1"],
         "--ring_size 1 and --comm_type 2 has one of 1800 x 3600",
     ),
-    "laser on the last card of a ring": (
+    "laser on the last rank of a ring": (
         [*LASER, "--ring_size", "37", "--ulysses_size", "1"],
         "--ring_size 37 and --comm_type 0 has one of 2016 x 75600",
     ),

@@ -47,7 +47,7 @@ def test_without_a_checkpoint_a_run_takes_the_demo_and_its_settings(
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
 def test_heads_are_many_enough_for_real_chunks(task: str) -> None:
     checkpoint = describe(DEMO / task)
-    assert checkpoint.heads == 24 and checkpoint.head_dim == 8  # 8 cards: 3 chunks; 2 cards: 10
+    assert checkpoint.heads == 24 and checkpoint.head_dim == 8  # 8 ranks: 3 chunks; 2 ranks: 10
     assert checkpoint.experts.keys() == {"high_noise", "low_noise"}
 
 
@@ -57,7 +57,7 @@ def test_the_files_stay_small() -> None:
 
 
 def test_it_draws_what_the_prompt_says() -> None:
-    """A sample of the model card's table; the scorer knows nothing of how clips were drawn."""
+    """A sample of the model rank's table; the scorer knows nothing of how clips were drawn."""
     model = WanT2V(WAN_CONFIGS["t2v-A14B"], DEMO / "t2v-A14B")
     for setting in (evaluate.Setting(8, 1.0, prompts=10), evaluate.Setting(20, 3.0, prompts=4)):
         found = evaluate.score_t2v(model, setting)

@@ -36,15 +36,15 @@ def plan(*argv: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[st
 def test_the_real_model_on_a_laptop(tmp_path: Path) -> None:
     done = plan(*REAL, *EIGHT, "--device_memory", 64, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "on 8 cards: cfg 1 x ring 1 x ulysses 8, InsertComm; sizes as published" in done.stdout
-    assert "Fits: 30.71 GB of 64.00 GB per card." in done.stdout
+    assert "on 8 ranks: cfg 1 x ring 1 x ulysses 8, InsertComm; sizes as published" in done.stdout
+    assert "Fits: 30.71 GB of 64.00 GB per rank." in done.stdout
 
 
 def test_what_does_not_fit_is_refused_after_the_plan(tmp_path: Path) -> None:
     keep = ["--offload_model", "false"]
     done = plan(*REAL, *EIGHT, *keep, "--device_memory", 64, cwd=tmp_path)
     assert done.returncode == 2
-    assert "Memory of the fullest card: 71.87 GB" in done.stdout
+    assert "Memory of the fullest rank: 71.87 GB" in done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("generate.py: The run needs 71.87 GB") and "--offload_model true" in line
 
@@ -55,14 +55,14 @@ def test_a_checkpoints_own_sizes(tiny, tmp_path: Path) -> None:
     done = plan("--plan", "--ckpt_dir", folder, *size, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"sizes of {folder}" in done.stdout
-    assert "Tokens: 96 + 0 padding, 96 per card" in done.stdout
+    assert "Tokens: 96 + 0 padding, 96 per rank" in done.stdout
 
 
 @pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B", "t2v-1.3B", "t2v-14B", "i2v-14B"])
 def test_every_task_without_a_checkpoint_or_picture(task: str, tmp_path: Path) -> None:
     done = plan("--plan", "--task", task, "--ulysses_size", 4, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "on 4 cards" in done.stdout and "sizes as published" in done.stdout
+    assert "on 4 ranks" in done.stdout and "sizes as published" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_fp8_attention_on_eight_a5(tmp_path: Path) -> None:
     fp8 = ["--chip", "A5", "--fa_quant", "fp8", "--device_memory", "128"]
     done = plan(*REAL, *EIGHT, *fp8, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "5 x 1 heads per card, on A5, FP8" in done.stdout
-    assert "Fits: 30.74 GB of 128.00 GB per card." in done.stdout
+    assert "5 x 1 heads per rank, on A5, FP8" in done.stdout
+    assert "Fits: 30.74 GB of 128.00 GB per rank." in done.stdout
 
 
 def test_device_memory_needs_a_plan(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_it_is_quick_and_does_without_torch() -> None:
 def test_under_torchrun_one_rank_speaks(tmp_path: Path) -> None:
     done = torchrun(2, *REAL, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Plan: ") == 1 and "on 2 cards" in done.stdout
+    assert done.stdout.count("Plan: ") == 1 and "on 2 ranks" in done.stdout
     refused = torchrun(2, *REAL, "--device_memory", "20", XDG_CACHE_HOME=str(tmp_path))
     assert refused.returncode != 0 and refused.stderr.count("generate.py: The run needs") == 1
     wrong = torchrun(2, *REAL, "--ulysses_size", "3", XDG_CACHE_HOME=str(tmp_path))

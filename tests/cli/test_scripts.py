@@ -66,7 +66,7 @@ def test_comm_type_is_forwarded(script: str, value: str | None, call) -> None:
     assert "OMP_NUM_THREADS=1" in words
 
 
-def test_cards_and_sizes(call) -> None:
+def test_ranks_and_sizes(call) -> None:
     _, words, _ = call("infer_t2v.sh", NPROC_PER_NODE="4")
     assert "--nproc_per_node=4" in words and after(words, "--ulysses_size") == "4"
     _, words, _ = call("infer_t2v.sh", "--ulysses_size", "2", "--ring_size=4")
@@ -103,7 +103,7 @@ def test_no_torchrun(tmp_path: Path, call) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
 def test_three_modes_give_the_same_frames(task: str, tmp_path: Path) -> None:
-    """The demo on 8 cards; modes 0 and 1 identical, mode 2 one level off in at most 0.1 %."""
+    """The demo on 8 ranks; modes 0 and 1 identical, mode 2 one level off in at most 0.1 %."""
     demo = describe(REPO / "examples" / "demo" / f"{task}-A14B")
     decode = build.pipeline(demo, Execution(offload_model=False)).decode
     files, frames = [], []

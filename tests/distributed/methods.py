@@ -1,4 +1,4 @@
-"""The ways of attending that the tests of several cards share."""
+"""The ways of attending that the tests of several ranks share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_methods(kind: Kind, dtype: torch.dtype) -> tuple[Method, ...]:
 def whole_sequence(
     kind: Kind, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int, int]
 ) -> Tensor:
-    """The method itself on all rows and heads: no cards, chunks or padding."""
+    """The method itself on all rows and heads: no ranks, chunks or padding."""
     (method,) = make_methods(kind._replace(transport=False), q.dtype)
     call = Call(3, 8, "dit", "cond", 0, 0, 0, 0, grid)
     return method.prepare(q, k, v, call)(q, 0)

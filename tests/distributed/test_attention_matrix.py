@@ -1,4 +1,4 @@
-"""Every mode on every layout of cards gives plain attention over the whole sequence.
+"""Every mode on every layout of ranks gives plain attention over the whole sequence.
 
 Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN: whatever is computed from it
 would be seen.
@@ -22,10 +22,10 @@ from wan.modules.schedule import TokenPlan
 pytestmark = pytest.mark.dist
 
 Case = tuple[Topology, int, int, str]
-"""(cards, heads, tokens, dtype)."""
+"""(ranks, heads, tokens, dtype)."""
 
 HEADS = (12, 24, 40)
-TOKENS = (9, 3, 67, 264)  # 264 needs no padding; of 3, and of 9 on 8 cards, rings hold much padding
+TOKENS = (9, 3, 67, 264)  # 264 needs no padding; of 3, and of 9 on 8 ranks, rings hold much padding
 DTYPES = ("float32", "bfloat16")
 BATCH, HEAD_DIM = 2, 16
 
@@ -59,7 +59,7 @@ def qkv_and_reference(heads: int, tokens: int, dtype: str) -> tuple[list[Tensor]
 
 
 def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
-    """This card's tokens; behind them `fill`."""
+    """This rank's tokens; behind them `fill`."""
     first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
     missing = plan.shard_len - valid
     return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
@@ -100,7 +100,7 @@ def cases(topology: Topology) -> list[Case]:
 
 
 def pairwise_cases() -> list[Case]:
-    """Up to 4 cards: every layout with every heads, tokens and dtype, and each pair of those."""
+    """Up to 4 ranks: every layout with every heads, tokens and dtype, and each pair of those."""
     return [
         (topology, HEADS[(i + j) % 3], tokens, DTYPES[(i + j // 2) % 2])
         for i, topology in enumerate(topologies(1, 2, 4))

@@ -1,6 +1,6 @@
 """A compiled block computes what the eager one does and keeps exchanges and attention in order.
 
-Legend: B batch, L tokens of one card, C channels, T text tokens.
+Legend: B batch, L tokens of one rank, C channels, T text tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wan.modules.rope import rope_table
 
 pytestmark = pytest.mark.dist
 
-CARDS, HEADS, HEAD_DIM, LOCAL, TEXT = 2, 8, 6, 12, 5
+RANKS, HEADS, HEAD_DIM, LOCAL, TEXT = 2, 8, 6, 12, 5
 CHANNELS = HEADS * HEAD_DIM
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -31,7 +31,7 @@ STAGES = {0: 1 * ["EEE", "A", "E"], 1: 4 * ["EEE", "A", "E"], 2: 4 * ["EEE", "AA
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("valid_len", [24, 21])
 def test_compiled_block(mode: int, valid_len: int) -> None:
-    for found in dist.run(CARDS, compile_block, mode, valid_len):
+    for found in dist.run(RANKS, compile_block, mode, valid_len):
         assert found["graphs"] == 1
         assert found["order"] == "".join(STAGES[mode]) + "A", "the last one is the text's"
         assert found["free"] == [], "these events do not wait for all of the stage before"
@@ -104,7 +104,7 @@ def block_and_inputs(mode: int, valid_len: int) -> tuple[WanAttentionBlock, torc
         kernel=SdpaKernel(),
     )
     e0_BR6C, context_BTC = torch.randn(1, 1, 6, CHANNELS), torch.randn(1, TEXT, CHANNELS)
-    x_BSC = torch.randn(1, CARDS * LOCAL, CHANNELS)
+    x_BSC = torch.randn(1, RANKS * LOCAL, CHANNELS)
     mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
     cos, sin = (table[mine] for table in rope_table((1, 4, 6), HEAD_DIM))
     others = (e0_BR6C, (LOCAL,), context_BTC, None, (cos, sin), valid_len, None)

@@ -186,7 +186,7 @@ def test_hops_of_a_longer_ring() -> None:
 def test_blocks_of_padding_cost_no_attention(
     ring_type: str, mode: str, chunks: int, fa: str
 ) -> None:
-    """2 tokens on 2 x 2 cards: the second half of the ring has none, but passes blocks on."""
+    """2 tokens on 2 x 2 ranks: the second half of the ring has none, but passes blocks on."""
     ranks, _ = events_of(Topology(2, 2, ring_type), mode, tokens=2)
     assert ranks[:2] == [joined(chunks, f"A2A A2A A2A hop {fa} in A2A")] * 2
     assert ranks[2:] == [joined(chunks, "A2A A2A A2A hop in A2A")] * 2

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
-TOKENS, HEADS, HEAD_DIM = 3, 2, 5  # of one card
+TOKENS, HEADS, HEAD_DIM = 3, 2, 5  # of one rank
 
 
 def whole(world: int, batch: int, dtype: torch.dtype) -> Tensor:
@@ -25,7 +25,7 @@ def whole(world: int, batch: int, dtype: torch.dtype) -> Tensor:
 
 
 def own_shards(x_BSND: Tensor) -> tuple[Tensor, Tensor]:
-    """(this card's tokens of all heads, all tokens of this card's heads)."""
+    """(this rank's tokens of all heads, all tokens of this rank's heads)."""
     rank = dist.get_rank()
     tokens = slice(rank * TOKENS, (rank + 1) * TOKENS)
     heads = slice(rank * HEADS, (rank + 1) * HEADS)
@@ -110,9 +110,9 @@ def exchange_what_cannot_be() -> None:
     for axes in ((1, 1), (2, 2), (0, 1), (2, 3), (-2, 1)):
         with pytest.raises(ValueError, match=f"scatter_idx and gather_idx are {axes[0]} and"):
             all_to_all_4D(x, *axes, None)
-    with pytest.raises(ValueError, match="3 tokens cannot be divided among 2 cards"):
+    with pytest.raises(ValueError, match="3 tokens cannot be divided among 2 ranks"):
         all_to_all_4D(x, 1, 2, None)
-    with pytest.raises(ValueError, match="3 heads cannot be divided among 2 cards"):
+    with pytest.raises(ValueError, match="3 heads cannot be divided among 2 ranks"):
         all_to_all_4D(x.transpose(1, 2), 2, 1, None)
 
 

@@ -1,4 +1,4 @@
-"""Networks cut over real ranks compute the same bits, read only their share and keep no more."""
+"""Networks sharded over real ranks compute the same bits and read and keep only their share."""
 
 from __future__ import annotations
 

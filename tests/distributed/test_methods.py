@@ -1,6 +1,6 @@
-"""FP8 and RainFusion on every layout of cards: the same bits in all modes, one process's numbers.
+"""FP8 and RainFusion on every layout of ranks: the same bits in all modes, one process's numbers.
 
-Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its card:
+Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its rank:
 whatever is computed from it would be seen.
 """
 
@@ -30,7 +30,7 @@ from wan.settings.parallel import Parallel
 pytestmark = pytest.mark.dist
 
 Case = tuple[Topology, Kind, int, tuple[int, int, int], str]
-"""(cards, kind, heads, grid, dtype)."""
+"""(ranks, kind, heads, grid, dtype)."""
 
 HEADS = (12, 24, 40)
 GRIDS = ((3, 16, 10), (2, 8, 16), (5, 11, 13))  # windows with a rest; windows only, 2 blocks; odd
@@ -56,7 +56,7 @@ def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
 
 
 def attend(case: Case, mode: str) -> Tensor:
-    """This card's rows of the result."""
+    """This rank's rows of the result."""
     topology, kind, heads, grid, dtype = case
     plan = TokenPlan(prod(grid), topology.world, kind.multiple)
     methods = make_methods(kind, getattr(torch, dtype))
@@ -79,13 +79,13 @@ def compare_modes(case: Case, expected: Tensor) -> None:
 
 
 def whole(case: Case) -> Tensor:
-    """One process, no cards, padding or chunks: the whole sequence given to the method itself."""
+    """One process, no ranks, padding or chunks: the whole sequence given to the method itself."""
     _, kind, heads, grid, dtype = case
     return whole_sequence(kind, *qkv(heads, prod(grid), dtype), grid)
 
 
 def pairwise_cases() -> list[Case]:
-    """Up to 4 cards: every layout with every kind, and all heads, grids and dtypes in turn."""
+    """Up to 4 ranks: every layout with every kind, and all heads, grids and dtypes in turn."""
     return [
         (topology, kind, HEADS[(i + j) % 3], GRIDS[(i + j // 2) % 3], DTYPES[(i + j // 3) % 2])
         for i, topology in enumerate(topologies(1, 2, 4))
@@ -146,7 +146,7 @@ def compose_alone() -> tuple[int, int]:
     fp8 = Attention(fa_quant="fp8")
     chosen = attention.parts(fp8, Device(torch.device("cpu")), HEAD_DIM, torch.float32, {})
     made = build._collaborators(Parallel(), fp8, chosen, None)
-    return made["attention"].world_size, made["tokens"].cards
+    return made["attention"].world_size, made["tokens"].ranks
 
 
 def test_a_process_that_shares_nothing_exchanges_nothing() -> None:

@@ -1,4 +1,4 @@
-"""WanModel on several cards predicts what it predicts in one process, whatever mode and layout."""
+"""WanModel on several ranks predicts what it predicts in one process, whatever mode and layout."""
 
 from __future__ import annotations
 
@@ -130,25 +130,25 @@ def test_the_same_velocities(world: int, job: Job) -> None:
 
 
 @pytest.mark.parametrize("kind", ["t2v", "ti2v"])
-def test_eight_cards(kind: str) -> None:
+def test_eight_ranks(kind: str) -> None:
     run(8, compare, Job(kind, heads=24), LAYOUTS[8][:2], ("0", "1"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_eight_cards_all_modes(job: Job) -> None:
+def test_eight_ranks_all_modes(job: Job) -> None:
     run(8, compare, replace(job, heads=24), LAYOUTS[8], MODES)
 
 
-def test_three_cards_and_the_official_text_length() -> None:
+def test_three_ranks_and_the_official_text_length() -> None:
     """512 rows of text are no multiple of 3: they are never cut."""
     job = Job(heads=24, contexts=(500,), text_len=512)
     run(3, compare, job, [Topology(3, 1), Topology(1, 3, "bidirectional")], ("0", "1"))
 
 
 @pytest.mark.parametrize("kind", ["t2v", "ti2v"])
-def test_cards_that_hold_only_padding(kind: str) -> None:
-    """5 tokens on 4 cards: 2, 2, 1 and none."""
+def test_ranks_that_hold_only_padding(kind: str) -> None:
+    """5 tokens on 4 ranks: 2, 2, 1 and none."""
     job = Job(kind, grid=(5, 1, 1))
     run(4, compare, job, [Topology(4, 1), Topology(2, 2), Topology(1, 4)], MODES)
 

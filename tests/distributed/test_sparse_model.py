@@ -1,7 +1,7 @@
 """WanModel with tokens in RainFusion's order: what leaves nothing out is the dense model.
 
-So the order of patches, positions and timesteps, its cut over cards and its undoing are right for
-every kind of model; sparse models on cards are compared with the sparse model in one process.
+So the order of patches, positions and timesteps, its sharding and its undoing are right for
+every kind of model; sparse models on ranks are compared with the sparse model in one process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rainfusion(sparsity: float, fp8: bool = False) -> tuple[Method, ...]:
 
 
 def velocities(job: Job, methods: tuple[Method, ...], **where: object) -> Tensor:
-    """where: attention and tokens of a card; else one process."""
+    """where: attention and tokens of a rank; else one process."""
     if not where:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods)
         where = {"attention": layer, "tokens": ShardedTokens(None, 1, window_order)}
@@ -96,11 +96,11 @@ def compare(job: Job, topologies: list[Topology], fp8: bool, expected: Tensor) -
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_cards_predict_what_one_process_does(world: int, job: Job) -> None:
+def test_ranks_predict_what_one_process_does(world: int, job: Job) -> None:
     run(world, compare, job, LAYOUTS[world], False, velocities(job, rainfusion(0.6)))
 
 
-def test_cards_predict_the_same_in_fp8() -> None:
+def test_ranks_predict_the_same_in_fp8() -> None:
     job = replace(JOBS["t2v"], heads=12)
     run(2, compare, job, LAYOUTS[2], True, velocities(job, rainfusion(0.6, fp8=True)))
 
@@ -116,7 +116,7 @@ def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("transport", [False, True])
-def test_fp8_attention_on_cards(transport: bool) -> None:
+def test_fp8_attention_on_ranks(transport: bool) -> None:
     job = JOBS["t2v"]
     method = Fp8Attention(Fp8Quantiser(Rotations(8)), torch.float32)
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=(method,))

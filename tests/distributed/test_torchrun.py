@@ -67,7 +67,7 @@ def test_a_full_topology(alone, tmp_path: Path) -> None:
     flags = ["--cfg_size", "2", "--dit_fsdp", "--t5_fsdp", "--comm_type", "1"]
     done = torchrun(4, *arguments, *flags, "--save_file", out)
     check(done, out, expected)
-    assert done.stdout.count("InsertComm, 10 x 2 heads per card; ulysses 2 x ring 1 x cfg 2") == 1
+    assert done.stdout.count("InsertComm, 10 x 2 heads per rank; ulysses 2 x ring 1 x cfg 2") == 1
     assert done.stdout.count("Chosen: --cfg_size 2 --ring_size 1 --ulysses_size 2") == 1
     used = json.loads(out.with_suffix(".json").read_text())["used"]
     assert used["comm_type"] == 1 and used["cfg_size"] == 2 and used["dit_fsdp"]

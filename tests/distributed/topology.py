@@ -22,7 +22,7 @@ MODES = ("0", "1", "2", "overlap")
 
 
 class Topology(NamedTuple):
-    """P x R cards of one sequence."""
+    """P x R ranks of one sequence."""
 
     ulysses: int
     ring: int
@@ -34,7 +34,7 @@ class Topology(NamedTuple):
 
 
 def topologies(*worlds: int) -> list[Topology]:
-    """All layouts of these numbers of cards; a ring of one card has no type."""
+    """All layouts of these numbers of ranks; a ring of one rank has no type."""
     return [
         Topology(world // ring, ring, ring_type)
         for world in worlds

@@ -20,7 +20,7 @@ from wan.distributed.mesh import Team
 from wan.pipeline import build
 from wan.pipeline.pipeline import Pipeline
 
-SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of cards fits
+SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of ranks fits
 WIDE = ("--size", "1024*512", "--frame_num", "1")  # 2048 tokens
 LONG = ("--size", "512*512", "--frame_num", "13")  # 4096
 MODES = {

@@ -166,7 +166,7 @@ def on_a_lonely_ring(argv: list[str]) -> tuple[Tensor, list[tuple[int, ...]]]:
 
 
 def test_a_ring_without_ulysses_shares_the_tokens(rig: Path) -> None:
-    """429 tokens on two cards: 215 and 214 rows of queries each, against both cards' keys."""
+    """429 tokens on two ranks: 215 and 214 rows of queries each, against both ranks' keys."""
     argv = arguments(rig, WAYS["dense"])
     assert WAYS["dense"].size == SMALL
     shared = run(2, on_a_lonely_ring, [*argv, "--ulysses_size", "1", "--ring_size", "2"])

@@ -96,7 +96,7 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("sees no NPU here; .*npu-smi info.* or use --device cpu")
 
 
-def test_card_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_SIM_COUNT", "2")
     refused("NPU 2 does not exist; 2 do", index=2)
 

@@ -33,7 +33,7 @@ from wan.modules.schedule import TokenPlan
 pytestmark = pytest.mark.dist
 
 GRID = (4, 16, 16)
-HEADS = 4  # 2 chunks on the 2 cards of a Ulysses group
+HEADS = 4  # 2 chunks on the 2 ranks of a Ulysses group
 ATTENTION = (
     "npu_fusion_attention",
     "mindiesd.la",

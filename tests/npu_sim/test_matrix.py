@@ -1,6 +1,6 @@
-"""Every way of attending of an NPU on every layout of cards: modes agree, and so do the oracles.
+"""Every way of attending of an NPU on every layout of ranks: modes agree, and so do the oracles.
 
-Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its card:
+Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its rank:
 whatever is computed from it would be seen.
 """
 
@@ -34,12 +34,12 @@ from wan.modules.schedule import TokenPlan
 pytestmark = pytest.mark.dist
 
 Case = tuple[Topology, Kind, int, Grid]
-"""(cards, kind, heads, grid)."""
+"""(ranks, kind, heads, grid)."""
 
 HEADS = (8, 12)
-# No padding on up to 4 cards; without tokens for a last card of blocks; an odd number of tokens.
+# No padding on up to 4 ranks; without tokens for a last rank of blocks; an odd number of tokens.
 GRIDS = ((4, 16, 16), (5, 11, 13), (3, 15, 19))
-# Each query block of mode 2 has 2048 rows or more; on 1, 2 and 4 cards of a ring.
+# Each query block of mode 2 has 2048 rows or more; on 1, 2 and 4 ranks of a ring.
 LASER_GRIDS = {1: ((4, 32, 32), (3, 37, 37)), 2: ((8, 32, 32), (3, 53, 53)), 4: ((3, 74, 74),)}
 # Largest error, root mean square of the error over that of the result: against float64.
 BOUNDS = {"dense": (2e-2, 5e-3), "laser": (2e-2, 5e-3), "fp8": (2e-2, 5e-3)}
@@ -57,7 +57,7 @@ def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
 
 
 def compare_modes(case: Case, expected: Tensor) -> dict[str, float]:
-    """Of this card: how far mode 2 is from mode 0, and mode 0 from one process."""
+    """Of this rank: how far mode 2 is from mode 0, and mode 0 from one process."""
     topology, kind, heads, grid = case
     multiple = kind.attention.row_multiple(topology.ring) if topology.world > 1 else 1
     plan = TokenPlan(prod(grid), topology.world, multiple)
@@ -68,11 +68,11 @@ def compare_modes(case: Case, expected: Tensor) -> dict[str, float]:
         out[mode] = layer_of(topology, mode, chosen)(
             *own, valid_len=prod(grid), step=step_info(kind, grid), layer=0
         )
-    for found in out.values():  # after the last exchange, which another card would wait for
+    for found in out.values():  # after the last exchange, which another rank would wait for
         assert found.dtype == torch.bfloat16 and not found[:, valid:].any()
     far = {
         "mode 2 from 0": (out["2"].float() - out["0"].float()).abs().max().item(),
-        "cards from one": (out["0"].float() - shard(expected, plan, 0).float()).abs().max().item(),
+        "ranks from one": (out["0"].float() - shard(expected, plan, 0).float()).abs().max().item(),
     }
     for mode in ("1", "overlap"):
         assert torch.equal(out[mode], out["0"]), f"mode {mode} has other bits at {name(case)}"
@@ -135,7 +135,7 @@ def possible(topology: Topology, kind: Kind) -> bool:
 
 
 def pairwise_cases() -> list[Case]:
-    """Every layout of up to 4 cards with every kind, and all heads and grids in turn.
+    """Every layout of up to 4 ranks with every kind, and all heads and grids in turn.
 
     Laser on a ring takes 8192 tokens or more; most of that is left to the slow test.
     """

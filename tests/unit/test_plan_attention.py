@@ -100,7 +100,7 @@ def test_a_ring_gathers_what_has_no_lse() -> None:
     assert chunk(two, FP8).gathers("fp8") and chunk(two, RAIN).gathers("sparse")
     assert not chunk(two, RAIN).gathers("dense")
     assert chunk(two, Attention(algorithm="laser")).gathers("dense")
-    held = 3 * 2 * n + 2 * 2 * 2 * n  # own q, k, v; keys and values of both cards
+    held = 3 * 2 * n + 2 * 2 * 2 * n  # own q, k, v; keys and values of both ranks
     stored, queries = 2 * (2 * n + 2 * kv), n + 296 * 4
     assert chunk(two, FP8).at_work("fp8") == held + stored + queries + 2 * n
     assert chunk(two, FP8).hop == 2 * 2 * n
@@ -139,11 +139,11 @@ def test_masks_of_several_steps_are_kept() -> None:
     assert forward(EIGHT, kept).masks() == 40 * 5 * 591 * 591
     argv = ("--use_rainfusion", "--ulysses_size", "8", "--mask_refresh_interval", "4")
     plan = planner(*argv)
-    card = plan.card(plan.planned.parallel)
-    assert card.masks == 2 * 40 * 5 * 591 * 591  # both guidance branches
+    rank = plan.rank(plan.planned.parallel)
+    assert rank.masks == 2 * 40 * 5 * 591 * 591  # both guidance branches
     once = planner(*argv[:-1], "1")
-    dense = once.card(once.planned.parallel)
-    assert card.denoising - dense.denoising == card.masks
+    dense = once.rank(once.planned.parallel)
+    assert rank.denoising - dense.denoising == rank.masks
     assert "; masks 0.14 GB" in words(*argv)
 
 
@@ -171,7 +171,7 @@ KINDS = {"fp8": FP8, "sparse": RAIN, "sparse fp8": RAIN_FP8}
 def test_the_references_hold_what_is_planned(
     kind: str, dtype: torch.dtype, grid: tuple[int, int, int], heads: int
 ) -> None:
-    """One card, one chunk: the most that lives beside q, k, v in the attention layer."""
+    """One rank, one chunk: the most that lives beside q, k, v in the attention layer."""
     attention, tokens = KINDS[kind], grid[0] * grid[1] * grid[2]
     made = parts(attention, resolve("cpu"), 64, dtype, {})
     layer = FAPowerCapAttention(Parallel(), None, kernel=made.dense, methods=made.methods)
@@ -190,16 +190,16 @@ def test_the_references_hold_what_is_planned(
 def test_quantised_weights() -> None:
     shapes = {"blocks.0.ffn.0.weight": (10, 3), "blocks.0.ffn.0.bias": (10,), "a.weight": (5,)}
     int8 = {"blocks.0.ffn.0.weight": 30 + 40, "blocks.0.ffn.0.bias": 40}
-    found = weights(shapes, 2, convert_all=False, cards=1, quantised=int8)
+    found = weights(shapes, 2, convert_all=False, ranks=1, quantised=int8)
     assert found.whole == found.share == 30 + 40 + 40 + 10
 
 
 def test_what_is_said() -> None:
     text = words("--ulysses_size", "8", "--comm_type", "1", "--fa_quant", "fp8", "--quant_alltoall")
-    assert "5 x 1 heads per card, FP8, exchanged as FP8" in text
+    assert "5 x 1 heads per rank, FP8, exchanged as FP8" in text
     assert "A2A: q, k, v 9.70 MB each and 4.74 kB of scales, result 19.40 MB, 35 per layer" in text
     ring = ("--ring_size", "2", "--ulysses_size", "4", "--comm_type", "1")
-    assert "Ring: 38.80 MB (K and V of 2 cards) gathered, 10 times per layer" in words(
+    assert "Ring: 38.80 MB (K and V of 2 ranks) gathered, 10 times per layer" in words(
         *ring, "--fa_quant", "fp8"
     )
     sparse = words(*ring, "--use_rainfusion", "--sample_steps", "40")
@@ -207,9 +207,9 @@ def test_what_is_said() -> None:
     assert (
         "Ring: 19.40 MB (K and V) per hop and block, 10 hops per layer in dense steps; " in sparse
     )
-    assert "38.80 MB (K and V of 2 cards) gathered" in sparse
+    assert "38.80 MB (K and V of 2 ranks) gathered" in sparse
     laser = words(*ring, "--attention_algo", "laser")
-    assert "heads per card, laser" in laser and "gathered, 10 times per layer" in laser
+    assert "heads per rank, laser" in laser and "gathered, 10 times per layer" in laser
 
 
 def test_only_topologies_that_exchange_something_take_fp8_exchanges() -> None:
@@ -219,4 +219,4 @@ def test_only_topologies_that_exchange_something_take_fp8_exchanges() -> None:
 
 
 def test_the_chip_is_named() -> None:
-    assert "heads per card, on A5, FP8" in words("--chip", "A5", "--fa_quant", "fp8")
+    assert "heads per rank, on A5, FP8" in words("--chip", "A5", "--fa_quant", "fp8")

@@ -291,20 +291,20 @@ def test_fp8_attention_does_not_depend_on_the_cut(head: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shard", "cards", "tokens"), [(256, 3, 525), (512, 2, 525), (256, 3, 256)]
+    ("shard", "ranks", "tokens"), [(256, 3, 525), (512, 2, 525), (256, 3, 256)]
 )
 def test_quantised_before_the_exchange_is_quantised_later(
-    shard: int, cards: int, tokens: int, dtype: torch.dtype
+    shard: int, ranks: int, tokens: int, dtype: torch.dtype
 ) -> None:
-    """Whatever lies in the padding, also on cards that hold nothing else."""
-    qkv = randoms((1, shard * cards, 3, 64), 3, dtype)
+    """Whatever lies in the padding, also on ranks that hold nothing else."""
+    qkv = randoms((1, shard * ranks, 3, 64), 3, dtype)
     for x in qkv:
         x[:, tokens:] = 1e4
     later, before = method(64, dtype), method(64, dtype, before_exchange=True)
     packed = []
-    for card in range(cards):
-        valid = min(max(tokens - card * shard, 0), shard)
-        own = [x[:, card * shard : (card + 1) * shard] for x in qkv]
+    for rank in range(ranks):
+        valid = min(max(tokens - rank * shard, 0), shard)
+        own = [x[:, rank * shard : (rank + 1) * shard] for x in qkv]
         packed.append(before.pack(own[0], own[1], own[2], valid, None))
         assert later.pack(own[0], own[1], own[2], valid, None) == tuple(own)
     joined = [
@@ -328,7 +328,7 @@ def test_quantised_before_the_exchange_is_quantised_later(
 
 def test_shards_that_end_within_a_block_are_refused() -> None:
     q, k, v = randoms((1, 384, 1, 64), 3, torch.float32)
-    with pytest.raises(ValueError, match="multiple of 256 tokens on each card, but here are 384"):
+    with pytest.raises(ValueError, match="multiple of 256 tokens on each rank, but here are 384"):
         method(64, torch.float32, before_exchange=True).pack(q, k, v, 384, None)
 
 

@@ -35,7 +35,7 @@ def assert_covers(ranges: tuple[Range, ...], total: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "world", "per_card"),
+    ("heads", "world", "per_rank"),
     [
         (40, 2, [2] * 10),
         (40, 4, [1] * 10),
@@ -49,9 +49,9 @@ def assert_covers(ranges: tuple[Range, ...], total: int) -> None:
         (12, 12, [1]),
     ],
 )
-def test_chunk_table(heads: int, world: int, per_card: list[int]) -> None:
-    """Heads of each chunk on one card, as in the feature's description."""
-    assert sizes(head_ranges(heads, world)) == [world * h for h in per_card]
+def test_chunk_table(heads: int, world: int, per_rank: list[int]) -> None:
+    """Heads of each chunk on one rank, as in the feature's description."""
+    assert sizes(head_ranges(heads, world)) == [world * h for h in per_rank]
 
 
 @CALM

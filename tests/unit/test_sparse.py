@@ -185,7 +185,7 @@ def test_sink(frame: tuple[int, int], first: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k_rows", [128, 256])
 def test_parts_have_the_whole_mask(k_rows: int, dtype: torch.dtype) -> None:
-    """Of queries, as ring cards have them, and of heads, as chunks have them."""
+    """Of queries, as ring ranks have them, and of heads, as chunks have them."""
     grid = (5, 13, 14)
     q, k, _ = (x.to(dtype) for x in qkv(grid, heads=5))
     whole = plan(q, k, grid, 0.6, 0, k_rows)
@@ -308,8 +308,8 @@ def test_every_cut_gives_the_same_bits(quantised: bool, dtype: torch.dtype) -> N
         heads = [x[:, :, a:b] for x in (q, k, v)]
         assert torch.equal(method.prepare(*heads, call(grid))(heads[0], 0), whole[:, :, a:b])
     for a, b in ((0, 256), (256, 546)):
-        card = method.prepare(q[:, a:b], k, v, call(grid, first_row=a))
-        assert torch.equal(card(q[:, a + 128 : b], 128), whole[:, a + 128 : b])
+        rank = method.prepare(q[:, a:b], k, v, call(grid, first_row=a))
+        assert torch.equal(rank(q[:, a + 128 : b], 128), whole[:, a + 128 : b])
 
 
 def test_mask_is_used_again() -> None:

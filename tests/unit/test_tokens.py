@@ -23,17 +23,17 @@ RINGS = [(ring_type, size) for ring_type in RING_TYPES for size in range(2, 9)]
 @given(PLANS)
 def test_shards_are_equal_and_hold_every_token_once(plan: TokenPlan) -> None:
     held = [
-        rank * plan.shard_len + i for rank in range(plan.cards) for i in range(plan.valid(rank))
+        rank * plan.shard_len + i for rank in range(plan.ranks) for i in range(plan.valid(rank))
     ]
     assert held == list(range(plan.tokens))
-    assert all(0 <= plan.valid(rank) <= plan.shard_len for rank in range(plan.cards))
+    assert all(0 <= plan.valid(rank) <= plan.shard_len for rank in range(plan.ranks))
     assert plan.shard_len % plan.multiple == 0
-    assert plan.padded == plan.cards * plan.shard_len
-    assert plan.padded - plan.tokens < plan.cards * plan.multiple, "no more padding than needed"
+    assert plan.padded == plan.ranks * plan.shard_len
+    assert plan.padded - plan.tokens < plan.ranks * plan.multiple, "no more padding than needed"
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cards", "multiple", "shard_len", "valid"),
+    ("tokens", "ranks", "multiple", "shard_len", "valid"),
     [
         (8, 4, 1, 2, [2, 2, 2, 2]),
         (9, 4, 1, 3, [3, 3, 3, 0]),
@@ -45,25 +45,25 @@ def test_shards_are_equal_and_hold_every_token_once(plan: TokenPlan) -> None:
     ],
 )
 def test_shard_table(
-    tokens: int, cards: int, multiple: int, shard_len: int, valid: list[int]
+    tokens: int, ranks: int, multiple: int, shard_len: int, valid: list[int]
 ) -> None:
-    plan = TokenPlan(tokens, cards, multiple)
+    plan = TokenPlan(tokens, ranks, multiple)
     assert plan.shard_len == shard_len
-    assert [plan.valid(rank) for rank in range(cards)] == valid
+    assert [plan.valid(rank) for rank in range(ranks)] == valid
 
 
 @CALM
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=6),
-    cards=st.integers(1, 9),
+    ranks=st.integers(1, 9),
     multiple=st.sampled_from([1, 4, 128]),
 )
-def test_runs_follow_their_tokens(lengths: list[int], cards: int, multiple: int) -> None:
+def test_runs_follow_their_tokens(lengths: list[int], ranks: int, multiple: int) -> None:
     """Every token keeps its run; padding has that of the last token."""
-    plan = TokenPlan(sum(lengths), cards, multiple)
+    plan = TokenPlan(sum(lengths), ranks, multiple)
     run_of = [run for run, length in enumerate(lengths) for _ in range(length)]
     run_of += [len(lengths) - 1] * (plan.padded - plan.tokens)
-    for rank in range(cards):
+    for rank in range(ranks):
         mine = run_of[rank * plan.shard_len : (rank + 1) * plan.shard_len]
         counts = plan.runs(lengths, rank)
         assert list(counts) == [mine.count(run) for run in range(len(lengths))]
@@ -71,17 +71,17 @@ def test_runs_follow_their_tokens(lengths: list[int], cards: int, multiple: int)
 
 
 @pytest.mark.parametrize(("ring_type", "size"), RINGS)
-def test_every_card_gets_every_other_block_once(ring_type: str, size: int) -> None:
+def test_every_rank_gets_every_other_block_once(ring_type: str, size: int) -> None:
     for rank in range(size):
         received = [b for hop in hops(ring_type, rank, size) for _, b in hop.receives]
-        assert sorted([rank, *received]) == list(range(size)), f"card {rank} computes R blocks"
+        assert sorted([rank, *received]) == list(range(size)), f"rank {rank} computes R blocks"
 
 
 @pytest.mark.parametrize(("ring_type", "size"), RINGS)
 def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str, size: int) -> None:
     """And no two blocks take the same link at once: there is no tag that tells them apart."""
     plans = [hops(ring_type, rank, size) for rank in range(size)]
-    assert {len(plan) for plan in plans} == {size - 1}, "all cards step together"
+    assert {len(plan) for plan in plans} == {size - 1}, "all ranks step together"
     for moment in zip(*plans, strict=True):
         sent = [(me, to, b) for me, hop in enumerate(moment) for to, b in hop.sends]
         got = [(frm, me, b) for me, hop in enumerate(moment) for frm, b in hop.receives]
@@ -90,7 +90,7 @@ def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str, size: int) -> 
 
 
 @pytest.mark.parametrize(("ring_type", "size"), RINGS)
-def test_a_card_passes_on_only_what_it_has_just_received(ring_type: str, size: int) -> None:
+def test_a_rank_passes_on_only_what_it_has_just_received(ring_type: str, size: int) -> None:
     """So two blocks per direction are enough memory, whatever R."""
     for rank in range(size):
         held = {rank}
@@ -110,7 +110,7 @@ def test_links_in_use(size: int) -> None:
             assert all(abs(peer - rank) == 1 for peer in peers), "no link closes the circle"
 
 
-def test_three_cards_by_hand() -> None:
+def test_three_ranks_by_hand() -> None:
     one_way = [[(h.sends, h.receives) for h in hops("ring", r, 3)] for r in range(3)]
     assert one_way[0] == [(((1, 0),), ((2, 2),)), (((1, 2),), ((2, 1),))]
     both = [[(h.sends, h.receives) for h in hops("bidirectional", r, 3)] for r in range(3)]
@@ -178,7 +178,7 @@ def test_bits_do_not_depend_on_how_many_heads_are_merged(seed: int, heads: int, 
 
 
 def test_one_part_stays_as_it_is() -> None:
-    """A ring whose other cards hold only padding costs no conversion."""
+    """A ring whose other ranks hold only padding costs no conversion."""
     out = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
     total = Merged()
     total.add(out, torch.zeros(1, 2, 4))

@@ -55,8 +55,8 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             READERS["negative_prompt"],
             "default, also for '': the official one",
         ),
-        Flag("image", values.path, "picture to start from (i2v: needed, ti2v: optional)"),
-        Flag("size", READERS["size"], "WIDTH*HEIGHT; with a picture its area counts"),
+        Flag("image", values.path, "image to start from (i2v: needed, ti2v: optional)"),
+        Flag("size", READERS["size"], "WIDTH*HEIGHT; with an image its area counts"),
         Flag("frame_num", READERS["frame_num"], "frames, 4n+1"),
         Flag("base_seed", _SEED, "negative (default): a random one"),
     ),
@@ -206,7 +206,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     result = Parser(
         prog="generate.py",
-        description="Generate a video with Wan2.2 from a text prompt, a picture, or both.",
+        description="Generate a video with Wan2.2 from a text prompt, an image, or both.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

@@ -36,7 +36,7 @@ from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
 from wan.settings.request import Request, check_image
 
-MAX_CARDS = 4096
+MAX_RANKS = 4096
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Planned:
     """A run that is only planned.
 
     checkpoint: None where there is no folder; then the task's published sizes hold.
-    chip: what --chip names; execution.device is then npu. device_memory: bytes of a card, None
+    chip: what --chip names; execution.device is then npu. device_memory: bytes of a rank, None
     where they are not known. notices: lines worth reading.
     """
 
@@ -74,7 +74,7 @@ def resolve(flags: Mapping[str, Any]) -> Planned:
     if checkpoint is not None:
         values = {**generation_config(checkpoint.folder), **values}
     if "image" in values and preset.kind == "t2v":
-        raise InputError(f"Task {preset.task} takes no --image; drop the picture.")
+        raise InputError(f"Task {preset.task} takes no --image; drop the image.")
     image_size = check_image(Path(values["image"])) if "image" in values else None
     request = request_from(values, preset, image_size)
     heads, head_dim = preset.num_heads, preset.dim // preset.num_heads
@@ -127,8 +127,8 @@ def _world(flags: Mapping[str, Any]) -> int:
     """The processes that torchrun started; else as many as the sizes ask for."""
     started = env.world_size()
     asked = prod(flags.get(name) or 1 for name in SIZES)
-    if asked > MAX_CARDS:
-        raise InputError(f"The sizes make {asked} processes; at most {MAX_CARDS} are planned.")
+    if asked > MAX_RANKS:
+        raise InputError(f"The sizes make {asked} processes; at most {MAX_RANKS} are planned.")
     return asked if started == 1 else started
 
 

@@ -181,11 +181,11 @@ def _check_image(values: Mapping[str, Any], preset: Preset) -> tuple[int, int] |
         return None
     if "image" not in values:
         if preset.kind == "i2v":
-            raise InputError(f"Task {preset.task} starts from a picture; give one with --image.")
+            raise InputError(f"Task {preset.task} starts from an image; give one with --image.")
         return None
     if preset.kind == "t2v":
         raise InputError(
-            f"Task {preset.task} takes no --image; use i2v-A14B or ti2v-5B, or drop the picture."
+            f"Task {preset.task} takes no --image; use i2v-A14B or ti2v-5B, or drop the image."
         )
     return check_image(Path(values["image"]))
 

@@ -1,7 +1,7 @@
 """The Ulysses exchange (arXiv:2309.14509): heads against tokens, by one all-to-all.
 
-Legend: B batch, s this card's tokens, S the group's tokens, N all heads, h heads of a card,
-D head size, P cards in the group.
+Legend: B batch, s this rank's tokens, S the group's tokens, N all heads, h heads of a rank,
+D head size, P ranks in the group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pending:
     """An exchange under way. What is being sent stays alive until `wait`."""
 
     def __init__(self, parts: Tensor, axis: int, work: Any = None, send: Tensor | None = None):
-        """parts: what is received, the group's cards in front of their tokens or heads (axis)."""
+        """parts: what is received, the group's ranks in front of their tokens or heads (axis)."""
         self._parts: Tensor | None = parts
         self._axis, self._work, self._send = axis, work, send
 
@@ -57,7 +57,7 @@ class Pending:
 
 
 def all_to_all_4D(x: Tensor, scatter_idx: int, gather_idx: int, group: Group) -> Tensor:
-    """Exchange a [B, tokens, heads, D] tensor over `group`; every card must call it.
+    """Exchange a [B, tokens, heads, D] tensor over `group`; every rank must call it.
 
     scatter_idx=2, gather_idx=1: [B,s,N,D] -> [B,S,h,D], heads are scattered, tokens gathered.
     scatter_idx=1, gather_idx=2: [B,S,h,D] -> [B,s,N,D], the way back. Any dtype; float8 travels as
@@ -77,8 +77,8 @@ def start_all_to_all_4D(
 ) -> Pending:
     """`all_to_all_4D` as a handle; with async_op the transfer runs beside what follows.
 
-    One contiguous copy per direction: going, heads are packed by card (the tokens then arrive in
-    order); coming back, each card's heads are put between the others' (batch 1; else one more).
+    One contiguous copy per direction: going, heads are packed by rank (the tokens then arrive in
+    order); coming back, each rank's heads are put between the others' (batch 1; else one more).
     after: an exchange that a compiler must not start this one before; eager calls run as they come.
     """
     if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
@@ -86,13 +86,13 @@ def start_all_to_all_4D(
             f"scatter_idx and gather_idx are {scatter_idx} and {gather_idx}; "
             "use 2 and 1, or 1 and 2 for the way back."
         )
-    cards = group_size(group)
-    if x.shape[scatter_idx] % cards:
+    ranks = group_size(group)
+    if x.shape[scatter_idx] % ranks:
         axis = {1: "tokens", 2: "heads"}[scatter_idx]
-        raise ValueError(f"{x.shape[scatter_idx]} {axis} cannot be divided among {cards} cards.")
-    if cards == 1:
+        raise ValueError(f"{x.shape[scatter_idx]} {axis} cannot be divided among {ranks} ranks.")
+    if ranks == 1:
         return Pending(x.unsqueeze(gather_idx), gather_idx)
-    send_PBxxx = _pack(x.unflatten(scatter_idx, (cards, -1)).movedim(scatter_idx, 0), after)
+    send_PBxxx = _pack(x.unflatten(scatter_idx, (ranks, -1)).movedim(scatter_idx, 0), after)
     received, work = _all_to_all(as_bytes(send_PBxxx), group, async_op)
     parts = received.view(x.dtype).movedim(0, gather_idx)
     return Pending(parts, gather_idx, work, send_PBxxx if async_op else None)
@@ -120,7 +120,7 @@ def _(x: Tensor, after: Tensor) -> Tensor:
 
 
 def _all_to_all(send: Tensor, group: Group, async_op: bool) -> tuple[Tensor, Any]:
-    """Part i of the first axis goes to card i."""
+    """Part i of the first axis goes to rank i."""
     if torch.compiler.is_compiling():  # a functional collective stays in the graph
         return funcol.all_to_all_single(send, None, None, _resolved(group)), None
     received = torch.empty_like(send)

@@ -1,4 +1,4 @@
-"""Weights cut over cards: each keeps its rows, and a block is whole only while it runs.
+"""Weights sharded over ranks: each keeps its rows, and a block is whole only while it runs.
 
 FSDP2 (`fully_shard`) turns every parameter into a DTensor of rows; names stay, and there is no
 wrapper. A block's parameters are gathered in one collective, as bytes where they mix float32 and
@@ -6,7 +6,7 @@ bfloat16 (without gradients their dtypes may differ), so the weights that are co
 those of the files, bit for bit. Nothing is converted on the way: what is upcast is upcast after it
 was gathered, in half the traffic of FSDP's own mixed precision.
 
-What follows for those who call a cut network: every card of the mesh must call it, as often as the
+What follows for those who call a cut network: every rank of the mesh must call it, as often as the
 others, through `__call__` (the gathering is in hooks). Between calls it holds its share, no more.
 On accelerators FSDP moves the arguments of the outermost call to the device.
 """
@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Sharded:
-    """Implements `wan.loading.Place`: this card's rows of every parameter.
+    """Implements `wan.loading.Place`: this rank's rows of every parameter.
 
-    mesh: one axis over the cards that share the weights. blocks: the modules of a network that run
+    mesh: one axis over the ranks that share the weights. blocks: the modules of a network that run
     one after the other and are gathered one at a time; what is in none of them is gathered for the
     whole call. Raises ValueError for a mesh of several axes.
     """
@@ -50,15 +50,15 @@ class Sharded:
         fully_shard(network, mesh=self.mesh, reshard_after_forward=True)
 
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
-        """The tensor that holds this card's rows, to be written in place, and which rows."""
+        """The tensor that holds this rank's rows, to be written in place, and which rows."""
         assert isinstance(parameter, DTensor), "the network has not been cut"
         return parameter.to_local(), local_rows(parameter)
 
 
 def local_rows(parameter: DTensor) -> slice:
-    """This card's rows of a parameter cut over one axis.
+    """This rank's rows of a parameter sharded over one axis.
 
-    Cards get ceil(rows / cards) consecutive rows in turn: the last ones fewer, or none.
+    Ranks get ceil(rows / ranks) consecutive rows in turn: the last ones fewer, or none.
     """
     rows, mesh = parameter.shape[0], parameter.device_mesh
     size = -(-rows // mesh.size())

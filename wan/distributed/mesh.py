@@ -87,7 +87,7 @@ class Team:
         return box[0]
 
     def both_branches(self, branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """(conditional, unconditional) results: each half of the cards computes one of them."""
+        """(conditional, unconditional) results: each half of the ranks computes one of them."""
         group = self.group("cfg")
         own = branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
         both = torch.empty(2, *own.shape, dtype=own.dtype, device=own.device)

@@ -1,8 +1,8 @@
 """Ring attention (arXiv:2310.01889): K/V blocks travel, partial results are merged by their LSE.
 
-Legend: B batch, S rows, N heads, D head size, R cards in the ring. Each card starts with the K/V
+Legend: B batch, S rows, N heads, D head size, R ranks in the ring. Each rank starts with the K/V
 block of its own tokens. A hop is started before the blocks at hand are attended to, so it runs
-beside that computation; beside its own block a card holds those at hand and those arriving only.
+beside that computation; beside its own block a rank holds those at hand and those arriving only.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from wan.distributed.exchange import Alone, Group, as_bytes, group_rank, group_s
 RING_TYPES = ("ring", "bidirectional")
 
 Block = tuple[int, Tensor, Tensor]
-"""(card it belongs to, k, v), k and v [B,S,N,D] each."""
+"""(rank it belongs to, k, v), k and v [B,S,N,D] each."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """What one card does in one hop: (peer, block) pairs, blocks named by their owner's rank."""
+    """What one rank does in one hop: (peer, block) pairs, blocks named by their owner's rank."""
 
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
 
 
 def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
-    """A card's R - 1 hops, with which it sees every other card's block exactly once.
+    """A rank's R - 1 hops, with which it sees every other rank's block exactly once.
 
     ring: every block goes one way round. bidirectional: blocks stream both ways along the line
-    0..R-1 and stop at its ends; the link between the last and the first card is not used.
+    0..R-1 and stop at its ends; the link between the last and the first rank is not used.
     """
     if ring_type not in RING_TYPES:
         raise ValueError(f"ring_type is {ring_type!r}; use one of {', '.join(RING_TYPES)}.")
@@ -56,7 +56,7 @@ def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
 
 
 class Ring:
-    """The cards that share a sequence by K/V blocks.
+    """The ranks that share a sequence by K/V blocks.
 
     ring_type: one of RING_TYPES. Raises ValueError for another one.
     """
@@ -67,7 +67,7 @@ class Ring:
         self.hops = hops(ring_type, self.rank, self.size)
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        """Every card's block once, the own one first. All cards must consume all of them."""
+        """Every rank's block once, the own one first. All ranks must consume all of them."""
         ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
         group = None if isinstance(self.group, Alone) else self.group  # alone there are no hops
         for hop in self.hops:
@@ -96,7 +96,7 @@ class Ring:
         v: Tensor,
         valid: Sequence[int],
     ) -> list[Tensor]:
-        """Each query block against the keys of all cards, of which `valid` rows each are real.
+        """Each query block against the keys of all ranks, of which `valid` rows each are real.
 
         with_lse: attention that also returns its log-sum-exp, by which the parts are merged.
         """
@@ -110,7 +110,7 @@ class Ring:
         return [total.result().to(k.dtype) for total in merged]
 
     def gather(self, x: Tensor) -> Tensor:
-        """All cards' K or V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
+        """All ranks' K or V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
         dist.all_gather_single(as_bytes(out).flatten(0, 1), as_bytes(x.contiguous()), self.group)
         return out.movedim(0, 1).flatten(1, 2)

@@ -1,6 +1,6 @@
-"""Which tokens each card computes, and in which order they stand.
+"""Which tokens each rank computes, and in which order they stand.
 
-Legend: B batch, S all tokens, L this card's tokens, C channels.
+Legend: B batch, S all tokens, L this rank's tokens, C channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Grid = tuple[int, int, int]
 
 
 class ShardedTokens:
-    """Implements `wan.modules.local.TokenShard` over a group: card i computes the i-th shard.
+    """Implements `wan.modules.local.TokenShard` over a group: rank i computes the i-th shard.
 
     multiple: a shard's length is a multiple of this. order(grid), int64 [S]: the raster token that
     stands at each place; None: raster order.
@@ -33,11 +33,11 @@ class ShardedTokens:
         order: Callable[[Grid], Tensor] | None = None,
     ) -> None:
         self.group, self.multiple, self.order = group, multiple, order
-        self.cards, self.rank = group_size(group), group_rank(group)
+        self.ranks, self.rank = group_size(group), group_rank(group)
         self._indices: dict[tuple[Grid, torch.device], tuple[Tensor, Tensor]] = {}
 
     def plan(self, tokens: int) -> TokenPlan:
-        return TokenPlan(tokens, self.cards, self.multiple)
+        return TokenPlan(tokens, self.ranks, self.multiple)
 
     def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """The whole sequence, from raster order into the order in which tokens stand."""
@@ -58,11 +58,11 @@ class ShardedTokens:
         return own.clone() if self.order is None else own
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
-        """[B,L,C] -> [B,S,C] in raster order on every card."""
+        """[B,L,C] -> [B,S,C] in raster order on every rank."""
         whole = x_BLC
-        if self.cards > 1:
+        if self.ranks > 1:
             x_BLC = x_BLC.contiguous()
-            out = torch.empty(self.cards, *x_BLC.shape, dtype=x_BLC.dtype, device=x_BLC.device)
+            out = torch.empty(self.ranks, *x_BLC.shape, dtype=x_BLC.dtype, device=x_BLC.device)
             dist.all_gather_single(out.flatten(0, 1), x_BLC, self.group)
             whole = out.movedim(0, 1).flatten(1, 2)
         if self.order is None:

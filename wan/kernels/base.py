@@ -60,7 +60,7 @@ class Call:
     """Which attention call this is, for methods that plan, cache, or differ from layer to layer.
 
     step, steps: 0-based sampling step, and how many there are. expert, branch, sample: as in
-    `StepInfo`. layer: index of the block. first_head: global index of the first head that this card
+    `StepInfo`. layer: index of the block. first_head: global index of the first head that this rank
     attends with. first_row: place of its first query row in the whole sequence. grid: tokens along
     frame, height and width.
     """
@@ -101,7 +101,7 @@ class Method(Protocol):
     def pack(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, call: Call | None
     ) -> Sequence[Any]:
-        """What travels in the exchanges for q, k, v of this card's tokens, before `prepare`.
+        """What travels in the exchanges for q, k, v of this rank's tokens, before `prepare`.
 
         valid: the real ones among the tokens; what is in the rows behind them must not matter.
         """

@@ -7,7 +7,7 @@ Legend: B batch, S tokens, N heads, D head size, k blocks of rows.
 
 FP8 attention as a method: what is quantised when, and the kernel for devices without FP8 units.
 
-Legend: B batch, s this card's tokens, S all tokens, N heads, D head size.
+Legend: B batch, s this rank's tokens, S all tokens, N heads, D head size.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Fp8Attention:
     """Implements `wan.kernels.base.Method`: every call, at every step.
 
     quantiser: how q, k, v become FP8 numbers. dtype: of the results. attend: the kernel.
-    before_exchange: they become so on the card that made them, and travel as FP8 numbers. place:
+    before_exchange: they become so on the rank that made them, and travel as FP8 numbers. place:
     the form in which the kernel wants keys and values.
     """
 
@@ -278,7 +278,7 @@ class Fp8Attention:
         """q, k, v as they are, or quantised where that comes before the exchange.
 
         Then rows behind the `valid` ones become zeros, so that they change no scale. Raises
-        ValueError if s is no multiple of the rows of a key's scale: cards' scales could not be
+        ValueError if s is no multiple of the rows of a key's scale: ranks' scales could not be
         joined.
         """
         if not self._before_exchange:
@@ -286,7 +286,7 @@ class Fp8Attention:
         rows, multiple = q_BsND.shape[1], self._quantiser.kv_rows
         if rows % multiple:
             raise ValueError(
-                f"FP8 numbers in exchanges need a multiple of {multiple} tokens on each card, but "
+                f"FP8 numbers in exchanges need a multiple of {multiple} tokens on each rank, but "
                 f"here are {rows}: pad them"
             )
         q, k, v = (pad_rows(x[:, :valid], rows - valid) for x in (q_BsND, k_BsND, v_BsND))

@@ -5,7 +5,7 @@ Legend: L tokens, I input channels, O output channels.
 Each token is quantised by its own largest value (scale = max|x| / 127, rounding to nearest, ties to
 even), the products are summed in int32, which is exact, and scaled in float32:
 ((sum * weight scale) * token scale) + bias. No token sees another, so the result of a token is the
-same bit for bit however tokens are cut into calls, cards or chunks.
+same bit for bit however tokens are cut into calls, ranks or chunks.
 """
 
 from __future__ import annotations

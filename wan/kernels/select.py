@@ -191,7 +191,7 @@ def line(attention: Attention, parallel: Parallel, heads: int, dense: Kernel) ->
     heads_each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
     ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
     return (
-        f"Attention: {parallel.mode}, {len(sizes)} x {heads_each} heads per card; ulysses "
+        f"Attention: {parallel.mode}, {len(sizes)} x {heads_each} heads per rank; ulysses "
         f"{parallel.ulysses_size} x ring {parallel.ring_size}{ring} x cfg {parallel.cfg_size}; "
         f"kernel {dense.name}, {words(attention)}{_gathers(attention, parallel, dense)}"
     )

@@ -1,6 +1,6 @@
 """Sequence-parallel self-attention with FA_Power_Cap: attention in pieces, communication between.
 
-Legend: B batch, s this card's tokens, S all tokens, R ring size, P Ulysses size, N all heads,
+Legend: B batch, s this rank's tokens, S all tokens, R ring size, P Ulysses size, N all heads,
 N_c heads of a chunk, h_c = N_c / P, D head size.
 
 The chip is to rest between pieces of attention, and the exchanges that have to happen anyway are
@@ -49,12 +49,12 @@ class _Job(NamedTuple):
 
 
 class FAPowerCapAttention:
-    """Self-attention over all tokens of the video, each card holding some of them.
+    """Self-attention over all tokens of the video, each rank holding some of them.
 
-    args: any object with `comm_type` (0 baseline, 1 InsertComm, 2 BlockAttn). ulysses_pg: the cards
+    args: any object with `comm_type` (0 baseline, 1 InsertComm, 2 BlockAttn). ulysses_pg: the ranks
     that exchange heads for tokens. fa_alltoall_overlap: hide exchanges under attention; comes
     before comm_type. kernel: dense attention, default the one of the tensors' device. ring: the
-    cards that pass K/V round, default none. methods: other ways of attending, of which the first
+    ranks that pass K/V round, default none. methods: other ways of attending, of which the first
     that applies is taken; the dense kernel where none does. clock: entered around every call.
     For inference: exchanges have no gradient.
 
@@ -92,7 +92,7 @@ class FAPowerCapAttention:
         step: StepInfo | None = None,
         layer: int | None = None,
     ) -> Tensor:
-        """[B,s,N,D] in and out: this card's tokens, all heads, after QK-norm and RoPE.
+        """[B,s,N,D] in and out: this rank's tokens, all heads, after QK-norm and RoPE.
 
         valid_len: real tokens of the whole sequence; what lies behind them is never attended to,
         and its rows of the result are zeros. Raises ValueError where P does not divide N.
@@ -179,7 +179,7 @@ class FAPowerCapAttention:
         return [(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in ranges]
 
     def _of_chunk(self, job: _Job, heads: Range) -> _Job:
-        """The job, knowing which head is the first that this card attends with."""
+        """The job, knowing which head is the first that this rank attends with."""
         if job.call is None:
             return job
         first, last = heads
@@ -191,8 +191,8 @@ class FAPowerCapAttention:
         if job.method is None:
             return qkv_BsND
         rows = qkv_BsND[0].shape[1]
-        card = self.rank if self.ring is None else self.ring.rank * self.world_size + self.rank
-        valid = rows if job.valid_len is None else _share(job.valid_len, card, rows)
+        place = self.rank if self.ring is None else self.ring.rank * self.world_size + self.rank
+        valid = rows if job.valid_len is None else _share(job.valid_len, place, rows)
         return job.method.pack(*qkv_BsND, valid, job.call)
 
     def _attention_forward(self, incoming: Incoming, job: _Job, blocks: int) -> Tensor:
@@ -213,15 +213,15 @@ class FAPowerCapAttention:
         return out
 
     def _valid_rows(self, rows: int, valid_len: int | None) -> list[int]:
-        """Real tokens that each card of the ring holds."""
-        cards = 1 if self.ring is None else self.ring.size
-        total = cards * rows if valid_len is None else valid_len
-        return [_share(total, card, rows) for card in range(cards)]
+        """Real tokens that each rank of the ring holds."""
+        ranks = 1 if self.ring is None else self.ring.size
+        total = ranks * rows if valid_len is None else valid_len
+        return [_share(total, rank, rows) for rank in range(ranks)]
 
     def _attend(
         self, q: Any, k: Any, v: Any, ranges: list[Range], valid: list[int], job: _Job
     ) -> list[Tensor]:
-        """Each query block against the keys of all cards of the ring."""
+        """Each query block against the keys of all ranks of the ring."""
         if self.ring is not None:
             if job.method is None and self.kernel.can_return_lse:
                 blocks = [q[:, a:b] for a, b in ranges]
@@ -236,6 +236,6 @@ class FAPowerCapAttention:
         return [attend(cut(q, a, b), a) for a, b in ranges]
 
 
-def _share(total: int, card: int, rows: int) -> int:
-    """How many of `total` tokens lie on a card, where each one in turn takes `rows`."""
-    return min(max(total - card * rows, 0), rows)
+def _share(total: int, rank: int, rows: int) -> int:
+    """How many of `total` tokens lie on a rank, where each one in turn takes `rows`."""
+    return min(max(total - rank * rows, 0), rows)

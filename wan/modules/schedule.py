@@ -1,6 +1,6 @@
 """How an attention call is cut into pieces, and in which order they run: integers only.
 
-Which tokens each card computes, as integers (no torch, so that it can be planned anywhere).
+Which tokens each rank computes, as integers (no torch, so that it can be planned anywhere).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def near_even(total: int, parts: int) -> tuple[Range, ...]:
 def head_ranges(heads: int, world: int, max_chunks: int = MAX_CHUNKS) -> tuple[Range, ...]:
     """The chunks of a call as ranges of global heads; `world` divides `heads`.
 
-    A chunk's head count is a multiple of `world`, so that each card gets as many of it, and joining
+    A chunk's head count is a multiple of `world`, so that each rank gets as many of it, and joining
     the chunks' results on the head axis restores the order.
 
     >>> head_ranges(40, 8)
@@ -40,7 +40,7 @@ def head_ranges(heads: int, world: int, max_chunks: int = MAX_CHUNKS) -> tuple[R
 
 
 def heads_per_chunk(heads: int, world: int, max_chunks: int = MAX_CHUNKS) -> tuple[int, ...]:
-    """How many heads a card holds of each chunk.
+    """How many heads a rank holds of each chunk.
 
     >>> heads_per_chunk(24, 2)
     (2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
@@ -86,30 +86,30 @@ def pipelined(chunks: int) -> Iterator[Event]:
 class TokenPlan:
     """Equal, consecutive shards of a sequence; what is missing at its end is padding (integers).
 
-    tokens: real tokens. cards: how many share them. multiple: a shard's length is a multiple of
+    tokens: real tokens. ranks: how many share them. multiple: a shard's length is a multiple of
     this (the row blocks of quantised exchanges and sparse masks).
     """
 
     tokens: int
-    cards: int
+    ranks: int
     multiple: int = 1
 
     @property
     def shard_len(self) -> int:
-        per_card = -(-self.tokens // self.cards)
-        return -(-per_card // self.multiple) * self.multiple
+        per_rank = -(-self.tokens // self.ranks)
+        return -(-per_rank // self.multiple) * self.multiple
 
     @property
     def padded(self) -> int:
         """Length of the whole sequence with padding."""
-        return self.shard_len * self.cards
+        return self.shard_len * self.ranks
 
     def valid(self, rank: int) -> int:
-        """Real tokens of a card; they come before its padding."""
+        """Real tokens of a rank; they come before its padding."""
         return min(max(self.tokens - rank * self.shard_len, 0), self.shard_len)
 
     def runs(self, lengths: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Lengths, within a card's shard, of runs given by their whole lengths.
+        """Lengths, within a rank's shard, of runs given by their whole lengths.
 
         Padding belongs to the last run. Runs that the shard does not touch have length 0.
         """

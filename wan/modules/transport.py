@@ -1,6 +1,6 @@
-"""q, k, v on their way between cards: tensors, or FP8 numbers together with their scales.
+"""q, k, v on their way between ranks: tensors, or FP8 numbers together with their scales.
 
-Legend: B batch, s this card's tokens, S the group's, N heads, D head size.
+Legend: B batch, s this rank's tokens, S the group's, N heads, D head size.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def send_back(out_BSND: Tensor, group: Group, async_op: bool) -> Outgoing:
 
 
 def gathered(ring: Ring, x: Any) -> Any:
-    """All cards' K or V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
+    """All ranks' K or V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
     if isinstance(x, Quantised):
         return Quantised(ring.gather(x.payload), ring.gather(x.scale), x.rows)
     return ring.gather(x)

@@ -278,7 +278,7 @@ def _collaborators(
 
 
 def _places(parallel: Parallel, team: Team | None) -> tuple[Sharded | None, Sharded | None]:
-    """Where the rows of the DiT's and of the text encoder's weights go; None: all to every card."""
+    """Where the rows of the DiT's and of the text encoder's weights go; None: all to every rank."""
     if team is None:
         return None, None
     cut = Sharded(team.world_mesh(), lambda network: network.blocks) if parallel.dit_fsdp else None

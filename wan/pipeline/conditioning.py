@@ -66,7 +66,7 @@ def pixels(image: Image.Image) -> Tensor:
 def image_channels(request: Request, image_3HW: Tensor, encode: Encode) -> Tensor:
     """i2v: [20,f,h,w], a mask of the given frame (4 channels) and the encoded video (16).
 
-    The picture is resized, not cropped, by bicubic interpolation without antialiasing on the CPU;
+    The image is resized, not cropped, by bicubic interpolation without antialiasing on the CPU;
     the frames after it are zeros (mid-grey). Both as officially.
     """
     width, height = request.video_size
@@ -79,7 +79,7 @@ def image_channels(request: Request, image_3HW: Tensor, encode: Encode) -> Tenso
 
 
 def cover(image: Image.Image, size: tuple[int, int]) -> Tensor:
-    """ti2v: [3,1,H,W], the picture scaled to cover (width, height) and cropped to its centre."""
+    """ti2v: [3,1,H,W], the image scaled to cover (width, height) and cropped to its centre."""
     width, height = size
     scale = max(width / image.width, height / image.height)
     resized = image.convert("RGB").resize(

@@ -105,7 +105,7 @@ class Lazy(Generic[T]):
     def release(self) -> None:
         if self._value is not None:
             self._value = None
-            gc.collect()  # a network with hooks, or cut over cards, refers to itself
+            gc.collect()  # a network with hooks, or sharded over ranks, refers to itself
 
 
 FromMain = Callable[[Callable[[], Tensor]], Tensor]

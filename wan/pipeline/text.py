@@ -33,9 +33,8 @@ class TextEncoder:
     """UMT5 with eager attention, which is bit-equal to the official encoder.
 
     weights: a state dict under transformers' names, on the device, or a network of `umt5` that has
-    been given them, whole or cut over cards. dtype: what is computed in; where weights are bfloat16
-    and dtype is float32, one layer at a time is upcast, so that the real encoder takes 11 GB and
-    not 23.
+    been given them, whole or sharded. dtype: what is computed in; where weights are bfloat16 and
+    dtype is float32, one layer at a time is upcast, so that the real encoder takes 11 GB, not 23.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ def _with_weights(weights: Mapping[str, Tensor]) -> Any:
 def _compute_in(model: Any, dtype: torch.dtype) -> None:
     """Upcast each layer while it runs and put its stored weights back afterwards, exactly.
 
-    What is stored is looked up when a layer runs: only then is one that is cut over cards whole
+    What is stored is looked up when a layer runs: only then is one that is sharded over ranks whole
     (its own hooks gather it before ours run).
     """
     for part in [*model.encoder.block, model.encoder.final_layer_norm]:

@@ -77,7 +77,7 @@ class VideoVAE:
     def decode(self, latent_Zfhw: Tensor) -> Tensor:
         """Normalised latents to pixels [3, F, H, W], clamped to [-1, 1]."""
         latent = latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
-        if self.tiling:  # only here: tiles would change what a picture is encoded to
+        if self.tiling:  # only here: tiles would change what an image is encoded to
             self._model.enable_tiling()
         # The decoder is called once per latent frame (and tile).
         total = None if self.tiling else latent.shape[2]

@@ -1,4 +1,4 @@
-"""Pictures in, videos and latents out; files are complete or absent."""
+"""Images in, videos and latents out; files are complete or absent."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _frames_in(path: Path) -> int:
 
 
 def read_image(path: Path) -> Image.Image:
-    """The picture in RGB, turned as its EXIF data says it is shown."""
+    """The image in RGB, turned as its EXIF data says it is shown."""
     with Image.open(path) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
 

@@ -1,11 +1,11 @@
-"""What one chunk of self-attention holds on a card: integer formulas, derived in `docs/plan.md`.
+"""What one chunk of self-attention holds on a rank: integer formulas, derived in `docs/plan.md`.
 
 There are three ways of attending: dense, FP8, and block-sparse (RainFusion), whose blocks may be
 FP8 too. Each is a sum of what the attention layer keeps (the same on every device) and of what the
 kernels copy around themselves: mindiesd's on NPUs, the plain references elsewhere. All sizes are
 bytes, unless a name says numbers.
 
-Legend: R ring cards, P Ulysses cards, e bytes of a number in the matrix products, n numbers of one
+Legend: R ring ranks, P Ulysses ranks, e bytes of a number in the matrix products, n numbers of one
 tensor of the chunk, m numbers of all keys at hand.
 """
 
@@ -25,10 +25,10 @@ NPU_LSE = 64  # npu_fusion_attention's maximum and sum of a row and head, eight 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The heads of a chunk that a card holds.
+    """The heads of a chunk that a rank holds.
 
-    rows: tokens that the card attends from, padding included. tokens: real tokens of the video.
-    heads: the card's own of this chunk. device: "npu", "cuda" or "cpu".
+    rows: tokens that the rank attends from, padding included. tokens: real tokens of the video.
+    heads: the rank's own of this chunk. device: "npu", "cuda" or "cpu".
     """
 
     rows: int
@@ -51,7 +51,7 @@ class Chunk:
         return self.numbers * self.e
 
     def scale(self, rows: int) -> int:
-        """The scales of a card's q (rows 128), k or v (256)."""
+        """The scales of a rank's q (rows 128), k or v (256)."""
         return ceil(self.rows / rows) * self.heads * FP32
 
     @property
@@ -71,11 +71,11 @@ class Chunk:
 
     @property
     def hop(self) -> int:
-        """K and V of one card, as they go round a ring."""
+        """K and V of one rank, as they go round a ring."""
         return 2 * self.travels + (2 * self.scale(KV_BLOCK) if self.scales else 0)
 
     def gathers(self, way: str) -> bool:
-        """Whether a card holds a ring's keys and values at once: there is no log-sum-exp."""
+        """Whether a rank holds a ring's keys and values at once: there is no log-sum-exp."""
         without_lse = way != "dense" or self.attention.algorithm == "laser"
         return self.parallel.ring_size > 1 and without_lse
 

@@ -3,7 +3,7 @@
 `docs/plan.md` derives them, `benchmarks/plan_memory.py` compares them with real forwards. All sizes
 are bytes unless a name or docstring says otherwise.
 
-Legend: S all tokens, L this card's tokens, C channels, P Ulysses cards, R ring cards, e bytes of a
+Legend: S all tokens, L this rank's tokens, C channels, P Ulysses ranks, R ring ranks, e bytes of a
 number in the matrix products.
 """
 
@@ -38,7 +38,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward pass of one sample on the fullest card.
+    """One forward pass of one sample on the fullest rank.
 
     voxels: positions of the latents (frames x height x width). e: bytes of a number in the matrix
     products (4 or 2). conditioned: i2v's channels are joined to the latents. slice_elements: how
@@ -58,12 +58,12 @@ class Forward:
 
     @property
     def plan(self) -> TokenPlan:
-        cards, ring = self.parallel.sequence_size, self.parallel.ring_size
-        return TokenPlan(self.tokens, cards, self.attention.row_multiple(ring) if cards > 1 else 1)
+        ranks, ring = self.parallel.sequence_size, self.parallel.ring_size
+        return TokenPlan(self.tokens, ranks, self.attention.row_multiple(ring) if ranks > 1 else 1)
 
     @property
     def _is_local(self) -> bool:
-        """One card, on which a single kernel call is all of self-attention."""
+        """One rank, on which a single kernel call is all of self-attention."""
         plain = self.attention.is_plain and self.attention.freq_cap is None
         return self.parallel.sequence_size == 1 and plain
 
@@ -74,12 +74,12 @@ class Forward:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Heads per card of each chunk."""
+        """Heads per rank of each chunk."""
         limit = 1 if self.parallel.mode == "baseline" else schedule.MAX_CHUNKS
         return schedule.heads_per_chunk(self.net.heads, self.parallel.ulysses_size, limit)
 
     def chunk(self, heads: int) -> Chunk:
-        """A chunk of so many heads per card."""
+        """A chunk of so many heads per rank."""
         return Chunk(
             rows=self.plan.shard_len * self.parallel.ulysses_size,
             tokens=self.tokens,

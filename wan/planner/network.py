@@ -56,7 +56,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Weights:
-    """One network in memory: whole, one card's share, and what is whole only while it runs."""
+    """One network in memory: whole, one rank's share, and what is whole only while it runs."""
 
     whole: int
     share: int
@@ -67,10 +67,10 @@ def weights(
     shapes: Shapes,
     e: int,
     convert_all: bool,
-    cards: int,
+    ranks: int,
     quantised: Mapping[str, int] = MappingProxyType({}),
 ) -> Weights:
-    """A DiT's weights. cards: how many its rows are cut over (1: not cut).
+    """A DiT's weights. ranks: how many its rows are sharded over (1: not cut).
 
     convert_all: nothing is kept in float32. quantised: bytes of tensors that are not kept in e
     bytes a number (uncut). Cut weights: the running block and the one that is
@@ -83,10 +83,10 @@ def weights(
         size = FP32 if fp32 and not convert_all else e
         part = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
         parts[part] = parts.get(part, 0) + quantised.get(name, prod(shape) * size)
-        share += quantised.get(name, -(-shape[0] // cards) * prod(shape[1:]) * size)
+        share += quantised.get(name, -(-shape[0] // ranks) * prod(shape[1:]) * size)
     outside = parts.pop("", 0)
     blocks = sorted(parts.values(), reverse=True)
-    gathered = outside + sum(blocks[:2]) if cards > 1 else 0
+    gathered = outside + sum(blocks[:2]) if ranks > 1 else 0
     return Weights(outside + sum(blocks), share, gathered)
 
 

@@ -22,7 +22,7 @@ T5_TABLE = 2_100_297_728  # its word table, whole while it runs
 
 @dataclass(frozen=True)
 class Card:
-    """Memory of the fullest card (bytes): the rank that also holds the text encoder."""
+    """Memory of the fullest rank (bytes): the rank that also holds the text encoder."""
 
     text_encoder: int
     network: Weights
@@ -91,12 +91,12 @@ class Planner:
         return "npu" if asks else "cuda"
 
     def forwards_per_step(self, parallel: Parallel) -> int:
-        """Of one card: both guidance branches, unless the other half of the cards has one."""
+        """Of one rank: both guidance branches, unless the other half of the ranks has one."""
         return 2 if self.guided and parallel.cfg_size == 1 else 1
 
-    def card(self, parallel: Parallel, *, offload: bool | None = None) -> Card:
+    def rank(self, parallel: Parallel, *, offload: bool | None = None) -> Card:
         offload = self.execution.offload_model if offload is None else offload
-        cards = parallel.world_size if parallel.dit_fsdp else 1
+        ranks = parallel.world_size if parallel.dit_fsdp else 1
         experts = len(self.request.preset.experts)
         contexts = self.forwards_per_step(parallel)
         resident = 1 if offload else experts
@@ -106,7 +106,7 @@ class Planner:
         forward = self.forward(parallel)
         return Card(
             text_encoder=self._text_encoder(parallel),
-            network=self._network_weights(cards),
+            network=self._network_weights(ranks),
             resident=resident,
             prompts=(resident if self.execution.text_kv_cache else 1) * text + inputs,
             solver=(SOLVER_LATENTS * self.net.out_dim + y) * self.voxels * FP32,
@@ -116,11 +116,11 @@ class Planner:
             offload=offload,
         )
 
-    def _network_weights(self, cards: int) -> Weights:
-        if cards not in self._weights:
+    def _network_weights(self, ranks: int) -> Weights:
+        if ranks not in self._weights:
             convert = self.execution.convert_model_dtype
-            self._weights[cards] = weights(self.shapes, self.e, convert, cards, self._quantised)
-        return self._weights[cards]
+            self._weights[ranks] = weights(self.shapes, self.e, convert, ranks, self._quantised)
+        return self._weights[ranks]
 
     def _text_encoder(self, parallel: Parallel) -> int:
         if self.execution.t5_cpu and self.execution.device != "cpu":

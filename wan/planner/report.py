@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from wan.cli.planned import MAX_CARDS
+from wan.cli.planned import MAX_RANKS
 from wan.planner.forward import Forward
 from wan.planner.planner import Card, Planner
 from wan.planner.ways import ways
@@ -26,13 +26,13 @@ def lines(planner: Planner) -> list[str]:
     return [
         f"Plan: {request.preset.task} {width}*{height} x {request.frame_num} frames in "
         f"{'bf16' if planner.e == 2 else 'fp32'} on {parallel.world_size} "
-        f"{'card' if parallel.world_size == 1 else 'cards'}: cfg {parallel.cfg_size} x ring "
+        f"{'rank' if parallel.world_size == 1 else 'ranks'}: cfg {parallel.cfg_size} x ring "
         f"{parallel.ring_size} x ulysses {parallel.ulysses_size}, {parallel.mode}; {source}",
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
-        f"{tokens.shard_len} per card",
-        f"Attention: {len(forward.chunks)} x {heads} heads per card{_method(planner)}",
+        f"{tokens.shard_len} per rank",
+        f"Attention: {len(forward.chunks)} x {heads} heads per rank{_method(planner)}",
         *_traffic(planner, forward),
-        *_memory(planner, planner.card(parallel)),
+        *_memory(planner, planner.rank(parallel)),
     ]
 
 
@@ -68,33 +68,33 @@ def _traffic(planner: Planner, forward: Forward) -> list[str]:
             )
         found[0] = (
             f"A2A: {each}, {exchanges * chunks} per layer with "
-            f"{_size(layer)}, {_size(step)} per step and card "
-            f"({ulysses - 1}/{ulysses} of it leaves the card)"
+            f"{_size(layer)}, {_size(step)} per step and rank "
+            f"({ulysses - 1}/{ulysses} of it leaves the rank)"
         )
     if ring > 1:
         kinds = {largest.gathers(way): way for way in ways(forward.attention)}
         passed = f"{_size(largest.hop)} (K and V) per hop and block, {(ring - 1) * chunks} hops"
-        gathered = f"{_size(ring * largest.hop)} (K and V of {ring} cards) gathered, {chunks} times"
+        gathered = f"{_size(ring * largest.hop)} (K and V of {ring} ranks) gathered, {chunks} times"
         words = [text for is_it, text in ((False, passed), (True, gathered)) if is_it in kinds]
         found[1] = f"Ring: {' per layer in dense steps; '.join(words)} per layer"
     return found
 
 
-def _memory(planner: Planner, card: Card) -> list[str]:
-    experts = f"{card.resident} of {len(planner.request.preset.experts)} networks"
-    cut = f", {_size(card.network.gathered)} whole while it runs" if card.sharded else ""
+def _memory(planner: Planner, rank: Card) -> list[str]:
+    experts = f"{rank.resident} of {len(planner.request.preset.experts)} networks"
+    cut = f", {_size(rank.network.gathered)} whole while it runs" if rank.sharded else ""
     return [
-        f"Memory of the fullest card: {_size(card.total)}",
-        f"  text encoder {_size(card.text_encoder)}"
-        f"{' (released before denoising)' if card.offload else ' (stays)'}",
-        f"  DiT weights {_size(card.dit)} ({experts} resident{cut})",
-        f"  text embeddings and K/V {_size(card.prompts)}; latents of the solver "
-        f"{_size(card.solver)}{f'; masks {_size(card.masks)}' if card.masks else ''}",
-        f"  activations {_size(card.forward.total)}, at their peak ({card.forward.name}): "
-        + ", ".join(f"{name} {_size(size)}" for name, size in card.forward.parts if size),
+        f"Memory of the fullest rank: {_size(rank.total)}",
+        f"  text encoder {_size(rank.text_encoder)}"
+        f"{' (released before denoising)' if rank.offload else ' (stays)'}",
+        f"  DiT weights {_size(rank.dit)} ({experts} resident{cut})",
+        f"  text embeddings and K/V {_size(rank.prompts)}; latents of the solver "
+        f"{_size(rank.solver)}{f'; masks {_size(rank.masks)}' if rank.masks else ''}",
+        f"  activations {_size(rank.forward.total)}, at their peak ({rank.forward.name}): "
+        + ", ".join(f"{name} {_size(size)}" for name, size in rank.forward.parts if size),
         "  other moments: "
-        + ", ".join(f"{m.name} {_size(m.total)}" for m in card.moments if m != card.forward),
-        "  not counted: the VAE (main card, before and after denoising), the driver's context, "
+        + ", ".join(f"{m.name} {_size(m.total)}" for m in rank.moments if m != rank.forward),
+        "  not counted: the VAE (main rank, before and after denoising), the driver's context, "
         "buffers of the communication library, fragments",
     ]
 
@@ -102,22 +102,22 @@ def _memory(planner: Planner, card: Card) -> list[str]:
 def check(planner: Planner) -> str:
     """One line: it fits, or nothing is known to compare with. InputError where it does not fit."""
     memory, present = planner.planned.device_memory, planner.planned.parallel
-    need = planner.card(present).total
+    need = planner.rank(present).total
     if memory is None:
         return "Not compared with a device's memory; give --device_memory GB."
     if need <= memory:
-        return f"Fits: {_size(need)} of {_size(memory)} per card."
+        return f"Fits: {_size(need)} of {_size(memory)} per rank."
     raise InputError(
-        f"The run needs {_size(need)} on its fullest card, and a card has {_size(memory)}; "
+        f"The run needs {_size(need)} on its fullest rank, and a rank has {_size(memory)}; "
         + "; ".join(_remedies(planner, memory))
         + "."
     )
 
 
 def _remedies(planner: Planner, memory: int) -> list[str]:
-    """The nearest topology that fits, and the least change on the same cards; else both at once."""
+    """The nearest topology that fits, and the least change on the same ranks; else both at once."""
     found = _first(planner, memory, topologies(planner, planner.planned.parallel), None)
-    first = f"no topology of up to {_most(planner)} cards fits by itself"
+    first = f"no topology of up to {_most(planner)} ranks fits by itself"
     if found:
         first = f"the nearest topology that fits is {found[0]} {found[1]}"
     same = _flag_words(planner, memory)
@@ -135,21 +135,21 @@ def _first(
 ) -> tuple[str, str] | None:
     """The flags of the first topology that fits, and what it takes."""
     for p in candidates:
-        need = planner.card(p, offload=offload).total
+        need = planner.rank(p, offload=offload).total
         if need <= memory:
             sizes = f"--ring_size {p.ring_size} --ulysses_size {p.ulysses_size}"
             cfg = f"--cfg_size {p.cfg_size} " if p.cfg_size > 1 else ""
-            return cfg + sizes, f"on {p.world_size} cards ({_size(need)})"
+            return cfg + sizes, f"on {p.world_size} ranks ({_size(need)})"
     return None
 
 
 def _most(planner: Planner) -> int:
     world = planner.planned.parallel.world_size
-    return max(world, min(8 * world, 512, MAX_CARDS))
+    return max(world, min(8 * world, 512, MAX_RANKS))
 
 
 def topologies(planner: Planner, present: Parallel) -> Iterator[Parallel]:
-    """Every other topology than the present one, nearest first: same cards, then more."""
+    """Every other topology than the present one, nearest first: same ranks, then more."""
     for world in range(present.world_size, _most(planner) + 1):
         found = sorted(legal(world, planner.net.heads), key=lambda s: s[0] != present.cfg_size)
         for cfg, ring, ulysses in found:
@@ -173,7 +173,7 @@ def _possible(planner: Planner, parallel: Parallel) -> bool:
 
 
 def _cut(planner: Planner) -> tuple[Parallel, str]:
-    """The topology with weights cut over its cards, and the flags for that."""
+    """The topology with weights sharded over its ranks, and the flags for that."""
     whole_text = planner.execution.t5_cpu
     cut = replace(planner.planned.parallel, dit_fsdp=True, t5_fsdp=not whole_text)
     return cut, "--dit_fsdp" if whole_text else "--dit_fsdp --t5_fsdp"
@@ -184,7 +184,7 @@ def _release(planner: Planner) -> str:
 
 
 def _flag_words(planner: Planner, memory: int) -> list[str]:
-    """The least that can be changed in how weights are kept, on the same cards."""
+    """The least that can be changed in how weights are kept, on the same ranks."""
     present = planner.planned.parallel
     cut, fsdp = _cut(planner)
     release = _release(planner)
@@ -194,7 +194,7 @@ def _flag_words(planner: Planner, memory: int) -> list[str]:
     if present.world_size > 1:
         changes += [(fsdp, cut, None), (f"{fsdp}{release}", cut, True)]
     for words, parallel, offload in changes:
-        need = planner.card(parallel, offload=offload).total
+        need = planner.rank(parallel, offload=offload).total
         if need <= memory:
             return [f"the same topology fits with {words} ({_size(need)})"]
     return []

@@ -1,4 +1,4 @@
-"""Which ways of attending a run uses, and what a ring holds of other cards: integers only."""
+"""Which ways of attending a run uses, and what a ring holds of other ranks: integers only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ways(attention: Attention) -> tuple[str, ...]:
 
 
 def ring_blocks(parallel: Parallel) -> int:
-    """K/V blocks of other cards that a card holds at once: at hand, and arriving."""
+    """K/V blocks of other ranks that a rank holds at once: at hand, and arriving."""
     size = parallel.ring_size
     if parallel.ring_type == "ring":
         return min(size - 1, 2)

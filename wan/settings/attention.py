@@ -60,9 +60,9 @@ class Attention:
         return self.fa_quant is None and self.rainfusion is None
 
     def row_multiple(self, ring_size: int) -> int:
-        """A card's tokens are padded to a multiple of this.
+        """A rank's tokens are padded to a multiple of this.
 
-        So that blocks end where the rows do that a card attends from: without a ring all of them,
+        So that blocks end where the rows do that a rank attends from: without a ring all of them,
         unless numbers are quantised before they are exchanged.
         """
         if self.quant_alltoall:
@@ -197,7 +197,7 @@ def _about_request(
         if rows < LASER_ROWS:
             yield (
                 f"--attention_algo laser (or ALGO=1) needs {LASER_ROWS} rows of queries and keys "
-                "in each call, else mindiesd silently takes its other kernel; a card with "
+                "in each call, else mindiesd silently takes its other kernel; a rank with "
                 f"--ring_size {parallel.ring_size} and --comm_type {parallel.comm_type} has one "
                 f"of {rows} x {tokens}: use --attention_algo fused."
             )
@@ -271,5 +271,5 @@ def _fewest_queries(attention: Attention, parallel: Parallel, tokens: int) -> in
     multiple = attention.row_multiple(parallel.ring_size)
     shard = -(-tokens // (parallel.sequence_size * multiple)) * multiple
     rows = shard * parallel.ulysses_size  # after the exchange
-    last = tokens - (-(-tokens // rows) - 1) * rows  # of the last card that has any
+    last = tokens - (-(-tokens // rows) - 1) * rows  # of the last rank that has any
     return max(last // (2 if parallel.mode == "BlockAttn" else 1), 1)

@@ -16,9 +16,9 @@ SIZES = ("cfg_size", "ring_size", "ulysses_size")
 class Parallel:
     """A resolved topology: cfg_size x ring_size x ulysses_size processes.
 
-    cfg_size: 2 computes the two guidance branches on two halves of the cards. ulysses_size: cards
-    that exchange heads for tokens. ring_size: cards that pass K/V round. comm_type: 0 baseline,
-    1 InsertComm, 2 BlockAttn. dist_timeout: minutes a card waits for the others.
+    cfg_size: 2 computes the two guidance branches on two halves of the ranks. ulysses_size: ranks
+    that exchange heads for tokens. ring_size: ranks that pass K/V round. comm_type: 0 baseline,
+    1 InsertComm, 2 BlockAttn. dist_timeout: minutes a rank waits for the others.
     Build it with `resolve`, which checks it.
     """
 
@@ -42,7 +42,7 @@ class Parallel:
 
     @property
     def sequence_size(self) -> int:
-        """Cards that share the tokens of one forward pass."""
+        """Ranks that share the tokens of one forward pass."""
         return self.ring_size * self.ulysses_size
 
 
@@ -51,10 +51,10 @@ def legal(world: int, heads: int) -> Iterator[tuple[int, int, int]]:
     for cfg in (1, 2):
         if world % cfg:
             continue
-        cards = world // cfg
-        for ulysses in range(cards, 0, -1):
-            if cards % ulysses == 0 and heads % ulysses == 0:
-                yield cfg, cards // ulysses, ulysses
+        ranks = world // cfg
+        for ulysses in range(ranks, 0, -1):
+            if ranks % ulysses == 0 and heads % ulysses == 0:
+                yield cfg, ranks // ulysses, ulysses
 
 
 def resolve(
@@ -77,7 +77,7 @@ def resolve(
         notices.append(f"Chosen: {_flags(cfg, ring, ulysses)} for {world} processes.")
     if (parallel.comm_type or parallel.fa_alltoall_overlap) and heads == ulysses:
         notices.append(
-            "Each card has one head, so there is one chunk and nothing to interleave; "
+            "Each rank has one head, so there is one chunk and nothing to interleave; "
             "use a smaller --ulysses_size."
         )
     return parallel, tuple(notices)
@@ -86,13 +86,13 @@ def resolve(
 def _choose(given: Mapping[str, int | None], world: int, heads: int) -> tuple[int, int, int]:
     cfg, ring, ulysses = (given[name] for name in SIZES)
     cfg = 1 if cfg is None else cfg
-    cards = max(world // cfg, 1)
+    ranks = max(world // cfg, 1)
     if ulysses is None:
-        rest = max(cards // (ring or 1), 1)
+        rest = max(ranks // (ring or 1), 1)
         fitting = [u for u in range(1, rest + 1) if rest % u == 0 and heads % u == 0]
         ulysses = fitting[-1]
     if ring is None:
-        ring = max(cards // ulysses, 1)
+        ring = max(ranks // ulysses, 1)
     return cfg, ring, ulysses
 
 

@@ -1,4 +1,4 @@
-"""Sizes: pixels, latents and tokens of a video, with the official rules for pictures (pure).
+"""Sizes: pixels, latents and tokens of a video, with the official rules for images (pure).
 
 What to generate: one video, with every value resolved.
 """
@@ -50,7 +50,7 @@ def check_size(preset: Preset, size: tuple[int, int], frame_num: int, name: str 
 
 
 def size_from_area(preset: Preset, image: tuple[int, int], area: int) -> tuple[int, int]:
-    """The (width, height) of an i2v video: the picture's aspect ratio at about `area` pixels.
+    """The (width, height) of an i2v video: the image's aspect ratio at about `area` pixels.
 
     Official rule: latent sides are floored to whole latents, then to whole tokens.
     """
@@ -62,10 +62,10 @@ def size_from_area(preset: Preset, image: tuple[int, int], area: int) -> tuple[i
 
 
 def size_covered(preset: Preset, image: tuple[int, int], area: int) -> tuple[int, int]:
-    """The (width, height) of a ti2v video that a picture is scaled to cover and cropped to.
+    """The (width, height) of a ti2v video that an image is scaled to cover and cropped to.
 
     Official rule: whole tokens within `area`, either the width or the height fixed first; the
-    candidate closer to the picture's aspect ratio wins, height first on a tie.
+    candidate closer to the image's aspect ratio wins, height first on a tie.
     """
     multiple, ratio = preset.size_multiple, image[0] / image[1]
     ideal_width = math.sqrt(area * ratio)
@@ -90,8 +90,8 @@ def size_covered(preset: Preset, image: tuple[int, int], area: int) -> tuple[int
 def _not_flat(image: tuple[int, int], size: tuple[int, int]) -> tuple[int, int]:
     if not all(size):
         raise InputError(
-            f"The picture is {image[0]}x{image[1]}; at the chosen --size one side of the video "
-            "would vanish: crop the picture or choose a larger --size."
+            f"The image is {image[0]}x{image[1]}; at the chosen --size one side of the video "
+            "would vanish: crop the image or choose a larger --size."
         )
     return size
 
@@ -113,7 +113,7 @@ READERS: dict[str, values.Reader] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One video. `size` is (width, height) in pixels; with a picture only its area counts.
+    """One video. `size` is (width, height) in pixels; with an image only its area counts.
 
     guide_scale: (low noise, high noise). boundary: share of the 1000 training timesteps from which
     the high-noise expert works, None for a single network. seed: non-negative.
@@ -164,23 +164,23 @@ class Request:
 
 
 def check_image(path: Path) -> tuple[int, int]:
-    """Width and height of a readable still picture, as it is shown (EXIF rotation applied)."""
+    """Width and height of a readable still image, as it is shown (EXIF rotation applied)."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if not path.is_file():
-        raise InputError(f"--image {path} does not exist or is not a file; give a picture.")
+        raise InputError(f"--image {path} does not exist or is not a file; give an image.")
     if path.stat().st_size == 0:
-        raise InputError(f"--image {path} is empty (0 bytes); give a picture.")
+        raise InputError(f"--image {path} is empty (0 bytes); give an image.")
     try:
         with Image.open(path) as image:
             frames = getattr(image, "n_frames", 1)
             if frames > 1:
                 raise InputError(
-                    f"--image {path} is animated ({frames} frames); give a still picture."
+                    f"--image {path} is animated ({frames} frames); give a still image."
                 )
             image.load()
             return ImageOps.exif_transpose(image).size
     except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise InputError(
-            f"--image {path} cannot be read as a picture ({error}); give a PNG or JPEG."
+            f"--image {path} cannot be read as an image ({error}); give a PNG or JPEG."
         ) from None
