@@ -21,6 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.cli import env, keywords
 from wan.modules.model import WanModel
-from wan.pipeline import build
+from wan.pipeline import build, images
 from wan.settings import attention as attention_flags
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
@@ -36,6 +37,8 @@ from wan.settings.presets import PRESETS
 from wan.settings.request import Request
 
 GuideScale = float | tuple[float, float]
+ImageLike = str | Path | Image.Image | np.ndarray | Tensor
+"""What `wan.pipeline.images.from_value` takes."""
 _NETWORKS = {
     "high_noise_model": "high_noise",
     "low_noise_model": "low_noise",
@@ -151,13 +154,14 @@ class Facade:
     def _run(
         self,
         prompt: str,
-        image: Image.Image | None,
+        img: ImageLike | None,
         size: tuple[int, int],
         offload_model: bool,
         output_type: str,
         embeds: tuple[Tensor | None, Tensor | None],
         sampling: dict[str, Any],
     ) -> Tensor | None:
+        image = None if img is None else images.from_value(img)
         if output_type not in ("pt", "latent"):
             raise InputError(f"output_type is {output_type!r}; choose 'pt' or 'latent'.")
         request = Request(
@@ -255,7 +259,7 @@ class WanI2V(Facade):
     def generate(
         self,
         input_prompt: str,
-        img: Image.Image,
+        img: ImageLike,
         max_area: int = 720 * 1280,
         frame_num: int = 81,
         shift: float = 5.0,
@@ -294,7 +298,7 @@ class WanTI2V(Facade):
     def generate(
         self,
         input_prompt: str,
-        img: Image.Image | None = None,
+        img: ImageLike | None = None,
         size: tuple[int, int] = (1280, 704),
         max_area: int = 704 * 1280,
         frame_num: int = 81,

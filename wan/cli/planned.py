@@ -25,6 +25,7 @@ from wan.cli.resolve import (
     recorded,
     request_from,
 )
+from wan.pipeline import images
 from wan.settings import devices as chips
 from wan.settings import devices as on_device
 from wan.settings import parallel
@@ -34,7 +35,7 @@ from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
-from wan.settings.request import Request, check_image
+from wan.settings.request import Request
 
 MAX_RANKS = 4096
 
@@ -75,7 +76,7 @@ def resolve(flags: Mapping[str, Any]) -> Planned:
         values = {**generation_config(checkpoint.folder), **values}
     if "image" in values and preset.kind == "t2v":
         raise InputError(f"Task {preset.task} takes no --image; drop the image.")
-    image_size = check_image(Path(values["image"])) if "image" in values else None
+    image_size = images.read(Path(values["image"])).size if "image" in values else None
     request = request_from(values, preset, image_size)
     heads, head_dim = preset.num_heads, preset.dim // preset.num_heads
     if checkpoint is not None:

@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wan.checkpoint import quantised
-from wan.checkpoint.files import read_json, safetensors_header, safetensors_metadata
+from wan.checkpoint.files import read_json, safetensors_metadata
 from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.checkpoint.quantised import QuantisedDit
 from wan.cli import env
 from wan.cli.flags import FLAGS, read
 from wan.cli.output import Output, check_writable, generated_name
+from wan.pipeline import images, video
 from wan.settings import attention as attention_flags
 from wan.settings import parallel
 from wan.settings.attention import Attention
@@ -29,7 +30,10 @@ from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import ALIASES, EXAMPLE_PROMPTS, NEGATIVE_PROMPT, PRESETS, Preset
-from wan.settings.request import Request, check_image
+from wan.settings.request import Request
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 DemoMaker = Callable[[str, Path], None]
 """(task, folder): writes the demo checkpoint."""
@@ -57,7 +61,7 @@ class Run:
     attention: Attention
     quantised: QuantisedDit | None
     output: Output
-    image: Path | None
+    image: Image | None
     extension: PromptExtension | None
     decode_latents: Path | None
     settings: dict[str, Any]
@@ -78,7 +82,8 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
     topology = None
     if world == 1:  # the head count does not matter to one process
         topology, _ = parallel.resolve(values, world, preset.num_heads, preset.guide_scale)
-    image_size = _check_image(values, preset)
+    image = _image(values, preset)
+    image_size = None if image is None else image.size
     extension = _extension(values, check_extension)
     if values.get("save_file"):
         check_writable(Path(values["save_file"]))
@@ -113,7 +118,7 @@ def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: Ext
         attention=attending,
         quantised=quantised_for(values, checkpoint, execution, attending),
         output=output,
-        image=Path(values["image"]) if "image" in values else None,
+        image=image,
         extension=extension,
         decode_latents=_latents_file(values, preset),
         settings=record(values, request, execution, attending, output, folder),
@@ -176,7 +181,7 @@ def _fields(kind: type[Execution], values: Mapping[str, Any]) -> Execution:
     return kind(**{k: values[k] for k in kind.__dataclass_fields__ if k in values})
 
 
-def _check_image(values: Mapping[str, Any], preset: Preset) -> tuple[int, int] | None:
+def _image(values: Mapping[str, Any], preset: Preset) -> Image | None:
     if "decode_latents" in values:
         return None
     if "image" not in values:
@@ -187,7 +192,7 @@ def _check_image(values: Mapping[str, Any], preset: Preset) -> tuple[int, int] |
         raise InputError(
             f"Task {preset.task} takes no --image; use i2v-A14B or ti2v-5B, or drop the image."
         )
-    return check_image(Path(values["image"]))
+    return images.read(Path(values["image"]))
 
 
 def _extension(values: Mapping[str, Any], check: ExtensionCheck) -> PromptExtension | None:
@@ -323,7 +328,7 @@ def recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
                     f"--{name} has no effect with --decode_latents, which only decodes; drop it."
                 )
         path = Path(flags["decode_latents"])
-        _latents(path)
+        video.latents_shape(path)
         settings = safetensors_metadata(path, "settings")
     else:
         return {}
@@ -335,16 +340,9 @@ def recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
     return read(settings, f"{path}: {{}}")
 
 
-def _latents(path: Path) -> tuple[int, ...]:
-    found = safetensors_header(path).get("latents")
-    if found is None or len(found.shape) != 4:
-        raise InputError(f"{path} holds no latents of generate.py; give a .latents.safetensors.")
-    return found.shape
-
-
 def check_latents(path: Path, preset: Preset) -> None:
     """The latents must be those of the task's VAE."""
-    channels = _latents(path)[0]
+    channels = video.latents_shape(path)[0]
     if channels != preset.latent_channels:
         raise InputError(
             f"{path} has {channels} channels, the {preset.vae} VAE of this task decodes "

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from wan.settings import values
 from wan.settings.errors import InputError
@@ -161,26 +160,3 @@ class Request:
     def grid(self) -> tuple[int, int, int]:
         """Tokens along frame, height and width."""
         return token_grid(self.preset, self.video_size, self.frame_num)
-
-
-def check_image(path: Path) -> tuple[int, int]:
-    """Width and height of a readable still image, as it is shown (EXIF rotation applied)."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    if not path.is_file():
-        raise InputError(f"--image {path} does not exist or is not a file; give an image.")
-    if path.stat().st_size == 0:
-        raise InputError(f"--image {path} is empty (0 bytes); give an image.")
-    try:
-        with Image.open(path) as image:
-            frames = getattr(image, "n_frames", 1)
-            if frames > 1:
-                raise InputError(
-                    f"--image {path} is animated ({frames} frames); give a still image."
-                )
-            image.load()
-            return ImageOps.exif_transpose(image).size
-    except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise InputError(
-            f"--image {path} cannot be read as an image ({error}); give a PNG or JPEG."
-        ) from None
