@@ -47,7 +47,7 @@ def read(path: Path, name: str = "--image") -> Image.Image:
     Raises:
         InputError: for every other path and for damaged files.
     """
-    given = f"{name} {shown(path, str)}"
+    given = f"{name} {path}"
     _check_file(path, name, given)
     from PIL import Image
 
@@ -65,7 +65,8 @@ def from_value(value: object, name: str = "img") -> Image.Image:
 
     Args:
         value: a path (`~` is the home folder), a PIL image, or a numpy array or torch tensor
-            [H,W,3] or [3,H,W], uint8 or floating in [0, 1].
+            [H,W,3] or [3,H,W], uint8 or floating in [0, 1]. Of an animation that is open as a PIL
+            image its current frame counts.
         name: the argument's name; sentences begin with it.
 
     Raises:
@@ -89,6 +90,7 @@ def _check_file(path: Path, name: str, given: str) -> None:
             raise InputError(f"{name} takes a file, not an address; download it first.") from None
         raise InputError(f"{given} does not exist; give an image.") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
+        given = f"{name} {shown(path, str)}"  # it may be too long, and is rarely wanted whole
         raise InputError(f"{given} cannot be used ({_reason(error)}); give another one.") from None
     if not stat.S_ISREG(found.st_mode):
         raise InputError(f"{given} is not a file; give an image.")
@@ -155,7 +157,7 @@ def _as_shown(image: Image.Image, given: str) -> Image.Image:
 
 
 def _over_white(image: Image.Image, given: str) -> Image.Image:
-    """The image without transparency: transparent parts show white, as on a sheet of paper."""
+    """The image without transparency: what shows through is white."""
     from PIL import Image
 
     if not image.has_transparency_data:
@@ -176,7 +178,7 @@ def _eight_bits(turned: Image.Image, source: Image.Image, given: str) -> Image.I
     values = np.asarray(turned, dtype=np.float32)
     low, high = float(values.min()), float(values.max())
     white = _white(source, high)
-    if white is None or not low >= 0 or not high <= white:  # also refuses NaN
+    if white is None or low < 0 or high > white:
         allowed = "0 to 1 or 0 to 255" if source.mode == "F" else "0 to 255 or 0 to 65535"
         raise InputError(
             f"{given} has grey values from {low:g} to {high:g}; they must be from {allowed}."
@@ -192,7 +194,7 @@ def _eight_bits(turned: Image.Image, source: Image.Image, given: str) -> Image.I
 
 
 def _white(image: Image.Image, high: float) -> float | None:
-    """The value that is white in grey of more than 8 bits; None where `high` does not tell.
+    """The value that is white in grey of more than 8 bits; None where `high` does not tell (NaN).
 
     Floating values to 1 are read as 0 to 1. Values to 255 are read as 0 to 255, but only if some
     are above 16: a highlight of 1.2 in an image from 0 to 1 would make all of it black.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` that becomes `path` when the block ends without an error."""
+    path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
     try:
@@ -53,7 +54,7 @@ def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
         OSError: in one sentence, when not every frame could be written; no file is left then.
     """
     try:
-        with whole_file(path.absolute()) as temporary:
+        with whole_file(path) as temporary:
             _encode(video_3FHW, temporary, fps)
             found, wanted = _frames_in(temporary), video_3FHW.shape[1]
             if found != wanted or not wanted:
