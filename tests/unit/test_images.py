@@ -510,11 +510,19 @@ def read_mutants(count: int, seed: int, folder: Path) -> int:
     return refused
 
 
+@pytest.fixture
+def few_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header with a changed size may say 170 million pixels, which take seconds."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000_000)
+
+
+@pytest.mark.usefixtures("few_pixels")
 def test_damaged_files(tmp_path: Path) -> None:
     assert 300 < read_mutants(60, 0, tmp_path) < 780
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.usefixtures("few_pixels")
+@pytest.mark.parametrize("seed", (1, 2))
 def test_many_damaged_files(seed: int, tmp_path: Path) -> None:
     assert read_mutants(1000, seed, tmp_path) > 0
