@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +58,7 @@ SIMPLE = {
     "fps nan": (["--fps", "nan"], "from 1 to 240"),
     "fps tiny": (["--fps", "1e-9"], "from 1 to 240"),
     "empty folder": (["--ckpt_dir", ""], "is empty; give a path"),
-    "empty picture": (["--task", "i2v-A14B", "--image", " "], "is empty; give a path"),
+    "empty image path": (["--task", "i2v-A14B", "--image", " "], "is empty; give a path"),
     "empty output": (["--save_file", ""], "is empty; give a path"),
     "output nowhere": (["--save_file", "/proc/x.mp4"], "writable folder"),
     "prompt not text": (["--prompt", "\udcff"], "not valid UTF-8"),
@@ -87,6 +88,11 @@ SIMPLE = {
     "i2v without image": (["--task", "i2v-A14B"], "give one with --image"),
     "t2v with image": (["--image", "x.png"], "takes no --image"),
     "image missing": (["--task", "i2v-A14B", "--image", "no.png"], "does not exist"),
+    "image address": (
+        ["--task", "i2v-A14B", "--image", "https://example.com/cat.jpg"],
+        "--image takes a file, not an address; download it first.",
+    ),
+    "image without end": (["--task", "i2v-A14B", "--image", "/dev/zero"], "is not a file"),
     "folder missing": (["--ckpt_dir", "nowhere/at/all"], "does not exist"),
     "hub name": (["--ckpt_dir", "Wan-AI/Wan2.2-T2V-A14B"], "download the checkpoint first"),
     "folder is a file": (["--ckpt_dir", str(REPO / "README.md")], "is a file"),
@@ -175,12 +181,12 @@ def test_environment_without_torchrun(
     assert "WORLD_SIZE is 'two'" in refused([], capfd)
 
 
-def picture_file(kind: str, folder: Path) -> Path:
+def image_file(kind: str, folder: Path) -> Path:
     path = folder / f"{kind}.png"
     if kind == "empty":
         path.touch()
     elif kind == "text":
-        path.write_text("not a picture")
+        path.write_text("no image")
     elif kind == "truncated":
         Image.effect_noise((64, 64), 50).save(path)
         path.write_bytes(path.read_bytes()[:400])
@@ -192,6 +198,12 @@ def picture_file(kind: str, folder: Path) -> Path:
         path.mkdir()
     elif kind == "flat":
         Image.new("RGB", (4000, 2)).save(path)
+    elif kind == "postscript":
+        path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    elif kind == "short header":  # Pillow's error is a ValueError
+        chunk = b"IHDR" + bytes(12)
+        crc = struct.pack(">I", zlib.crc32(chunk))
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 12) + chunk + crc)
     return path
 
 
@@ -203,13 +215,15 @@ def picture_file(kind: str, folder: Path) -> Path:
         ("truncated", "cannot be read as an image"),
         ("animated", "is animated (2 frames)"),
         ("folder", "is not a file"),
+        ("postscript", "no sound PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF; convert it to one."),
+        ("short header", "cannot be read as an image"),
         ("flat", "one side of the video would vanish"),
     ],
 )
-def test_pictures(
+def test_images(
     kind: str, sentence: str, tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--task", "i2v-A14B", "--image", str(picture_file(kind, tmp_path))]
+    argv = ["--task", "i2v-A14B", "--image", str(image_file(kind, tmp_path))]
     argv += ["--ckpt_dir", str(tiny("i2v-A14B"))]
     assert sentence in refused(argv, capfd)
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from safetensors import SafetensorError, safe_open
 
 from wan.checkpoint.files import TensorInfo, safetensors_header
@@ -20,12 +19,10 @@ from wan.cli import flags
 from wan.cli.env import cache_dir, world_size
 from wan.cli.output import generated_name
 from wan.cli.resolve import Run, resolve
-from wan.pipeline.video import read_image
 from wan.settings.errors import InputError
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.settings.request import (
     Request,
-    check_image,
     check_size,
     latent_shape,
     size_covered,
@@ -207,16 +204,6 @@ def test_generated_names_are_safe(prompt: str) -> None:
     assert not set(name) & set('/\\*?"<>|:\n\r\t\0 ')
 
 
-def test_pictures_are_measured_as_shown(tmp_path: Path) -> None:
-    """A phone's portrait picture is stored sideways with an EXIF turn."""
-    image, path = Image.new("RGB", (64, 32)), tmp_path / "phone.jpg"
-    exif = image.getexif()
-    exif[0x0112] = 6
-    image.save(path, exif=exif)
-    assert check_image(path) == (32, 64)
-    assert read_image(path).size == (32, 64)
-
-
 def test_environment() -> None:
     assert world_size({}) == 1 and world_size({"WORLD_SIZE": "8"}) == 8
     assert cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/wan")
@@ -231,6 +218,13 @@ def test_decode_latents_checks_the_file(tmp_path: Path) -> None:
     save_file({"other": torch.zeros(1)}, tmp_path / "x.safetensors")
     with pytest.raises(InputError, match="holds no latents"):
         resolved("--decode_latents", tmp_path / "x.safetensors")
+    for shape, dtype in (((16, 2, 2), "F32"), ((16, 0, 2, 2), "F32"), ((16, 1, 2, 2), "BF16")):
+        tensor = torch.zeros(shape, dtype=torch.float32 if dtype == "F32" else torch.bfloat16)
+        save_file({"latents": tensor}, tmp_path / "x.safetensors")
+        with pytest.raises(
+            InputError, match=rf"latents of dtype {dtype} and shape \[16, .*at least 1"
+        ):
+            resolved("--decode_latents", tmp_path / "x.safetensors")
     save_file({"latents": torch.zeros(16, 1, 2, 2)}, tmp_path / "y.safetensors")
     with pytest.raises(InputError, match="no settings in it"):
         resolved("--decode_latents", tmp_path / "y.safetensors")
@@ -328,8 +322,8 @@ def test_headers_that_the_library_opens(tmp_path: Path) -> None:
 def test_latents_with_hostile_settings(value: str, tmp_path: Path) -> None:
     header = {
         "__metadata__": {"settings": value},
-        "latents": {"dtype": "U8", "shape": [1, 1, 1, 1], "data_offsets": [0, 1]},
+        "latents": {"dtype": "F32", "shape": [1, 1, 1, 1], "data_offsets": [0, 4]},
     }
-    path = with_header(tmp_path / "x.safetensors", json.dumps(header), 1)
+    path = with_header(tmp_path / "x.safetensors", json.dumps(header), 4)
     with pytest.raises(InputError, match="no settings in it"):
         resolved("--decode_latents", path)

@@ -101,10 +101,9 @@ def generate(run: Run, team: Team | None = None) -> None:
     if run.decode_latents is not None:
         latents, kept = video.load_latents(run.decode_latents), run.decode_latents
     else:
-        image = None if run.image is None else video.read_image(run.image)
-        run = _extended(run, image, pipeline, team)
+        run = _extended(run, run.image, pipeline, team)
         logger.info("Prompt: %s", run.request.prompt)
-        latents = pipeline.latents(run.request, image=image)
+        latents = pipeline.latents(run.request, image=run.image)
         if team is not None:
             team.close()
             if not team.is_main:
@@ -221,7 +220,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> None:
         },
         "versions": {"wan": wan.__version__} | log.versions(pipeline.device.type == "npu"),
     }
-    with video.written_whole(run.output.record) as temporary:
+    with video.whole_file(run.output.record) as temporary:
         temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
