@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from wan.checkpoint.files import TensorInfo
+from wan.checkpoint.files import TensorInfo, whole_folder
 from wan.checkpoint.layout import DitFiles, describe
 from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
 from wan.cli.flags import Parser
@@ -57,22 +55,9 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None) -> Path:
     """
     with _reading(ckpt_dir):
         checkpoint = describe(ckpt_dir)
-    if out.resolve() == Path.cwd():  # it would be replaced under the feet of whoever is in it
-        raise InputError(f"--out {out} is the current folder; name a new one.")
-    if out.is_symlink():
-        raise InputError(f"--out {out} is a symbolic link; name a folder instead.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is not empty; name another folder or remove it.")
-    # Under its final name there is a complete folder or none.
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    unfinished.mkdir(parents=True)
-    try:
+    with whole_folder(out) as unfinished:
         for name, dit in checkpoint.experts.items():
             _write_export(unfinished / FOLDERS[name], dit, name, _rotation(dit) if fa else None)
-        unfinished.rename(out)
-    except BaseException:  # also Ctrl-C and SIGTERM
-        shutil.rmtree(unfinished)
-        raise
     return out
 
 

@@ -1,12 +1,15 @@
-"""Looking into weight files without reading weights (and without torch)."""
+"""Files: looked into without reading weights (and without torch), written whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -194,3 +197,41 @@ def fingerprint(paths: Iterable[Path]) -> str:
                 file.seek(offset)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()[:16]
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary file name beside `path` that becomes `path` when the block ends without an error.
+
+    The name is absolute, hidden and ends as `path` does; missing folders are made. Whatever ends
+    the block otherwise, Ctrl-C included: no file stays behind, and what `path` was before it still
+    is.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """As `whole_file`, for a folder; the temporary one exists. InputError where `path` is taken."""
+    if path.is_symlink():
+        raise InputError(f"{path} is a symbolic link; name a new folder.")
+    if path.exists() and path.samefile(Path.cwd()):  # it would be replaced under its user's feet
+        raise InputError(f"{path} is the current folder; name a new one.")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists and is not empty; name another folder or remove it.")
+    path = path.absolute()
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:  # also Ctrl-C
+        shutil.rmtree(temporary)
+        raise

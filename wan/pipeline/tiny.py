@@ -19,8 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import shutil
 import string
 import sys
 from collections import OrderedDict
@@ -37,6 +35,7 @@ from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint import keymaps
+from wan.checkpoint.files import whole_folder
 from wan.modules.model import WanModel
 from wan.pipeline.vae import VAE_22
 from wan.settings.errors import InputError
@@ -217,18 +216,9 @@ def make_checkpoint(
     for value, known in ((task, RECIPES), (layout, WRITERS), (dtype, DTYPES)):
         if value not in known:
             raise InputError(f"{value!r} is unknown here; choose one of {', '.join(known)}.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is not empty; name another folder or remove it.")
-    # Under its final name there is a complete folder or none.
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        WRITERS[layout](partial, Networks(RECIPES[task], seed, DTYPES[dtype]))
-        write_json(partial / "generation_config.json", QUICK_RUN)
-        partial.rename(out)
-    except BaseException:  # also Ctrl-C
-        shutil.rmtree(partial)
-        raise
+    with whole_folder(out) as unfinished:
+        WRITERS[layout](unfinished, Networks(RECIPES[task], seed, DTYPES[dtype]))
+        write_json(unfinished / "generation_config.json", QUICK_RUN)
     return out
 
 
