@@ -71,7 +71,7 @@ def resolve(flags: Mapping[str, Any]) -> Planned:
     chip = chips.by_name(values["chip"]) if "chip" in values else None
     execution = _execution(values, chip)
     preset, checkpoint = _networks(values)
-    if checkpoint is not None:
+    if checkpoint is not None and checkpoint.folder is not None:
         values = {**generation_config(checkpoint.folder), **values}
     if "image" in values and preset.kind == "t2v":
         raise InputError(f"Task {preset.task} takes no --image; drop the image.")

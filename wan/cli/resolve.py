@@ -337,7 +337,7 @@ def recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _latents(path: Path) -> tuple[int, ...]:
     found = safetensors_header(path).get("latents")
-    if found is None or len(found.shape) != 4:
+    if found is None or len(found.shape) != 4 or 0 in found.shape:
         raise InputError(f"{path} holds no latents of generate.py; give a .latents.safetensors.")
     return found.shape
 

@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from wan import device as devices
-from wan.checkpoint import load as loading
-from wan.checkpoint.keymaps import t5_transformers_name, vae_diffusers_name
-from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.load import Place, load_quantised_dit, rotations
-from wan.checkpoint.quantised import QuantisedDit
+from wan.checkpoint.layout import Checkpoint, DitConfig, DitFiles
+from wan.checkpoint.load import (
+    WHOLE,
+    Adapt,
+    Blueprint,
+    Place,
+    Sources,
+    as_stored,
+    dit_dtypes,
+    int8_sources,
+    rotations,
+)
+from wan.checkpoint.quantised import Export, QuantisedDit
 from wan.device import Device
 from wan.distributed import mesh
 from wan.distributed.exchange import ALONE
@@ -25,16 +34,20 @@ from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels import select as attentions
+from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.npu import linear as npu_linear
 from wan.kernels.select import AttentionParts
 from wan.log import Stages, logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import LocalAttention, LocalTokens
 from wan.modules.model import WanModel
 from wan.modules.textcache import TextKVCache
-from wan.pipeline import build as parts
 from wan.pipeline.pipeline import Experts, Lazy, Pipeline
-from wan.pipeline.text import TextEncoder, umt5, umt5_blocks, umt5_sizes
-from wan.pipeline.vae import VideoVAE, autoencoder_sizes
+from wan.pipeline.text import TextEncoder, load_tokenizer, umt5_blocks
+from wan.pipeline.text import blueprint as text_blueprint
+from wan.pipeline.text import dtypes as text_dtypes
+from wan.pipeline.vae import VideoVAE, in_float32
+from wan.pipeline.vae import blueprint as vae_blueprint
 from wan.settings import devices as on_device
 from wan.settings import parallel as parallel_settings
 from wan.settings.attention import Attention
@@ -47,25 +60,28 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def check_parts(checkpoint: Checkpoint, network: WanModel) -> None:
+def check_parts(
+    config: DitConfig, vae: Blueprint[nn.Module] | None, text: Blueprint[nn.Module] | None
+) -> None:
     """The VAE and the text encoder must be whole and belong to the networks; weights stay unread.
 
     Parts that are absent are left to those who need them: embeddings can replace a text encoder.
     """
-    if checkpoint.vae is not None:
-        sizes = autoencoder_sizes(loading.tensor_shapes(checkpoint.vae, vae_diffusers_name))
-        if sizes["z_dim"] != network.out_dim:
+    if vae is not None:
+        vae.check()
+        channels = vae.tensors["post_quant_conv.weight"].shape[0]
+        if channels != config["out_dim"]:
             raise InputError(
-                f"{checkpoint.vae} has {sizes['z_dim']} latent channels, the DiT "
-                f"{network.out_dim}; they belong to different checkpoints: download the VAE again."
+                f"{vae.origin} has {channels} latent channels, the DiT {config['out_dim']}; they "
+                "belong to different checkpoints: download the VAE again."
             )
-    if checkpoint.text_encoder is not None:
-        shapes = loading.tensor_shapes(checkpoint.text_encoder, t5_transformers_name)
-        width = umt5_sizes(shapes)["d_model"]
-        if width != network.text_dim:
+    if text is not None:
+        text.check()
+        width = text.tensors["shared.weight"].shape[1]
+        if width != config["text_dim"]:
             raise InputError(
-                f"{checkpoint.text_encoder} makes embeddings of {width} channels, the DiT takes "
-                f"{network.text_dim}; they belong to different checkpoints: download both again."
+                f"{text.origin} makes embeddings of {width} channels, the DiT takes "
+                f"{config['text_dim']}; they belong to different checkpoints: download both again."
             )
 
 
@@ -79,34 +95,55 @@ def dit_dtype(execution: Execution, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if execution.convert_model_dtype else dtype
 
 
-def expert(
-    checkpoint: Checkpoint,
-    execution: Execution,
-    device: Device,
-    dtype: torch.dtype,
-    name: str,
-    collaborators: dict[str, Any],
-    place: Place | None,
-    quantised: QuantisedDit | None = None,
-) -> WanModel:
-    """A network. quantised: where its quantised layers come from; such a network is not cut."""
-    compute = dit_dtype(execution, dtype)
-    arguments = {
-        "device": device.torch_device,
-        "dtype_of": loading.dit_dtypes(compute, execution.convert_model_dtype),
-        "label": f"DiT {name}",
-        **collaborators,
-        "text_cache": TextKVCache() if execution.text_kv_cache else None,
-    }
-    files = checkpoint.experts[name]
-    if quantised is None:
-        model = loading.load_dit(files, place=place, **arguments)
-    else:
-        model = load_quantised_dit(files, quantised.experts[name], compute=compute, **arguments)
-    if execution.compile:
-        for block in model.blocks:
-            block.compile()
-    return model
+def dit(
+    files: DitFiles, name: str, collaborators: dict[str, Any], execution: Execution
+) -> Blueprint[WanModel]:
+    """The network of one expert, not loaded yet."""
+
+    def make() -> WanModel:
+        cache = TextKVCache() if execution.text_kv_cache else None
+        return WanModel(**files.config, **collaborators, text_cache=cache)
+
+    return Blueprint(f"DiT {name}", make, files.tensors, files.folder)
+
+
+def quantised_layers(export: Export, device: torch.device, compute: torch.dtype) -> Adapt:
+    """Puts the layers of an export in the place of a DiT's linear layers: mindiesd's on an NPU,
+    elsewhere our reference of the one algorithm that runs everywhere. The float weights of these
+    layers are neither read nor given memory.
+
+    compute: what goes into the layers and comes out; 16 bits on an NPU.
+    """
+
+    def on_npu(network: nn.Module, sources: Sources) -> Sources:
+        npu_linear.quantise(
+            network,
+            export.description,
+            export.linears,
+            use_nz=export.use_nz,
+            dtype=compute,
+            device=device,
+        )
+        return sources
+
+    def anywhere(network: nn.Module, sources: Sources) -> Sources:
+        for name, layer in export.linears.items():
+            empty = {
+                part: torch.empty(info.shape, device="meta") for part, info in layer.tensors.items()
+            }
+            made = W8A8Linear(
+                empty["weight"].to(torch.int8),
+                empty["weight_scale"],
+                empty.get("bias"),
+                empty.get("mul_scale"),
+                dtype=compute,
+            )
+            network.set_submodule(name, made)
+        return {**sources, **int8_sources(export, compute)}
+
+    if not export.linears:
+        return as_stored
+    return on_npu if device.type == "npu" else anywhere
 
 
 def weight_files(checkpoint: Checkpoint, quantised: QuantisedDit | None) -> dict[str, list[Path]]:
@@ -117,39 +154,6 @@ def weight_files(checkpoint: Checkpoint, quantised: QuantisedDit | None) -> dict
         name: [tensor.file for tensor in dit.tensors.values()]
         for name, dit in checkpoint.experts.items()
     }
-
-
-def text_encoder(
-    checkpoint: Checkpoint,
-    execution: Execution,
-    device: Device,
-    dtype: torch.dtype,
-    text_len: int,
-    place: Place | None,
-) -> TextEncoder:
-    path = checkpoint.require("text_encoder")
-    network = umt5(loading.tensor_shapes(path, t5_transformers_name))
-    loading.load_network(
-        network,
-        path,
-        t5_transformers_name,
-        device=torch.device("cpu") if execution.t5_cpu else device.torch_device,
-        dtype_of=lambda _, stored: stored if dtype == torch.float32 else dtype,
-        label="text encoder",
-        place=place,
-    )
-    return TextEncoder(network, checkpoint.require("tokenizer"), dtype=dtype, text_len=text_len)
-
-
-def vae(checkpoint: Checkpoint, execution: Execution, device: Device) -> VideoVAE:
-    weights = loading.load_tensors(
-        checkpoint.require("vae"),
-        vae_diffusers_name,
-        device=device.torch_device,
-        dtype_of=lambda *_: torch.float32,
-        label="VAE",
-    )
-    return VideoVAE(weights, tiling=execution.vae_tiling)
 
 
 T = TypeVar("T")
@@ -175,18 +179,25 @@ def pipeline(
     the run's precision unless this says otherwise.
     """
     device = devices.resolve(execution.device, device_index) if team is None else team.device
-    dtype = parts.precision(execution, device)
-    networks = {name: loading.meta_dit(files) for name, files in checkpoint.experts.items()}
-    network = next(iter(networks.values()))
-    parts.check_parts(checkpoint, network)
+    dtype = precision(execution, device)
     stages = Stages(device.synchronize)
-    compute = parts.dit_dtype(execution, dtype)
-    head_dim = checkpoint.head_dim
+    compute = dit_dtype(execution, dtype)
+    config, head_dim = checkpoint.config, checkpoint.head_dim
     on_device.check(execution, attention, quantised, head_dim, device.type, device.chip)
     exported = {} if quantised is None or attention.fa_quant is None else rotations(quantised)
     chosen = attentions.parts(attention, device, head_dim, compute, exported)
     collaborators = _collaborators(parallel, attention, chosen, team)
     dit_place, t5_place = _places(parallel, team)
+    networks = {
+        name: dit(files, name, collaborators, execution)
+        for name, files in checkpoint.experts.items()
+    }
+    for blueprint in networks.values():
+        blueprint.check()
+    vae = None if checkpoint.vae is None else vae_blueprint(checkpoint.vae)
+    encoder = None if checkpoint.text_encoder is None else text_blueprint(checkpoint.text_encoder)
+    check_parts(config, vae, encoder)
+    tokenizer = None if checkpoint.tokenizer is None else load_tokenizer(checkpoint.tokenizer)
 
     def timed(make: Callable[[], T]) -> Lazy[T]:
         def load() -> T:
@@ -195,36 +206,55 @@ def pipeline(
 
         return Lazy(load)
 
+    def text_encoder() -> TextEncoder:
+        checkpoint.require("tokenizer")
+        compute = t5_dtype or dtype
+        where = torch.device("cpu") if execution.t5_cpu else device.torch_device
+        blueprint = encoder or text_blueprint(checkpoint.require("text_encoder"))
+        model = blueprint.load(device=where, dtype_of=text_dtypes(compute), place=t5_place)
+        return TextEncoder(model, tokenizer, dtype=compute, text_len=config["text_len"])
+
+    def video_vae() -> VideoVAE:
+        blueprint = vae or vae_blueprint(checkpoint.require("vae"))
+        model = blueprint.load(device=device.torch_device, dtype_of=in_float32)
+        return VideoVAE(model, tiling=execution.vae_tiling)
+
     def expert(name: str) -> WanModel:
+        adapt: Adapt = as_stored
+        if quantised is not None:
+            adapt = quantised_layers(quantised.experts[name], device.torch_device, compute)
         with stages("loading"):
-            return parts.expert(
-                checkpoint, execution, device, dtype, name, collaborators, dit_place, quantised
+            model = networks[name].load(
+                device=device.torch_device,
+                dtype_of=dit_dtypes(compute, execution.convert_model_dtype),
+                place=dit_place,
+                adapt=adapt,
             )
+        if execution.compile:
+            for block in model.blocks:
+                block.compile()
+        return model
 
     logger.info(
         "%s checkpoint, %s, %s, %d x %d heads",
         checkpoint.layout,
         device.name(),
-        parts.dtype_name(compute),
-        network.num_layers,
-        network.num_heads,
+        dtype_name(compute),
+        config["num_layers"],
+        config["num_heads"],
     )
-    logger.info("%s", attentions.line(attention, parallel, network.num_heads, chosen.dense))
+    logger.info("%s", attentions.line(attention, parallel, config["num_heads"], chosen.dense))
     return Pipeline(
         device=device,
-        text=timed(
-            lambda: parts.text_encoder(
-                checkpoint, execution, device, t5_dtype or dtype, network.text_len, t5_place
-            )
-        ),
-        vae=timed(lambda: parts.vae(checkpoint, execution, device)),
+        text=timed(text_encoder),
+        vae=timed(video_vae),
         experts=Experts(
             expert,
             offload=execution.offload_model,
-            files=parts.weight_files(checkpoint, quantised),
+            files=weight_files(checkpoint, quantised),
         ),
-        text_dim=network.text_dim,
-        text_len=network.text_len,
+        text_dim=config["text_dim"],
+        text_len=config["text_len"],
         offload=execution.offload_model,
         stages=stages,
         kernel=chosen.dense.name,
@@ -277,12 +307,15 @@ def _collaborators(
     return shared | {"attention": layer, "tokens": ShardedTokens(group, multiple, chosen.order)}
 
 
-def _places(parallel: Parallel, team: Team | None) -> tuple[Sharded | None, Sharded | None]:
-    """Where the rows of the DiT's and of the text encoder's weights go; None: all to every rank."""
-    if team is None:
-        return None, None
-    cut = Sharded(team.world_mesh(), lambda network: network.blocks) if parallel.dit_fsdp else None
-    return cut, Sharded(team.world_mesh(), umt5_blocks) if parallel.t5_fsdp else None
+def _places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
+    """Where the rows of the DiT's and of the text encoder's weights go."""
+    dit: Place = WHOLE
+    text: Place = WHOLE
+    if team is not None and parallel.dit_fsdp:
+        dit = Sharded(team.world_mesh(), lambda network: network.blocks)
+    if team is not None and parallel.t5_fsdp:
+        text = Sharded(team.world_mesh(), umt5_blocks)
+    return dit, text
 
 
 def _shared(parallel: Parallel, team: Team | None) -> dict[str, Any]:
@@ -300,11 +333,11 @@ def _shared(parallel: Parallel, team: Team | None) -> dict[str, Any]:
 def resolved(execution: Execution, pipeline: Pipeline) -> dict[str, str]:
     """What "auto" came to, for the record."""
     device = pipeline.device
-    dtype = parts.precision(execution, device)
+    dtype = precision(execution, device)
     return {
         "device": device.name(),
         "precision": "fp32" if dtype == torch.float32 else "bf16",
-        "dit_dtype": parts.dtype_name(parts.dit_dtype(execution, dtype)),
+        "dit_dtype": dtype_name(dit_dtype(execution, dtype)),
         "kernel": pipeline.kernel,
     }
 
