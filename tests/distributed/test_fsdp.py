@@ -23,7 +23,8 @@ from wan.checkpoint.load import WHOLE, Blueprint, Mapped, Sources, dit_dtypes, s
 from wan.distributed.fsdp import Sharded, local_rows
 from wan.modules.model import WanModel
 from wan.modules.textcache import TextKVCache
-from wan.pipeline.text import TextEncoder, blueprint, dtypes, load_tokenizer, umt5_blocks
+from wan.pipeline import text
+from wan.pipeline.text import TextEncoder, umt5_blocks
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])
@@ -91,12 +92,12 @@ def test_dit_is_bit_equal(tiny, world: int, layout: str) -> None:
 
 def text_encoder(folder: Path, dtype: torch.dtype, cut: bool) -> TextEncoder:
     checkpoint = describe(folder)
-    network = blueprint(checkpoint.require("text_encoder")).load(
+    network = text.blueprint(checkpoint.require("text_encoder")).load(
         device=CPU,
-        dtype_of=dtypes(dtype),
+        dtype_of=text.dtypes(dtype),
         place=Sharded(mesh(), umt5_blocks) if cut else WHOLE,
     )
-    tokenizer = load_tokenizer(checkpoint.require("tokenizer"))
+    tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
     return TextEncoder(network, tokenizer, dtype=dtype, text_len=64)
 
 

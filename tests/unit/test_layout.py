@@ -179,7 +179,9 @@ def test_json_has_a_limit(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path) -> None:
     """Whatever JSON holds, under any key: a description that fits the tensors, or one sentence."""
     json_values = st.recursive(
