@@ -63,12 +63,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_parts(
     config: DitConfig, vae: Blueprint[nn.Module] | None, text: Blueprint[nn.Module] | None
 ) -> None:
-    """The VAE and the text encoder must be whole and belong to the networks; weights stay unread.
+    """The VAE and the text encoder must belong to the networks.
 
     Parts that are absent are left to those who need them: embeddings can replace a text encoder.
     """
     if vae is not None:
-        vae.check()
         channels = vae.tensors["post_quant_conv.weight"].shape[0]
         if channels != config["out_dim"]:
             raise InputError(
@@ -76,7 +75,6 @@ def check_parts(
                 "belong to different checkpoints: download the VAE again."
             )
     if text is not None:
-        text.check()
         width = text.tensors["shared.weight"].shape[1]
         if width != config["text_dim"]:
             raise InputError(
@@ -197,7 +195,14 @@ def pipeline(
     vae = None if checkpoint.vae is None else vae_blueprint(checkpoint.vae)
     encoder = None if checkpoint.text_encoder is None else text_blueprint(checkpoint.text_encoder)
     check_parts(config, vae, encoder)
-    tokenizer = None if checkpoint.tokenizer is None else load_tokenizer(checkpoint.tokenizer)
+    # Each rank checks what it will load: the libraries and a tokenizer take memory and time.
+    main, tokenizer = team is None or team.is_main, None
+    if vae is not None and main:
+        vae.check()
+    if encoder is not None and (main or parallel.t5_fsdp):
+        encoder.check()
+        if checkpoint.tokenizer is not None:
+            tokenizer = load_tokenizer(checkpoint.tokenizer)
 
     def timed(make: Callable[[], T]) -> Lazy[T]:
         def load() -> T:
