@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.dist import run
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import WHOLE, Blueprint, Mapped, Sources, dit_dtypes, stored
+from wan.checkpoint.load import WHOLE, Blueprint, Source, Sources, dit_dtypes, stored
 from wan.distributed.fsdp import Sharded, local_rows
 from wan.modules.model import WanModel
 from wan.modules.textcache import TextKVCache
@@ -209,24 +210,18 @@ def mapped_bytes(file: Path) -> int:
     return sum(int(kilobytes) for kilobytes in resident) * 1024
 
 
-class Counting(Mapped):
-    """A mapped tensor that counts the bytes that are asked for."""
-
-    asked = 0
-
-    def read(self, rows: slice) -> Tensor:
-        values = super().read(rows)
-        Counting.asked += values.nbytes
-        return values
-
-
 def read_a_share(file: Path) -> tuple[int, int]:
     """(bytes asked for, bytes of the file that became resident)."""
-    Counting.asked, held = 0, []
+    asked, held = [0], []
+
+    def read(rows: slice, source: Source) -> Tensor:
+        values = source.read(rows)
+        asked[0] += values.nbytes
+        return values
 
     def counting(_: nn.Module, sources: Sources) -> Sources:
         held.extend(sources.values())  # so that the file is still mapped afterwards
-        return {name: Counting(source.view) for name, source in sources.items()}
+        return {n: replace(s, read=partial(read, source=s)) for n, s in sources.items()}
 
     Blueprint("", layers, stored(file, str), file).load(
         device=CPU,
@@ -236,7 +231,7 @@ def read_a_share(file: Path) -> tuple[int, int]:
     )
     touched = mapped_bytes(file)
     dist.barrier()
-    return Counting.asked, touched
+    return asked[0], touched
 
 
 @pytest.mark.dist

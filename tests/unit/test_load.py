@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from wan.checkpoint.load import Blueprint, Mapped, Sources, stored
+from wan.checkpoint.load import Blueprint, Source, Sources, stored
 from wan.settings.errors import InputError
 
 CPU = torch.device("cpu")
@@ -110,39 +112,27 @@ def test_a_parameter_of_two_names(tmp_path: Path, names: str) -> None:
     assert torch.equal(network["b"].weight, torch.full((3, 2), 7.0))
 
 
-class Merged(Mapped):
-    """W + B A, as a LoRA merges while it is loaded: in float32, a run of rows at a time."""
-
-    def __init__(self, view: Tensor, b: Tensor, a: Tensor) -> None:
-        super().__init__(view)
-        object.__setattr__(self, "factors", (b, a))
-        object.__setattr__(self, "reads", [])
-
-    def read(self, rows: slice) -> Tensor:
-        b, a = self.factors
-        self.reads.append(rows)
-        return super().read(rows).float() + b[rows] @ a
-
-
 def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
-    """Nothing but the source knows: it is asked for rows, and what is large never at once."""
+    """W + B A, as a LoRA is merged: nothing but the source knows, and it is asked for few rows."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = 5, 1 << 23
     weight = torch.randn(rows, columns, generator=generator).bfloat16()
     file = write({"weight": weight}, tmp_path / "x.safetensors")
-    b, a = torch.randn(rows, 2), torch.ones(2, columns)
-    made: list[Merged] = []
+    b, a = torch.randn(rows, 2, generator=generator), torch.ones(2, columns)
+    reads: list[slice] = []
+
+    def merged(of: slice, stored: Source) -> Tensor:
+        reads.append(of)
+        return stored.read(of).float() + b[of] @ a
 
     def adapt(_: nn.Module, sources: Sources) -> Sources:
-        (stored_weight,) = sources.values()
-        assert stored_weight.shape == (rows, columns) and stored_weight.dtype == torch.bfloat16
-        made.append(Merged(stored_weight.read(slice(None)), b, a))
-        return {"weight": made[0]}
+        (stored,) = sources.values()
+        assert stored.shape == (rows, columns) and stored.dtype == torch.bfloat16
+        return {"weight": replace(stored, read=partial(merged, stored=stored))}
 
     network = load(file, lambda: nn.Linear(columns, rows, bias=False), adapt=adapt)
-    expected = (weight.float() + b @ a).bfloat16()
-    assert torch.equal(network.weight, expected)
-    assert [(part.start, part.stop) for part in made[0].reads] == [(0, 2), (2, 4), (4, 5)]
+    assert torch.equal(network.weight, (weight.float() + b @ a).bfloat16())
+    assert [(part.start, part.stop) for part in reads] == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_what_has_memory_already_stays(tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights of a rank": (
         lambda f: (f / WEIGHTS).rename(f / WEIGHTS.replace(".", "_1.")), "one rank's"
     ),
-    "truncated": (lambda f: (f / WEIGHTS).write_bytes(b"\0" * 9), "not a safetensors file"),
+    "truncated": (lambda f: (f / WEIGHTS).write_bytes(b"\0" * 9), "is no whole safetensors file"),
     "algorithm": (
         lambda f: edit(f, lambda d: d.update({f"{Q}.weight": "W9A9"})), "unknown algorithm 'W9A9'"
     ),
@@ -397,10 +397,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit(f, lambda d: d.update({f"{Q}.weight": "W8A16"})), "run on NPUs only"
     ),
     "file with a gap": (
-        lambda f: reheader(f, lambda h: h.pop(f"{Q}.weight")), "but those before end at"
+        lambda f: reheader(f, lambda h: h.pop(f"{Q}.weight")), "is no whole safetensors file"
     ),
     "metadata": (
-        lambda f: reheader(f, lambda h: h.update(__metadata__={"format": 5})), "unreadable header"
+        lambda f: reheader(f, lambda h: h.update(__metadata__={"format": 5})),
+        "is no whole safetensors file",
     ),
     "linear as self-attention": (
         lambda f: edit(f, lambda d: d.update({"blocks.0.self_attn.quant_type": "W8A8_DYNAMIC"})),

@@ -16,6 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from safetensors import SafetensorError, safe_open
+
 from wan.settings.errors import InputError
 from wan.settings.values import shown
 
@@ -25,17 +27,6 @@ _STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers
 _OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_t5")  # not a lone weight file
 _SAMPLE = 1 << 16  # bytes
 _MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
-_MAX_HEADER = 100_000_000  # the safetensors format's own limit, bytes
-_DTYPES = {  # bits of an element -> the format's names
-    4: "F4",
-    6: "F6_E2M3 F6_E3M2",
-    8: "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
-    16: "I16 U16 F16 BF16",
-    32: "I32 U32 F32",
-    64: "I64 U64 F64 C64",
-}
-_BITS = {name: bits for bits, names in _DTYPES.items() for name in names.split()}
-_REMEDY = "the file is truncated or corrupt: download it again"
 
 
 @dataclass(frozen=True)
@@ -93,81 +84,42 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Names, dtypes and shapes in a safetensors file that the library itself would open.
+    """Names, dtypes and shapes in a safetensors file. InputError for one that is not whole."""
+    with _safetensors(path) as handle:
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        return {
+            name: _tensor_info(path, name, part.get_dtype(), tuple(part.get_shape()))
+            for name, part in slices.items()
+        }
 
-    Format: 8 bytes little-endian header length, JSON header, tensor bytes without gaps. InputError
-    for any other file.
-    """
-    header, start, actual = _header(path)
-    try:
-        metadata = header.pop("__metadata__", None)
-        if metadata is not None:
-            "".join((*metadata.keys(), *metadata.values())).encode()  # fails for all but text
-        "".join(header).encode()  # fails for half a surrogate pair
-        tensors = {name: _tensor_info(path, name, entry) for name, entry in header.items()}
-    except InputError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise _unreadable(path) from None
-    end = _data_end(path, {name: entry["data_offsets"] for name, entry in header.items()})
-    if actual != start + end:
-        raise InputError(f"{path} has {actual} bytes instead of {start + end}; {_REMEDY}.")
-    return tensors
+
+def _tensor_info(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; but for BOOL
+    return TensorInfo(path, name, dtype, shape, prod(shape) * int(digits[0] if digits else 8) // 8)
 
 
 def safetensors_metadata(path: Path, key: str) -> Any:
-    """One metadata value, itself JSON, of a file with a sound header; None where it is absent."""
+    """One metadata value, itself JSON; None where it is absent."""
+    with _safetensors(path) as handle:
+        text = (handle.metadata() or {}).get(key, "")
     try:
-        return json.loads((_header(path)[0].get("__metadata__") or {})[key])
-    except (KeyError, ValueError, RecursionError):
+        return json.loads(text)
+    except (ValueError, RecursionError):
         return None
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header as it is, where the tensors begin, and the size of the file."""
-    with _opened(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= _MAX_HEADER:
-            raise InputError(f"{path} is not a safetensors file; {_REMEDY}.")
+@contextmanager
+def _safetensors(path: Path) -> Iterator[Any]:
+    """Opened by the format's own library, which checks the header against the size of the file."""
+    with _opened(path):
         try:
-            header = json.loads(file.read(length).decode("utf-8"))
-        except (ValueError, RecursionError):
-            raise _unreadable(path) from None
-        if not isinstance(header, dict):
-            raise _unreadable(path)
-        return header, 8 + length, os.fstat(file.fileno()).st_size
-
-
-def _unreadable(path: Path) -> InputError:
-    return InputError(f"{path} has an unreadable header; {_REMEDY}.")
-
-
-def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
-    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    counts = [*shape, start, end]
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in counts):
-        raise ValueError
-    if dtype not in _BITS:
-        raise InputError(f"{path}: {name} has the unknown dtype {shown(dtype)}; {_REMEDY}.")
-    bits = _BITS[dtype] * prod(shape)
-    if 8 * (end - start) != bits or _BITS[dtype] * prod(n or 1 for n in shape) >= 1 << 63:
-        raise InputError(
-            f"{path}: {name} has {end - start} bytes, which are no {dtype} {shape}; {_REMEDY}."
-        )
-    return TensorInfo(path, name, dtype, tuple(shape), end - start)
-
-
-def _data_end(path: Path, offsets: Mapping[str, list[int]]) -> int:
-    """Where the last tensor ends; each has to begin where the one before it ends."""
-    end = 0
-    for name, (start, stop) in sorted(offsets.items(), key=lambda item: item[1]):
-        if start != end:
+            with safe_open(path, framework="np") as handle:
+                yield handle
+        except SafetensorError as error:
+            reason = shown(str(error).removeprefix("Error while deserializing header: "), str)
             raise InputError(
-                f"{path}: the bytes of {name} begin at {start}, but those before end at {end}; "
-                f"{_REMEDY}."
-            )
-        end = stop
-    return end
+                f"{path} is no whole safetensors file ({reason}); download it again."
+            ) from None
 
 
 def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:

@@ -39,58 +39,24 @@ DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 """(name of a parameter, dtype in the file) -> dtype in memory."""
 
 
-class Source(Protocol):
-    """Where the values of one tensor come from."""
+@dataclass(frozen=True)
+class Source:
+    """Where the values of one tensor come from.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """As stored."""
-        ...
+    Attributes:
+        dtype: as stored.
+        shape: as the network has it.
+        read: gives rows on the CPU, in any dtype; called for a few at a time, which are then copied
+            into the network. What the values become on their way (merged, dequantised) is done
+            here.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As the network has it."""
-        ...
-
-    def read(self, rows: slice) -> Tensor:
-        """These rows on the CPU, in any dtype; they are copied at once."""
-        ...
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[slice], Tensor]
 
 
 Sources = Mapping[str, Source]
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """A tensor that is a view of its mapped file: only what is copied from it is read."""
-
-    view: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.view.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.view.shape)
-
-    def read(self, rows: slice) -> Tensor:
-        return self.view[rows]
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """A vector, or one column, rounded to a dtype."""
-
-    stored: Source
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape[:1]
-
-    def read(self, rows: slice) -> Tensor:
-        return self.stored.read(rows).reshape(-1).to(self.dtype)
 
 
 class Place(Protocol):
@@ -271,11 +237,16 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     for file, names in by_file.items():
         if file.suffix == ".pth":
             state = _unpickled(file)
-            sources |= {name: Mapped(state[tensors[name].name]) for name in names}
+            sources |= {name: _source(state[tensors[name].name]) for name in names}
             continue
         with safe_open(file, framework="pt", device="cpu") as handle:
-            sources |= {name: Mapped(handle.get_tensor(tensors[name].name)) for name in names}
+            sources |= {name: _source(handle.get_tensor(tensors[name].name)) for name in names}
     return sources
+
+
+def _source(view: Tensor) -> Source:
+    """A view of a mapped file: only the rows that are asked for are read."""
+    return Source(view.dtype, tuple(view.shape), view.__getitem__)
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
@@ -330,10 +301,16 @@ def int8_sources(export: Export, dtype: torch.dtype) -> dict[str, Source]:
     sources = mapped(infos)
     for name, source in list(sources.items()):
         if name.endswith((".weight_scale", ".bias")):
-            sources[name] = Rounded(source, dtype)
+            sources[name] = _rounded(source, dtype)
         elif name.endswith(".mul_scale"):
             sources[name.removesuffix("mul_scale") + "factors"] = sources.pop(name)
     return sources
+
+
+def _rounded(stored: Source, dtype: torch.dtype) -> Source:
+    """A vector, or a column as a vector, rounded to a dtype."""
+    read = stored.read
+    return Source(dtype, stored.shape[:1], lambda rows: read(rows).reshape(-1).to(dtype))
 
 
 Rotation = tuple[Tensor, Tensor]
