@@ -20,12 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from wan.checkpoint.files import (
-    TensorInfo,
-    folder_tensors,
-    network_tensors,
-    safetensors_header,
-)
+from wan.checkpoint.files import TensorInfo, folder_tensors, network_tensors, safetensors_header
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
 from wan.log import progress
 from wan.settings.errors import InputError
@@ -33,7 +28,7 @@ from wan.settings.numerics import keeps_fp32
 from wan.settings.values import shown
 
 _SLICE = 1 << 24  # elements that are copied at a time
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 """(name of a parameter, dtype in the file) -> dtype in memory."""
@@ -41,14 +36,12 @@ DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of one tensor come from.
+    """Where the values of one tensor come from, and what they become on their way.
 
     Attributes:
         dtype: as stored.
         shape: as the network has it.
-        read: gives rows on the CPU, in any dtype; called for a few at a time, which are then copied
-            into the network. What the values become on their way (merged, dequantised) is done
-            here.
+        read: rows on the CPU, in any dtype; a few at a time are asked for, and copied.
     """
 
     dtype: torch.dtype
@@ -220,7 +213,12 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     the layout of diffusers or transformers. Raises InputError for anything else.
     """
     if path.suffix == ".pth":
-        found = {name: _described(path, name, t) for name, t in _unpickled(path).items()}
+        state = _unpickled(path)
+        dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
+        found = {
+            name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes)
+            for name, t in state.items()
+        }
     else:
         found = (safetensors_header(path) if path.is_file() else folder_tensors(path)) or {}
     if not found:
@@ -250,6 +248,7 @@ def _source(view: Tensor) -> Source:
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
+    """The mapped tensors of a `.pth`."""
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
@@ -260,25 +259,20 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises half a dozen kinds for damaged files
         reason = shown(error, str)
         raise InputError(f"{path} cannot be read ({reason}); download it again.") from None
-    if not isinstance(state, dict):
-        raise _no_weights(path, type(state).__name__)
-    return state
+    entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
+    for name, value in entries:
+        if not (isinstance(name, str) and _is_plain(value)):
+            raise InputError(
+                f"{path} holds something other than weights ({shown(name, str)}); download it "
+                "again."
+            )
+    return dict(entries)
 
 
-def _described(path: Path, name: Any, value: Any) -> TensorInfo:
-    """One entry of a `.pth`: a plain tensor whose memory is all there."""
-    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
-        raise _no_weights(path, name)
-    if not isinstance(name, str) or value.untyped_storage().nbytes() < value.nbytes:
-        raise _no_weights(path, name)
-    dtype = _NAMES.get(value.dtype, str(value.dtype))
-    return TensorInfo(path, name, dtype, tuple(value.shape), value.nbytes)
-
-
-def _no_weights(path: Path, what: Any) -> InputError:
-    return InputError(
-        f"{path} holds something other than weights ({shown(what, str)}); download it again."
-    )
+def _is_plain(value: Any) -> bool:
+    """A dense tensor whose memory is all there."""
+    dense = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    return dense and value.untyped_storage().nbytes() >= value.nbytes
 
 
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
