@@ -217,3 +217,12 @@ def test_published_networks_are_described_like_folders(task: str, tiny: Any) -> 
     assert checkpoint.config.keys() == like.config.keys()
     with pytest.raises(InputError, match="has no vae"):
         checkpoint.require("vae")
+
+
+def test_two_experts_are_alike(tiny: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "checkpoint"))
+    set_config(folder / "low_noise_model", num_heads=20)
+    assert "mixes networks of different tasks or sizes" in refusal(folder)
+    shutil.rmtree(folder / "low_noise_model")
+    shutil.copytree(tiny("i2v-A14B") / "low_noise_model", folder / "low_noise_model")
+    assert "mixes networks of different tasks or sizes" in refusal(folder)

@@ -84,7 +84,7 @@ class Checkpoint:
 
     @property
     def config(self) -> DitConfig:
-        """Of any of its networks; the sizes are those of all."""
+        """Of each of its networks: they are alike."""
         return next(iter(self.experts.values())).config
 
     @property
@@ -142,12 +142,10 @@ def describe(folder: Path) -> Checkpoint:
     _check_folder(folder)
     diffusers = (folder / "transformer").is_dir()
     experts = _find_experts(folder, diffusers)
-    kinds = {name: _kind(files) for name, files in experts.items()}
-    if len(set(kinds.values())) > 1:
-        raise InputError(
-            f"{folder} mixes networks of different tasks ({kinds}); download it again."
-        )
-    kind = next(iter(kinds.values()))
+    first, *others = experts.values()
+    if any(files.config != first.config for files in others):
+        raise InputError(f"{folder} mixes networks of different tasks or sizes; download it again.")
+    kind = _kind(first)
     if diffusers:
         vae, encoder = _library_part(folder / "vae"), _library_part(folder / "text_encoder")
     else:
