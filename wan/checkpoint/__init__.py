@@ -1,1 +1,4 @@
-"""A checkpoint folder, read downwards: what is in it, names, weights into networks."""
+"""From a folder to tensors in a network: layout (what is there), files, keymaps, quantised, load.
+
+Only `load` imports torch; nothing here knows a network's class.
+"""
