@@ -22,8 +22,8 @@ from wan.checkpoint import load as loading
 from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.layout import describe
 from wan.distributed.fsdp import Sharded, local_rows
+from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.modules.textcache import TextKVCache
 from wan.pipeline.text import TextEncoder, umt5, umt5_blocks
 from wan.settings.errors import InputError
 
@@ -52,7 +52,7 @@ def dit(folder: Path, compute: torch.dtype, convert_all: bool, cut: bool) -> Wan
         dtype_of=loading.dit_dtypes(compute, convert_all),
         label="DiT",
         place=Sharded(mesh(), lambda network: network.blocks) if cut else None,
-        text_cache=TextKVCache() if cut else None,
+        collaborators=Collaborators(text_kv_cache=cut),
     )
 
 
@@ -66,7 +66,7 @@ def kv_of_blocks(model: WanModel) -> list[bool]:
     """Filled while the model runs: whether a block was given its text K/V."""
     given: list[bool] = []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[4] is not None))
+        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[3] is not None))
     return given
 
 

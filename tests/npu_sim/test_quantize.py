@@ -23,6 +23,7 @@ from wan.checkpoint.load import meta_dit, rotations
 from wan.checkpoint.quantised import QuantisedDit, resolve
 from wan.device import Device
 from wan.kernels.int8_linear import W8A8Linear
+from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 from wan.pipeline import build as parts
 from wan.pipeline.tiny import make_checkpoint
@@ -107,7 +108,7 @@ def network(pair: tuple[Path, Path], where: Device, name: str) -> WanModel:
     execution = Execution(device="cpu", precision="bf16")
     quantised = read(pair)
     return parts.expert(
-        describe(pair[0]), execution, where, torch.bfloat16, name, {}, None, quantised
+        describe(pair[0]), execution, where, torch.bfloat16, name, Collaborators(), None, quantised
     )
 
 

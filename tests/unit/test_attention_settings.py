@@ -13,7 +13,6 @@ from wan.modules import schedule
 from wan.modules.schedule import TokenPlan
 from wan.settings import values
 from wan.settings.attention import (
-    LASER_ROWS,
     RAINFUSION_TYPES,
     Attention,
     RainFusion,
@@ -22,6 +21,7 @@ from wan.settings.attention import (
 )
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.numerics import LASER_ROWS
 from wan.settings.parallel import Parallel
 
 NPU = Execution(device="npu")
@@ -96,7 +96,7 @@ def test_what_is_accepted_has_an_effect_and_no_contradiction(
     st.integers(1, 40000),
     st.integers(1, 6),
     st.integers(1, 4),
-    st.sampled_from((0, 1, 2, "overlap")),
+    st.sampled_from((*schedule.MODES, "overlap")),
     st.booleans(),
 )
 def test_laser_is_refused_where_any_call_would_be_too_short(
@@ -110,7 +110,7 @@ def test_laser_is_refused_where_any_call_would_be_too_short(
     plan = TokenPlan(tokens, ring * ulysses, attention.row_multiple(ring))
     held = [sum(plan.valid(r * ulysses + u) for u in range(ulysses)) for r in range(ring)]
     calls = [
-        b - a for rows in held for a, b in schedule.q_ranges(rows, 2 if mode == 2 else 1) if a < b
+        b - a for rows in held for a, b in schedule.q_ranges(rows, parallel.mode.blocks) if a < b
     ]
     if min(calls) >= LASER_ROWS:
         assert resolve(flags, NPU, steps=8, tokens=tokens, parallel=parallel) == attention

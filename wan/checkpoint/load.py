@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -27,8 +27,10 @@ from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
 from wan.log import progress
-from wan.modules.model import WanModel, keeps_fp32
+from wan.modules.interfaces import Collaborators
+from wan.modules.model import WanModel
 from wan.settings.errors import InputError
+from wan.settings.numerics import keeps_fp32
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 """(name, dtype in the file) -> dtype in memory."""
@@ -71,22 +73,22 @@ def load_dit(
     dtype_of: DTypeOf,
     label: str,
     place: Place | None = None,
-    **collaborators: Any,
+    collaborators: Collaborators | None = None,
 ) -> WanModel:
-    """A WanModel for inference. collaborators: the keyword-only arguments of WanModel.
+    """A WanModel for inference. collaborators: as in WanModel.
 
     Raises InputError naming the tensor that is missing, extra or wrongly shaped.
     """
-    model = meta_dit(files, **collaborators)
+    model = meta_dit(files, collaborators)
     _fill(model, _mapped(files.tensors), device, dtype_of, label, place or Whole())
     return model
 
 
-def meta_dit(files: DitFiles, **collaborators: Any) -> WanModel:
+def meta_dit(files: DitFiles, collaborators: Collaborators | None = None) -> WanModel:
     """The network without weights, after its names and shapes were compared with the files'."""
     try:
         with torch.device("meta"):
-            model = WanModel(**files.config, **collaborators)
+            model = WanModel(**files.config, collaborators=collaborators)
     except (TypeError, ValueError) as error:
         raise InputError(f"{files.folder}/config.json does not fit: {error}") from error
     check_tensors(model, files.tensors, files.folder)
@@ -266,14 +268,14 @@ def load_quantised_dit(
     dtype_of: DTypeOf,
     compute: torch.dtype,
     label: str,
-    **collaborators: Any,
+    collaborators: Collaborators | None = None,
 ) -> WanModel:
-    """A WanModel for inference. dtype_of, collaborators: as in `wan.loading.load_dit`.
+    """A WanModel for inference. dtype_of, collaborators: as in `load_dit`.
 
     compute: what goes into the quantised layers and comes out; 16 bits on an NPU. Raises InputError
     where the checkpoint does not fit its configuration.
     """
-    model = meta_dit(files, **collaborators).requires_grad_(False)
+    model = meta_dit(files, collaborators).requires_grad_(False)
     if device.type != "npu":
         _replace(model, export, device, compute, label)
     elif export.linears:

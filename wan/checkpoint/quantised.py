@@ -22,6 +22,7 @@ from typing import Any
 from wan.checkpoint.files import TensorInfo, is_folder, read_json, safetensors_header
 from wan.checkpoint.layout import Checkpoint, DitFiles
 from wan.settings.errors import InputError
+from wan.settings.numerics import keeps_fp32
 
 DESCRIPTIONS = {  # in the order of the search -> whether an NPU keeps the weights in its NZ layout
     "quant_model_description_w8a8_dynamic.json": True,
@@ -47,7 +48,6 @@ _MX = {"W8A8_MXFP8": ("F8_E4M3",), "W4A4_MXFP4": _FP4, "W4A4_MXFP4_DUALSCALE": _
 _ATTENTION = (FP8_DYNAMIC, "MXFP8_DYNAMIC", "MXFP4_DYNAMIC")
 _FLOAT = "FLOAT"  # excludes a layer, in this spelling only
 _UNQUANTISED = ("W16A16", "NO_QUANT")  # algorithms that quantise nothing
-_IN_FP32 = ("time_embedding.", "time_projection.", "head.")  # as wan.modules.model.keeps_fp32
 _FLOATING = ("F32", "BF16", "F16")
 # Of a layer's entries, in the order of mindiesd's search.
 _SUFFIXES = (".linear.weight", ".weight", "", ".fa_q.scale", ".quant_type")
@@ -185,7 +185,7 @@ class _Source:
                 f"{self.description} gives the linear layer {name} {algorithm}, an algorithm for "
                 "attention; export again."
             )
-        if name.startswith(_IN_FP32):
+        if keeps_fp32(name):
             raise InputError(
                 f"{self.description} quantises {name}, which is computed in float32 here; export "
                 "it as FLOAT."

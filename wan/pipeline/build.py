@@ -6,6 +6,7 @@ The composition root: the one place that knows every class.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +25,12 @@ from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
-from wan.kernels import select as attentions
-from wan.kernels.select import AttentionParts
+from wan.kernels.select import Selected, select
 from wan.log import Stages, logger
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import LocalAttention, LocalTokens
+from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens
 from wan.modules.model import WanModel
-from wan.modules.textcache import TextKVCache
+from wan.pipeline import attention_line
 from wan.pipeline import build as parts
 from wan.pipeline.pipeline import Experts, Lazy, Pipeline
 from wan.pipeline.text import TextEncoder, umt5, umt5_blocks, umt5_sizes
@@ -85,18 +85,17 @@ def expert(
     device: Device,
     dtype: torch.dtype,
     name: str,
-    collaborators: dict[str, Any],
+    collaborators: Collaborators,
     place: Place | None,
     quantised: QuantisedDit | None = None,
 ) -> WanModel:
     """A network. quantised: where its quantised layers come from; such a network is not cut."""
     compute = dit_dtype(execution, dtype)
-    arguments = {
+    arguments: dict[str, Any] = {
         "device": device.torch_device,
         "dtype_of": loading.dit_dtypes(compute, execution.convert_model_dtype),
         "label": f"DiT {name}",
-        **collaborators,
-        "text_cache": TextKVCache() if execution.text_kv_cache else None,
+        "collaborators": replace(collaborators, text_kv_cache=execution.text_kv_cache),
     }
     files = checkpoint.experts[name]
     if quantised is None:
@@ -184,7 +183,7 @@ def pipeline(
     head_dim = checkpoint.head_dim
     on_device.check(execution, attention, quantised, head_dim, device.type, device.chip)
     exported = {} if quantised is None or attention.fa_quant is None else rotations(quantised)
-    chosen = attentions.parts(attention, device, head_dim, compute, exported)
+    chosen = select(attention, device, head_dim, compute, exported)
     collaborators = _collaborators(parallel, attention, chosen, team)
     dit_place, t5_place = _places(parallel, team)
 
@@ -209,7 +208,7 @@ def pipeline(
         network.num_layers,
         network.num_heads,
     )
-    logger.info("%s", attentions.line(attention, parallel, network.num_heads, chosen.dense))
+    logger.info("%s", attention_line.line(attention, parallel, network.num_heads, chosen))
     return Pipeline(
         device=device,
         text=timed(
@@ -227,7 +226,7 @@ def pipeline(
         text_len=network.text_len,
         offload=execution.offload_model,
         stages=stages,
-        kernel=chosen.dense.name,
+        kernel=chosen.describe(),
         **_shared(parallel, team),
     )
 
@@ -256,13 +255,12 @@ def team(
 
 
 def _collaborators(
-    parallel: Parallel, attention: Attention, chosen: AttentionParts, team: Team | None
-) -> dict[str, Any]:
+    parallel: Parallel, attention: Attention, chosen: Selected, team: Team | None
+) -> Collaborators:
     """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
-    shared = {"kernel": chosen.text, "ops": chosen.ops}
     several = team is not None and parallel.sequence_size > 1
     if not (several or chosen.methods or chosen.clock):
-        return shared | {"attention": LocalAttention(chosen.dense), "tokens": LocalTokens()}
+        return Collaborators(LocalAttention(chosen.dense), chosen.text, LocalTokens(), chosen.ops)
     group = ALONE if team is None else team.group("ring", "ulysses")
     multiple = attention.row_multiple(parallel.ring_size) if several else 1
     layer = FAPowerCapAttention(
@@ -274,7 +272,8 @@ def _collaborators(
         methods=chosen.methods,
         clock=chosen.clock,
     )
-    return shared | {"attention": layer, "tokens": ShardedTokens(group, multiple, chosen.order)}
+    tokens = ShardedTokens(group, multiple, chosen.order)
+    return Collaborators(layer, chosen.text, tokens, chosen.ops)
 
 
 def _places(parallel: Parallel, team: Team | None) -> tuple[Sharded | None, Sharded | None]:

@@ -12,14 +12,12 @@ from typing import Any
 
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.numerics import KV_ROWS, LASER_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
 
 ALGORITHMS = ("fused", "laser")
 RAINFUSION_TYPES = ("v1", "v2", "v3")
 FUSED_OPS = ("rope", "rms_norm", "layer_norm", "scale_shift")
-LASER_ROWS = 2048  # below, mindiesd silently takes its other kernel
-BLOCK = 128  # rows of a query block: of an FP8 scale, and of RainFusion's masks
-KV_BLOCK = 256  # rows of an FP8 scale of keys or values
 RESTORE = 1650  # MHz
 
 
@@ -66,8 +64,8 @@ class Attention:
         unless numbers are quantised before they are exchanged.
         """
         if self.quant_alltoall:
-            return KV_BLOCK
-        return BLOCK if ring_size > 1 and not self.is_plain else 1
+            return KV_ROWS
+        return Q_ROWS if ring_size > 1 and not self.is_plain else 1
 
     def record(self) -> dict[str, Any]:
         """Under their flags' names, what a repeat of the video needs beside the flags given.
@@ -272,4 +270,4 @@ def _fewest_queries(attention: Attention, parallel: Parallel, tokens: int) -> in
     shard = -(-tokens // (parallel.sequence_size * multiple)) * multiple
     rows = shard * parallel.ulysses_size  # after the exchange
     last = tokens - (-(-tokens // rows) - 1) * rows  # of the last rank that has any
-    return max(last // (2 if parallel.mode == "BlockAttn" else 1), 1)
+    return max(last // parallel.mode.blocks, 1)

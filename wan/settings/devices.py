@@ -16,8 +16,8 @@ from wan.settings import devices as chips
 from wan.settings.attention import Attention, npu_flag
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.numerics import LASER_HEAD
 
-LASER_HEAD_DIM = 128  # the kernel's inputs are padded to this, never cut
 FP8_HEAD_DIMS = (64, 128)  # the FP8 attention kernel names no others
 
 
@@ -129,9 +129,9 @@ def _laser(chip: Chip, attention: Attention, head_dim: int, precision: str) -> s
             f"{flag} needs {_having(laser=True)}; this is an {chip.name}, which has no such "
             "kernel: use --attention_algo fused."
         )
-    if head_dim > LASER_HEAD_DIM:
+    if head_dim > LASER_HEAD:
         return (
-            f"{flag} takes heads of at most {LASER_HEAD_DIM} channels, not {head_dim}: use "
+            f"{flag} takes heads of at most {LASER_HEAD} channels, not {head_dim}: use "
             "--attention_algo fused."
         )
     if precision == "fp32":

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from wan.modules.schedule import Mode, mode_of
 from wan.settings.errors import InputError
 
 RING_TYPES = ("ring", "bidirectional")
@@ -34,11 +35,9 @@ class Parallel:
     dist_timeout: float = 30.0
 
     @property
-    def mode(self) -> str:
-        """The attention mode's name."""
-        if self.fa_alltoall_overlap:
-            return "A2A/FA overlap"
-        return ("baseline", "InsertComm", "BlockAttn")[self.comm_type]
+    def mode(self) -> Mode:
+        """The attention mode."""
+        return mode_of(self.comm_type, self.fa_alltoall_overlap)
 
     @property
     def sequence_size(self) -> int:
