@@ -6,6 +6,8 @@ Legend: B batch, s this rank's tokens, N heads, D head size.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -18,11 +20,11 @@ from torch import Tensor
 
 from benchmarks import common
 from benchmarks.ranks import CPU, interleave
-from wan.distributed import exchange
+from wan.distributed.exchange import Group, process_group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.attnlayer import COMM_TYPES, FAPowerCapAttention
-from wan.modules.schedule import head_ranges
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.schedule import MODES, OVERLAP, Mode, head_ranges
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def added(run: common.Run, q: Tensor) -> float:
     gloo's thread lets go of a tensor a moment after the exchange is done; hence the pauses.
     """
     dist.barrier()
-    with patch.object(exchange, "_all_to_all", SlowLink(0.0, pause=0.02)):
+    with slow_link(0.0, pause=0.02):
         return common.peak_bytes(run, CPU) / q.nbytes
 
 
@@ -64,7 +66,11 @@ def attention(mode: int, overlap: bool = False, **collaborators: Any) -> FAPower
     return FAPowerCapAttention(SimpleNamespace(comm_type=mode), group, overlap, **collaborators)
 
 
-def group_of_one() -> exchange.Group:
+def chunks(size: Size, mode: Mode) -> int:
+    return len(head_ranges(size.heads, dist.get_world_size(), mode.chunks))
+
+
+def group_of_one() -> Group:
     ranks = range(dist.get_world_size())
     return [dist.new_group([rank]) for rank in ranks][dist.get_rank()]
 
@@ -72,39 +78,44 @@ def group_of_one() -> exchange.Group:
 def modes(size: Size) -> dict[str, Any]:
     """The three modes: seconds, and memory added to the inputs."""
     qkv = qkv_BsND(size)
-    runs = {f"mode {mode}": partial(attention(mode), *qkv) for mode in COMM_TYPES}
+    runs = {f"mode {mode}": partial(attention(mode), *qkv) for mode in MODES}
     held = runs | {"overlap": partial(attention(0, overlap=True), *qkv)}
     memory = {name: added(run, qkv[0]) for name, run in held.items()}
     memory["check: an exchange alone"] = exchange_alone(qkv[0])
-    chunks = len(head_ranges(size.heads, dist.get_world_size()))
-    return {"chunks": chunks, "added": memory, "seconds": interleave(runs, size.rounds)}
+    return {
+        "chunks": chunks(size, MODES[1]),
+        "added": memory,
+        "seconds": interleave(runs, size.rounds),
+    }
 
 
-class SlowLink:
-    """A transport of which each exchange takes `delay` seconds more, one after the other.
+@contextmanager
+def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
+    """Each all-to-all takes `delay` seconds more, one after the other.
 
     Waiting is sleeping: no processor time is taken from the attention, as on a real link.
     pause: seconds for which every `wait` rests at least, once the exchange is done.
     """
+    exchange, free = dist.all_to_all_single, 0.0
 
-    def __init__(self, delay: float, pause: float = 0.0) -> None:
-        self.delay, self.pause = delay, pause
-        self.free, self.transport = 0.0, exchange._all_to_all
-
-    def __call__(
-        self, send: Tensor, group: exchange.Group, async_op: bool
-    ) -> tuple[Tensor, SimpleNamespace | None]:
-        received, work = self.transport(send, group, True)
-        self.free = end = max(self.free, time.perf_counter()) + self.delay
+    def slow(
+        received: Tensor, send: Tensor, group: Group, async_op: bool
+    ) -> SimpleNamespace | None:
+        nonlocal free
+        work = exchange(received, send, group=process_group(group), async_op=True)
+        free = end = max(free, time.perf_counter()) + delay
 
         def wait() -> None:
             work.wait()
-            time.sleep(max(self.pause, end - time.perf_counter()))
+            time.sleep(max(pause, end - time.perf_counter()))
 
         if async_op:
-            return received, SimpleNamespace(wait=wait)
+            return SimpleNamespace(wait=wait)
         wait()
-        return received, None
+        return None
+
+    with patch.object(dist, "all_to_all_single", slow):
+        yield
 
 
 def overlap(size: Size, share: float) -> dict[str, Any]:
@@ -113,13 +124,13 @@ def overlap(size: Size, share: float) -> dict[str, Any]:
     in_order, pipelined = (partial(attention(1, on), *qkv) for on in (False, True))
     in_order()
     dist.barrier()
-    exchanges = 4 * len(head_ranges(size.heads, dist.get_world_size()))
+    exchanges = 4 * chunks(size, OVERLAP)
     delay = torch.tensor(share * common.seconds(in_order, CPU) / exchanges)
     dist.broadcast(delay, 0)
 
     def slowed(run: common.Run) -> common.Run:
         def slow() -> None:
-            with patch.object(exchange, "_all_to_all", SlowLink(delay.item())):
+            with slow_link(delay.item()):
                 run()
 
         return slow

@@ -18,43 +18,34 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from benchmarks import common
-from benchmarks.attention_runs import Size, attention, group_of_one
+from benchmarks.attention_runs import Size, attention, chunks, group_of_one
 from benchmarks.ranks import interleave
-from wan.kernels.sdpa import SdpaKernel
-from wan.modules.attnlayer import COMM_TYPES, FAPowerCapAttention
-from wan.modules.blocks import WanAttentionBlock
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
+from wan.modules.interfaces import Collaborators
 from wan.modules.rope import rope_table
-from wan.modules.schedule import head_ranges
+from wan.modules.schedule import MODES
 
 TEXT = 512
 Forward = Callable[[Callable[..., Any]], Tensor]
 
 
-def block(size: Size, layer: FAPowerCapAttention, cards: int) -> tuple[WanAttentionBlock, Forward]:
-    """A block, its feed-forward as wide as in the 14B network, and a call of it on one of `cards`.
+def block(size: Size, layer: FAPowerCapAttention, ranks: int) -> tuple[WanAttentionBlock, Forward]:
+    """A block, its feed-forward as wide as in the 14B network, and a call of it on one of `ranks`.
 
     The second takes the block as it is or compiled. The text's keys and values are given, as in
     every step of a run but the first.
     """
-    channels, tokens = size.heads * size.head_dim, size.tokens // cards
+    channels, tokens = size.heads * size.head_dim, size.tokens // ranks
     torch.manual_seed(0)
-    module = WanAttentionBlock(
-        channels,
-        27 * channels // 10,
-        size.heads,
-        qk_norm=True,
-        cross_attn_norm=True,
-        eps=1e-6,
-        layer=0,
-        attention=layer,
-        kernel=SdpaKernel(),
-    )
-    mine = slice(*((dist.get_rank() % cards + i) * tokens for i in (0, 1)))
+    sizes = BlockSizes(channels, 27 * channels // 10, size.heads)
+    module = WanAttentionBlock(sizes, 0, Collaborators(layer))
+    mine = slice(*((dist.get_rank() % ranks + i) * tokens for i in (0, 1)))
     x_BsC = torch.randn(1, size.tokens, channels)[:, mine].clone()
     e0_BR6C, context_BTC = torch.randn(1, 1, 6, channels), torch.randn(1, TEXT, channels)
-    rope = tuple(table[mine] for table in rope_table((1, 1, size.tokens), size.head_dim))
+    cos, sin = (table[mine] for table in rope_table((1, 1, size.tokens), size.head_dim))
     kv = module.cross_attn.text_kv(context_BTC)
-    others = (e0_BR6C, (tokens,), context_BTC, kv, rope, size.tokens, None)
+    others = (e0_BR6C, context_BTC, kv, ForwardInfo((tokens,), (cos, sin), size.tokens))
     return module, lambda forward: forward(x_BsC.clone(), *others)[0]
 
 
@@ -101,7 +92,7 @@ def compile_block(
 def compiled(size: Size) -> dict[str, Any]:
     """One block of each mode, eager and compiled: seconds, distance, order in the code."""
     ranks = dist.get_world_size()
-    blocks = {f"mode {mode}": block(size, attention(mode), ranks) for mode in COMM_TYPES}
+    blocks = {f"mode {mode}": block(size, attention(mode), ranks) for mode in MODES}
     orders: dict[str, str] = {}
     for name in list(blocks)[1:]:
         *_, orders[f"{name}, hoisting"] = compile_block(*blocks[name], **HOISTING)
@@ -113,14 +104,12 @@ def compiled(size: Size) -> dict[str, Any]:
         expected = run(module)
         distance[name] = ((result - expected).abs().max() / expected.abs().max()).item()
         runs |= {name: partial(run, module), f"{name}, compiled": fast}
-    chunks = len(head_ranges(size.heads, ranks))
     return {
         "seconds": interleave(runs, size.rounds),
         "orders": orders,
         "expected": {
-            "mode 0": "EEEAEA",
-            "mode 1": chunks * "EEEAE" + "A",
-            "mode 2": chunks * "EEEAAE" + "A",
+            f"mode {mode}": chunks(size, row) * f"EEE{row.blocks * 'A'}E" + "A"
+            for mode, row in MODES.items()
         },
         "distance": distance,
     }

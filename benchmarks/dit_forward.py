@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from wan.checkpoint.keymaps import dit_diffusers_name
-from wan.modules.model import WanModel, keeps_fp32
-from wan.modules.textcache import TextKVCache
+from wan.modules.interfaces import Collaborators
+from wan.modules.model import WanModel
+from wan.settings.numerics import keeps_fp32
 
 CHANNELS, TEXT_DIM, TEXT_LEN, PATCH, HEAD_DIM = 16, 4096, 512, (1, 2, 2), 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -75,7 +76,7 @@ class Bench:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    def wan(self, text_cache: TextKVCache | None = None) -> WanModel:
+    def wan(self, text_kv_cache: bool = False) -> WanModel:
         return WanModel(
             in_dim=CHANNELS,
             dim=self.case.heads * HEAD_DIM,
@@ -85,13 +86,13 @@ class Bench:
             out_dim=CHANNELS,
             num_heads=self.case.heads,
             num_layers=self.case.layers,
-            text_cache=text_cache,
+            collaborators=Collaborators(text_kv_cache=text_kv_cache),
         )
 
-    def ours(self, weights: dict[str, Tensor], text_cache: TextKVCache | None = None) -> WanModel:
+    def ours(self, weights: dict[str, Tensor], text_kv_cache: bool = False) -> WanModel:
         """Our model over these weights, sharing those that have their dtype already."""
         with torch.device("meta"):
-            model = self.wan(text_cache)
+            model = self.wan(text_kv_cache)
         cast = {k: v if keeps_fp32(k) else v.to(self.dtype) for k, v in weights.items()}
         model.load_state_dict(cast, assign=True)
         return model
@@ -124,7 +125,7 @@ class Bench:
 
         ours, theirs = self.ours(weights), self.diffusers(weights)
         shared = ours.state_dict()
-        cached, compiled = self.ours(shared, TextKVCache()), self.ours(shared)
+        cached, compiled = self.ours(shared, text_kv_cache=True), self.ours(shared)
         for block in compiled.blocks:
             block.compile(fullgraph=True)
 

@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from benchmarks.live_bytes import WHOLE
+from wan.modules.schedule import MODES
 from wan.planner.forward import Forward
 from wan.planner.network import Network, text_bytes
 from wan.settings.attention import Attention, RainFusion
@@ -24,7 +25,6 @@ METHODS = {
     "RainFusion": Attention(rainfusion=RainFusion("v2", 0.64, 0)),
     "RainFusion FP8": Attention("fused", "fp8", rainfusion=RainFusion("v3", 0.64, 0)),
 }
-MODES = {0: "baseline", 1: "InsertComm", 2: "BlockAttn"}
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def parallels() -> list[tuple[str, Parallel]]:
     found = [("one process", Parallel())]
     for ring, ulysses in ((1, 2), (2, 1), (1, 4), (2, 2), (4, 1)):
         base = Parallel(ring * ulysses, 1, ring, ulysses)
-        for mode, name in MODES.items():
+        for mode, row in MODES.items():
             if mode == 0 or ulysses > 1:
-                found.append((f"{ring} x {ulysses} {name}", replace(base, comm_type=mode)))
+                found.append((f"{ring} x {ulysses} {row.name}", replace(base, comm_type=mode)))
         if ulysses > 1:
             overlap = replace(base, fa_alltoall_overlap=True)
             found.append((f"{ring} x {ulysses} overlap", overlap))

@@ -36,11 +36,16 @@ from wan.device import resolve
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
-from wan.kernels.select import parts
+from wan.kernels.select import select
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import Attention, LocalAttention, LocalTokens, TokenShard
+from wan.modules.interfaces import (
+    Attention,
+    Collaborators,
+    LocalAttention,
+    LocalTokens,
+    TokenShard,
+)
 from wan.modules.model import WanModel
-from wan.modules.textcache import TextKVCache
 from wan.planner.network import Network, weights
 
 
@@ -48,7 +53,7 @@ def collaborators(case: Case, store: str, rank: int) -> tuple[Attention, TokenSh
     """Attention and token shards as `wan.pipeline.build` composes them, over gloo."""
     parallel, several = case.parallel, case.parallel.world_size > 1
     head = case.net.dim // case.net.heads
-    made = parts(case.attention, resolve("cpu"), head, DTYPES[case.precision], {})
+    made = select(case.attention, resolve("cpu"), head, DTYPES[case.precision], {})
     if not several and not made.methods:
         return LocalAttention(made.dense), LocalTokens()
     groups: dict[str, Any] = {"ring": None, "ulysses": None}
@@ -84,9 +89,9 @@ def network(case: Case, live: LiveBytes, store: str, rank: int) -> WanModel:
         ffn_dim=case.net.ffn_dim,
         num_heads=case.net.heads,
         num_layers=case.net.layers,
-        attention=live.during("self-attention", attention),
-        tokens=tokens,
-        text_cache=TextKVCache() if case.cached else None,
+        collaborators=Collaborators(
+            live.during("self-attention", attention), tokens=tokens, text_kv_cache=case.cached
+        ),
     ).requires_grad_(False)
     dtype_of = dit_dtypes(DTYPES[case.precision], convert_all=False)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The ways of attending that the tests of several ranks share."""
+"""The attention methods that the tests of several ranks share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Call, Method
+from wan.kernels.base import Method, Payload, StepInfo
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
 from wan.kernels.rainfusion import RainFusionAttention
 
@@ -16,7 +16,7 @@ SPARSITY = 0.5
 
 
 class Kind(NamedTuple):
-    """fp8, v2, v3 or v3-fp8. transport: FP8 numbers travel. start, refresh: of RainFusion."""
+    """fp8, v2, v3 or v3-fp8. transport: exchanged in FP8. start, refresh: of RainFusion."""
 
     name: str
     transport: bool = False
@@ -48,5 +48,5 @@ def whole_sequence(
 ) -> Tensor:
     """The method itself on all rows and heads: no ranks, chunks or padding."""
     (method,) = make_methods(kind._replace(transport=False), q.dtype)
-    call = Call(3, 8, "dit", "cond", 0, 0, 0, 0, grid)
-    return method.prepare(q, k, v, call)(q, 0)
+    step = StepInfo(3, 8, "cond", "dit", grid, q.shape[1], layer=0)
+    return method.prepare(Payload(q), Payload(k), Payload(v), step)(Payload(q), 0)

@@ -14,10 +14,11 @@ import torch.distributed
 from torch._dynamo.backends.common import aot_autograd
 
 from tests import dist
-from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.blocks import WanAttentionBlock
+from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
+from wan.modules.interfaces import Collaborators
 from wan.modules.rope import rope_table
+from wan.modules.schedule import MODES
 
 pytestmark = pytest.mark.dist
 
@@ -25,10 +26,13 @@ RANKS, HEADS, HEAD_DIM, LOCAL, TEXT = 2, 8, 6, 12, 5
 CHANNELS = HEADS * HEAD_DIM
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-STAGES = {0: 1 * ["EEE", "A", "E"], 1: 4 * ["EEE", "A", "E"], 2: 4 * ["EEE", "AA", "E"]}
+STAGES = {
+    mode: min(row.chunks, HEADS // RANKS) * ["EEE", row.blocks * "A", "E"]
+    for mode, row in MODES.items()
+}
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("valid_len", [24, 21])
 def test_compiled_block(mode: int, valid_len: int) -> None:
     for found in dist.run(RANKS, compile_block, mode, valid_len):
@@ -92,20 +96,11 @@ def block_and_inputs(mode: int, valid_len: int) -> tuple[WanAttentionBlock, torc
     torch.manual_seed(0)
     rank = torch.distributed.get_rank()
     attention = FAPowerCapAttention(SimpleNamespace(comm_type=mode), torch.distributed.group.WORLD)
-    block = WanAttentionBlock(
-        CHANNELS,
-        2 * CHANNELS,
-        HEADS,
-        qk_norm=True,
-        cross_attn_norm=True,
-        eps=1e-6,
-        layer=0,
-        attention=attention,
-        kernel=SdpaKernel(),
-    )
+    sizes = BlockSizes(CHANNELS, 2 * CHANNELS, HEADS)
+    block = WanAttentionBlock(sizes, 0, Collaborators(attention))
     e0_BR6C, context_BTC = torch.randn(1, 1, 6, CHANNELS), torch.randn(1, TEXT, CHANNELS)
     x_BSC = torch.randn(1, RANKS * LOCAL, CHANNELS)
     mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
     cos, sin = (table[mine] for table in rope_table((1, 4, 6), HEAD_DIM))
-    others = (e0_BR6C, (LOCAL,), context_BTC, None, (cos, sin), valid_len, None)
+    others = (e0_BR6C, context_BTC, None, ForwardInfo((LOCAL,), (cos, sin), valid_len))
     return block, x_BSC[:, mine].clone(), others

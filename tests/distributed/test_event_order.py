@@ -1,10 +1,10 @@
-"""Exchanges, hops and attention happen in the promised order and number: the chip's rests.
+"""Exchanges, hops and attention happen in the promised order and number: the device's rests.
 
 Every collective and every kernel call of a rank is recorded while it runs for real. The list of
 events is written as one string:
 
     A2A  an all-to-all has been started        hop  K/V blocks have been sent round the ring
-    scale  the same, of FP8 numbers' scales    quantise-q, -k, -v: numbers have become FP8
+    scale  the same, of scales of FP8          quantise-q, -k, -v: tensors have become FP8
     got  an all-to-all started before is in    in   the blocks of the hop have arrived
     FA   attention                             gather, or another collective's name
 """
@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.dist import run
-from tests.distributed.topology import Topology, attention_layer
+from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
-from wan.kernels.base import Call
-from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Quantised, Rotations, attend_dequantised
+from wan.kernels.base import Payload, StepInfo
+from wan.kernels.fp8 import DequantisedAttention, Fp8Attention, Fp8Quantiser, Rotations
 from wan.kernels.sdpa import SdpaKernel
+from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.modules.schedule import TokenPlan
+from wan.modules.schedule import TokenPlan, heads_per_chunk, q_ranges
 
 pytestmark = pytest.mark.dist
 
@@ -88,11 +89,12 @@ def recorded(events: list[str]) -> Iterator[None]:
 
 
 class RecordedKernel(SdpaKernel):
-    """The real kernel; `heads` has how many each call was given."""
+    """The real kernel; `calls` has the rows and heads of each call's queries."""
 
     def __init__(self, events: list[str], can_return_lse: bool = True) -> None:
+        super().__init__()
         self.events, self.can_return_lse = events, can_return_lse
-        self.heads: list[int] = []
+        self.calls: list[tuple[int, int]] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
         self._say(q)
@@ -104,12 +106,12 @@ class RecordedKernel(SdpaKernel):
 
     def _say(self, q: Tensor) -> None:
         self.events.append("FA")
-        self.heads.append(q.shape[2])
+        self.calls.append((q.shape[1], q.shape[2]))
 
 
 def attend(
     topology: Topology, mode: str, heads: int, tokens: int, can_return_lse: bool
-) -> tuple[str, list[int]]:
+) -> tuple[str, list[tuple[int, int]]]:
     events: list[str] = []
     kernel = RecordedKernel(events, can_return_lse)
     layer = attention_layer(topology, mode, kernel)
@@ -117,13 +119,13 @@ def attend(
     qkv = torch.randn(3, 1, shard_len, heads, 8).unbind(0)
     with recorded(events):
         layer(*qkv, valid_len=tokens)
-    return " ".join(events), kernel.heads
+    return " ".join(events), kernel.calls
 
 
 def events_of(
     topology: Topology, mode: str, *, heads: int = 24, tokens: int = 40, lse: bool = True
-) -> tuple[list[str], list[int]]:
-    """(events of each rank, heads of each kernel call of rank 0)."""
+) -> tuple[list[str], list[tuple[int, int]]]:
+    """(events of each rank, rows and heads of each kernel call of rank 0)."""
     answers = run(topology.world, attend, topology, mode, heads, tokens, lse)
     return [events for events, _ in answers], answers[0][1]
 
@@ -149,10 +151,25 @@ def test_a_chunk_is_exchanged_attended_and_sent_back(mode: str, chunks: int, eve
 @pytest.mark.parametrize(
     ("heads", "per_chunk"), [(40, [2] * 10), (24, [2, 2] + [1] * 8), (8, [1] * 4), (2, [1])]
 )
-def test_heads_of_each_attention_call(heads: int, per_chunk: list[int]) -> None:
-    assert events_of(Topology(2, 1), "0", heads=heads)[1] == [heads // 2]
-    assert events_of(Topology(2, 1), "1", heads=heads)[1] == per_chunk
-    assert events_of(Topology(2, 1), "2", heads=heads)[1] == [h for h in per_chunk for _ in "12"]
+def test_rows_and_heads_of_each_attention_call(heads: int, per_chunk: list[int]) -> None:
+    assert events_of(Topology(2, 1), "0", heads=heads)[1] == [(40, heads // 2)]
+    assert events_of(Topology(2, 1), "1", heads=heads)[1] == [(40, h) for h in per_chunk]
+    assert events_of(Topology(2, 1), "2", heads=heads)[1] == [
+        (20, h) for h in per_chunk for _ in "12"
+    ]
+
+
+@pytest.mark.parametrize("mode", ROWS)
+@pytest.mark.parametrize("heads", [8, 24])
+def test_a_call_does_what_its_row_says(mode: str, heads: int) -> None:
+    """For every mode there is, also one that is new."""
+    row, rows = ROWS[mode], 40
+    (events, _), calls = events_of(Topology(2, 1), mode, heads=heads, tokens=rows)
+    chunks = heads_per_chunk(heads, 2, row.chunks)
+    assert events.split().count("A2A") == 4 * len(chunks)
+    blocks = [b - a for a, b in q_ranges(rows, row.blocks)]
+    assert calls == [(block, chunk) for chunk in chunks for block in blocks]
+    assert ("got" in events) == row.overlaps
 
 
 @pytest.mark.parametrize("ring_type", RINGS)
@@ -225,8 +242,10 @@ def forward_a_model(mode: str, layers: int) -> str:
         num_layers=layers,
         text_dim=16,
         text_len=8,
-        attention=attention_layer(Topology(2, 1), mode, RecordedKernel(events)),
-        tokens=ShardedTokens(None),
+        collaborators=Collaborators(
+            attention_layer(Topology(2, 1), mode, RecordedKernel(events)),
+            tokens=ShardedTokens(None),
+        ),
     )
     for block in net.blocks:
         block.cross_attn.register_forward_pre_hook(lambda *_: events.append("text"))
@@ -252,15 +271,15 @@ class RecordedQuantiser(Fp8Quantiser):
         super().__init__(Rotations(8))
         self.events = events
 
-    def q(self, x: Tensor, call: Call | None) -> Quantised:
+    def q(self, x: Tensor, step: StepInfo | None) -> Payload:
         self.events.append("quantise-q")
-        return super().q(x, call)
+        return super().q(x, step)
 
-    def k(self, x: Tensor, call: Call | None) -> Quantised:
+    def k(self, x: Tensor, step: StepInfo | None) -> Payload:
         self.events.append("quantise-k")
-        return super().k(x, call)
+        return super().k(x, step)
 
-    def v(self, x: Tensor) -> Quantised:
+    def v(self, x: Tensor) -> Payload:
         self.events.append("quantise-v")
         return super().v(x)
 
@@ -268,11 +287,12 @@ class RecordedQuantiser(Fp8Quantiser):
 def attend_in_fp8(topology: Topology, mode: str, transport: bool) -> str:
     events: list[str] = []
 
-    def attend(q: Quantised, k: Quantised, v: Quantised, dtype: torch.dtype) -> Tensor:
-        events.append("FA")
-        return attend_dequantised(q, k, v, dtype)
+    class Recorded(DequantisedAttention):
+        def __call__(self, *call: Any) -> Tensor:
+            events.append("FA")
+            return super().__call__(*call)
 
-    method = Fp8Attention(RecordedQuantiser(events), torch.float32, attend, transport)
+    method = Fp8Attention(RecordedQuantiser(events), torch.float32, Recorded(), transport)
     layer = attention_layer(topology, mode, methods=(method,))
     qkv = torch.randn(3, 1, 256, 8, 8).unbind(0)
     with recorded(events):
@@ -295,7 +315,7 @@ def test_queries_are_quantised_between_pieces_of_attention(
 
 
 @pytest.mark.parametrize(("mode", "chunks", "fa"), [("1", 4, "FA"), ("2", 4, "FA FA")])
-def test_scales_travel_behind_their_numbers(mode: str, chunks: int, fa: str) -> None:
+def test_scales_are_sent_behind_all_values(mode: str, chunks: int, fa: str) -> None:
     """Quantised once, before the exchange; nothing is quantised after it."""
     ranks = run(2, attend_in_fp8, Topology(2, 1), mode, True)
     sent = "quantise-q quantise-k quantise-v A2A A2A A2A scale scale scale"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.dist import run
-from tests.distributed.topology import MODES, Topology, attention_layer
+from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.modules.textcache import TextKVCache
+from wan.modules.schedule import MODES
 
 pytestmark = pytest.mark.dist
 
@@ -40,8 +43,8 @@ class Job:
         f, h, w = self.grid
         return f * h * w
 
-    def model(self, **collaborators: object) -> WanModel:
-        """The same random weights every time."""
+    def model(self, **collaborators: Any) -> WanModel:
+        """The same random weights every time. collaborators: fields of `Collaborators`."""
         torch.manual_seed(0)
         net = WanModel(
             self.kind,
@@ -54,8 +57,7 @@ class Job:
             num_layers=2,
             text_dim=TEXT_DIM,
             text_len=self.text_len,
-            text_cache=TextKVCache() if self.text_cache else None,
-            **collaborators,
+            collaborators=Collaborators(text_kv_cache=self.text_cache, **collaborators),
         )
         return net.eval().requires_grad_(False)
 
@@ -86,7 +88,7 @@ class Job:
 
 
 @torch.inference_mode()
-def compare(job: Job, topologies: list[Topology], modes: tuple[str, ...]) -> float:
+def compare(job: Job, topologies: list[Topology], modes: Sequence[str]) -> float:
     """All calls first, so that a difference leaves no other rank waiting; the largest velocity."""
     expected = torch.stack(job.velocities(replace(job, text_cache=False).model()))
     found = {
@@ -102,7 +104,7 @@ def compare(job: Job, topologies: list[Topology], modes: tuple[str, ...]) -> flo
         off = (velocities - expected).abs().max()
         assert off <= 2e-5, f"off by {off} with {case}"
     for (topology, mode), velocities in found.items():
-        assert mode == "2" or torch.equal(velocities, found[topology, "0"])
+        assert ROWS[mode].blocks > 1 or torch.equal(velocities, found[topology, "0"])
     return expected.abs().max().item()
 
 
@@ -125,7 +127,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_same_velocities(world: int, job: Job) -> None:
-    for largest in run(world, compare, job, LAYOUTS[world], MODES):
+    for largest in run(world, compare, job, LAYOUTS[world], list(ROWS)):
         assert largest > 0.5, "a model that says nothing would always agree"
 
 
@@ -137,11 +139,11 @@ def test_eight_ranks(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_eight_ranks_all_modes(job: Job) -> None:
-    run(8, compare, replace(job, heads=24), LAYOUTS[8], MODES)
+    run(8, compare, replace(job, heads=24), LAYOUTS[8], list(ROWS))
 
 
 def test_three_ranks_and_the_official_text_length() -> None:
-    """512 rows of text are no multiple of 3: they are never cut."""
+    """512 rows of text are no multiple of 3: they are never sharded."""
     job = Job(heads=24, contexts=(500,), text_len=512)
     run(3, compare, job, [Topology(3, 1), Topology(1, 3, "bidirectional")], ("0", "1"))
 
@@ -150,7 +152,7 @@ def test_three_ranks_and_the_official_text_length() -> None:
 def test_ranks_that_hold_only_padding(kind: str) -> None:
     """5 tokens on 4 ranks: 2, 2, 1 and none."""
     job = Job(kind, grid=(5, 1, 1))
-    run(4, compare, job, [Topology(4, 1), Topology(2, 2), Topology(1, 4)], MODES)
+    run(4, compare, job, [Topology(4, 1), Topology(2, 2), Topology(1, 4)], list(ROWS))
 
 
 @torch.inference_mode()
@@ -167,15 +169,18 @@ def test_the_same_bits_every_time() -> None:
     run(2, call_twice)
 
 
-@pytest.mark.parametrize("value", [3, -1, "1", None])
+@pytest.mark.parametrize("value", [max(MODES) + 1, -1, "1", "nonsense", None])
 def test_unknown_comm_type(value: object) -> None:
+    legal = [str(comm_type) for comm_type in MODES]
     with pytest.raises(ValueError) as refusal:
         FAPowerCapAttention(SimpleNamespace(comm_type=value), None)
-    assert str(refusal.value) == f"comm_type must be 0, 1, or 2, but got {value}."
+    assert str(refusal.value) == (
+        f"comm_type must be {', '.join(legal[:-1])}, or {legal[-1]}, but got {value}."
+    )
 
 
 def attend_with_five_heads() -> None:
-    for mode in MODES:
+    for mode in ROWS:
         layer = attention_layer(Topology(2, 1), mode)
         with pytest.raises(ValueError) as refusal:
             layer(*torch.zeros(3, 1, 4, 5, 8))
@@ -189,7 +194,7 @@ def test_heads_that_cannot_be_shared() -> None:
     run(2, attend_with_five_heads)
 
 
-@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("mode", MODES)
 def test_alone_in_one_process(mode: int) -> None:
     """FAPowerCapAttention(args, None) is complete; chunks and blocks are still made."""
     job = Job()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.dist import run
 from tests.distributed.test_model import Job
-from tests.distributed.topology import Topology, attention_layer
+from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import Method, StepInfo
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
@@ -84,7 +84,7 @@ def test_something_is_left_out() -> None:
 def compare(job: Job, topologies: list[Topology], fp8: bool, expected: Tensor) -> None:
     found = {}
     for topology in topologies:
-        for mode in ("0", "1", "2", "overlap"):
+        for mode in ROWS:
             layer = attention_layer(topology, mode, methods=rainfusion(0.6, fp8))
             tokens = ShardedTokens(None, 128, window_order)
             found[topology, mode] = velocities(job, (), attention=layer, tokens=tokens)
@@ -107,7 +107,7 @@ def test_ranks_predict_the_same_in_fp8() -> None:
 
 @torch.inference_mode()
 def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
-    for mode in ("0", "1", "2", "overlap"):
+    for mode in ROWS:
         method = Fp8Attention(Fp8Quantiser(Rotations(8)), torch.float32, before_exchange=transport)
         layer = attention_layer(Topology(2, 1), mode, methods=(method,))
         tokens = ShardedTokens(None, 256 if transport else 1)

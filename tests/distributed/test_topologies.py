@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests import dist
+from wan.modules.schedule import MODES
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel, resolve
 
@@ -25,24 +26,25 @@ def velocities(parallel: Parallel | None) -> Any:
     from wan.distributed.ring import Ring
     from wan.distributed.tokens import ShardedTokens
     from wan.modules.attnlayer import FAPowerCapAttention
+    from wan.modules.interfaces import Collaborators
     from wan.modules.model import WanModel
     from wan.pipeline.denoise import both_here
 
-    collaborators: dict[str, Any] = {}
+    collaborators = Collaborators()
     branches = both_here
     if parallel is not None:
         sizes = (parallel.cfg_size, parallel.ring_size, parallel.ulysses_size)
         team = form(Device(torch.device("cpu")), sizes)
         branches = team.both_branches if parallel.cfg_size == 2 else both_here
-        collaborators = {
-            "attention": FAPowerCapAttention(
+        collaborators = Collaborators(
+            FAPowerCapAttention(
                 SimpleNamespace(comm_type=parallel.comm_type),
                 team.group("ulysses"),
                 parallel.fa_alltoall_overlap,
                 ring=Ring(team.group("ring"), parallel.ring_type),
             ),
-            "tokens": ShardedTokens(team.group("ring", "ulysses")),
-        }
+            tokens=ShardedTokens(team.group("ring", "ulysses")),
+        )
     torch.manual_seed(0)
     model = WanModel(
         "t2v",
@@ -51,7 +53,7 @@ def velocities(parallel: Parallel | None) -> Any:
         num_heads=HEADS,
         num_layers=2,
         text_dim=16,
-        **collaborators,
+        collaborators=collaborators,
     )
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(16, 3, 6, 8, generator=generator)
@@ -76,7 +78,7 @@ def expected() -> Any:
             "ring_size": st.integers(1, 4),
             "ulysses_size": st.integers(1, 4),
             "ring_type": st.sampled_from(["ring", "bidirectional"]),
-            "comm_type": st.integers(0, 2),
+            "comm_type": st.sampled_from(sorted(MODES)),
             "fa_alltoall_overlap": st.booleans(),
         },
     ),

@@ -17,8 +17,10 @@ from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.base import Kernel, Method
 from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.schedule import MODES, OVERLAP, Mode
 
-MODES = ("0", "1", "2", "overlap")
+ROWS: dict[str, Mode] = {str(comm_type): row for comm_type, row in MODES.items()}
+ROWS["overlap"] = OVERLAP
 
 
 class Topology(NamedTuple):
@@ -59,7 +61,7 @@ def attention_layer(
     kernel: Kernel | None = None,
     methods: Sequence[Method] = (),
 ) -> FAPowerCapAttention:
-    """mode: a comm_type, or overlap."""
+    """mode: a key of ROWS."""
     ulysses_group, ring_group = groups(topology.ulysses, topology.ring)
     args = SimpleNamespace(comm_type=int(mode) if mode.isdigit() else 0)
     return FAPowerCapAttention(

@@ -17,18 +17,15 @@ from wan.cli.resolve import Run
 from wan.device import Device
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
+from wan.modules import schedule
 from wan.pipeline import build
 from wan.pipeline.pipeline import Pipeline
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of ranks fits
 WIDE = ("--size", "1024*512", "--frame_num", "1")  # 2048 tokens
 LONG = ("--size", "512*512", "--frame_num", "13")  # 4096
-MODES = {
-    "0": (),
-    "1": ("--comm_type", "1"),
-    "2": ("--comm_type", "2"),
-    "overlap": ("--fa_alltoall_overlap",),
-}
+MODES = {str(comm_type): ("--comm_type", str(comm_type)) for comm_type in schedule.MODES}
+MODES["overlap"] = ("--fa_alltoall_overlap",)
 
 
 class Way(NamedTuple):

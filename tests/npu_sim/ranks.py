@@ -1,7 +1,7 @@
-"""What the ranks of these tests share: chips, and the ways of attending as composed for them.
+"""What the ranks of these tests share: chips, and kernels and methods as selected for them.
 
 Legend: B batch, S all tokens, N heads, D head size. Tokens are random, with a trend that makes
-blocks differ, and stand in the order that the way of attending wants.
+blocks differ, and stand in the order that the method wants.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor
 from tests.distributed.topology import Topology, attention_layer
 from wan import device as devices
 from wan.device import Device
-from wan.kernels import select as attentions
-from wan.kernels.base import StepInfo
-from wan.kernels.select import AttentionParts
+from wan.kernels.base import Method, Payload, StepInfo
+from wan.kernels.select import Selected, select
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.attention import Attention, RainFusion
 
@@ -31,7 +30,7 @@ Grid = tuple[int, int, int]
 
 
 class Kind(NamedTuple):
-    """A way of attending, the chip it runs on, and the sampling step of the call.
+    """Attention as a run asks for it, the chip it runs on, and the sampling step of the call.
 
     way: what computes then: dense, laser, fp8, v2, v3 or v3-fp8.
     """
@@ -75,12 +74,12 @@ def on_chip(name: str) -> Device:
     return device
 
 
-def composed(kind: Kind) -> AttentionParts:
+def composed(kind: Kind) -> Selected:
     """Fresh ones: what they keep is theirs."""
-    return attentions.parts(kind.attention, on_chip(kind.chip), HEAD_DIM, torch.bfloat16, {})
+    return select(kind.attention, on_chip(kind.chip), HEAD_DIM, torch.bfloat16, {})
 
 
-def layer_of(topology: Topology, mode: str, chosen: AttentionParts) -> FAPowerCapAttention:
+def layer_of(topology: Topology, mode: str, chosen: Selected) -> FAPowerCapAttention:
     return attention_layer(topology, mode, chosen.dense, chosen.methods)
 
 
@@ -96,7 +95,7 @@ def in_raster(heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def arranged(chosen: AttentionParts, heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+def arranged(chosen: Selected, heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = in_raster(heads, grid)
     if chosen.order is None:
         return q, k, v
@@ -106,3 +105,8 @@ def arranged(chosen: AttentionParts, heads: int, grid: Grid) -> tuple[Tensor, Te
 
 def step_info(kind: Kind, grid: Grid) -> StepInfo:
     return StepInfo(kind.step, 8, "cond", "dit", grid, prod(grid))
+
+
+def attend(method: Method, q: Tensor, k: Tensor, v: Tensor, step: StepInfo | None) -> Tensor:
+    """The method on whole tensors."""
+    return method.prepare(Payload(q), Payload(k), Payload(v), step)(Payload(q), 0)

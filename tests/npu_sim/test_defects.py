@@ -61,7 +61,7 @@ def sparse_steps(rig: Path, name: str, frames: tuple[int, ...]) -> list[tuple[fl
     for count in frames:
         grid = (count, 11, 13)
         dense = velocity(plain, grid)
-        with mock.patch.object(plain.blocks[0], "attention", Theirs(kind, grid)):
+        with mock.patch.object(plain.blocks[0].self_attn, "attention", Theirs(kind, grid)):
             theirs = velocity(plain, grid)
         out = velocity(ours, grid)
         found.append((far(out, theirs), far(out, dense)))

@@ -1,9 +1,9 @@
-"""Exchanges, quantisers and kernels of an NPU follow one another as promised: the chip's rests.
+"""Exchanges, quantisers and kernels of an NPU follow one another as promised: the device's rests.
 
 Every collective and operator call of a rank stands in the stand-in's log; with the two steps that
 no operator shows added to it, the log is written as one string:
 
-    A2A, s-A2A        an all-to-all of payloads, of scales          plan   a mask is planned
+    A2A, s-A2A        an all-to-all of values, of scales            plan   a mask is planned
     gather, s-gather  the same over the ring                        rot    a rotation
     hop               K/V blocks have been sent round the ring      q8     queries to FP8
     FA                attention                                     kv8    keys or values to FP8
@@ -21,14 +21,16 @@ import pytest
 import torch
 
 from tests.dist import run
-from tests.distributed.topology import MODES, Topology
+from tests.distributed.topology import ROWS, Topology
 from tests.npu_sim.ranks import HEAD_DIM, KINDS, Grid, Kind, arranged, composed, layer_of, step_info
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels import fp8 as quant
 from wan.kernels import rainfusion as sparse
 from wan.kernels.base import StepInfo
-from wan.modules.model import WanModel, keeps_fp32
-from wan.modules.schedule import TokenPlan
+from wan.modules.interfaces import Collaborators
+from wan.modules.model import WanModel
+from wan.modules.schedule import TokenPlan, heads_per_chunk
+from wan.settings.numerics import keeps_fp32
 
 pytestmark = pytest.mark.dist
 
@@ -90,7 +92,7 @@ BLOCK = {"fp8": "rot q8 FA", "v3-fp8": "rot q8 FA"}
 
 
 def chunk(kind: Kind, ring: int, blocks: int) -> tuple[str, str]:
-    """What happens until a chunk's numbers are on their way, and from then until its result is."""
+    """What happens until a chunk has been sent, and from then until its result is."""
     if kind.attention.quant_alltoall:
         gathers = "gather s-gather gather s-gather " if ring > 1 else ""
         return f"rot q8 rot kv8 kv8 {INTO} s-A2A s-A2A s-A2A", gathers + " ".join(["FA"] * blocks)
@@ -102,24 +104,25 @@ def chunk(kind: Kind, ring: int, blocks: int) -> tuple[str, str]:
 
 
 def expected(kind: Kind, ring: int, mode: str) -> str:
-    into, attended = chunk(kind, ring, 2 if mode == "2" else 1)
-    if mode == "overlap":  # one chunk ahead
+    row = ROWS[mode]
+    into, attended = chunk(kind, ring, row.blocks)
+    if row.overlaps:  # one chunk ahead, of two
         return f"{into} {into} {attended} A2A {attended} A2A"
-    return " ".join([f"{into} {attended} A2A"] * (1 if mode == "0" else 2))
+    return " ".join([f"{into} {attended} A2A"] * len(heads_per_chunk(HEADS, 2, row.chunks)))
 
 
 def grid_of(kind: Kind, ring: int, mode: str) -> Grid:
     """Laser takes 2048 rows or more in each call."""
     if kind.way != "laser":
         return GRID
-    return (2 * ring * (2 if mode == "2" else 1), 32, 32)
+    return (2 * ring * ROWS[mode].blocks, 32, 32)
 
 
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_order_of_every_kind_and_mode(kind: Kind, ring: int) -> None:
     """Keys and values are quantised once per chunk, masks planned once, queries once per block."""
-    for mode in MODES:
+    for mode in ROWS:
         grid = grid_of(kind, ring, mode)
         found = run(2 * ring, attend, Topology(2, ring), mode, kind, grid)
         assert found == [expected(kind, ring, mode)] * (2 * ring), mode
@@ -139,7 +142,7 @@ def attend_at_steps(kind: Kind, mode: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ROWS)
 def test_masks_of_later_steps(mode: str) -> None:
     """RainFusion begins at step 1 and plans at every second step from there."""
     kind = KINDS["v3"]
@@ -164,9 +167,11 @@ def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
         num_layers=layers,
         text_dim=16,
         text_len=8,
-        attention=layer_of(Topology(2, 1), mode, chosen),
-        kernel=chosen.text,
-        tokens=ShardedTokens(None, multiple, chosen.order),
+        collaborators=Collaborators(
+            layer_of(Topology(2, 1), mode, chosen),
+            chosen.text,
+            ShardedTokens(None, multiple, chosen.order),
+        ),
     )
     for name, parameter in net.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if keeps_fp32(name) else torch.bfloat16)

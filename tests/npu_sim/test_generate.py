@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.dist import run
-from tests.distributed.topology import Topology
+from tests.distributed.topology import ROWS, Topology
 from tests.npu_sim import measured
 from tests.npu_sim.latents import LONG, MODES, WAYS, Way, arguments, far, latents
 
 pytestmark = pytest.mark.dist
 
+WHOLE = [mode for mode, row in ROWS.items() if row.blocks == 1]
 LAYOUTS = (Topology(2, 2), Topology(4, 1), Topology(2, 1), Topology(2, 2, "bidirectional"))
 
 
@@ -27,20 +28,21 @@ def alone(rig: Path, way: Way) -> Tensor:
 
 
 def check_modes(rig: Path, name: str, way: Way, layout: Topology, modes: list[str]) -> None:
-    cards = ["--ulysses_size", str(layout.ulysses), "--ring_size", str(layout.ring)]
-    cards += ["--ring_type", layout.ring_type] if layout.ring > 1 else []
+    ranks_of = ["--ulysses_size", str(layout.ulysses), "--ring_size", str(layout.ring)]
+    ranks_of += ["--ring_type", layout.ring_type] if layout.ring > 1 else []
     found = {}
     for mode in modes:
-        asked = [*arguments(rig, way), *cards, *MODES[mode]]
+        asked = [*arguments(rig, way), *ranks_of, *MODES[mode]]
         ranks = run(layout.world, latents, asked, way.chip, timeout=300)
         assert all(torch.equal(ranks[0], other) for other in ranks)
         found[mode] = ranks[0]
     for mode in modes:
-        if mode != "2" or name not in ("dense", "laser"):
+        if ROWS[mode].blocks == 1 or name not in ("dense", "laser"):
             assert torch.equal(found[mode], found["0"]), mode
-    errors = {"cards from one": far(found["0"], alone(rig, way))}
-    if "2" in found:
-        errors["mode 2 from 0"] = far(found["2"], found["0"])
+    errors = {"ranks from one": far(found["0"], alone(rig, way))}
+    for mode in found:
+        if ROWS[mode].blocks > 1:
+            errors[f"mode {mode} from 0"] = far(found[mode], found["0"])
     measured.note(f"latents, {name}", len(modes), errors)
     assert all(error < 1e-2 for error in errors.values()), errors
 
@@ -56,7 +58,7 @@ def test_latents_of_all_modes(rig: Path, name: str, layout: Topology) -> None:
 
 def test_latents_of_laser(rig: Path) -> None:
     """2048 tokens, and so no second block of queries."""
-    check_modes(rig, "laser", WAYS["laser"], Topology(2, 1), ["0", "1", "overlap"])
+    check_modes(rig, "laser", WAYS["laser"], Topology(2, 1), WHOLE)
 
 
 @pytest.mark.slow
@@ -69,4 +71,4 @@ def test_latents_of_all_layouts(rig: Path, name: str, layout: Topology) -> None:
     elif layout.ring == 1:
         check_modes(rig, name, WAYS[name]._replace(size=LONG), layout, list(MODES))
     else:
-        check_modes(rig, name, WAYS[name]._replace(size=LONG), layout, ["0", "1", "overlap"])
+        check_modes(rig, name, WAYS[name]._replace(size=LONG), layout, WHOLE)

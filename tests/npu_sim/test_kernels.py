@@ -18,7 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Quantised, Rotations
+from tests.npu_sim.ranks import attend
+from wan.kernels.base import Payload
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations
 from wan.kernels.npu import clock as npu_clock
 from wan.kernels.npu import dense as npu
 from wan.kernels.npu import fp8 as npu_quant
@@ -152,11 +154,11 @@ def test_block_quantise(rows: int, size: int, chip: Choose, calls: list[Any]) ->
                 block = x[b, first : first + rows, n].float()
                 scale = block.abs().max() / 448
                 assert found.scale[b, i, n, 0] == scale
-                payload = found.payload[b, first : first + rows, n]
-                assert torch.equal(payload.float(), (block / scale).to(payload.dtype).float())
-    assert found.rows == rows and found.payload.dtype == torch.float8_e4m3fn
+                values = found.values[b, first : first + rows, n]
+                assert torch.equal(values.float(), (block / scale).to(values.dtype).float())
+    assert found.rows == rows and found.values.dtype == torch.float8_e4m3fn
     assert names(calls) == ["npu_dynamic_block_quant"] * 2
-    assert found.payload.transpose(1, 2).is_contiguous()  # as the attention kernel wants it
+    assert found.values.transpose(1, 2).is_contiguous()  # as the attention kernel wants it
 
 
 class WanSelfAttention(nn.Module):
@@ -195,7 +197,7 @@ def test_fp8_is_that_of_mindiesd(
     q, k, v = qkv(400, 400, size=size, dtype=dtype)
     want = vendor_fp8(2, size, dtype)(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     theirs = names(calls)
-    out = our_fp8(size, dtype).prepare(q, k, v, None)(q, 0)
+    out = attend(our_fp8(size, dtype), q, k, v, None)
     assert out.dtype == dtype and torch.equal(out, want)
     fia = [call for call in calls if call.name == "mindiesd.fused_infer_attention_score_v2"]
     assert len(fia) == 2 and fia[0].shapes == fia[1].shapes
@@ -208,25 +210,25 @@ def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None
     chip("A5")
     method = our_fp8(64, torch.bfloat16)
     q, k, v = qkv(300, 300, heads=3, batch=2)
-    whole = method.prepare(q, k, v, None)(q, 0)
+    whole = attend(method, q, k, v, None)
     calls.clear()
-    attend = method.prepare(q, k, v, None)
-    parts = [attend(q[:, a:b], a) for a, b in ((0, 128), (128, 256), (256, 300))]
+    by_blocks = method.prepare(Payload(q), Payload(k), Payload(v), None)
+    parts = [by_blocks(Payload(q[:, a:b]), a) for a, b in ((0, 128), (128, 256), (256, 300))]
     assert torch.equal(torch.cat(parts, 1), whole)
     assert names(calls).count("npu_dynamic_block_quant") == 2 * (2 + 3)  # samples x (k, v, blocks)
     part = (slice(1, 2), slice(None), slice(1, 3))
-    assert torch.equal(method.prepare(q[part], k[part], v[part], None)(q[part], 0), whole[part])
+    assert torch.equal(attend(method, q[part], k[part], v[part], None), whole[part])
 
 
-def test_fp8_takes_numbers_of_any_strides(chip: Choose) -> None:
-    """As they come out of an exchange: payload and scales of tokens first, heads cut."""
+def test_fp8_takes_any_strides(chip: Choose) -> None:
+    """As they come out of an exchange: values and scales with tokens first."""
     chip("A5")
     quantise = npu_quant.NpuBlockQuantise(chips.by_name("A5"))
-    attend = npu_quant.NpuFp8Attention(chips.by_name("A5"))
+    kernel = npu_quant.NpuFp8Attention(chips.by_name("A5"))
     packed = [quantise(x, rows) for x, rows in zip(qkv(200, 400), (128, 256, 256), strict=True)]
-    whole = attend(*packed, torch.bfloat16)
-    strided = [Quantised(x.payload.contiguous(), x.scale.contiguous(), x.rows) for x in packed]
-    assert torch.equal(attend(*strided, torch.bfloat16), whole)
+    whole = kernel(*packed, torch.bfloat16)
+    strided = [x.map(torch.Tensor.contiguous) for x in packed]
+    assert torch.equal(kernel(*strided, torch.bfloat16), whole)
     want = exact(*(x.dequantised(torch.float64) for x in packed))[0]
     assert worst(whole, want) < BOUND[torch.bfloat16]
 
@@ -250,7 +252,7 @@ def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None
 def test_clock_is_restored_when_torchrun_ends_a_rank(tmp_path: Path) -> None:
     """By SIGTERM, in the middle of a block."""
     work = (
-        "import torch_npu, os, signal; from wan.kernels.npu_clock import FrequencyCap\n"
+        "import torch_npu, os, signal; from wan.kernels.npu.clock import FrequencyCap\n"
         "with FrequencyCap(1400, 1650): os.kill(os.getpid(), signal.SIGTERM); print('on')"
     )
     env = os.environ | {"NPU_SIM_LOG": str(tmp_path / "log")}

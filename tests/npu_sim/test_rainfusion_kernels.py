@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Call
+from tests.npu_sim.ranks import attend
+from wan.kernels.base import Payload, StepInfo
 from wan.kernels.fp8 import Fp8Quantiser, Rotations, sylvester
 from wan.kernels.npu import block_sparse as npu_sparse
 from wan.kernels.npu import fp8 as npu_quant
@@ -49,17 +50,17 @@ def method(kind: str, name: str, sparsity: float, size: int | None = None) -> Ra
     if size is not None:
         rotations = Rotations(size, sylvester)
         quantiser = Fp8Quantiser(rotations, npu_quant.NpuBlockQuantise(chip))
-    return RainFusionAttention(kind, sparsity, 0, attend_blocks=kernel(chip), quantiser=quantiser)
+    return RainFusionAttention(kind, sparsity, 0, kernel=kernel(chip), quantiser=quantiser)
 
 
-def call(grid: Grid) -> Call:
-    return Call(0, 1, "low", "cond", 0, 0, 0, 0, grid)
+def call(grid: Grid) -> StepInfo:
+    return StepInfo(0, 1, "cond", "low", grid, grid[0] * grid[1] * grid[2], layer=0)
 
 
 def ours(way: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
     order = window_order(grid)
     q, k, v = (x[:, order] for x in (q, k, v))
-    return way.prepare(q, k, v, call(grid))(q, 0)[:, order.argsort()]
+    return attend(way, q, k, v, call(grid))[:, order.argsort()]
 
 
 def theirs(
@@ -135,16 +136,17 @@ def test_each_sample_and_each_block_by_itself(
     grid = (3, 13, 16)
     q, k, v = (x[:, window_order(grid)] for x in qkv(grid, batch=2))
     way = method(kind, name, 0.8, size)
-    whole = way.prepare(q, k, v, call(grid))(q, 0)
+    whole = attend(way, q, k, v, call(grid))
     for b in range(2):
         one = slice(b, b + 1)
-        alone = way.prepare(q[one], k[one], v[one], call(grid))(q[one], 0)
+        alone = attend(way, q[one], k[one], v[one], call(grid))
         assert torch.equal(whole[one], alone)
-    attend = way.prepare(q, k, v, call(grid))
+    by_blocks = way.prepare(Payload(q), Payload(k), Payload(v), call(grid))
     cuts = ((0, 256), (256, 384), (384, q.shape[1]))
-    assert torch.equal(torch.cat([attend(q[:, a:b], a) for a, b in cuts], 1), whole)
+    parts = [by_blocks(Payload(q[:, a:b]), a) for a, b in cuts]
+    assert torch.equal(torch.cat(parts, 1), whole)
     head = (slice(None), slice(None), slice(1, 2))
-    assert torch.equal(way.prepare(q[head], k[head], v[head], call(grid))(q[head], 0), whole[head])
+    assert torch.equal(attend(way, q[head], k[head], v[head], call(grid)), whole[head])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_refused_when_made(kernel: type, name: str, words: str, chip: Choose) ->
 
 
 def test_v2_takes_no_wide_blocks(chip: Choose) -> None:
-    q = torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16)
+    q = Payload(torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16))
     mask = torch.ones(1, 2, 2, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="blocks of 128 keys, not 256; use v3"):
         npu_sparse.RainKernelV2(chips.by_name("A2"))(q, q, q, mask, 256)

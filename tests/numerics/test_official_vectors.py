@@ -65,7 +65,7 @@ def test_dit_with_autograd_takes_the_same_path(reference: Path) -> None:
 
 def test_bf16_weights_stay_close(reference: Path) -> None:
     """2 % relative rms is what the official network shows under bfloat16 autocast."""
-    from wan.modules.model import keeps_fp32
+    from wan.settings.numerics import keeps_fp32
 
     model, arguments, out = dit_case(reference, "dit_t2v_h12", "a")
     for name, parameter in model.named_parameters():

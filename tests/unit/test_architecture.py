@@ -26,26 +26,37 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "wan.settings",
     ),
     "wan.pipeline.build": ("wan",),
-    "wan.checkpoint": ("wan.checkpoint", "wan.log", "wan.settings"),
-    "wan.modules": ("wan.kernels.base", "wan.kernels.sdpa", "wan.modules"),
+    "wan.checkpoint": ("wan.checkpoint", "wan.kernels", "wan.log", "wan.modules", "wan.settings"),
+    "wan.modules": (
+        "wan.kernels.base",
+        "wan.kernels.sdpa",
+        "wan.modules",
+        "wan.settings.numerics",
+        "wan.torch_private",
+    ),
     "wan.modules.attnlayer": ("wan.distributed", "wan.kernels", "wan.modules"),
-    "wan.modules.transport": ("wan.distributed", "wan.kernels", "wan.modules"),
     "wan.modules.schedule": (),
-    "wan.kernels": ("wan.device", "wan.kernels", "wan.modules", "wan.settings"),
+    "wan.kernels": (
+        "wan.device",
+        "wan.kernels",
+        "wan.settings",
+        "wan.torch_private",
+    ),
     "wan.distributed": (
         "wan",
         "wan.device",
         "wan.distributed",
         "wan.modules.schedule",
         "wan.settings",
+        "wan.torch_private",
     ),
     "wan.settings": ("wan.modules.schedule", "wan.settings", "wan.checkpoint"),
     "wan.device": ("wan.settings",),
     "wan.log": (),
+    "wan.torch_private": (),
     "wan.configs": ("wan.settings",),
 }
 TORCH_FREE = ("wan.settings", "wan.cli", "wan.modules.schedule", "wan.log")
-LOADER = "wan.checkpoint.load"
 # Library -> the only modules that may import it.
 ONLY_IN = {
     "diffusers": ("wan.pipeline",),
@@ -98,8 +109,7 @@ def test_imports(path: Path) -> None:
         library = imported.split(".")[0]
         if library in ONLY_IN:
             assert under(name, ONLY_IN[library]), f"{name} -> {imported}"
-    free = under(name, TORCH_FREE) or (under(name, ("wan.checkpoint",)) and name != LOADER)
-    if free:
+    if under(name, ("wan.settings", "wan.checkpoint.keymaps", "wan.log", *TORCH_FREE)):
         assert not {"torch", "numpy"} & {i.split(".")[0] for i in imports(path)}
 
 

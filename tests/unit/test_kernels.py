@@ -1,4 +1,4 @@
-"""The log-sum-exp of the dense kernel, and the padding that CUDA's operators need."""
+"""The dense kernel's log-sum-exp, the padding that CUDA's operators need, what is selected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan.device import Device
 from wan.kernels.sdpa import SdpaKernel, padded_heads
+from wan.kernels.select import Exported, select
+from wan.settings.attention import Attention, RainFusion
 
 
 def qkv(head: int, rows: int = 19, keys: int = 33) -> list[Tensor]:
@@ -44,3 +47,41 @@ def test_padded_heads(head: int) -> None:
     out, _ = padded_heads(attend, *tensors)
     assert seen[0] % 8 == 0 and out.shape == tensors[0].shape
     assert (out - plain(*tensors)[0]).abs().max() <= 2e-6
+
+
+CPU, CUDA = (Device(torch.device(name)) for name in ("cpu", "cuda"))
+RAIN, LATER = RainFusion("v3", 0.5, 0), RainFusion("v2", 0.5, 3)
+EXPORTED = {("dit", 0): (torch.eye(64), torch.eye(64))}
+SDPA, TILES = "PyTorch SDPA on cpu", "PyTorch SDPA, masked in tiles"
+FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
+
+
+@pytest.mark.parametrize(
+    ("attention", "device", "exported", "said"),
+    [
+        (Attention(), CPU, {}, SDPA),
+        (Attention(), CUDA, {}, "PyTorch SDPA on cuda"),
+        (Attention(fa_quant="fp8"), CPU, {}, FP8),
+        (Attention(fa_quant="fp8"), CPU, EXPORTED, f"{FP8}, else {SDPA}"),
+        (Attention(rainfusion=RAIN), CPU, {}, f"rainfusion v3 ({TILES})"),
+        (Attention(rainfusion=LATER), CPU, {}, f"rainfusion v2 ({TILES}), else {SDPA}"),
+        (Attention(rainfusion=RAIN), CUDA, {}, "rainfusion v3 (PyTorch FlexAttention)"),
+        (
+            Attention(fa_quant="fp8", rainfusion=RAIN),
+            CPU,
+            {},
+            f"rainfusion v3 (per-block E4M3; {TILES})",
+        ),
+    ],
+)
+def test_a_selection_names_what_can_run(
+    attention: Attention, device: Device, exported: Exported, said: str
+) -> None:
+    """In the order of asking; nothing behind what applies to every call."""
+    assert select(attention, device, 64, torch.float32, exported).describe() == said
+
+
+def test_a_kernel_that_does_not_exist_on_the_device() -> None:
+    for algorithm, device in (("laser", CPU), ("nonsense", CUDA)):
+        with pytest.raises(ValueError, match=f"no dense kernel '{algorithm}' on a {device.type}"):
+            select(Attention(algorithm=algorithm), device, 64, torch.float32, {})

@@ -11,13 +11,14 @@ import torch
 from wan.cli import flags, planned
 from wan.cli import planned as machine
 from wan.distributed.ring import RING_TYPES, hops
-from wan.modules.model import WanModel, keeps_fp32
+from wan.modules.model import WanModel
 from wan.planner.forward import Forward
 from wan.planner.network import Network, text_bytes, weights
 from wan.planner.planner import T5_BYTES, T5_TABLE, Planner
 from wan.planner.report import check, lines, topologies
 from wan.planner.ways import ring_blocks
 from wan.settings.errors import InputError
+from wan.settings.numerics import keeps_fp32
 from wan.settings.parallel import Parallel
 
 A14B = Network(5120, 13824, 40, 40, 16, 16)

@@ -12,7 +12,7 @@ from benchmarks.live_bytes import WHOLE, LiveBytes
 from wan.cli import flags, planned
 from wan.device import resolve
 from wan.kernels.base import StepInfo
-from wan.kernels.select import parts
+from wan.kernels.select import select
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.planner.chunk import Chunk
 from wan.planner.forward import Forward
@@ -173,7 +173,7 @@ def test_the_references_hold_what_is_planned(
 ) -> None:
     """One rank, one chunk: the most that lives beside q, k, v in the attention layer."""
     attention, tokens = KINDS[kind], grid[0] * grid[1] * grid[2]
-    made = parts(attention, resolve("cpu"), 64, dtype, {})
+    made = select(attention, resolve("cpu"), 64, dtype, {})
     layer = FAPowerCapAttention(Parallel(), None, kernel=made.dense, methods=made.methods)
     q, k, v = (torch.randn(1, tokens, heads, 64, dtype=dtype) for _ in range(3))
     step = StepInfo(0, 1, "cond", "dit", grid, tokens)

@@ -1,4 +1,4 @@
-"""FP8 attention: numbers, scales and rotations against naive ones, and bits that no cut changes.
+"""FP8 attention: values, scales and rotations against naive ones, and bits that no cut changes.
 
 Oracles: E4M3 from its definition, blocks quantised one by one in numpy, attention in float64.
 """
@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wan.kernels.base import Call
+from wan.kernels.base import Payload, StepInfo
 from wan.kernels.fp8 import (
     Fp8Attention,
     Fp8Quantiser,
-    Quantised,
     Rotations,
-    attend_dense,
+    attend_dequantised,
     hadamard,
     quantise,
     rotate,
@@ -53,9 +52,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Te
     return (logits.softmax(-1) @ v).transpose(1, 2)
 
 
-def same(a: Quantised, b: Quantised) -> bool:
-    payloads = torch.equal(a.payload.view(torch.uint8), b.payload.view(torch.uint8))
-    return payloads and torch.equal(a.scale, b.scale) and a.rows == b.rows
+def run(fp8: Fp8Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The method on whole tensors."""
+    return fp8.prepare(Payload(q), Payload(k), Payload(v), None)(Payload(q), 0)
+
+
+def same(a: Payload, b: Payload) -> bool:
+    bits = [[part.view(torch.uint8) for part in x.parts] for x in (a, b)]
+    return a.rows == b.rows and all(torch.equal(*pair) for pair in zip(*bits, strict=True))
 
 
 def e4m3_numbers() -> np.ndarray:
@@ -76,7 +80,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def naive(x_BSND: Tensor, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(payload values, scales), block by block."""
+    """(values, scales), block by block."""
     x = x_BSND.float().numpy()
     batch, tokens, heads, _ = x.shape
     payload, scale = np.zeros_like(x), np.zeros((batch, -(-tokens // rows), heads, 1), np.float32)
@@ -98,9 +102,9 @@ def test_blocks_are_quantised_as_the_definition_says(
     x[0, :, 1] *= 300
     found = quantise(x, rows)
     payload, scale = naive(x, rows)
-    assert found.payload.dtype == torch.float8_e4m3fn and found.rows == rows
-    assert found.payload.shape == x.shape
-    assert np.array_equal(found.payload.float().numpy(), payload)
+    assert found.values.dtype == torch.float8_e4m3fn and found.rows == rows
+    assert found.values.shape == x.shape
+    assert np.array_equal(found.values.float().numpy(), payload)
     assert np.array_equal(found.scale.numpy(), scale)
 
 
@@ -109,25 +113,23 @@ def test_rounding_is_half_to_even_and_the_largest_number_is_448() -> None:
     x = np.concatenate([(numbers[:-1] + numbers[1:]) / 2, numbers]).astype(np.float32)
     found = quantise(torch.from_numpy(x).view(1, 1, 1, -1), 128)  # its scale is 1
     assert found.scale.item() == 1
-    assert np.array_equal(found.payload.float().numpy().ravel(), rounded(x))
-    assert found.payload.float().max() == 448
+    assert np.array_equal(found.values.float().numpy().ravel(), rounded(x))
+    assert found.values.float().max() == 448
 
 
 @pytest.mark.parametrize("units", [1, 100, 300, 600, 700, 5000])
 def test_numbers_near_the_smallest_ones_stay_numbers(units: int) -> None:
     x = torch.full((1, 3, 1, 2), units * 2.0**-149)
     found = quantise(x, 128)
-    assert np.array_equal(found.payload.float().numpy(), naive(x, 128)[0])
+    assert np.array_equal(found.values.float().numpy(), naive(x, 128)[0])
     assert not found.dequantised(torch.float32).isnan().any()
 
 
 @pytest.mark.parametrize("rows", [128, 256])
-def test_quantised_is_cut_and_dequantised_with_any_strides(rows: int) -> None:
+def test_a_payload_is_cut_and_dequantised_with_any_strides(rows: int) -> None:
     x = randoms((2, 3, 700, 16), 1, torch.float32)[0].transpose(1, 2)
     whole = quantise(x, rows)
-    strided = Quantised(
-        whole.payload.transpose(1, 2).contiguous().transpose(1, 2), whole.scale, rows
-    )
+    strided = whole.map(lambda part: part.transpose(1, 2).contiguous().transpose(1, 2))
     payload, scale = naive(x, rows)
     expected = np.concatenate(
         [
@@ -143,6 +145,16 @@ def test_quantised_is_cut_and_dequantised_with_any_strides(rows: int) -> None:
         assert part.dequantised(torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=f"multiple of {rows} rows, not at 200"):
         whole.cut(200, 700)
+
+
+def test_a_payload_without_scales() -> None:
+    """The same operations; nothing is converted."""
+    x = Payload(torch.randn(2, 9, 3, 4).bfloat16())
+    (values,) = x.parts
+    assert values is x.values and x.dequantised(torch.float32) is values
+    part = x.cut(3, 7)
+    assert torch.equal(part.values, values[:, 3:7]) and part.scale is None
+    assert torch.equal(x.map(torch.neg).values, -values)
 
 
 @pytest.mark.parametrize("size", [1, 2, 64, 128])
@@ -247,7 +259,7 @@ def test_the_error_of_fp8_attention(
 ) -> None:
     """Against exact attention, and against attention on the very numbers that FP8 left."""
     q, k, v = randoms((1, 2100, 1, head), 3, dtype, seed=head)
-    found = method(head, dtype).prepare(q, k, v, None)(q, 0).double()
+    found = run(method(head, dtype), q, k, v).double()
     exact = attention(q, k, v)
     error = found - exact
     relative = (error.square().mean() / exact.square().mean()).sqrt().item()
@@ -270,18 +282,18 @@ def test_the_error_of_fp8_attention(
 def test_fp8_attention_does_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
     q, k, v = randoms((1, ROWS, HEADS, head), 3, dtype, seed=head)
     fp8 = method(head, dtype)
-    whole = fp8.prepare(q, k, v, None)(q, 0)
+    whole = run(fp8, q, k, v)
     assert whole.dtype == dtype and fp8.q_multiple == 128
 
     @CALM
     @given(HEAD_RANGES, st.lists(st.integers(1, TILES - 1), unique=True, max_size=3))
     def check(heads: tuple[int, int], inner: list[int]) -> None:
         a, b = heads
-        own = [x[:, :, a:b] for x in (q, k, v)]
-        attend = fp8.prepare(own[0], own[1], own[2], None)
+        own = [Payload(x[:, :, a:b]) for x in (q, k, v)]
+        attend = fp8.prepare(*own, None)
         borders = [0, *(128 * i for i in sorted(inner)), ROWS]
         parts = [
-            attend(own[0][:, first:last], first)
+            attend(own[0].cut(first, last), first)
             for first, last in zip(borders, borders[1:], strict=False)
         ]
         assert torch.equal(torch.cat(parts, dim=1), whole[:, :, a:b])
@@ -305,11 +317,12 @@ def test_quantised_before_the_exchange_is_quantised_later(
     for rank in range(ranks):
         valid = min(max(tokens - rank * shard, 0), shard)
         own = [x[:, rank * shard : (rank + 1) * shard] for x in qkv]
-        packed.append(before.pack(own[0], own[1], own[2], valid, None))
-        assert later.pack(own[0], own[1], own[2], valid, None) == tuple(own)
+        packed.append(before.pack(*own, valid, None))
+        for x, kept in zip(own, later.pack(*own, valid, None), strict=True):
+            assert kept.values is x and kept.scale is None
     joined = [
-        Quantised(
-            torch.cat([x.payload.view(torch.uint8) for x in parts], 1).view(torch.float8_e4m3fn),
+        Payload(
+            torch.cat([x.values.view(torch.uint8) for x in parts], 1).view(torch.float8_e4m3fn),
             torch.cat([x.scale for x in parts], 1),
             parts[0].rows,
         ).cut(0, tokens)
@@ -321,7 +334,7 @@ def test_quantised_before_the_exchange_is_quantised_later(
         joined, (quantiser.q(q, None), quantiser.k(k, None), quantiser.v(v)), strict=True
     ):
         assert same(found, expected)
-    expected = later.prepare(q, k, v, None)(q, 0)
+    expected = run(later, q, k, v)
     found = before.prepare(*joined, None)(joined[0], 0)
     assert found.dtype == dtype and torch.equal(found, expected)
 
@@ -335,16 +348,16 @@ def test_shards_that_end_within_a_block_are_refused() -> None:
 def test_keys_and_values_are_quantised_once() -> None:
     seen = []
 
-    def recording(x_BSND: Tensor, rows: int) -> Quantised:
+    def recording(x_BSND: Tensor, rows: int) -> Payload:
         seen.append((x_BSND.shape[1], rows))
         return quantise(x_BSND, rows)
 
-    q, k, v = randoms((1, ROWS, 1, 64), 3, torch.float32)
+    q, k, v = map(Payload, randoms((1, ROWS, 1, 64), 3, torch.float32))
     fp8 = Fp8Attention(Fp8Quantiser(Rotations(64), recording), torch.float32)
     assert fp8.applies(None)
     attend = fp8.prepare(q, k, v, None)
-    attend(q[:, :384], 0)
-    attend(q[:, 384:], 384)
+    attend(q.cut(0, 384), 0)
+    attend(q.cut(384, ROWS), 384)
     assert seen == [(ROWS, 256), (ROWS, 256), (384, 128), (141, 128)]
 
 
@@ -354,13 +367,13 @@ def test_a_layer_may_bring_its_own_rotations() -> None:
     rotations = Rotations(64, exported={("high", 7): (own[0], own[1])})
     x = randoms((1, 256, 2, 64), 1, torch.bfloat16)[0]
 
-    def call(expert: str, layer: int) -> Call:
-        return Call(0, 1, expert, "cond", 0, layer, 0, 0, (1, 16, 16))
+    def call(expert: str, layer: int | None) -> StepInfo:
+        return StepInfo(0, 1, "cond", expert, (1, 16, 16), 256, layer=layer)
 
     exported = rotations.of(x, call("high", 7))
     for found, given_matrix in zip(exported, own, strict=True):
         assert torch.equal(found, given_matrix.bfloat16())
-    for other in (None, call("low", 7), call("high", 6)):
+    for other in (None, call("high", None), call("low", 7), call("high", 6)):
         assert all(torch.equal(found, hadamard(64, x.dtype)) for found in rotations.of(x, other))
     assert rotations.of(x, call("high", 7)) is exported, "moved once"
     quantiser = Fp8Quantiser(rotations)
@@ -383,7 +396,7 @@ def test_the_shared_rotation_spreads_outliers_and_keeps_the_logits() -> None:
 def test_attention_on_other_devices(dtype: torch.dtype) -> None:
     q, k, v = (quantise(x, 256) for x in randoms((1, 300, 2, 64), 3, torch.float32))
     exact = attention(*(x.dequantised(torch.float32) for x in (q, k, v)))
-    error = (attend_dense(q, k, v, dtype) - exact).abs().max()
+    error = (attend_dequantised(q, k, v, dtype) - exact).abs().max()
     assert error < (2e-6 if dtype == torch.float32 else 1e-2)
 
 

@@ -1,8 +1,6 @@
-"""How attention is cut into pieces: the chunk table, ranges that cover, orders of events."""
+"""How attention is divided: the modes, the chunk table, ranges that cover, orders of events."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,17 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.modules.schedule import (
-    MAX_CHUNKS,
-    Event,
+    MODES,
+    OVERLAP,
+    Order,
     Range,
     head_ranges,
+    heads_per_chunk,
     in_order,
+    mode_of,
     near_even,
     pipelined,
     q_ranges,
 )
 
-Order = Callable[[int], Iterator[Event]]
 CALM = settings(deadline=None)  # the machine may be busy
 ORDERS = pytest.mark.parametrize("order", [in_order, pipelined])
 
@@ -51,7 +51,8 @@ def assert_covers(ranges: tuple[Range, ...], total: int) -> None:
 )
 def test_chunk_table(heads: int, world: int, per_rank: list[int]) -> None:
     """Heads of each chunk on one rank, as in the feature's description."""
-    assert sizes(head_ranges(heads, world)) == [world * h for h in per_rank]
+    assert sizes(head_ranges(heads, world, 10)) == [world * h for h in per_rank]
+    assert list(heads_per_chunk(heads, world, 10)) == per_rank
 
 
 @CALM
@@ -62,7 +63,6 @@ def test_head_ranges(local: int, world: int, most: int) -> None:
     assert len(ranges) == min(most, local)
     assert all(size and size % world == 0 for size in sizes(ranges))
     assert max(sizes(ranges)) - min(sizes(ranges)) <= world
-    assert head_ranges(local * world, world) == head_ranges(local * world, world, MAX_CHUNKS)
 
 
 def test_one_chunk_is_the_whole() -> None:
@@ -89,7 +89,7 @@ def test_query_blocks_are_those_of_tensor_split(rows: int, blocks: int) -> None:
 @CALM
 @given(rows=st.integers(0, 5000), blocks=st.integers(1, 4), multiple=st.sampled_from([128, 256]))
 def test_query_blocks_of_a_quantiser(rows: int, blocks: int, multiple: int) -> None:
-    """Row blocks of the uncut call are never cut, and each block is about as large as its share."""
+    """Row blocks of the whole call are never divided, and each block is about its share."""
     ranges = q_ranges(rows, blocks, multiple)
     assert_covers(ranges, rows)
     assert all(a < b and a % multiple == 0 for a, b in ranges)
@@ -111,6 +111,23 @@ def test_query_blocks_of_a_quantiser(rows: int, blocks: int, multiple: int) -> N
 )
 def test_two_blocks_of_whole_128s(rows: int, blocks: tuple[Range, ...]) -> None:
     assert q_ranges(rows, 2, 128) == blocks
+
+
+def test_the_published_modes() -> None:
+    rows = {comm_type: (row.name, row.chunks, row.blocks) for comm_type, row in MODES.items()}
+    assert rows[0] == ("baseline", 1, 1)
+    assert rows[1] == ("InsertComm", 10, 1)
+    assert rows[2] == ("BlockAttn", 10, 2)
+    assert (OVERLAP.name, OVERLAP.chunks, OVERLAP.blocks) == ("A2A/FA overlap", 10, 1)
+    assert OVERLAP.overlaps and not any(row.overlaps for row in MODES.values())
+
+
+def test_a_run_asks_for_a_row() -> None:
+    for comm_type, row in MODES.items():
+        assert mode_of(comm_type) is row and mode_of(comm_type, True) is OVERLAP
+    for overlap in (False, True):
+        with pytest.raises(ValueError, match=r"comm_type must be 0, 1, .*, but got nonsense\.$"):
+            mode_of("nonsense", overlap)  # type: ignore[arg-type]
 
 
 def test_in_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wan.kernels.base import Call
+from wan.kernels.base import AttendRows, Payload, StepInfo
 from wan.kernels.flex import FlexBlocks, flex_mask
 from wan.kernels.fp8 import Fp8Quantiser, Rotations, sylvester
 from wan.kernels.rainfusion import MaskCache, RainFusionAttention
@@ -22,7 +23,6 @@ from wan.kernels.rainfusion_masks import (
     pooled,
     protect,
     select_table,
-    v1_mask,
     window_order,
 )
 
@@ -35,11 +35,20 @@ def qkv(grid: tuple[int, int, int], heads: int = 3, head: int = 64, batch: int =
     return [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
-def call(grid: tuple[int, int, int], first_row: int = 0, step: int = 0, **other: object) -> Call:
-    known = {"expert": "high", "branch": "cond", "layer": 0, "first_head": 0, "sample": 0}
-    return Call(
-        **{"step": step, "steps": 99, "first_row": first_row, "grid": grid, **known, **other}
-    )
+def call(grid: tuple[int, int, int], **other: object) -> StepInfo:
+    known = {"index": 0, "count": 99, "expert": "high", "branch": "cond", "layer": 0}
+    return StepInfo(**{**known, "grid": grid, "valid_len": math.prod(grid), **other})
+
+
+def run(method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo) -> Tensor:
+    """The method on whole tensors."""
+    return prepared(method, q, k, v, step)(Payload(q), 0)
+
+
+def prepared(
+    method: RainFusionAttention, q: Tensor, k: Tensor, v: Tensor, step: StepInfo
+) -> AttendRows:
+    return method.prepare(Payload(q), Payload(k), Payload(v), step)
 
 
 def naive_order(grid: tuple[int, int, int]) -> list[int]:
@@ -228,7 +237,7 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
     "head": [(4, {}, True), (4, {"first_head": 2}, True), (5, {"first_head": 2}, False)],
     "skipped refresh": [(5, {}, True), (8, {}, True), (9, {}, False)],
     "sample": [(4, {}, True), (4, {"sample": 1}, True), (5, {"sample": 1}, False)],
-    "the sampling ends": [(4, {}, True), (5, {"steps": 6}, False), (6, {}, True)],
+    "the sampling ends": [(4, {}, True), (5, {"count": 6}, False), (6, {}, True)],
     "same step of the next video": [(3, {}, True), (3, {}, True)],
     "next video": [(5, {}, True), (6, {}, False), (4, {}, True), (5, {}, False)],
 }
@@ -238,7 +247,7 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
 def test_refresh(name: str) -> None:
     cache = MaskCache(start_step=3, refresh=4)
     for step, other, made in SCHEDULES[name]:
-        here = call((1, 1, 1), step=step, **other)
+        here = call((1, 1, 1), index=step, **other)
         found = cache.get(here, (1, 1, 2, 2))
         assert (found is None) == made, step
         if found is None:
@@ -246,21 +255,21 @@ def test_refresh(name: str) -> None:
     assert cache.get(here, (1, 1, 2, 3)) is None
 
 
-def kept_bytes(cache: MaskCache) -> int:
-    return sum(mask.nbytes for _, mask in cache._masks.values())
-
-
 def test_masks_in_memory() -> None:
-    """Those of one expert; none where each step makes its own."""
-    cache = MaskCache(0, 2)
-    for expert, layer in product(("high", "low"), range(3)):
-        here = call((1, 1, 1), expert=expert, layer=layer)
-        cache.get(here, (1, 2, 5, 7))
-        cache.put(here, torch.ones(1, 2, 5, 7, dtype=torch.bool))
-    assert kept_bytes(cache) == 3 * 70
-    always = MaskCache(0, 1)
-    always.put(here, torch.ones(1, 2, 5, 7, dtype=torch.bool))
-    assert kept_bytes(always) == 0
+    """Those of one expert; none where each step makes its own, or after their last use."""
+    for refresh, kept in ((2, 3), (1, 0)):
+        cache, made = MaskCache(0, refresh), []
+        for expert, layer in product(("high", "low"), range(3)):
+            here = call((1, 1, 1), expert=expert, layer=layer)
+            assert cache.get(here, (1, 2, 5, 7)) is None
+            mask = torch.ones(1, 2, 5, 7, dtype=torch.bool)
+            cache.put(here, mask)
+            made.append(weakref.ref(mask))
+            del mask
+        assert [ref() is not None for ref in made] == [False] * (6 - kept) + [True] * kept
+        for layer in range(3):
+            cache.get(call((1, 1, 1), index=1, expert="low", layer=layer), (1, 2, 5, 7))
+        assert not any(ref() is not None for ref in made)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.6])
@@ -271,8 +280,7 @@ def test_attention(grid: tuple[int, int, int], sparsity: float) -> None:
     order = window_order(grid)
     back = order.argsort()
     ordered = [x[:, order] for x in (q, k, v)]
-    attend = RainFusionAttention("v2", sparsity, 0).prepare(*ordered, call(grid))
-    found = attend(ordered[0], 0)[:, back]
+    found = run(RainFusionAttention("v2", sparsity, 0), *ordered, call(grid))[:, back]
     mask = naive_mask(ordered[0].double(), ordered[1].double(), grid, sparsity, 128)
     seen = mask[:, :, back // 128][..., back // 128]
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
@@ -285,7 +293,7 @@ def test_fp8(grid: tuple[int, int, int]) -> None:
     """Against its own quantised numbers to rounding; against no quantisation within its error."""
     q, k, v = qkv(grid)
     mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
-    found = RainFusionAttention("v3", 0.6, 0, quantiser=fp8()).prepare(q, k, v, call(grid))(q, 0)
+    found = run(RainFusionAttention("v3", 0.6, 0, quantiser=fp8()), q, k, v, call(grid))
     numbers = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
     exact = masked(*(x.dequantised(torch.float64) for x in numbers), mask, 256)
     assert (found - exact).abs().max() <= 2e-6
@@ -299,30 +307,29 @@ def test_every_cut_gives_the_same_bits(quantised: bool, dtype: torch.dtype) -> N
     grid = (3, 13, 14)
     q, k, v = (x.to(dtype) for x in qkv(grid, heads=3))
     method = RainFusionAttention("v3", 0.6, 0, quantiser=fp8() if quantised else None)
-    attend = method.prepare(q, k, v, call(grid))
-    whole = attend(q, 0)
+    attend = prepared(method, q, k, v, call(grid))
+    whole = attend(Payload(q), 0)
     assert whole.dtype == dtype and whole.shape == q.shape
-    blocks = [attend(q[:, a:b], a) for a, b in ((0, 128), (128, 384), (384, 546))]
+    blocks = [attend(Payload(q[:, a:b]), a) for a, b in ((0, 128), (128, 384), (384, 546))]
     assert torch.equal(torch.cat(blocks, 1), whole)
     for a, b in ((0, 1), (1, 3)):
         heads = [x[:, :, a:b] for x in (q, k, v)]
-        assert torch.equal(method.prepare(*heads, call(grid))(heads[0], 0), whole[:, :, a:b])
+        assert torch.equal(run(method, *heads, call(grid)), whole[:, :, a:b])
     for a, b in ((0, 256), (256, 546)):
-        rank = method.prepare(q[:, a:b], k, v, call(grid, first_row=a))
-        assert torch.equal(rank(q[:, a + 128 : b], 128), whole[:, a + 128 : b])
+        rank = prepared(method, q[:, a:b], k, v, call(grid, first_row=a))
+        assert torch.equal(rank(Payload(q[:, a + 128 : b]), 128), whole[:, a + 128 : b])
 
 
 def test_mask_is_used_again() -> None:
     grid = (3, 10, 20)
     (q, k, v), (_, other, _) = qkv(grid), qkv((3, 20, 10), batch=2)
     method = RainFusionAttention("v2", 0.6, 4, refresh=3)
-    assert [method.applies(call(grid, step=s)) for s in (3, 4, 9)] == [False, True, True]
-    method.prepare(q, k, v, call(grid, step=4))
-    later = method.prepare(q, other[1:], v, call(grid, step=5))(q, 0)
+    assert [method.applies(call(grid, index=s)) for s in (3, 4, 9)] == [False, True, True]
+    run(method, q, k, v, call(grid, index=4))
+    later = run(method, q, other[1:], v, call(grid, index=5))
     mask = naive_mask(q.double(), k.double(), grid, 0.6, 128)
     assert not torch.equal(mask, naive_mask(q.double(), other[1:].double(), grid, 0.6, 128))
     assert (later - masked(q, other[1:], v, mask, 128)).abs().max() <= 2e-6
-    assert kept_bytes(method.masks) == mask.numel()
 
 
 def test_refusals() -> None:
@@ -338,10 +345,12 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="take v3"):
         RainFusionAttention("v2", 0.5, 0, quantiser=fp8())
     method = RainFusionAttention("v2", 0.5, 0)
-    x = torch.ones(1, 600, 1, 8)
-    for act in (lambda: method.applies(None), lambda: method.prepare(x, x, x, None)):
+    x = Payload(torch.ones(1, 600, 1, 8))
+    for step in (None, call((3, 10, 20), layer=None)):
         with pytest.raises(ValueError, match="step and layer"):
-            act()
+            method.applies(step)
+        with pytest.raises(ValueError, match="step and layer"):
+            method.prepare(x, x, x, step)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -361,7 +370,8 @@ def test_flex(queries: int, keys: int, k_rows: int) -> None:
     assert not blocks.mask_mod(first, first, first, behind).any()
     whole = keys // k_rows
     assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
-    found = FlexBlocks(torch.device("cpu"), torch.float32)(q, k, v, mask, k_rows)
+    kernel = FlexBlocks(torch.device("cpu"), torch.float32)
+    found = kernel(Payload(q), Payload(k), Payload(v), mask, k_rows)
     assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6
 
 
@@ -371,26 +381,8 @@ def test_flex_as_the_kernel_of_fp8() -> None:
     q, k, v = qkv(grid)
     kernel = FlexBlocks(torch.device("cpu"), torch.float32)
     by_flex, by_tiles = (
-        RainFusionAttention("v3", 0.6, 0, quantiser=fp8(), **given).prepare(q, k, v, call(grid))
-        for given in ({"attend_blocks": kernel}, {})
+        prepared(RainFusionAttention("v3", 0.6, 0, quantiser=fp8(), **given), q, k, v, call(grid))
+        for given in ({"kernel": kernel}, {})
     )
-    assert (by_flex(q[:, 256:], 256) - by_tiles(q[:, 256:], 256)).abs().max() <= 2e-6
-
-
-def test_v1() -> None:
-    """Head 0 looks at its own place in its frame, head 1 at the mirrored place."""
-    grid, frame = (3, 16, 16), 256
-    place = F.one_hot(torch.arange(frame), frame).float() * 100
-    k = torch.zeros(1, 3 * frame, 2, frame)
-    q = torch.zeros_like(k)
-    k[0, frame : 2 * frame] = q[0, frame : 2 * frame] = place[:, None]
-    q[0, frame : 2 * frame, 1] = place.flip(0)
-    mask = v1_mask(q, k, grid, 0.25)
-    assert mask.shape == (1, 2, 768, 768) and mask.dtype == torch.bool
-    own, mirrored = mask[0].tolist()
-    for i, j in product(range(0, 768, 37), range(768)):
-        first = i < frame or j < frame
-        (fi, pi), (fj, pj) = divmod(i - frame, frame), divmod(j - frame, frame)
-        assert own[i][j] == (first or abs(2 * pi + fi - 2 * pj - fj) <= 256)
-        assert mirrored[i][j] == (first or abs(i - j) <= 256)
-    assert v1_mask(q[:, :frame], k[:, :frame], (1, 16, 16), 0.25).all()
+    last = Payload(q[:, 256:])
+    assert (by_flex(last, 256) - by_tiles(last, 256)).abs().max() <= 2e-6

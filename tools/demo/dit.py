@@ -22,7 +22,7 @@ from tools.demo.scenes import caption, random_scene
 from tools.demo.text import TEXT_DIM, TEXT_LEN, token_ids, trained_encoder
 from tools.demo.training import Training, averaged_weights, device, join
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.interfaces import LocalAttention
+from wan.modules.interfaces import Collaborators, LocalAttention
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
 
@@ -62,8 +62,8 @@ class TrainingKernel(SdpaKernel):
 def network(kind: str) -> WanModel:
     """An untrained DiT that predicts no velocity yet."""
     kernel = TrainingKernel()
-    collaborators: dict[str, Any] = {"attention": LocalAttention(kernel), "kernel": kernel}
-    model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, **collaborators)
+    collaborators = Collaborators(LocalAttention(kernel), kernel)
+    model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, collaborators=collaborators)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from wan.device import Device
+from wan.torch_private import set_group_timeout
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ class Team:
     def _bounded(self, mesh: DeviceMesh) -> DeviceMesh:
         """DeviceMesh gives its groups PyTorch's default timeout, not that of the whole group."""
         if self.timeout is not None:
-            _set_pg_timeout(self.timeout, mesh.get_group())
+            set_group_timeout(self.timeout, mesh.get_group())
         return mesh
 
     def from_main(self, make: Callable[[], Tensor]) -> Tensor:

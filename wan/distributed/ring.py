@@ -1,4 +1,4 @@
-"""Ring attention (arXiv:2310.01889): K/V blocks travel, partial results are merged by their LSE.
+"""Ring attention (arXiv:2310.01889): K/V blocks are passed on, partial results merged by their LSE.
 
 Legend: B batch, S rows, N heads, D head size, R ranks in the ring. Each rank starts with the K/V
 block of its own tokens. A hop is started before the blocks at hand are attended to, so it runs
@@ -14,9 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan.distributed.exchange import Alone, Group, as_bytes, group_rank, group_size
-
-RING_TYPES = ("ring", "bidirectional")
+from wan.distributed.exchange import (
+    Group,
+    all_gather_tokens,
+    as_bytes,
+    group_rank,
+    group_size,
+    process_group,
+)
+from wan.settings.parallel import RING_TYPES
 
 Block = tuple[int, Tensor, Tensor]
 """(rank it belongs to, k, v), k and v [B,S,N,D] each."""
@@ -69,7 +75,7 @@ class Ring:
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         """Every rank's block once, the own one first. All ranks must consume all of them."""
         ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
-        group = None if isinstance(self.group, Alone) else self.group  # alone there are no hops
+        group = process_group(self.group)
         for hop in self.hops:
             arriving = {b: (torch.empty_like(k), torch.empty_like(v)) for _, b in hop.receives}
             operations = [
@@ -111,9 +117,7 @@ class Ring:
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' K or V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
-        out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        dist.all_gather_single(as_bytes(out).flatten(0, 1), as_bytes(x.contiguous()), self.group)
-        return out.movedim(0, 1).flatten(1, 2)
+        return all_gather_tokens(x, self.group)
 
 
 class Merged:

@@ -9,18 +9,17 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.distributed.exchange import Group, group_rank, group_size
+from wan.distributed.exchange import Group, all_gather_tokens, group_rank, group_size
 from wan.modules.schedule import TokenPlan
 
 Grid = tuple[int, int, int]
 
 
 class ShardedTokens:
-    """Implements `wan.modules.local.TokenShard` over a group: rank i computes the i-th shard.
+    """Implements `wan.modules.interfaces.TokenShard` over a group: rank i computes the i-th shard.
 
     multiple: a shard's length is a multiple of this. order(grid), int64 [S]: the raster token that
     stands at each place; None: raster order.
@@ -59,12 +58,7 @@ class ShardedTokens:
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
         """[B,L,C] -> [B,S,C] in raster order on every rank."""
-        whole = x_BLC
-        if self.ranks > 1:
-            x_BLC = x_BLC.contiguous()
-            out = torch.empty(self.ranks, *x_BLC.shape, dtype=x_BLC.dtype, device=x_BLC.device)
-            dist.all_gather_single(out.flatten(0, 1), x_BLC, self.group)
-            whole = out.movedim(0, 1).flatten(1, 2)
+        whole = all_gather_tokens(x_BLC, self.group) if self.ranks > 1 else x_BLC
         if self.order is None:
             return whole[:, : prod(grid)]
         return whole[:, self._index(grid, whole.device)[1]]

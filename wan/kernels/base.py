@@ -1,22 +1,24 @@
-"""What a layer may know about the moment it runs in.
+"""What attention is made of: dense kernels, methods built on kernels, and what both are given.
 
-What a dense attention kernel is, and what a way of attending ("method") built on kernels is.
-
-Legend: B batch, S tokens, N heads, D head size. Everything takes and returns [B,S,N,D].
+Legend: B batch, S tokens, N heads, D head size, C channels. Everything takes and returns [B,S,N,D].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
+
+Grid = tuple[int, int, int]
+"""Tokens along frame, height and width."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """One forward pass of one expert, as seen by the attention layers and caches.
+    """One forward pass of one expert and, inside self-attention, which call of it this is.
 
     index: 0-based sampling step; count: number of sampling steps.
     branch: "cond" or "uncond", the guidance branch.
@@ -24,23 +26,29 @@ class StepInfo:
     grid: tokens along frame, height and width.
     valid_len: number of real tokens; tokens behind it are padding.
     sample: which of the samples that a model computes one after the other.
+    layer: index of the block; None outside the blocks.
+    first_head: global index of the first head that this rank attends with.
+    first_row: place of this rank's first query row in the whole sequence.
     """
 
     index: int
     count: int
     branch: str
     expert: str
-    grid: tuple[int, int, int]
+    grid: Grid
     valid_len: int
     sample: int = 0
+    layer: int | None = None
+    first_head: int = 0
+    first_row: int = 0
 
 
 class Kernel(Protocol):
-    """softmax(q k^T / sqrt(D)) v over whole sequences; q and k may have different lengths."""
+    """Dense attention, softmax(q k^T / sqrt(D)) v; q and k may have different lengths."""
 
     @property
     def name(self) -> str:
-        """For logs and records."""
+        """What computes, for logs and records."""
         ...
 
     @property
@@ -56,37 +64,64 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """Which attention call this is, for methods that plan, cache, or differ from layer to layer.
+class Payload:
+    """A tensor of queries, keys or values together with its scales, where it is quantised.
 
-    step, steps: 0-based sampling step, and how many there are. expert, branch, sample: as in
-    `StepInfo`. layer: index of the block. first_head: global index of the first head that this rank
-    attends with. first_row: place of its first query row in the whole sequence. grid: tokens along
-    frame, height and width.
+    values: [B,S,N,D], any strides. scale: float32 [B,ceil(S/rows),N,1], None for values that stand
+    for themselves; the values of a quantised one stand for values * scale. rows: tokens that share
+    a scale.
     """
 
-    step: int
-    steps: int
-    expert: str
-    branch: str
-    sample: int
-    layer: int
-    first_head: int
-    first_row: int
-    grid: tuple[int, int, int]
+    values: Tensor
+    scale: Tensor | None = None
+    rows: int = 1
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors: the values, and then the scales if there are any."""
+        return (self.values,) if self.scale is None else (self.values, self.scale)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Payload:
+        """The same with every part changed, the values first: a change may be an exchange."""
+        values = change(self.values)
+        return Payload(values, None if self.scale is None else change(self.scale), self.rows)
+
+    def cut(self, first: int, last: int) -> Payload:
+        """Tokens first to last (excluded), as views.
+
+        Raises ValueError where `first` is not the beginning of a block of rows.
+        """
+        if first % self.rows:
+            raise ValueError(f"a cut must begin at a multiple of {self.rows} rows, not at {first}")
+        scale = self.scale
+        if scale is not None:
+            scale = scale[:, first // self.rows : -(-last // self.rows)]
+        return Payload(self.values[:, first:last], scale, self.rows)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[B,S,N,D]: what quantised values stand for, the product taken in float32, in dtype.
+
+        Values that stand for themselves are returned as they are.
+        """
+        if self.scale is None:
+            return self.values
+        scale = self.scale.repeat_interleave(self.rows, dim=1)[:, : self.values.shape[1]]
+        return (self.values.float() * scale).to(dtype)
 
 
-AttendRows = Callable[[Any, int], Tensor]
+QKV = tuple[Payload, Payload, Payload]
+
+AttendRows = Callable[[Payload, int], Tensor]
 """attend(q_block, first): the result [B,rows,N,D] of a block of the queries that begins at their
 row `first`, against all keys."""
 
 
 class Method(Protocol):
-    """A way of attending that first prepares the keys and values, once for all query blocks."""
+    """Attention that first prepares the keys and values, once for all query blocks."""
 
     @property
     def name(self) -> str:
-        """For logs and records."""
+        """What computes, for logs and records."""
         ...
 
     @property
@@ -94,19 +129,43 @@ class Method(Protocol):
         """Query blocks begin at multiples of this."""
         ...
 
-    def applies(self, call: Call | None) -> bool:
+    @property
+    def is_total(self) -> bool:
+        """Whether it applies to every call."""
+        ...
+
+    def applies(self, step: StepInfo | None) -> bool:
         """Whether this call is computed this way. ValueError where that cannot be told."""
         ...
 
     def pack(
-        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, call: Call | None
-    ) -> Sequence[Any]:
-        """What travels in the exchanges for q, k, v of this rank's tokens, before `prepare`.
+        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
+    ) -> QKV:
+        """What the exchanges send for q, k, v of this rank's tokens, before `prepare`.
 
         valid: the real ones among the tokens; what is in the rows behind them must not matter.
         """
         ...
 
-    def prepare(self, q: Any, k: Any, v: Any, call: Call | None) -> AttendRows:
-        """q, k, v [B,S,N,D], tensors or (where the method says so) `Quantised`; no padding."""
+    def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
+        """q, k, v: what `pack` made, exchanged, without padding."""
         ...
+
+
+@dataclass(frozen=True)
+class SmallOps:
+    """Replacements of a block's small operations; None keeps the plain one of the same name.
+
+    Each takes and returns what the plain one (`wan.modules.blocks`, `wan.modules.rope`) does:
+    float32 results [B,S,...]. It sees a slice of the tokens, any float dtype (rope: float32),
+    possibly strided, and must not change its inputs. rope: x [B,S,N,D] and its rows of the table,
+    (cos, signed sin) [S,1,D].
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor] | None = None
+    modulated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
+    rope: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None = None
+
+
+PLAIN = SmallOps()

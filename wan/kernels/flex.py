@@ -8,42 +8,38 @@ Legend: B batch, S tokens, N heads, D head size; q, k in block masks: blocks of 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from wan.kernels.fp8 import Quantised, plain
-from wan.kernels.rainfusion_masks import Q_ROWS, kept_first
+from wan.kernels.base import Payload
+from wan.kernels.rainfusion_masks import kept_first
+from wan.settings.numerics import Q_ROWS
 
 
 class FlexBlocks:
-    """Implements `wan.kernels.sparse.BlockSparseKernel`.
+    """Implements `wan.kernels.rainfusion.BlockSparseKernel`.
 
     device: the kernel is compiled for CUDA, at the first call, and runs eagerly elsewhere. dtype:
-    what quantised numbers become, since FlexAttention has no scales per block.
+    what quantised values are computed in, since FlexAttention has no scales per block.
     """
 
+    name = "PyTorch FlexAttention"
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._attend: Any = flex_attention
+        self._attend: Callable[..., Tensor] = flex_attention
         if device.type == "cuda":
             self._attend = torch.compile(flex_attention)
         self._dtype = dtype
 
     def __call__(
-        self,
-        q: Tensor | Quantised,
-        k: Tensor | Quantised,
-        v: Tensor | Quantised,
-        mask_BNqk: Tensor,
-        k_rows: int,
-        /,
+        self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
     ) -> Tensor:
-        q, k, v = (plain(x, self._dtype).transpose(1, 2) for x in (q, k, v))
-        blocks = flex_mask(mask_BNqk, q.shape[2], k.shape[2], k_rows)
-        out: Tensor = self._attend(q, k, v, block_mask=blocks)
-        return out.transpose(1, 2)
+        q_BNSD, k_BNSD, v_BNSD = (x.dequantised(self._dtype).transpose(1, 2) for x in (q, k, v))
+        blocks = flex_mask(mask_BNqk, q_BNSD.shape[2], k_BNSD.shape[2], k_rows)
+        return self._attend(q_BNSD, k_BNSD, v_BNSD, block_mask=blocks).transpose(1, 2)
 
 
 def flex_mask(mask_BNqk: Tensor, queries: int, keys: int, k_rows: int) -> BlockMask:

@@ -1,89 +1,37 @@
-"""FP8 numbers for attention: E4M3 with a scale per block of rows and head; Q and K rotated before.
+"""FP8 attention: E4M3 with a scale per block of rows and head; Q and K are rotated before.
 
 After mindiesd 3.1.0 (FP8RotateQuantFA): Q and K are rotated by one orthogonal matrix, which leaves
 q k^T as it was and spreads outliers; Q has a scale per 128 rows, K and V one per 256 rows.
 
-Legend: B batch, S tokens, N heads, D head size, k blocks of rows.
-
-FP8 attention as a method: what is quantised when, and the kernel for devices without FP8 units.
-
-Legend: B batch, s this rank's tokens, S all tokens, N heads, D head size.
+Legend: B batch, s this rank's tokens, S tokens, N heads, D head size, k blocks of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.kernels.base import AttendRows, Call
-from wan.kernels.reference import BLOCK, tiled_attention
+from wan.kernels.base import QKV, AttendRows, Payload, StepInfo
+from wan.kernels.reference import tiled_attention
+from wan.settings.numerics import KV_ROWS, Q_ROWS
 
-KV_BLOCK = 256  # rows of a scale of keys or values; queries have BLOCK
 E4M3_MAX = 448.0
 HADAMARD_SEED = 1234  # mindiesd's
 Pair = tuple[Tensor, Tensor]
 
-
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """Numbers as payload times scale.
-
-    payload: float8_e4m3fn [B,S,N,D], any strides. scale: float32 [B,ceil(S/rows),N,1]. rows: tokens
-    that share a scale.
-    """
-
-    payload: Tensor
-    scale: Tensor
-    rows: int
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.payload.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.payload.device
-
-    def cut(self, first: int, last: int) -> Quantised:
-        """Tokens first to last (excluded), as views.
-
-        Raises ValueError where `first` is not the beginning of a block.
-        """
-        if first % self.rows:
-            raise ValueError(f"a cut must begin at a multiple of {self.rows} rows, not at {first}")
-        scale = self.scale[:, first // self.rows : -(-last // self.rows)]
-        return Quantised(self.payload[:, first:last], scale, self.rows)
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[B,S,N,D], the product taken in float32."""
-        scale = self.scale.repeat_interleave(self.rows, dim=1)[:, : self.payload.shape[1]]
-        return (self.payload.float() * scale).to(dtype)
-
-
-def plain(x: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
-    """x itself, or the numbers that it stands for, in dtype."""
-    return x.dequantised(dtype) if isinstance(x, Quantised) else x
-
-
-def unplaced(x: Tensor | Quantised) -> Tensor | Quantised:
-    """Keys or values as they are, for kernels that take them so."""
-    return x
-
-
-Place = Callable[[Tensor | Quantised], Tensor | Quantised]
-"""Brings keys or values into the form that a kernel wants, once for all blocks of queries."""
-
-BlockQuantise = Callable[[Tensor, int], Quantised]
+BlockQuantise = Callable[[Tensor, int], Payload]
 """quantise(x_BSND, rows): E4M3 with one float32 scale per head and `rows` tokens."""
+
+Place = Callable[[Payload], Payload]
+"""Brings keys or values into the form that a kernel wants, once for all blocks of queries."""
 
 
 class Quantiser(Protocol):
-    """How queries, keys and values become `Quantised`: another format is another of these."""
+    """How queries, keys and values are quantised: another format is another of these."""
 
     @property
     def name(self) -> str:
@@ -100,11 +48,36 @@ class Quantiser(Protocol):
         """Rows of a scale of keys or values; a multiple of q_rows."""
         ...
 
-    def q(self, x_BSND: Tensor, call: Call | None) -> Quantised: ...
+    def q(self, x_BSND: Tensor, step: StepInfo | None) -> Payload: ...
 
-    def k(self, x_BSND: Tensor, call: Call | None) -> Quantised: ...
+    def k(self, x_BSND: Tensor, step: StepInfo | None) -> Payload: ...
 
-    def v(self, x_BSND: Tensor) -> Quantised: ...
+    def v(self, x_BSND: Tensor) -> Payload: ...
+
+
+class Fp8Kernel(Protocol):
+    """softmax(q k^T / sqrt(D)) v, [B,S,N,D] in dtype; k and v come through the kernel's `Place`."""
+
+    @property
+    def name(self) -> str:
+        """What computes, for logs and records."""
+        ...
+
+    def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor: ...
+
+
+def quantise(x_BSND: Tensor, rows: int) -> Payload:
+    """`BlockQuantise` by plain operations, in float32: scale = absmax / 448, values = x / scale.
+
+    Values are rounded half to even. A last block of fewer rows has the scale of its real rows; a
+    block of zeros has scale 1.
+    """
+    tokens = x_BSND.shape[1]
+    x_BkrND = pad_rows(x_BSND.float(), -tokens % rows).unflatten(1, (-1, rows))
+    scale = x_BkrND.abs().amax(dim=(2, 4), keepdim=True) / E4M3_MAX
+    scale = torch.where(scale > 0, scale, 1.0)
+    values = (x_BkrND / scale).to(torch.float8_e4m3fn).flatten(1, 2)[:, :tokens]
+    return Payload(values, scale.squeeze(2), rows)
 
 
 def sylvester(
@@ -158,15 +131,15 @@ class Rotations:
         self._exported = dict(exported or {})
         self._placed: dict[tuple[object, torch.dtype, torch.device], Pair] = {}
 
-    def of(self, x: Tensor, call: Call | None) -> Pair:
+    def of(self, x: Tensor, step: StepInfo | None) -> Pair:
         """(of queries, of keys) in the dtype and on the device of `x`; moved there once."""
-        layer = None if call is None else (call.expert, call.layer)
-        layer = layer if layer in self._exported else None
-        found = self._placed.get((layer, x.dtype, x.device))
+        key = None if step is None or step.layer is None else (step.expert, step.layer)
+        key = key if key in self._exported else None
+        found = self._placed.get((key, x.dtype, x.device))
         if found is None:
-            q_rot, k_rot = self._shared if layer is None else self._exported[layer]
+            q_rot, k_rot = self._shared if key is None else self._exported[key]
             found = (q_rot.to(x.device, x.dtype), k_rot.to(x.device, x.dtype))
-            self._placed[layer, x.dtype, x.device] = found
+            self._placed[key, x.dtype, x.device] = found
         return found
 
 
@@ -179,102 +152,96 @@ def rotate(x_BSND: Tensor, rotation_DD: Tensor) -> Tensor:
     """x @ R in x's dtype.
 
     On CPUs as products of 128 rows each: the bits of one large product depend on how many rows and
-    heads are in it, and modes cut them differently.
+    heads are in it, and modes divide them differently.
     """
     if x_BSND.device.type != "cpu":
         return torch.matmul(x_BSND, rotation_DD)
     batch, rows, heads, head = x_BSND.shape
-    padded_BSND = pad_rows(x_BSND, -rows % BLOCK)
-    tiles = padded_BSND.transpose(1, 2).reshape(-1, BLOCK, head)
+    padded_BSND = pad_rows(x_BSND, -rows % Q_ROWS)
+    tiles = padded_BSND.transpose(1, 2).reshape(-1, Q_ROWS, head)
     rotated = torch.bmm(tiles, rotation_DD.expand(tiles.shape[0], -1, -1))
     return rotated.view(batch, heads, -1, head)[:, :, :rows].transpose(1, 2)
-
-
-def quantise(x_BSND: Tensor, rows: int) -> Quantised:
-    """`BlockQuantise` by plain operations, in float32: scale = absmax / 448, payload = x / scale.
-
-    Payloads are rounded half to even. A last block of fewer rows has the scale of its real rows; a
-    block of zeros has scale 1.
-    """
-    tokens = x_BSND.shape[1]
-    x_BkrND = pad_rows(x_BSND.float(), -tokens % rows).unflatten(1, (-1, rows))
-    scale = x_BkrND.abs().amax(dim=(2, 4), keepdim=True) / E4M3_MAX
-    scale = torch.where(scale > 0, scale, 1.0)
-    payload = (x_BkrND / scale).to(torch.float8_e4m3fn).flatten(1, 2)[:, :tokens]
-    return Quantised(payload, scale.squeeze(2), rows)
 
 
 class Fp8Quantiser:
     """Implements `Quantiser`: Q and K rotated, Q per 128 rows, K and V per 256 rows."""
 
     name = "per-block E4M3"
-    q_rows = BLOCK
-    kv_rows = KV_BLOCK
+    q_rows = Q_ROWS
+    kv_rows = KV_ROWS
 
     def __init__(self, rotations: Rotations, quantise: BlockQuantise = quantise) -> None:
         self._rotations, self._quantise = rotations, quantise
 
-    def q(self, x_BSND: Tensor, call: Call | None) -> Quantised:
-        return self._quantise(rotate(x_BSND, self._rotations.of(x_BSND, call)[0]), self.q_rows)
+    def q(self, x_BSND: Tensor, step: StepInfo | None) -> Payload:
+        return self._quantise(rotate(x_BSND, self._rotations.of(x_BSND, step)[0]), self.q_rows)
 
-    def k(self, x_BSND: Tensor, call: Call | None) -> Quantised:
-        return self._quantise(rotate(x_BSND, self._rotations.of(x_BSND, call)[1]), self.kv_rows)
+    def k(self, x_BSND: Tensor, step: StepInfo | None) -> Payload:
+        return self._quantise(rotate(x_BSND, self._rotations.of(x_BSND, step)[1]), self.kv_rows)
 
-    def v(self, x_BSND: Tensor) -> Quantised:
+    def v(self, x_BSND: Tensor) -> Payload:
         return self._quantise(x_BSND, self.kv_rows)
 
 
-Fp8Attend = Callable[[Quantised, Any, Any, torch.dtype], Tensor]
-"""attend(q, k, v, dtype): softmax(q k^T / sqrt(D)) v as [B,S,N,D] in `dtype`.
+class DequantisedAttention:
+    """Implements `Fp8Kernel` for devices without FP8 units: attention on what the values stand for.
 
-k, v: `Quantised`, or what the kernel's own `Place` made of them.
-"""
-
-
-def attend_dequantised(q: Quantised, k: Any, v: Any, dtype: torch.dtype) -> Tensor:
-    """`Fp8Attend` for devices without an FP8 kernel.
-
-    On CPUs in float32 and in tiles, so that no cut changes the bits; on GPUs one call in `dtype`.
+    On CPUs in float32 and in tiles, so that no division changes the bits; elsewhere one call in
+    `dtype`.
     """
-    if q.payload.device.type != "cpu":
-        return attend_dense(q, k, v, dtype)
-    q_BSND, k_BSND, v_BSND = (plain(x, torch.float32) for x in (q, k, v))
-    return tiled_attention(q_BSND, k_BSND, v_BSND).to(dtype)
+
+    name = "PyTorch SDPA, dequantised"
+
+    def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor:
+        if q.values.device.type == "cpu":
+            q_BSND, k_BSND, v_BSND = (x.dequantised(torch.float32) for x in (q, k, v))
+            return tiled_attention(q_BSND, k_BSND, v_BSND).to(dtype)
+        return attend_dequantised(q, k, v, dtype)
 
 
-def attend_dense(q: Quantised, k: Any, v: Any, dtype: torch.dtype) -> Tensor:
-    """`Fp8Attend` by PyTorch's attention on numbers dequantised to `dtype`."""
-    q_BNSD, k_BNSD, v_BNSD = (plain(x, dtype).transpose(1, 2) for x in (q, k, v))
+def attend_dequantised(q: Payload, k: Payload, v: Payload, dtype: torch.dtype) -> Tensor:
+    """PyTorch's attention, one call in dtype."""
+    q_BNSD, k_BNSD, v_BNSD = (x.dequantised(dtype).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD).transpose(1, 2)
+
+
+DEQUANTISED = DequantisedAttention()
+
+
+def as_they_are(x: Payload) -> Payload:
+    """`Place` of kernels that take keys and values as they are."""
+    return x
 
 
 class Fp8Attention:
     """Implements `wan.kernels.base.Method`: every call, at every step.
 
-    quantiser: how q, k, v become FP8 numbers. dtype: of the results. attend: the kernel.
-    before_exchange: they become so on the rank that made them, and travel as FP8 numbers. place:
-    the form in which the kernel wants keys and values.
+    quantiser: how q, k, v are quantised. dtype: of the results. kernel: what computes.
+    before_exchange: they are quantised on the rank that made them, and exchanged in FP8. place: the
+    form in which the kernel wants keys and values.
     """
+
+    is_total = True
 
     def __init__(
         self,
         quantiser: Quantiser,
         dtype: torch.dtype,
-        attend: Fp8Attend = attend_dequantised,
+        kernel: Fp8Kernel = DEQUANTISED,
         before_exchange: bool = False,
-        place: Place = unplaced,
+        place: Place = as_they_are,
     ) -> None:
-        self._quantiser, self._dtype, self._attend = quantiser, dtype, attend
+        self._quantiser, self._dtype, self._kernel = quantiser, dtype, kernel
         self._before_exchange, self._place = before_exchange, place
-        self.name = f"fp8 ({quantiser.name})"
+        self.name = f"fp8 ({quantiser.name}; {kernel.name})"
         self.q_multiple = quantiser.q_rows
 
-    def applies(self, call: Call | None) -> bool:
+    def applies(self, step: StepInfo | None) -> bool:
         return True
 
     def pack(
-        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, call: Call | None
-    ) -> tuple[Tensor | Quantised, Tensor | Quantised, Tensor | Quantised]:
+        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
+    ) -> QKV:
         """q, k, v as they are, or quantised where that comes before the exchange.
 
         Then rows behind the `valid` ones become zeros, so that they change no scale. Raises
@@ -282,31 +249,24 @@ class Fp8Attention:
         joined.
         """
         if not self._before_exchange:
-            return q_BsND, k_BsND, v_BsND
+            return Payload(q_BsND), Payload(k_BsND), Payload(v_BsND)
         rows, multiple = q_BsND.shape[1], self._quantiser.kv_rows
         if rows % multiple:
             raise ValueError(
-                f"FP8 numbers in exchanges need a multiple of {multiple} tokens on each rank, but "
-                f"here are {rows}: pad them"
+                f"FP8 exchanges need a multiple of {multiple} tokens on each rank, but here are "
+                f"{rows}: pad them"
             )
         q, k, v = (pad_rows(x[:, :valid], rows - valid) for x in (q_BsND, k_BsND, v_BsND))
-        return self._quantiser.q(q, call), self._quantiser.k(k, call), self._quantiser.v(v)
+        return self._quantiser.q(q, step), self._quantiser.k(k, step), self._quantiser.v(v)
 
-    def prepare(
-        self,
-        q: Tensor | Quantised,
-        k: Tensor | Quantised,
-        v: Tensor | Quantised,
-        call: Call | None,
-    ) -> AttendRows:
+    def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
         """Keys and values are quantised here, once; queries when their block's turn comes."""
-        keys = self._place(k if isinstance(k, Quantised) else self._quantiser.k(k, call))
-        values = self._place(v if isinstance(v, Quantised) else self._quantiser.v(v))
+        quantiser = self._quantiser
+        keys = self._place(quantiser.k(k.values, step) if k.scale is None else k)
+        values = self._place(quantiser.v(v.values) if v.scale is None else v)
 
-        def attend(q_block: Tensor | Quantised, first: int) -> Tensor:
-            queries = q_block
-            if not isinstance(queries, Quantised):
-                queries = self._quantiser.q(queries, call)
-            return self._attend(queries, keys, values, self._dtype)
+        def attend(q_block: Payload, first: int) -> Tensor:
+            queries = quantiser.q(q_block.values, step) if q_block.scale is None else q_block
+            return self._kernel(queries, keys, values, self._dtype)
 
         return attend

@@ -1,11 +1,11 @@
-"""A linear layer on int8 numbers, the reference of mindiesd's W8A8_DYNAMIC: every bit is defined.
+"""A linear layer on int8 tensors, the reference of mindiesd's W8A8_DYNAMIC: every bit is defined.
 
 Legend: L tokens, I input channels, O output channels.
 
 Each token is quantised by its own largest value (scale = max|x| / 127, rounding to nearest, ties to
 even), the products are summed in int32, which is exact, and scaled in float32:
 ((sum * weight scale) * token scale) + bias. No token sees another, so the result of a token is the
-same bit for bit however tokens are cut into calls, ranks or chunks.
+same bit for bit however tokens are divided into calls, ranks or chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_ELEMENTS = {"cpu": 1 << 22}  # of a slice's float32 output; it is written and read a few times
-_ELEMENTS_ELSEWHERE = 1 << 26
+from wan import torch_private
+from wan.settings.numerics import int8_slice_elements
+
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # the int8 product of CUDA takes 17 rows or more, sizes 8n
 
 
@@ -59,8 +60,7 @@ class W8A8Linear(nn.Module):
         x_LI = x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():  # the compiler fuses what slices keep small
             return self._product(x_LI).view(*x.shape[:-1], self.out_features)
-        elements = _ELEMENTS.get(x.device.type, _ELEMENTS_ELSEWHERE)
-        rows = max(1, elements // self.out_features)
+        rows = max(1, int8_slice_elements(x.device.type) // self.out_features)
         out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
         for first in range(0, len(x_LI), rows):
             part = slice(first, first + rows)
@@ -92,11 +92,13 @@ def per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
 def int8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
     """The exact a b^T, int32 [L,O], of int8 matrices."""
     if a_LI.device.type == "cuda":
-        return padded_product(torch._int_mm, a_LI, b_OI)
-    return torch._int_mm(a_LI, b_OI.t())
+        return padded_product(torch_private.int8_matmul, a_LI, b_OI)
+    return torch_private.int8_matmul(a_LI, b_OI.t())
 
 
-def padded_product(multiply: Callable[..., Tensor], a_LI: Tensor, b_OI: Tensor) -> Tensor:
+def padded_product(
+    multiply: Callable[[Tensor, Tensor], Tensor], a_LI: Tensor, b_OI: Tensor
+) -> Tensor:
     """The same through a multiply(a_LI, b_IO) with CUDA's limits on sizes, by zeros at the ends."""
     (rows, inner), outer = a_LI.shape, len(b_OI)
     extra_rows, extra_inner = max(0, _CUDA_ROWS - rows), -inner % _CUDA_MULTIPLE

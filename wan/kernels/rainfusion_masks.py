@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WINDOW = 8  # rows and columns of a window
-Q_ROWS = 128  # rows of a block of queries
+from wan.kernels.base import Grid
+from wan.settings.numerics import Q_ROWS
 
-Grid = tuple[int, int, int]
-"""Tokens along frame, height and width."""
+WINDOW = 8  # rows and columns of a window
 
 
 def window_order(grid: Grid) -> Tensor:
@@ -141,40 +140,3 @@ def select_table(mask_Nqk: Tensor) -> tuple[Tensor, Tensor]:
     """rf_v2's table: int64 [nq,N,nk], a row's kept blocks and then -1; int64 [nq,N], how many."""
     blocks, kept = kept_first(mask_Nqk.transpose(0, 1), -1)
     return blocks.long(), kept.long()
-
-
-def v1_mask(q_BSND: Tensor, k_BSND: Tensor, grid: Grid, sparsity: float) -> Tensor:
-    """bool [B,N,S,S], True = attend: RainFusion v1, which no kernel here computes; for reference.
-
-    Tokens in raster order. The first frame sees and is seen by everything. Of the other frames, a
-    head sees either what is near in space ("local": a band over tokens ordered by height, width,
-    frame) or what is near in the sequence ("global": a band over raster order), whichever a band
-    recalls better of a sample's full attention: of one frame, or of every (t-1)-th token.
-    """
-    frames, frame = grid[0], grid[1] * grid[2]
-    video, share = (frames - 1) * frame, round(1 - math.sqrt(sparsity), 2)
-    mask = q_BSND.new_ones(
-        q_BSND.shape[0], q_BSND.shape[2], *(2 * [frames * frame]), dtype=torch.bool
-    )
-    if not video:
-        return mask
-    order = torch.arange(video, device=q_BSND.device)
-    narrow = _band(order[:frame], int(frame * share))
-    samples = (slice(frame, 2 * frame), slice(frame, None, frames - 1))
-    local, spread = (_recall(q_BSND[:, part], k_BSND[:, part], narrow) for part in samples)
-    is_local = ((local > 0.95) | (local > spread))[..., None, None]
-    by_place = order % frame * (frames - 1) + order // frame
-    near = _band(by_place, int(share * frame / Q_ROWS) * Q_ROWS * (frames - 1))
-    along = _band(order, int(share * video / Q_ROWS) * Q_ROWS)
-    mask[:, :, frame:, frame:] = torch.where(is_local, near, along)
-    return mask
-
-
-def _band(places: Tensor, width: int) -> Tensor:
-    return (places[:, None] - places).abs() <= width
-
-
-def _recall(q_BSND: Tensor, k_BSND: Tensor, band: Tensor) -> Tensor:
-    """[B,N]: how much of full attention among these tokens falls into the band."""
-    scores = torch.einsum("blnd,bsnd->bnls", q_BSND, k_BSND) * q_BSND.shape[-1] ** -0.5
-    return (F.softmax(scores, dim=-1) * band).sum(-1).mean(-1)

@@ -1,7 +1,7 @@
 """Attention in tiles of 128 query rows: the reference behind FP8 and block-sparse attention.
 
-Each mode cuts heads and queries differently and must still give the same bits, so each tile is
-computed by operations of one shape, wherever the cut was (at multiples of 128 rows).
+Each mode divides heads and queries differently and must still give the same bits, so each tile is
+computed by operations of one shape, wherever the division is (at multiples of 128 rows).
 
 Legend: B batch, S tokens, N heads, D head size; q, k in block masks: blocks of queries, of keys.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 128
+from wan.settings.numerics import Q_ROWS
 
 
 def tiled_attention(
@@ -20,35 +20,35 @@ def tiled_attention(
     k_BSND: Tensor,
     v_BSND: Tensor,
     block_mask_BNqk: Tensor | None = None,
-    k_rows: int = BLOCK,
+    k_rows: int = Q_ROWS,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v as contiguous [B,S,N,D] in q's dtype; any floating dtypes.
 
     block_mask_BNqk: bool [B, N, ceil(Sq / 128), ceil(Sk / k_rows)], which blocks of `k_rows` keys
     the queries of a tile see; None: all. Each tile sees at least one block, or its rows are nan.
 
-    On CPUs the inside is float32: for 16-bit numbers PyTorch's kernel chooses its products by the
+    On CPUs the inside is float32: for 16-bit tensors PyTorch's kernel chooses its products by the
     number of heads and threads, and with them the bits.
 
     Raises ValueError where the mask's shape does not fit.
     """
     rows, keys = q_BSND.shape[1], k_BSND.shape[1]
-    tiles = -(-rows // BLOCK)
+    tiles = -(-rows // Q_ROWS)
     _check_mask(block_mask_BNqk, tiles, -(-keys // k_rows))
     inner = torch.float32 if q_BSND.device.type == "cpu" else q_BSND.dtype
     k_BNSD, v_BNSD = (x.transpose(1, 2).to(inner).contiguous() for x in (k_BSND, v_BSND))
     out_BSND = q_BSND.new_empty(q_BSND.shape[:3] + v_BSND.shape[3:])
     for tile in range(tiles):
-        here = slice(tile * BLOCK, min((tile + 1) * BLOCK, rows))
+        here = slice(tile * Q_ROWS, min((tile + 1) * Q_ROWS, rows))
         q_BNtD = q_BSND[:, here].transpose(1, 2).to(inner)
-        missing = BLOCK - q_BNtD.shape[2]  # the last tile gets the shape of the others
+        missing = Q_ROWS - q_BNtD.shape[2]  # the last tile gets the shape of the others
         q_BNtD = F.pad(q_BNtD, (0, 0, 0, missing)) if missing else q_BNtD.contiguous()
         seen = None
         if block_mask_BNqk is not None:
             blocks = block_mask_BNqk[:, :, tile : tile + 1]
             seen = blocks.repeat_interleave(k_rows, dim=-1)[..., :keys]
         out_BNtD = F.scaled_dot_product_attention(q_BNtD, k_BNSD, v_BNSD, attn_mask=seen)
-        out_BSND[:, here] = out_BNtD[:, :, : BLOCK - missing].transpose(1, 2)
+        out_BSND[:, here] = out_BNtD[:, :, : Q_ROWS - missing].transpose(1, 2)
     return out_BSND
 
 

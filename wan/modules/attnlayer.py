@@ -1,61 +1,66 @@
-"""Sequence-parallel self-attention with FA_Power_Cap: attention in pieces, communication between.
+"""Sequence-parallel self-attention with FA_Power_Cap: attention in pieces, exchanges between.
 
 Legend: B batch, s this rank's tokens, S all tokens, R ring size, P Ulysses size, N all heads,
 N_c heads of a chunk, h_c = N_c / P, D head size.
 
-The chip is to rest between pieces of attention, and the exchanges that have to happen anyway are
-the rests. A mode is a row: how many chunks of heads, how many blocks of queries, which order.
-
-| | chunks | query blocks | order |
-|---|---|---|---|
-| baseline (comm_type 0) | 1 | 1 | in order |
-| InsertComm (1) | up to 10 | 1 | in order |
-| BlockAttn (2) | up to 10 | 2 | in order |
-| A2A/FA overlap | up to 10 | 1 | pipelined: the opposite aim, exchanges hidden, no rests |
-
-How a chunk is attended to is another matter (`Method`): densely, with FP8 numbers, block-sparsely.
+The device is to rest between pieces of attention, and the exchanges that have to happen anyway are
+the rests. Which pieces, and in which order, is a row of `schedule.MODES`; one loop carries out all
+rows. How a chunk is computed is another matter: by the dense kernel, in FP8, block-sparsely
+(`Method`). This is the only place where exchanges and kernels meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from wan.distributed.exchange import Group, group_rank, group_size
+from wan.distributed.exchange import Group, Pending, group_rank, group_size, start_all_to_all_4D
 from wan.distributed.ring import Ring
-from wan.kernels.base import Call, Kernel, Method, StepInfo
+from wan.kernels.base import QKV, Kernel, Method, Payload, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules import schedule
-from wan.modules.schedule import Event, Range
-from wan.modules.transport import Incoming, Outgoing, cut, gathered, receive, send, send_back
+from wan.modules.schedule import MODES, OVERLAP, Mode, Range
 
-COMM_TYPES = (0, 1, 2)
-Order = Callable[[int], Iterator[Event]]
-QKV = tuple[Tensor, Tensor, Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor]
 
 
-class _Job(NamedTuple):
+class Args(Protocol):
+    """What the layer reads of a run's arguments."""
+
+    @property
+    def comm_type(self) -> int: ...
+
+
+class _Call(NamedTuple):
     """What holds for all chunks of one call. method: None is the dense kernel."""
 
     dtype: torch.dtype
     valid_len: int | None
     method: Method | None
-    call: Call | None
+    step: StepInfo | None
+
+
+class _Incoming(NamedTuple):
+    """q, k or v under way: the exchange of its values and, if it is quantised, of its scales."""
+
+    values: Pending
+    scale: Pending | None
+    rows: int
 
 
 class FAPowerCapAttention:
     """Self-attention over all tokens of the video, each rank holding some of them.
 
-    args: any object with `comm_type` (0 baseline, 1 InsertComm, 2 BlockAttn). ulysses_pg: the ranks
-    that exchange heads for tokens. fa_alltoall_overlap: hide exchanges under attention; comes
-    before comm_type. kernel: dense attention, default the one of the tensors' device. ring: the
-    ranks that pass K/V round, default none. methods: other ways of attending, of which the first
-    that applies is taken; the dense kernel where none does. clock: entered around every call.
+    args: any object with `comm_type`, a key of `schedule.MODES`. ulysses_pg: the ranks that
+    exchange heads for tokens. fa_alltoall_overlap: hide exchanges under attention; comes before
+    comm_type. kernel: dense attention, default the one of the tensors' device. ring: the ranks that
+    pass K/V round, default none. methods: other ways to compute, of which the first that applies is
+    taken; the dense kernel where none does. clock: entered around every call.
     For inference: exchanges have no gradient.
 
     Raises ValueError for another comm_type.
@@ -63,19 +68,18 @@ class FAPowerCapAttention:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         ulysses_pg: Group,
         fa_alltoall_overlap: bool = False,
         *,
         kernel: Kernel | None = None,
         ring: Ring | None = None,
         methods: Sequence[Method] = (),
-        clock: AbstractContextManager[Any] | None = None,
+        clock: AbstractContextManager[object] | None = None,
     ) -> None:
-        if args.comm_type not in COMM_TYPES:
-            raise ValueError(f"comm_type must be 0, 1, or 2, but got {args.comm_type}.")
         self.args, self.ulysses_pg = args, ulysses_pg
         self.fa_alltoall_overlap, self.comm_type = fa_alltoall_overlap, args.comm_type
+        self.mode = schedule.mode_of(args.comm_type, fa_alltoall_overlap)
         self.world_size, self.rank = group_size(ulysses_pg), group_rank(ulysses_pg)
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
@@ -103,67 +107,60 @@ class FAPowerCapAttention:
                 f"head_count must be divisible by ulysses world size, but got "
                 f"head_count={heads}, world_size={self.world_size}."
             )
-        call = self._call(query.shape[1], step, layer)
-        method = next((method for method in self.methods if method.applies(call)), None)
-        job = _Job(query.dtype, valid_len, method, call)
+        if self.methods:
+            step = self._located(step, layer, query.shape[1])
+        method = next((method for method in self.methods if method.applies(step)), None)
+        qkv, call = (query, key, value), _Call(query.dtype, valid_len, method, step)
         with self.clock:
             if self.fa_alltoall_overlap:
-                return self._run_fa_alltoall_overlap((query, key, value), job)
+                return self._run_fa_alltoall_overlap(qkv, call)
             if self.comm_type == 1:
-                return self._run_insertcomm((query, key, value), job)
+                return self._run_insertcomm(qkv, call)
             if self.comm_type == 2:
-                return self._run_blockattn((query, key, value), job)
-            return self._run_baseline((query, key, value), job)
+                return self._run_blockattn(qkv, call)
+            if self.comm_type == 0:
+                return self._run_baseline(qkv, call)
+            return self._run(qkv, call, self.mode)  # a row without a published name
 
-    def _call(self, rows: int, step: StepInfo | None, layer: int | None) -> Call | None:
-        """Which call this is, as far as the caller says; first_head is that of a first chunk."""
-        if not self.methods or step is None or layer is None:
+    def _located(self, step: StepInfo | None, layer: int | None, rows: int) -> StepInfo | None:
+        """Which call this is, as far as the caller says; first_head is set chunk by chunk."""
+        if step is None or layer is None:
             return None
         first_row = 0 if self.ring is None else self.ring.rank * rows * self.world_size
-        moment = (step.index, step.count, step.expert, step.branch, step.sample)
-        return Call(*moment, layer, 0, first_row, step.grid)
+        return replace(step, layer=layer, first_row=first_row)
 
-    def _run_baseline(self, qkv: QKV, job: _Job) -> Tensor:
-        return self._run(qkv, job, chunks=1, blocks=1, order=schedule.in_order)
+    def _run_baseline(self, qkv: Tensors, call: _Call) -> Tensor:
+        return self._run(qkv, call, MODES[0])
 
-    def _run_insertcomm(self, qkv: QKV, job: _Job) -> Tensor:
-        return self._run(qkv, job, blocks=1, order=schedule.in_order)
+    def _run_insertcomm(self, qkv: Tensors, call: _Call) -> Tensor:
+        return self._run(qkv, call, MODES[1])
 
-    def _run_blockattn(self, qkv: QKV, job: _Job) -> Tensor:
-        return self._run(qkv, job, blocks=2, order=schedule.in_order)
+    def _run_blockattn(self, qkv: Tensors, call: _Call) -> Tensor:
+        return self._run(qkv, call, MODES[2])
 
-    def _run_fa_alltoall_overlap(self, qkv: QKV, job: _Job) -> Tensor:
-        return self._run(qkv, job, blocks=1, order=schedule.pipelined)
+    def _run_fa_alltoall_overlap(self, qkv: Tensors, call: _Call) -> Tensor:
+        return self._run(qkv, call, OVERLAP)
 
-    def _run(
-        self,
-        qkv: QKV,
-        job: _Job,
-        *,
-        blocks: int,
-        order: Order,
-        chunks: int = schedule.MAX_CHUNKS,
-    ) -> Tensor:
-        """The one loop of all modes: `order` says what happens to which chunk, one by one.
+    def _run(self, qkv: Tensors, call: _Call, mode: Mode) -> Tensor:
+        """The one loop of all modes: the row's order says what happens to which chunk.
 
         No exchange in is started before the last chunk finished so far, also where it is compiled.
         """
-        ranges = schedule.head_ranges(qkv[0].shape[2], self.world_size, chunks)
-        split = self._split_qkv_by_head(qkv, ranges)
-        overlap = order is schedule.pipelined
+        ranges = schedule.head_ranges(qkv[0].shape[2], self.world_size, mode.chunks)
+        chunks = self._split_qkv_by_head(qkv, ranges)
         out_BsND: Tensor | None = None  # not made before it is needed: attention is the peak
-        incoming: dict[int, Incoming] = {}
-        outgoing: dict[int, Outgoing] = {}
-        finished: Outgoing | None = None
-        for verb, chunk in order(len(ranges)):
-            of_chunk = self._of_chunk(job, ranges[chunk])
+        incoming: dict[int, list[_Incoming]] = {}
+        outgoing: dict[int, Pending] = {}
+        finished: Pending | None = None
+        for verb, chunk in mode.order(len(ranges)):
+            of_chunk = self._of_chunk(call, ranges[chunk])
             if verb == "start":
-                packed = self._packed(split[chunk], of_chunk)
-                incoming[chunk] = send(packed, self.ulysses_pg, overlap, finished)
+                packed = self._packed(chunks[chunk], of_chunk)
+                incoming[chunk] = self._exchange_in(packed, mode.overlaps, finished)
                 del packed
             elif verb == "attend":
-                result = self._attention_forward(incoming.pop(chunk), of_chunk, blocks)
-                outgoing[chunk] = send_back(result, self.ulysses_pg, overlap)
+                result = self._attention_forward(incoming.pop(chunk), of_chunk, mode.blocks)
+                outgoing[chunk] = self._exchange_out(result, mode.overlaps)
                 del result
             else:
                 first, last = ranges[chunk]
@@ -173,40 +170,59 @@ class FAPowerCapAttention:
         assert out_BsND is not None, "there is no chunk"
         return out_BsND
 
-    def _split_qkv_by_head(self, qkv: QKV, ranges: tuple[Range, ...]) -> list[QKV]:
+    def _split_qkv_by_head(self, qkv: Tensors, ranges: tuple[Range, ...]) -> list[Tensors]:
         """Views of the chunks' heads."""
         q, k, v = qkv
         return [(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in ranges]
 
-    def _of_chunk(self, job: _Job, heads: Range) -> _Job:
-        """The job, knowing which head is the first that this rank attends with."""
-        if job.call is None:
-            return job
+    def _of_chunk(self, call: _Call, heads: Range) -> _Call:
+        """The call, knowing which head is the first that this rank attends with."""
+        if call.method is None or call.step is None:
+            return call
         first, last = heads
         first_head = first + (last - first) // self.world_size * self.rank
-        return job._replace(call=replace(job.call, first_head=first_head))
+        return call._replace(step=replace(call.step, first_head=first_head))
 
-    def _packed(self, qkv_BsND: QKV, job: _Job) -> Sequence[Any]:
-        """What travels: q, k, v themselves, or what the method makes of them before."""
-        if job.method is None:
-            return qkv_BsND
+    def _packed(self, qkv_BsND: Tensors, call: _Call) -> QKV:
+        """What is sent: q, k, v themselves, or what the method makes of them before."""
+        if call.method is None:
+            q, k, v = qkv_BsND
+            return Payload(q), Payload(k), Payload(v)
         rows = qkv_BsND[0].shape[1]
         place = self.rank if self.ring is None else self.ring.rank * self.world_size + self.rank
-        valid = rows if job.valid_len is None else _share(job.valid_len, place, rows)
-        return job.method.pack(*qkv_BsND, valid, job.call)
+        valid = rows if call.valid_len is None else schedule.valid_rows(call.valid_len, place, rows)
+        return call.method.pack(*qkv_BsND, valid, call.step)
 
-    def _attention_forward(self, incoming: Incoming, job: _Job, blocks: int) -> Tensor:
+    def _exchange_in(self, packed: QKV, overlaps: bool, after: Pending | None) -> list[_Incoming]:
+        """Start [B,s,N,D] -> [B,S,h,D] for q, k, v: heads scattered, tokens gathered.
+
+        The values go first, all of them, then the scales: these are small and of their own kind.
+        """
+
+        def start(x: Tensor) -> Pending:
+            group = self.ulysses_pg
+            return start_all_to_all_4D(x, 2, 1, group, async_op=overlaps, after=after)
+
+        values = [start(x.values) for x in packed]
+        scales = [None if x.scale is None else start(x.scale) for x in packed]
+        return [_Incoming(v, s, x.rows) for v, s, x in zip(values, scales, packed, strict=True)]
+
+    def _exchange_out(self, out_BSND: Tensor, overlaps: bool) -> Pending:
+        """Start [B,S,h,D] -> [B,s,N,D]."""
+        return start_all_to_all_4D(out_BSND, 1, 2, self.ulysses_pg, async_op=overlaps)
+
+    def _attention_forward(self, incoming: list[_Incoming], call: _Call, blocks: int) -> Tensor:
         """One chunk [B,S/R,h_c,D]: queries in blocks, each against all keys; padding cut away."""
-        q, k, v = receive(incoming)
-        rows = q.shape[1]
-        valid = self._valid_rows(rows, job.valid_len)
+        q, k, v = _received(incoming)
+        rows = q.values.shape[1]
+        valid = self._valid_rows(rows, call.valid_len)
         mine = valid[0 if self.ring is None else self.ring.rank]
-        multiple = 1 if job.method is None else job.method.q_multiple
+        multiple = 1 if call.method is None else call.method.q_multiple
         ranges = [(a, b) for a, b in schedule.q_ranges(mine, blocks, multiple) if a < b]
-        attended = self._attend(q, k, v, ranges, valid, job)
+        attended = self._attend(q, k, v, ranges, valid, call)
         if ranges == [(0, rows)]:
             return attended[0]
-        out = torch.empty(q.shape, dtype=job.dtype, device=q.device)
+        out = torch.empty(q.values.shape, dtype=call.dtype, device=q.values.device)
         for (a, b), part in zip(ranges, attended, strict=True):
             out[:, a:b] = part
         out[:, mine:] = 0
@@ -216,26 +232,31 @@ class FAPowerCapAttention:
         """Real tokens that each rank of the ring holds."""
         ranks = 1 if self.ring is None else self.ring.size
         total = ranks * rows if valid_len is None else valid_len
-        return [_share(total, rank, rows) for rank in range(ranks)]
+        return [schedule.valid_rows(total, rank, rows) for rank in range(ranks)]
 
     def _attend(
-        self, q: Any, k: Any, v: Any, ranges: list[Range], valid: list[int], job: _Job
+        self, q: Payload, k: Payload, v: Payload, ranges: list[Range], valid: list[int], call: _Call
     ) -> list[Tensor]:
         """Each query block against the keys of all ranks of the ring."""
         if self.ring is not None:
-            if job.method is None and self.kernel.can_return_lse:
-                blocks = [q[:, a:b] for a, b in ranges]
-                return self.ring.attend(self.kernel.with_lse, blocks, k, v, valid)
-            k, v = gathered(self.ring, k), gathered(self.ring, v)
-        k, v = (cut(x, 0, sum(valid)) for x in (k, v))
-        if job.method is None:
-            return [self.kernel(q[:, a:b], k, v) for a, b in ranges]
+            if call.method is None and self.kernel.can_return_lse:
+                blocks = [q.values[:, a:b] for a, b in ranges]
+                return self.ring.attend(self.kernel.with_lse, blocks, k.values, v.values, valid)
+            k, v = k.map(self.ring.gather), v.map(self.ring.gather)
+        k, v = k.cut(0, sum(valid)), v.cut(0, sum(valid))
+        if call.method is None:
+            return [self.kernel(q.values[:, a:b], k.values, v.values) for a, b in ranges]
         if not ranges:
             return []
-        attend = job.method.prepare(cut(q, 0, ranges[-1][1]), k, v, job.call)
-        return [attend(cut(q, a, b), a) for a, b in ranges]
+        attend = call.method.prepare(q.cut(0, ranges[-1][1]), k, v, call.step)
+        return [attend(q.cut(a, b), a) for a, b in ranges]
 
 
-def _share(total: int, rank: int, rows: int) -> int:
-    """How many of `total` tokens lie on a rank, where each one in turn takes `rows`."""
-    return min(max(total - rank * rows, 0), rows)
+def _received(incoming: list[_Incoming]) -> QKV:
+    """q, k, v once they have arrived; the list is emptied, so that nothing is kept alive."""
+    arrived = []
+    while incoming:
+        values, scale, rows = incoming.pop(0)
+        arrived.append(Payload(values.wait(), None if scale is None else scale.wait(), rows))
+    q, k, v = arrived
+    return q, k, v

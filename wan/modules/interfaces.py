@@ -1,4 +1,4 @@
-"""What `WanModel` needs from outside, and the plain versions that serve a single device.
+"""What `WanModel` needs from outside, and the versions that serve a single device.
 
 Legend: B batch, S all tokens, L this device's tokens, N heads, D head size, C channels.
 """
@@ -6,14 +6,13 @@ Legend: B batch, S all tokens, L this device's tokens, N heads, D head size, C c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from wan.kernels.base import Kernel, StepInfo
-
-Grid = tuple[int, int, int]
-"""Tokens along frame, height and width."""
+from wan.kernels.base import PLAIN, Grid, Kernel, SmallOps, StepInfo
+from wan.kernels.sdpa import SdpaKernel
 
 
 class Attention(Protocol):
@@ -92,3 +91,19 @@ class LocalTokens:
 
     def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
         return tuple(lengths)
+
+
+@dataclass(frozen=True)
+class Collaborators:
+    """What the blocks of a model share; the defaults serve a single device.
+
+    attention: self-attention over all tokens. kernel: dense attention, used for the text. tokens:
+    which tokens this device computes. ops: small operations that are replaced. text_kv_cache:
+    whether the text's keys and values are kept from step to step.
+    """
+
+    attention: Attention = field(default_factory=lambda: LocalAttention(SdpaKernel()))
+    kernel: Kernel = field(default_factory=SdpaKernel)
+    tokens: TokenShard = field(default_factory=LocalTokens)
+    ops: SmallOps = PLAIN
+    text_kv_cache: bool = False

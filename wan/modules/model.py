@@ -1,6 +1,4 @@
-"""Timesteps as a network sees them (pure, on the host).
-
-The Wan2.2 diffusion transformer (DiT) with the official names and forward signature.
+"""The Wan2.2 diffusion transformer (DiT) with the official names and forward signature.
 
 Legend: B batch, C channels, F H W latent frames/height/width, L this device's tokens, S all tokens,
 T text tokens, R runs of tokens that share a timestep.
@@ -11,55 +9,34 @@ Dtypes are explicit, there is no autocast; `docs/numerics.md` has the table.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan.kernels.base import Kernel, StepInfo
-from wan.kernels.sdpa import SdpaKernel
-from wan.modules.blocks import PLAIN, Head, SmallOps, TanhGELU, WanAttentionBlock, fp32_linear
-from wan.modules.interfaces import Attention, LocalAttention, LocalTokens, TokenShard
+from wan.kernels.base import Grid, StepInfo
+from wan.modules.blocks import (
+    BlockSizes,
+    ForwardInfo,
+    Head,
+    TanhGELU,
+    WanAttentionBlock,
+    fp32_linear,
+)
+from wan.modules.interfaces import Collaborators
 from wan.modules.rope import RopeTables
 from wan.modules.textcache import TextKVCache, TextState
 
-
-def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
-    """[..., dim] float32 features (cos block, sin block) of timesteps t.
-
-    Computed in float64, on the host: NPUs have no float64, and the official values need it.
-    """
-    half = dim // 2
-    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = t.to("cpu", torch.float64).unsqueeze(-1) * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
-
-
-def timestep_runs(t: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Timesteps [B] or [1, >= tokens] as values [B or 1, R] and the R lengths of their runs."""
-    if t.dim() == 1:
-        return t.unsqueeze(1), (tokens,)
-    values, counts = torch.unique_consecutive(t[0, :tokens].cpu(), return_counts=True)
-    return values.unsqueeze(0), tuple(counts.tolist())
-
-
 MODEL_TYPES = ("t2v", "i2v", "ti2v")
-_FP32_PREFIXES = ("time_embedding.", "time_projection.", "head.")
-
-
-def keeps_fp32(name: str) -> bool:
-    """Whether the official code computes with this parameter in float32."""
-    return name.startswith(_FP32_PREFIXES) or name.endswith("modulation") or "norm" in name
 
 
 class WanModel(nn.Module):
     """Predicts the flow velocity of noisy video latents.
 
-    The arguments are the official ones (config.json). The keyword-only collaborators default to
-    single-device versions: `attention` (self-attention over all tokens), `kernel` (dense attention,
-    used for the text), `tokens` (which tokens this device computes), `text_cache` (off), `ops`.
+    The arguments are the official ones (config.json). collaborators: what several devices, other
+    kernels and caches need; without it the model serves a single device.
 
     Raises ValueError for a model type, window or head count that the network does not have.
     """
@@ -82,11 +59,7 @@ class WanModel(nn.Module):
         cross_attn_norm: bool = True,
         eps: float = 1e-6,
         *,
-        attention: Attention | None = None,
-        kernel: Kernel | None = None,
-        tokens: TokenShard | None = None,
-        text_cache: TextKVCache | None = None,
-        ops: SmallOps | None = None,
+        collaborators: Collaborators | None = None,
     ) -> None:
         super().__init__()
         if model_type not in MODEL_TYPES:
@@ -98,18 +71,16 @@ class WanModel(nn.Module):
                 f"window_size is {window_size}; only global attention, (-1, -1), exists."
             )
         if num_heads < 1 or dim % num_heads or (dim // num_heads) % 2:
-            raise ValueError(f"dim {dim} cannot be cut into {num_heads} heads of an even size.")
+            raise ValueError(f"dim {dim} cannot be divided into {num_heads} heads of an even size.")
         self.model_type, self.text_len = model_type, text_len
         p, q, r = patch_size
         self.patch_size = (p, q, r)
         self.in_dim, self.out_dim, self.dim = in_dim, out_dim, dim
         self.freq_dim, self.text_dim = freq_dim, text_dim
         self.num_heads, self.num_layers = num_heads, num_layers
-        kernel = SdpaKernel() if kernel is None else kernel
-        ops = PLAIN if ops is None else ops
-        attention = LocalAttention(kernel) if attention is None else attention
-        self.tokens: TokenShard = LocalTokens() if tokens is None else tokens
-        self.text_cache = text_cache
+        given = Collaborators() if collaborators is None else collaborators
+        self.tokens = given.tokens
+        self.text_cache = TextKVCache() if given.text_kv_cache else None
         self.rope = RopeTables(dim // num_heads)
 
         self.patch_embedding = nn.Conv3d(in_dim, dim, self.patch_size, self.patch_size)
@@ -120,22 +91,11 @@ class WanModel(nn.Module):
             nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, dim * 6))
+        sizes = BlockSizes(dim, ffn_dim, num_heads, qk_norm, cross_attn_norm, eps)
         self.blocks = nn.ModuleList(
-            WanAttentionBlock(
-                dim,
-                ffn_dim,
-                num_heads,
-                qk_norm=qk_norm,
-                cross_attn_norm=cross_attn_norm,
-                eps=eps,
-                layer=layer,
-                attention=attention,
-                kernel=kernel,
-                ops=ops,
-            )
-            for layer in range(num_layers)
+            WanAttentionBlock(sizes, layer, given) for layer in range(num_layers)
         )
-        self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps, ops)
+        self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps, given.ops)
 
     def forward(
         self,
@@ -174,30 +134,26 @@ class WanModel(nn.Module):
             t = self.tokens.arrange(t[:, :tokens].cpu(), grid)
         values, lengths = timestep_runs(t, tokens)
         features = sinusoidal_embedding(values, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
-        e_BRC = fp32_linear(
-            self.time_embedding[2], F.silu(fp32_linear(self.time_embedding[0], features))
-        )
-        e0_BR6C = fp32_linear(self.time_projection[1], F.silu(e_BRC)).unflatten(-1, (6, self.dim))
+        e_BRC = _in_fp32(self.time_embedding, features)
+        e0_BR6C = _in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
         rope = self.rope.get(grid, x_BCFHW.device, self.tokens.shard)
         text = self._text(context)
-        runs = self.tokens.runs(lengths)
+        info = ForwardInfo(self.tokens.runs(lengths), rope, tokens, step)
 
         x_BLC = self._embed_patches(x_BCFHW, grid)
         for layer, block in enumerate(self.blocks):
-            x_BLC, kv = block(
-                x_BLC, e0_BR6C, runs, text.embedding, text.kv[layer], rope, tokens, step
-            )
+            x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], info)
             if self.text_cache is not None and not torch.is_grad_enabled():
                 text.kv[layer] = kv
-        x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, runs), grid)
+        x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, info.runs), grid)
         return self._unpatchify(x_BSC, grid)
 
-    def grid(self, latent_FHW: Any) -> tuple[int, int, int]:
+    def grid(self, latent_FHW: Sequence[int]) -> Grid:
         """Tokens along frame, height and width of latents of this size."""
         f, h, w = (size // patch for size, patch in zip(latent_FHW, self.patch_size, strict=True))
         return f, h, w
 
-    def _embed_patches(self, x_BCFHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    def _embed_patches(self, x_BCFHW: Tensor, grid: Grid) -> Tensor:
         """[B,L,C] float32: a convolution with kernel = stride is a matmul of each token's patch."""
         weight = self.patch_embedding.weight
         (f, h, w), (p, q, r) = grid, self.patch_size
@@ -206,7 +162,7 @@ class WanModel(nn.Module):
         own = self.tokens.shard(patches, grid).to(weight.dtype)
         return F.linear(own, weight.flatten(1), self.patch_embedding.bias).float()
 
-    def _unpatchify(self, x_BSC: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    def _unpatchify(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         (f, h, w), (p, q, r) = grid, self.patch_size
         x = x_BSC.reshape(-1, f, h, w, p, q, r, self.out_dim).permute(0, 7, 1, 4, 2, 5, 3, 6)
         return x.reshape(-1, self.out_dim, f * p, h * q, w * r)
@@ -224,7 +180,12 @@ class WanModel(nn.Module):
         return state
 
     def _check(
-        self, x: list[Tensor], t: Tensor, context: list[Tensor], seq_len: int, y: Any
+        self,
+        x: list[Tensor],
+        t: Tensor,
+        context: list[Tensor],
+        seq_len: int,
+        y: list[Tensor] | None,
     ) -> None:
         """Refuse what the network cannot compute, with the shapes in the message."""
         if self.model_type == "i2v" and y is None:
@@ -258,8 +219,34 @@ class WanModel(nn.Module):
         if longest > self.text_len:
             raise ValueError(f"A context has {longest} rows; text_len is {self.text_len}.")
 
-    def _apply(self, fn: Any, recurse: bool = True) -> WanModel:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WanModel:
         """Moving or casting the model makes cached keys and values stale."""
         if self.text_cache is not None:
             self.text_cache.clear()
         return super()._apply(fn, recurse)
+
+
+def _in_fp32(layers: nn.Sequential, x: Tensor) -> Tensor:
+    """The layers one after the other, their matrix products in float32."""
+    for layer in layers:
+        x = fp32_linear(layer, x) if isinstance(layer, nn.Linear) else layer(x)
+    return x
+
+
+def timestep_runs(t: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Timesteps [B] or [1, >= tokens] as values [B or 1, R] and the R lengths of their runs."""
+    if t.dim() == 1:
+        return t.unsqueeze(1), (tokens,)
+    values, counts = torch.unique_consecutive(t[0, :tokens].cpu(), return_counts=True)
+    return values.unsqueeze(0), tuple(counts.tolist())
+
+
+def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
+    """[..., dim] float32 features (cos block, sin block) of timesteps t.
+
+    Computed in float64, on the host: NPUs have no float64, and the official values need it.
+    """
+    half = dim // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = t.to("cpu", torch.float64).unsqueeze(-1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()

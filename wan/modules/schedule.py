@@ -1,69 +1,25 @@
-"""How an attention call is cut into pieces, and in which order they run: integers only.
+"""How self-attention is divided, as integers: modes, head chunks, query blocks, token shards.
 
-Which tokens each rank computes, as integers (no torch, so that it can be planned anywhere).
+Nothing here needs torch, so that settings and the planner use it too. A mode of FA_Power_Cap is a
+row: into how many chunks of heads a call is divided, into how many blocks of queries each chunk,
+and in which order chunks are exchanged and attended to. A new mode is a new row of `MODES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-MAX_CHUNKS = 10  # the published InsertComm: ten exchanges are enough rests for the chip
 
 Range = tuple[int, int]
 Event = tuple[str, int]
 """(verb, chunk). start: send q, k, v; attend: receive and compute; finish: send the result back."""
 
-
-def near_even(total: int, parts: int) -> tuple[Range, ...]:
-    """`parts` consecutive ranges that cover range(total), sizes as equal as possible, larger first.
-
-    >>> near_even(7, 3)
-    ((0, 3), (3, 5), (5, 7))
-    """
-    size, extra = divmod(total, parts)
-    borders = [i * size + min(i, extra) for i in range(parts + 1)]
-    return tuple(zip(borders, borders[1:], strict=False))
-
-
-def head_ranges(heads: int, world: int, max_chunks: int = MAX_CHUNKS) -> tuple[Range, ...]:
-    """The chunks of a call as ranges of global heads; `world` divides `heads`.
-
-    A chunk's head count is a multiple of `world`, so that each rank gets as many of it, and joining
-    the chunks' results on the head axis restores the order.
-
-    >>> head_ranges(40, 8)
-    ((0, 8), (8, 16), (16, 24), (24, 32), (32, 40))
-    """
-    local = heads // world
-    return tuple((a * world, b * world) for a, b in near_even(local, min(max_chunks, local)))
-
-
-def heads_per_chunk(heads: int, world: int, max_chunks: int = MAX_CHUNKS) -> tuple[int, ...]:
-    """How many heads a rank holds of each chunk.
-
-    >>> heads_per_chunk(24, 2)
-    (2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
-    """
-    return tuple((b - a) // world for a, b in head_ranges(heads, world, max_chunks))
-
-
-def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:
-    """The query blocks of a call. Borders are rounded up to `multiple` (a quantiser's row block).
-
-    Equal to `torch.tensor_split` at multiple 1; with a larger one, empty blocks are left out.
-
-    >>> q_ranges(300, 2, 128)
-    ((0, 256), (256, 300))
-    """
-    if multiple == 1:
-        return near_even(rows, blocks)
-    borders = [min(-(-b // multiple) * multiple, rows) for _, b in near_even(rows, blocks)]
-    return tuple((a, b) for a, b in zip([0, *borders], borders, strict=False) if a < b)
+Order = Callable[[int], Iterator[Event]]
+"""order(chunks): what happens to which chunk, one event after the other."""
 
 
 def in_order(chunks: int) -> Iterator[Event]:
-    """Each chunk is exchanged, computed and sent back before the next begins: the chip's rests."""
+    """Each chunk is exchanged, computed and sent back before the next: the device's rests."""
     for chunk in range(chunks):
         yield "start", chunk
         yield "attend", chunk
@@ -83,8 +39,94 @@ def pipelined(chunks: int) -> Iterator[Event]:
 
 
 @dataclass(frozen=True)
+class Mode:
+    """One row. chunks: the most head chunks of a call. blocks: query blocks of each chunk."""
+
+    name: str
+    chunks: int
+    blocks: int
+    order: Order
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a chunk's exchanges are under way while another one is computed."""
+        return self.order is not in_order
+
+
+MODES = {  # by --comm_type
+    0: Mode("baseline", chunks=1, blocks=1, order=in_order),
+    # As published: ten exchanges are enough rests for the device, and queries have two blocks.
+    1: Mode("InsertComm", chunks=10, blocks=1, order=in_order),
+    2: Mode("BlockAttn", chunks=10, blocks=2, order=in_order),
+}
+# The opposite aim: exchanges are hidden under attention, and there are no rests.
+OVERLAP = Mode("A2A/FA overlap", chunks=10, blocks=1, order=pipelined)
+
+
+def mode_of(comm_type: int, fa_alltoall_overlap: bool = False) -> Mode:
+    """The row that a run asks for. ValueError for a comm_type that has none."""
+    legal = list(MODES)
+    if comm_type not in legal:
+        words = ", ".join(str(value) for value in legal[:-1])
+        raise ValueError(f"comm_type must be {words}, or {legal[-1]}, but got {comm_type}.")
+    return OVERLAP if fa_alltoall_overlap else MODES[comm_type]
+
+
+def near_even(total: int, parts: int) -> tuple[Range, ...]:
+    """`parts` consecutive ranges that cover range(total), sizes as equal as possible, larger first.
+
+    >>> near_even(7, 3)
+    ((0, 3), (3, 5), (5, 7))
+    """
+    size, extra = total // parts, total % parts  # divmod does not trace where total is symbolic
+    borders = [i * size + min(i, extra) for i in range(parts + 1)]
+    return tuple(zip(borders, borders[1:], strict=False))
+
+
+def head_ranges(heads: int, world: int, most: int) -> tuple[Range, ...]:
+    """The chunks of a call, `most` at most, as ranges of global heads; `world` divides `heads`.
+
+    A chunk's head count is a multiple of `world`, so that each rank gets as many of it, and joining
+    the chunks' results on the head axis restores the order.
+
+    >>> head_ranges(40, 8, 10)
+    ((0, 8), (8, 16), (16, 24), (24, 32), (32, 40))
+    """
+    local = heads // world
+    return tuple((a * world, b * world) for a, b in near_even(local, min(most, local)))
+
+
+def heads_per_chunk(heads: int, world: int, most: int) -> tuple[int, ...]:
+    """How many heads a rank holds of each chunk.
+
+    >>> heads_per_chunk(24, 2, 10)
+    (2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
+    """
+    return tuple((b - a) // world for a, b in head_ranges(heads, world, most))
+
+
+def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:
+    """The query blocks of a call. Borders are rounded up to `multiple` (a quantiser's row block).
+
+    Equal to `torch.tensor_split` at multiple 1; with a larger one, empty blocks are left out.
+
+    >>> q_ranges(300, 2, 128)
+    ((0, 256), (256, 300))
+    """
+    if multiple == 1:
+        return near_even(rows, blocks)
+    borders = [min(-(-b // multiple) * multiple, rows) for _, b in near_even(rows, blocks)]
+    return tuple((a, b) for a, b in zip([0, *borders], borders, strict=False) if a < b)
+
+
+def valid_rows(tokens: int, rank: int, rows: int) -> int:
+    """How many of `tokens` lie on a rank, where each rank in turn holds `rows`."""
+    return min(max(tokens - rank * rows, 0), rows)
+
+
+@dataclass(frozen=True)
 class TokenPlan:
-    """Equal, consecutive shards of a sequence; what is missing at its end is padding (integers).
+    """Equal, consecutive shards of a sequence; what is missing at its end is padding.
 
     tokens: real tokens. ranks: how many share them. multiple: a shard's length is a multiple of
     this (the row blocks of quantised exchanges and sparse masks).
@@ -106,7 +148,7 @@ class TokenPlan:
 
     def valid(self, rank: int) -> int:
         """Real tokens of a rank; they come before its padding."""
-        return min(max(self.tokens - rank * self.shard_len, 0), self.shard_len)
+        return valid_rows(self.tokens, rank, self.shard_len)
 
     def runs(self, lengths: Sequence[int], rank: int) -> tuple[int, ...]:
         """Lengths, within a rank's shard, of runs given by their whole lengths.

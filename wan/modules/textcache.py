@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from wan.torch_private import times_changed
+
 TextKV = tuple[Tensor, Tensor]
 """Keys and values of one layer's cross-attention, [B,T,N,D] each."""
 
@@ -20,10 +22,6 @@ class TextState:
 
     embedding: Tensor
     kv: list[TextKV | None] = field(default_factory=list)
-
-
-def _version(context: Tensor) -> int:
-    return 0 if context.is_inference() else context._version
 
 
 class TextKVCache:
@@ -38,7 +36,7 @@ class TextKVCache:
         self._entries: list[tuple[list[Tensor], list[int], TextState]] = []
 
     def get(self, context: Sequence[Tensor]) -> TextState | None:
-        versions = [_version(c) for c in context]
+        versions = [times_changed(c) for c in context]
         for known, known_versions, state in self._entries:
             same = len(known) == len(context) and all(
                 a is b for a, b in zip(known, context, strict=True)
@@ -48,13 +46,8 @@ class TextKVCache:
         return None
 
     def put(self, context: Sequence[Tensor], state: TextState) -> None:
-        self._entries.append((list(context), [_version(c) for c in context], state))
+        self._entries.append((list(context), [times_changed(c) for c in context], state))
         del self._entries[: -self.capacity]
 
     def clear(self) -> None:
         self._entries.clear()
-
-    def nbytes(self) -> int:
-        """Bytes held by keys and values."""
-        kept = (kv for _, _, state in self._entries for kv in state.kv if kv is not None)
-        return sum(x.numel() * x.element_size() for kv in kept for x in kv)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from wan.planner.ways import ring_blocks
-from wan.settings.attention import BLOCK, KV_BLOCK, Attention, RainFusion
+from wan.settings.attention import Attention, RainFusion
+from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
 
 FP32 = 4
@@ -57,7 +58,7 @@ class Chunk:
     @property
     def scales(self) -> int:
         """Those that are exchanged."""
-        return self.scale(BLOCK) + 2 * self.scale(KV_BLOCK) if self.attention.quant_alltoall else 0
+        return self.scale(Q_ROWS) + 2 * self.scale(KV_ROWS) if self.attention.quant_alltoall else 0
 
     @property
     def travels(self) -> int:
@@ -72,7 +73,7 @@ class Chunk:
     @property
     def hop(self) -> int:
         """K and V of one rank, as they go round a ring."""
-        return 2 * self.travels + (2 * self.scale(KV_BLOCK) if self.scales else 0)
+        return 2 * self.travels + (2 * self.scale(KV_ROWS) if self.scales else 0)
 
     def gathers(self, way: str) -> bool:
         """Whether a rank holds a ring's keys and values at once: there is no log-sum-exp."""
@@ -93,11 +94,11 @@ class Chunk:
     @property
     def blocks(self) -> int:
         """Query blocks."""
-        return 2 if self.parallel.comm_type == 2 and not self.parallel.fa_alltoall_overlap else 1
+        return self.parallel.mode.blocks
 
     @property
     def _is_joined(self) -> bool:
-        return self.blocks == 2 or self._is_padded
+        return self.blocks > 1 or self._is_padded
 
     @property
     def _is_padded(self) -> bool:
@@ -152,8 +153,8 @@ class Chunk:
         """Keys, values, then each block of queries become FP8 numbers, and are attended to."""
         n, b = self.numbers, self.blocks
         ring = m // n
-        scale = ring * self.scale(KV_BLOCK)
-        queries = n // b + self.scale(BLOCK) // b
+        scale = ring * self.scale(KV_ROWS)
+        queries = n // b + self.scale(Q_ROWS) // b
         if self.device != "npu":
             return [
                 mask + self._quantising(m, True),
@@ -189,7 +190,7 @@ class Chunk:
         by_head = count * self.e if self.heads > 1 else 0
         if self.device == "npu":
             return turned + by_head + count
-        widened = count * FP32 if self.e != FP32 or self.tokens % KV_BLOCK else 0
+        widened = count * FP32 if self.e != FP32 or self.tokens % KV_ROWS else 0
         return max(turned + by_head, turned + widened + count * FP32 + count)
 
     def _packing(self) -> int:
@@ -207,7 +208,7 @@ class Chunk:
         if self.device == "cuda":
             return q * self.e + 2 * q * FP32
         # Rotated keys lie head by head already, unless padding to whole blocks moved them.
-        copied = 2 if self.attention.quant_alltoall or self.tokens % KV_BLOCK else 1
+        copied = 2 if self.attention.quant_alltoall or self.tokens % KV_ROWS else 1
         by_head = copied * m * FP32 + self._tile if self.heads > 1 else self._tile
         narrowed = q * self.e if self.e != FP32 else 0
         return q * FP32 + max(by_head + q * FP32, q * FP32 + narrowed)
@@ -227,20 +228,20 @@ class Chunk:
     @property
     def _tile(self) -> int:
         """A tile of 128 queries, its result and the last tile's, float32."""
-        return 3 * BLOCK * self.heads * self.head_dim * FP32
+        return 3 * Q_ROWS * self.heads * self.head_dim * FP32
 
     @property
     def mask(self) -> int:
         """Which blocks of keys each block of 128 queries sees, a byte each."""
-        return self.heads * min(ceil(self.rows / BLOCK), self._all_blocks) * self._key_blocks
+        return self.heads * min(ceil(self.rows / Q_ROWS), self._all_blocks) * self._key_blocks
 
     @property
     def _all_blocks(self) -> int:
-        return ceil(self.tokens / BLOCK)
+        return ceil(self.tokens / Q_ROWS)
 
     @property
     def _key_blocks(self) -> int:
-        return ceil(self.tokens / (BLOCK if self.attention.fa_quant is None else KV_BLOCK))
+        return ceil(self.tokens / (Q_ROWS if self.attention.fa_quant is None else KV_ROWS))
 
     def _planning(self, rain: RainFusion) -> int:
         """Scores of all blocks and their softmax, the highest ones and where they are, the mask."""

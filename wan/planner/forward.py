@@ -75,8 +75,8 @@ class Forward:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Heads per rank of each chunk."""
-        limit = 1 if self.parallel.mode == "baseline" else schedule.MAX_CHUNKS
-        return schedule.heads_per_chunk(self.net.heads, self.parallel.ulysses_size, limit)
+        most = self.parallel.mode.chunks
+        return schedule.heads_per_chunk(self.net.heads, self.parallel.ulysses_size, most)
 
     def chunk(self, heads: int) -> Chunk:
         """A chunk of so many heads per rank."""

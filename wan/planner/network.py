@@ -8,11 +8,10 @@ from math import prod
 from types import MappingProxyType
 
 from wan.planner.chunk import FP32
+from wan.settings.numerics import keeps_fp32
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The tensors of a DiT under their official names."""
-
-_FP32_PREFIXES = ("time_embedding.", "time_projection.", "head.")
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ def weights(
     share = 0
     parts: dict[str, int] = {}
     for name, shape in shapes.items():
-        fp32 = name.startswith(_FP32_PREFIXES) or name.endswith("modulation") or "norm" in name
-        size = FP32 if fp32 and not convert_all else e
+        size = FP32 if keeps_fp32(name) and not convert_all else e
         part = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
         parts[part] = parts.get(part, 0) + quantised.get(name, prod(shape) * size)
         share += quantised.get(name, -(-shape[0] // ranks) * prod(shape[1:]) * size)

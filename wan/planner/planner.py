@@ -13,6 +13,7 @@ from wan.cli.planned import Planned
 from wan.planner.chunk import FP32
 from wan.planner.forward import SOLVER_LATENTS, Forward, Moment
 from wan.planner.network import Network, Shapes, Weights, text_bytes, weights
+from wan.settings.numerics import slice_elements
 from wan.settings.parallel import Parallel
 from wan.settings.request import latent_shape
 
@@ -76,7 +77,7 @@ class Planner:
             parallel,
             self.e,
             conditioned=self.request.preset.kind == "i2v",
-            slice_elements=1 << (20 if self.execution.device == "cpu" else 24),
+            slice_elements=slice_elements(self.device),
             attention=self.planned.attention,
             device=self.device,
         )

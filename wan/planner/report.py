@@ -27,7 +27,7 @@ def lines(planner: Planner) -> list[str]:
         f"Plan: {request.preset.task} {width}*{height} x {request.frame_num} frames in "
         f"{'bf16' if planner.e == 2 else 'fp32'} on {parallel.world_size} "
         f"{'rank' if parallel.world_size == 1 else 'ranks'}: cfg {parallel.cfg_size} x ring "
-        f"{parallel.ring_size} x ulysses {parallel.ulysses_size}, {parallel.mode}; {source}",
+        f"{parallel.ring_size} x ulysses {parallel.ulysses_size}, {parallel.mode.name}; {source}",
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
         f"{tokens.shard_len} per rank",
         f"Attention: {len(forward.chunks)} x {heads} heads per rank{_method(planner)}",

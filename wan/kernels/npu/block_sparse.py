@@ -10,21 +10,23 @@ blocks of queries and of keys.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from wan.device import Chip
-from wan.kernels.fp8 import Quantised
+from wan.kernels.base import Payload
 from wan.kernels.npu.fp8 import head_first
 from wan.kernels.rainfusion_masks import select_table
-
-_BLOCK = 128  # rows of a block of queries, and of keys without FP8
+from wan.settings.devices import Chip
+from wan.settings.numerics import Q_ROWS
 
 
 class RainKernelV2:
-    """rain_fusion_attention with a table of kept blocks; A2 and A3. 128 rows a block."""
+    """rain_fusion_attention with a table of kept blocks; A2 and A3. 128 rows a block.
+
+    Implements `wan.kernels.rainfusion.BlockSparseKernel`, of tensors that are not quantised.
+    """
+
+    name = "npu rain_fusion_attention"
 
     def __init__(self, chip: Chip) -> None:
         if "v2" not in chip.rainfusion:
@@ -34,14 +36,16 @@ class RainKernelV2:
         self._attend = sparse_flash_attn_rf_v2.rain_fusion_attention
 
     def __call__(
-        self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, mask_BNqk: Tensor, k_rows: int
+        self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
     ) -> Tensor:
-        if k_rows != _BLOCK:
-            raise ValueError(f"rf_v2 takes blocks of {_BLOCK} keys, not {k_rows}; use v3.")
+        if k_rows != Q_ROWS:
+            raise ValueError(f"rf_v2 takes blocks of {Q_ROWS} keys, not {k_rows}; use v3.")
         # mindiesd's table describes one sample only, so each has a call of its own.
         outs = [
             self._one(q_TND, k_TND, v_TND, mask_Nqk)
-            for q_TND, k_TND, v_TND, mask_Nqk in zip(q_BSND, k_BSND, v_BSND, mask_BNqk, strict=True)
+            for q_TND, k_TND, v_TND, mask_Nqk in zip(
+                q.values, k.values, v.values, mask_BNqk, strict=True
+            )
         ]
         return torch.stack(outs)
 
@@ -56,7 +60,7 @@ class RainKernelV2:
             input_layout="TND",
             select_idx=table,
             select_num_idx=number,
-            blockshape=[_BLOCK, _BLOCK],
+            blockshape=[Q_ROWS, Q_ROWS],
             actual_seq_lengths=[q_TND.shape[0]],
             actual_seq_lengths_kv=[k_TND.shape[0]],
             inner_precise=0,
@@ -64,10 +68,13 @@ class RainKernelV2:
 
 
 class RainKernelV3:
-    """Block-sparse attention with a byte mask; A2, A3 and A5, with FP8 numbers A5 only.
+    """Block-sparse attention with a byte mask; A2, A3 and A5, in FP8 A5 only.
 
-    FP8: q, k, v are `Quantised` with 128, 256 and 256 rows a scale, k_rows is 256.
+    Implements `wan.kernels.rainfusion.BlockSparseKernel`. FP8: q, k, v have a scale per 128, 256
+    and 256 rows, k_rows is 256.
     """
+
+    name = "npu block_sparse_attention"
 
     def __init__(self, chip: Chip) -> None:
         if "v3" not in chip.rainfusion:
@@ -80,34 +87,26 @@ class RainKernelV3:
         self._precise = chip.sparse_precise
 
     def __call__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        mask_BNqk: Tensor,
-        k_rows: int,
+        self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
     ) -> Tensor:
-        scales: dict[str, Tensor] = {}
-        if isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised):
-            (q, q_scale), (k, k_scale), (v, v_scale) = (head_first(x) for x in (q, k, v))
-            scales = {
-                "q_dequant_scale": q_scale,
-                "k_dequant_scale": k_scale,
-                "v_dequant_scale": v_scale,
-            }
-        else:
-            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        q, k, v = (head_first(x) for x in (q, k, v))
+        rows, keys = q.values.shape[2], k.values.shape[2]
+        scales = {
+            f"{name}_dequant_scale": x.scale
+            for name, x in (("q", q), ("k", k), ("v", v))
+            if x.scale is not None
+        }
         out_BNSD: Tensor = self._attend(
-            q,
-            k,
-            v,
+            q.values,
+            k.values,
+            v.values,
             block_sparse_mask=mask_BNqk.contiguous().view(torch.int8),  # a bool is a byte already
-            scale=q.shape[3] ** -0.5,
-            head_num=q.shape[1],
+            scale=q.values.shape[3] ** -0.5,
+            head_num=q.values.shape[1],
             input_layout="BNSD",
-            actual_seq_lengths=[q.shape[2]] * q.shape[0],
-            actual_seq_lengths_kv=[k.shape[2]] * k.shape[0],
-            block_size_q=_BLOCK,
+            actual_seq_lengths=[rows] * len(q.values),
+            actual_seq_lengths_kv=[keys] * len(k.values),
+            block_size_q=Q_ROWS,
             block_size_kv=k_rows,
             inner_precise=self._precise,
             **scales,

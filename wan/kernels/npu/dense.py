@@ -2,7 +2,7 @@
 
 The vendor's packages are imported when a kernel is made, after `wan.device` has imported them in
 the order they need. The environment variable MINDIE_SD_FA_TYPE makes mindiesd take another kernel
-than the one asked for here; `wan.settings.env` refuses it.
+than the one asked for here; `wan.cli.env` refuses it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.device import Chip
+from wan.settings.devices import Chip
+from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
-LASER_ROWS = 2048  # with fewer mindiesd takes fused_attn_score instead
-LASER_HEAD = 128  # the kernel's own head size; smaller ones are padded
 _ALL = 2**31 - 1  # "every token before and after", which the operators also want without a mask
 
 
@@ -34,7 +33,7 @@ class FusedKernel:
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
         # BSND is how the tensors lie in memory; BNSD would copy each of them into its order. Rows
-        # cut out of several samples do not lie so, and the operator's reference allows no strides.
+        # of several samples do not lie so, and the operator's reference allows no strides.
         q, k, v = (x.contiguous() for x in (q_BSND, k_BSND, v_BSND))
         return self._forward(
             q, k, v, fused=True, opt_mode="manual", op_type="fused_attn_score", layout="BSND"
@@ -84,7 +83,7 @@ class LaserKernel:
         if min(q_rows, k_rows) < LASER_ROWS or head > LASER_HEAD or q_BSND.dtype == torch.float32:
             raise ValueError(
                 f"Laser attention takes at least {LASER_ROWS} rows of queries and of keys, heads "
-                f"of at most {LASER_HEAD} and 16-bit numbers, not {q_rows} and {k_rows} rows, "
+                f"of at most {LASER_HEAD} and 16-bit tensors, not {q_rows} and {k_rows} rows, "
                 f"heads of {head} and {q_BSND.dtype}; use FusedKernel."
             )
         return self._forward(

@@ -1,4 +1,4 @@
-"""FP8 numbers and FP8 attention of Ascend NPUs (A5), through mindiesd.
+"""FP8 tensors and FP8 attention of Ascend NPUs (A5), through mindiesd.
 
 The vendor's packages are imported when an object is made, after `wan.device` has imported them in
 the order they need. Both objects are callables, to be given to `Fp8Quantiser` and `Fp8Attention`;
@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.device import Chip
-from wan.kernels.fp8 import Quantised
+from wan.kernels.base import Payload
+from wan.settings.devices import Chip
 
 _ALL = 2**31 - 1  # "every token before and after"
 _PER_BLOCK = 7  # quant_mode of one scale per head and block of rows
 
 
 class NpuBlockQuantise:
-    """quantise(x [B,S,N,D] 16-bit, rows) -> Quantised, one scale per head and `rows` rows.
+    """quantise(x [B,S,N,D] 16-bit, rows) -> Payload, one scale per head and `rows` rows.
 
-    Payload and scales are views of [B,N,S,D] memory, which is what the attention kernels take.
+    Values and scales are views of [B,N,S,D] memory, which is what the attention kernels take.
     """
 
     def __init__(self, chip: Chip) -> None:
@@ -31,7 +31,7 @@ class NpuBlockQuantise:
         self._quantise = fa_block_quant_preprocess
         self._dtype = torch_npu.float8_e4m3fn
 
-    def __call__(self, x_BSND: Tensor, rows: int) -> Quantised:
+    def __call__(self, x_BSND: Tensor, rows: int) -> Payload:
         # Only BNSD means the same to every release of mindiesd, and the operator drops the batch.
         # What it makes of a block of zeros is not documented: only padding has them, and whatever
         # it becomes is cut away before it is attended to.
@@ -44,15 +44,17 @@ class NpuBlockQuantise:
             )
             for b in range(x_BSND.shape[0])
         ]
-        payload, scale = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
-        return Quantised(payload.transpose(1, 2), scale.transpose(1, 2), rows)
+        values, scale = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
+        return Payload(values.transpose(1, 2), scale.transpose(1, 2), rows)
 
 
 class NpuFp8Attention:
-    """attend(q, k, v, dtype) -> [B,S,N,D] through fused_infer_attention_score_v2.
+    """Implements `wan.kernels.fp8.Fp8Kernel` through fused_infer_attention_score_v2.
 
     q: one scale per 128 rows; k and v: per 256 rows. Heads of 64 or 128 channels; no log-sum-exp.
     """
+
+    name = "npu fused_infer_attention_score_v2"
 
     def __init__(self, chip: Chip) -> None:
         _check(chip)
@@ -62,8 +64,9 @@ class NpuFp8Attention:
 
         self._attend = fused_infer_attention_score_v2
 
-    def __call__(self, q: Quantised, k: Quantised, v: Quantised, dtype: torch.dtype) -> Tensor:
-        (q_BNSD, q_scale), (k_BNSD, k_scale), (v_BNSD, v_scale) = (head_first(x) for x in (q, k, v))
+    def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor:
+        parts = (head_first(x).parts for x in (q, k, v))
+        (q_BNSD, q_scale), (k_BNSD, k_scale), (v_BNSD, v_scale) = parts
         heads, rows, size = q_BNSD.shape[1:]
         out_BNSD = self._attend(
             q_BNSD,
@@ -85,19 +88,16 @@ class NpuFp8Attention:
         return out_BNSD[:, :, :rows].transpose(1, 2)  # mindiesd reckons with rows behind the last
 
 
-def placed_head_first(x: Tensor | Quantised) -> Tensor | Quantised:
+def placed_head_first(x: Payload) -> Payload:
     """x lying in memory as [B,N,S,D], which the kernels take, and seen as [B,S,N,D]."""
-    if not isinstance(x, Quantised):
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    payload, scale = (part.transpose(1, 2) for part in head_first(x))
-    return Quantised(payload, scale, x.rows)
+    return head_first(x).map(lambda part: part.transpose(1, 2))
 
 
-def head_first(x: Quantised) -> tuple[Tensor, Tensor]:
-    """Contiguous payload [B,N,S,D] and scales [B,N,blocks,1]; copied only if they lie otherwise."""
-    return x.payload.transpose(1, 2).contiguous(), x.scale.transpose(1, 2).contiguous()
+def head_first(x: Payload) -> Payload:
+    """Contiguous values [B,N,S,D] and scales [B,N,blocks,1]; copied only if they lie otherwise."""
+    return x.map(lambda part: part.transpose(1, 2).contiguous())
 
 
 def _check(chip: Chip) -> None:
     if not chip.fp8:
-        raise ValueError(f"{chip.name} chips have no FP8 attention; use 16-bit numbers.")
+        raise ValueError(f"{chip.name} chips have no FP8 attention; use 16-bit tensors.")

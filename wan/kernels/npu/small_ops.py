@@ -1,27 +1,28 @@
 """The small operations of a block as fused kernels of an NPU, through mindiesd and torch-npu.
 
-Each is the twin of a function of `wan.modules.ops`: same arguments, same result up to rounding,
-float32 inside and out (the kernels take float32, so nothing is lost against the plain twins).
+Each is the twin of a function of `wan.modules.blocks` or `rope`: same arguments, same result up to
+rounding, float32 inside and out (the kernels take float32, so nothing is lost against the twins).
 
 Legend: B batch, S or L tokens, N heads, D head size, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
-Function = Callable[..., Tensor]
+from wan.kernels.base import SmallOps
 
 _ROTARY_GROUPS = 1000  # npu_rotary_mul's interleave mode takes B * N below this ...
 _ROTARY_SIZE = 896  # ... and D below this
 
 
-def fused(names: Iterable[str]) -> dict[str, Function]:
-    """Functions for the fields of `SmallOps`, for names as in --fused_ops.
+def fused(names: Iterable[str]) -> SmallOps:
+    """Fused kernels for names as in --fused_ops; the others stay plain.
 
     layer_norm stands for every layer norm, so also for the one inside modulated_norm, unless
     scale_shift brings a kernel for the whole of that.
@@ -32,16 +33,13 @@ def fused(names: Iterable[str]) -> dict[str, Function]:
         "rope": _rope,
         "scale_shift": _scale_shift,  # after layer_norm, a part of which it replaces
     }
-    wanted = set(names)
-    return {
-        field: function
-        for name, make in makers.items()
-        if name in wanted
-        for field, function in make().items()
-    }
+    wanted, ops = set(names), SmallOps()
+    for name, with_fused in makers.items():
+        ops = with_fused(ops) if name in wanted else ops
+    return ops
 
 
-def _rms_norm() -> dict[str, Function]:
+def _rms_norm(ops: SmallOps) -> SmallOps:
     import torch_npu
 
     kernel = torch_npu.npu_rms_norm  # all that mindiesd.RMSNorm calls; that class owns its weight
@@ -49,10 +47,10 @@ def _rms_norm() -> dict[str, Function]:
     def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         return kernel(x_BLC.float(), weight_C.float(), epsilon=eps)[0]
 
-    return {"rms_norm": rms_norm}
+    return replace(ops, rms_norm=rms_norm)
 
 
-def _layer_norms() -> dict[str, Function]:
+def _layer_norms(ops: SmallOps) -> SmallOps:
     # Behind mindiesd.fast_layernorm, which would need a module that owns weight and bias.
     from mindiesd.layers._custom_ops import layernorm
 
@@ -70,10 +68,10 @@ def _layer_norms() -> dict[str, Function]:
             return layer_norm(x_BLC, 1 + scale_B1C[0, 0], shift_B1C[0, 0], eps)
         return torch.addcmul(shift_B1C, layer_norm(x_BLC, None, None, eps), 1 + scale_B1C)
 
-    return {"layer_norm": layer_norm, "modulated_norm": modulated_norm}
+    return replace(ops, layer_norm=layer_norm, modulated_norm=modulated_norm)
 
 
-def _scale_shift() -> dict[str, Function]:
+def _scale_shift(ops: SmallOps) -> SmallOps:
     from mindiesd import layernorm_scale_shift
 
     # mindiesd reads channels and eps from a module; one without weights serves all layers.
@@ -83,10 +81,10 @@ def _scale_shift() -> dict[str, Function]:
         module = norm(x_BLC.shape[-1], eps)
         return layernorm_scale_shift(module, x_BLC.float(), scale_B1C, shift_B1C, fused=True)
 
-    return {"modulated_norm": modulated_norm}
+    return replace(ops, modulated_norm=modulated_norm)
 
 
-def _rope() -> dict[str, Function]:
+def _rope(ops: SmallOps) -> SmallOps:
     from mindiesd import rotary_position_embedding
 
     def rope(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
@@ -110,4 +108,4 @@ def _rope() -> dict[str, Function]:
             fused=True,
         )
 
-    return {"rope": rope}
+    return replace(ops, rope=rope)
