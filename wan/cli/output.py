@@ -41,14 +41,10 @@ class Output:
     def latents(self) -> Path:
         return self.save_file.with_suffix(".latents.safetensors")
 
-    def unfinished(self) -> Iterator[Path]:
-        """Where latents wait while the video is not written; no other run's names.
-
-        Beside the video, else in the system's folder for temporary files.
-        """
-        beside = self.save_file.with_suffix(f".{os.getpid()}.latents.safetensors")
-        yield beside
-        yield Path(tempfile.gettempdir()) / beside.name
+    def unfinished(self, suffix: str) -> tuple[Path, Path]:
+        """Names that no other run has: beside the video, and in the folder for temporary files."""
+        beside = self.save_file.with_suffix(f".{os.getpid()}{suffix}")
+        return beside, Path(tempfile.gettempdir()) / beside.name
 
 
 def check_writable(path: Path) -> None:

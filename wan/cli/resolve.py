@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wan.checkpoint import quantised
-from wan.checkpoint.files import fingerprint, read_json, safetensors_header, safetensors_metadata
+from wan.checkpoint.files import fingerprint, read_json, safetensors_metadata
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.cli import env
 from wan.cli.extend_prompt import Extension
@@ -22,6 +22,7 @@ from wan.cli.flags import FLAGS, read
 from wan.cli.output import Output, check_writable, generated_name
 from wan.pipeline import images
 from wan.pipeline.setup import Setup
+from wan.pipeline.video import latents_shape
 from wan.settings import parallel
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
@@ -152,8 +153,10 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
     setup, request, notices = _decide(values, preset, checkpoint, world, image_size)
     if not plan:
         _check_parts(checkpoint, values)
-    output = _made(
-        Output, values | {"fps": values.get("fps", preset.fps)}, generated_name(task, request)
+    output = Output(
+        save_file=values.get("save_file") or Path(generated_name(task, request)),
+        fps=values.get("fps", preset.fps),
+        save_latents=values.get("save_latents", False),
     )
     return Run(
         setup=setup,
@@ -273,7 +276,7 @@ def _recorded(flags: Values) -> dict[str, Any]:
                     f"--{name} has no effect with --decode_latents, which only decodes; drop it."
                 )
         path = flags["decode_latents"]
-        _latents_shape(path)
+        latents_shape(path)
         settings = safetensors_metadata(path, "settings")
     else:
         return {}
@@ -347,15 +350,8 @@ def _extension(values: Values, has_image: bool) -> Extension | None:
     return extension
 
 
-def _latents_shape(path: Path) -> tuple[int, ...]:
-    found = safetensors_header(path).get("latents")
-    if found is None or len(found.shape) != 4 or 0 in found.shape:
-        raise InputError(f"{path} holds no latents of generate.py; give a .latents.safetensors.")
-    return found.shape
-
-
 def _check_latents(path: Path, preset: Preset) -> None:
-    channels = _latents_shape(path)[0]
+    channels = latents_shape(path)[0]
     if channels != preset.latent_channels:
         raise InputError(
             f"{path} has {channels} channels, the {preset.vae} VAE of this task decodes "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from wan.checkpoint.load import (
     WHOLE,
@@ -27,19 +29,19 @@ from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
-from wan.kernels.base import Kernel
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
 from wan.kernels.select import Selected, select
 from wan.log import Stages, logger
-from wan.modules import schedule
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens
 from wan.modules.model import WanModel
+from wan.modules.schedule import heads_per_chunk
 from wan.pipeline import text, vae
-from wan.pipeline.denoise import both_here
-from wan.pipeline.pipeline import Experts, Lazy, Pipeline, Sharing, make_here
+from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
 from wan.pipeline.setup import Setup
+from wan.pipeline.text import TextEncoder
+from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
 
@@ -63,40 +65,268 @@ def pipeline(
             not belong together.
     """
     setup.check_device(device.can)
-    dtype, compute = precisions(setup, device)
-    checkpoint, config = setup.checkpoint, setup.checkpoint.config
-    exported = {} if setup.quantised is None or not setup.attention.fp8 else rotations(setup.quantised)
+    checkpoint, execution = setup.checkpoint, setup.execution
+    compute = DTYPES[execution.dit_precision_on(device.type)]
+    exported = {}
+    if setup.quantised is not None and setup.attention.fp8:
+        exported = rotations(setup.quantised)
     selected = select(setup.attention, device, checkpoint.head_dim, compute, exported)
-    collaborators = _collaborators(setup, selected, team)
-    dit_place, t5_place = _places(setup.parallel, team)
-    dits = {
-        name: Blueprint(
-            f"DiT {name}",
-            partial(WanModel, **files.config, collaborators=collaborators),
-            files.tensors,
-            files.folder,
-        )
-        for name, files in checkpoint.experts.items()
-    }
-    autoencoder = None if checkpoint.vae is None else vae.blueprint(checkpoint.vae)
-    encoder = None if checkpoint.text_encoder is None else text.blueprint(checkpoint.text_encoder)
-    _check(setup, dits, autoencoder, encoder)
+    parts = _Parts(setup, device, _collaborators(setup, selected, team), team)
     stages = Stages(device.synchronize)
 
-    def load_dit(name: str) -> WanModel:
+    def timed(load: Callable[[], T]) -> T:
         with stages("loading"):
-            adapt = as_stored
-            if setup.quantised is not None:
-                adapt = _int8_layers(setup.quantised.experts[name], device.torch_device, compute)
-            model = dits[name].load(
-                device=device.torch_device,
-                dtype_of=dit_dtypes(compute, setup.execution.convert_model_dtype),
-                place=dit_place,
-                adapt=adapt,
-            )
-            if setup.execution.compile:
-                for block in model.blocks:
-                    block.compile()
-            return model
+            return load()
 
-    ...
+    logger.info(
+        "%s checkpoint, %s, %s, %d x %d heads",
+        checkpoint.layout,
+        device.name(),
+        execution.dit_precision_on(device.type),
+        checkpoint.config["num_layers"],
+        checkpoint.heads,
+    )
+    logger.info("%s", attention_line(setup, selected))
+    text_dtype = t5_dtype or DTYPES[execution.precision_on(device.type)]
+    return Pipeline(
+        device=device,
+        text=Lazy(lambda: timed(lambda: parts.text_encoder(text_dtype))),
+        vae=Lazy(lambda: timed(parts.video_vae)),
+        experts=Experts(
+            lambda name: timed(lambda: parts.dit(name, compute)),
+            offload=execution.offload_model,
+            files=_weight_files(setup),
+        ),
+        text_size=(checkpoint.config["text_len"], checkpoint.config["text_dim"]),
+        offload=execution.offload_model,
+        stages=stages,
+        kernel=selected.describe(),
+        sharing=_sharing(setup.parallel, team),
+    )
+
+
+def attention_line(setup: Setup, selected: Selected) -> str:
+    """How self-attention is carried out, in one line for the start of a run."""
+    attention, parallel = setup.attention, setup.parallel
+    sizes = heads_per_chunk(setup.checkpoint.heads, parallel.ulysses_size, parallel.mode.chunks)
+    each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
+    chunks = f"{len(sizes)} head chunk{'s' if len(sizes) > 1 else ''} of {each} per rank"
+    ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
+    gathered = {
+        "RainFusion": attention.use_rainfusion,
+        "FP8 attention": attention.fp8,
+        selected.dense.name: not attention.fp8 and not selected.dense.can_return_lse,
+    }
+    names = [name for name, is_it in gathered.items() if is_it] if parallel.ring_size > 1 else []
+    without = f"; K/V are gathered over the ring for {' and '.join(names)} (no log-sum-exp)"
+    return (
+        f"Attention: {parallel.mode.name}, {chunks}; ulysses {parallel.ulysses_size} x ring "
+        f"{parallel.ring_size}{ring} x cfg {parallel.cfg_size}; kernel {selected.describe()}; "
+        f"{_quantised(setup)}, {_sparse(setup)}{without if names else ''}"
+    )
+
+
+def _quantised(setup: Setup) -> str:
+    if not setup.attention.fp8:
+        return "no quantisation"
+    return "fp8 attention" + (" and exchanges" if setup.attention.quant_alltoall else "")
+
+
+def _sparse(setup: Setup) -> str:
+    attention = setup.attention
+    if not attention.use_rainfusion:
+        return "no sparsity"
+    start, refresh = attention.sparse_start_step, attention.mask_refresh_interval
+    begin = "after a quarter of the steps" if start is None else f"from step {start}"
+    kept = f", masks for {refresh} steps" if refresh > 1 else ""
+    return (
+        f"RainFusion {attention.rainfusion_type} of sparsity {attention.sparsity:g} {begin}{kept}"
+    )
+
+
+class _Parts:
+    """The networks of a checkpoint: compared with their files here, filled when needed."""
+
+    def __init__(
+        self, setup: Setup, device: Device, collaborators: Collaborators, team: Team | None
+    ) -> None:
+        self._setup, self._device = setup, device.torch_device
+        self._dit_place, self._t5_place = _places(setup.parallel, team)
+        checkpoint = setup.checkpoint
+        self._dits = {
+            name: Blueprint(
+                f"DiT {name}",
+                partial(WanModel, **files.config, collaborators=collaborators),
+                files.tensors,
+                files.folder,
+            )
+            for name, files in checkpoint.experts.items()
+        }
+        for dit in self._dits.values():
+            dit.check()
+        self._vae = None if checkpoint.vae is None else vae.blueprint(checkpoint.vae)
+        encoder = checkpoint.text_encoder
+        self._encoder = None if encoder is None else text.blueprint(encoder)
+        self._check_channels()
+        # Each rank checks what it will load: the libraries and a tokenizer take memory and time.
+        is_main = team is None or team.is_main
+        if self._vae is not None and is_main:
+            self._vae.check()
+        self._tokenizer: object = None
+        if self._encoder is not None and (is_main or setup.parallel.t5_fsdp):
+            self._encoder.check()
+            if checkpoint.tokenizer is not None:
+                self._tokenizer = text.load_tokenizer(checkpoint.tokenizer)
+
+    def _check_channels(self) -> None:
+        """What is there must belong together; embeddings can replace a text encoder."""
+        config = self._setup.checkpoint.config
+        if self._vae is not None:
+            channels = self._vae.tensors["post_quant_conv.weight"].shape[0]
+            if channels != config["out_dim"]:
+                raise InputError(
+                    f"{self._vae.origin} has {channels} latent channels, the DiT "
+                    f"{config['out_dim']}; they belong to different checkpoints: download the VAE "
+                    "again."
+                )
+        if self._encoder is not None:
+            width = self._encoder.tensors["shared.weight"].shape[1]
+            if width != config["text_dim"]:
+                raise InputError(
+                    f"{self._encoder.origin} makes embeddings of {width} channels, the DiT takes "
+                    f"{config['text_dim']}; they belong to different checkpoints: download both "
+                    "again."
+                )
+
+    def dit(self, name: str, compute: torch.dtype) -> WanModel:
+        """One expert. compute: the dtype of its matrix products."""
+        execution, quantised = self._setup.execution, self._setup.quantised
+        adapt: Adapt = as_stored
+        if quantised is not None:
+            adapt = quantised_layers(quantised.experts[name], self._device, compute)
+        model = self._dits[name].load(
+            device=self._device,
+            dtype_of=dit_dtypes(compute, execution.convert_model_dtype),
+            place=self._dit_place,
+            adapt=adapt,
+        )
+        if execution.compile:
+            for block in model.blocks:
+                block.compile()
+        return model
+
+    def text_encoder(self, compute: torch.dtype) -> TextEncoder:
+        """compute: its dtype."""
+        checkpoint = self._setup.checkpoint
+        checkpoint.require("text_encoder"), checkpoint.require("tokenizer")
+        assert self._encoder is not None
+        device = torch.device("cpu") if self._setup.execution.t5_cpu else self._device
+        model = self._encoder.load(
+            device=device, dtype_of=text.dtypes(compute), place=self._t5_place
+        )
+        text_len = checkpoint.config["text_len"]
+        return TextEncoder(model, self._tokenizer, dtype=compute, text_len=text_len)
+
+    def video_vae(self) -> VideoVAE:
+        self._setup.checkpoint.require("vae")
+        assert self._vae is not None
+        model = self._vae.load(device=self._device, dtype_of=vae.in_float32)
+        return VideoVAE(model, tiling=self._setup.execution.vae_tiling)
+
+
+def quantised_layers(export: Export, device: torch.device, compute: torch.dtype) -> Adapt:
+    """Puts the layers of an export in the place of a DiT's linear layers.
+
+    On an NPU they are mindiesd's, elsewhere our reference of the one algorithm that runs
+    everywhere. The float weights of these layers are neither read nor given memory.
+
+    Args:
+        export: The quantised layers of the network.
+        device: Where it runs.
+        compute: What goes into the layers and comes out; 16 bits on an NPU.
+    """
+
+    def on_npu(network: nn.Module, sources: Sources) -> Sources:
+        npu_linear.quantise(
+            network,
+            export.description,
+            export.linears,
+            use_nz=export.use_nz,
+            dtype=compute,
+            device=device,
+        )
+        return sources
+
+    def anywhere(network: nn.Module, sources: Sources) -> Sources:
+        for name, layer in export.linears.items():
+            empty = {
+                part: torch.empty(info.shape, device="meta") for part, info in layer.tensors.items()
+            }
+            made = W8A8Linear(
+                empty["weight"].to(torch.int8),
+                empty["weight_scale"],
+                empty.get("bias"),
+                empty.get("mul_scale"),
+                dtype=compute,
+            )
+            network.set_submodule(name, made)
+        return {**sources, **int8_sources(export, compute)}
+
+    if not export.linears:
+        return as_stored
+    return on_npu if device.type == "npu" else anywhere
+
+
+def _collaborators(setup: Setup, selected: Selected, team: Team | None) -> Collaborators:
+    """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
+    parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
+    several = team is not None and parallel.sequence_size > 1
+    if not (several or selected.methods or selected.clock):
+        attention = LocalAttention(selected.dense)
+        return Collaborators(attention, selected.text, LocalTokens(), selected.ops, text_cache)
+    group = ALONE if team is None else team.group("ring", "ulysses")
+    multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
+    layer = FAPowerCapAttention(
+        parallel,
+        ALONE if team is None else team.group("ulysses"),
+        parallel.fa_alltoall_overlap,
+        kernel=selected.dense,
+        ring=None if team is None else Ring(team.group("ring"), parallel.ring_type),
+        methods=selected.methods,
+        clock=selected.clock,
+    )
+    tokens = ShardedTokens(group, multiple, selected.order)
+    return Collaborators(layer, selected.text, tokens, selected.ops, text_cache)
+
+
+def _places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
+    """Where the rows of the DiT's and of the text encoder's weights go."""
+    dit: Place = WHOLE
+    encoder: Place = WHOLE
+    if team is not None and parallel.dit_fsdp:
+        dit = Sharded(team.world_mesh(), lambda network: network.blocks)
+    if team is not None and parallel.t5_fsdp:
+        encoder = Sharded(team.world_mesh(), text.umt5_blocks)
+    return dit, encoder
+
+
+def _sharing(parallel: Parallel, team: Team | None) -> Sharing:
+    """How the ranks come to what only one of them makes, and to the two guidance branches."""
+    if team is None:
+        return ONE_PROCESS
+    sharing = Sharing(latents=team.from_main)
+    if not parallel.t5_fsdp:
+        sharing = replace(sharing, text=team.from_main)
+    if parallel.cfg_size == 2:
+        sharing = replace(sharing, branches=team.both_branches)
+    return sharing
+
+
+def _weight_files(setup: Setup) -> dict[str, list[Path]]:
+    """Each DiT's files that are worth reading ahead: most of what is read is in them."""
+    if setup.quantised is not None:
+        return {name: [export.weights] for name, export in setup.quantised.experts.items()}
+    return {
+        name: [tensor.file for tensor in dit.tensors.values()]
+        for name, dit in setup.checkpoint.experts.items()
+    }

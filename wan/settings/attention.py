@@ -198,8 +198,8 @@ def _about_steps(attention: Attention, steps: int) -> Iterator[str]:
     start, refresh = attention.start_step(steps), attention.mask_refresh_interval
     if start >= steps:
         yield (
-            f"--use_rainfusion would begin at step {start}, but there are {steps} (--sample_steps), "
-            "so it has no effect; lower --sparse_start_step."
+            f"--use_rainfusion would begin at step {start}, but there are {steps} "
+            "(--sample_steps), so it has no effect; lower --sparse_start_step."
         )
     if refresh > 1 and start == steps - 1:
         yield (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from wan.settings.errors import InputError
@@ -30,12 +32,15 @@ class Reader:
         return self.read(name, raw)
 
 
-def shown(raw: Any) -> str:
-    """A value on one line and short enough for a sentence; quoted unless it is a plain word."""
+def shown(raw: Any, form: Callable[[Any], str] = repr) -> str:
+    """A value, as form writes it, on one line and short enough for a sentence.
+
+    Plain words are not quoted.
+    """
     if isinstance(raw, str) and re.fullmatch(r"[\w.,:;*+/~@=-]{1,100}", raw):
         return raw
     try:
-        line = " ".join(repr(raw).split())
+        line = " ".join(form(raw).split())
     except ValueError:  # Python writes no whole number of more than 4300 digits
         return "a number of thousands of digits"
     return line if len(line) <= 100 else f"{line[:60]}... ({len(line)} characters)"
@@ -57,12 +62,13 @@ def _text(name: str, raw: Any) -> str:
     return raw
 
 
-def _path(name: str, raw: Any) -> str:
+def _path(name: str, raw: Any) -> Path:
+    raw = str(raw) if isinstance(raw, Path) else raw
     if not _text(name, raw).strip():
         raise InputError(f"{name} is empty; give a path or leave it out.")
     if "\0" in raw:
         raise InputError(f"{name} holds a NUL character; give a path without it.")
-    return raw
+    return Path(os.path.expanduser(raw))  # Path's own fails for an unknown user
 
 
 def _switch(name: str, raw: Any) -> bool:
