@@ -176,9 +176,8 @@ class _Generator:
             flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
         }
         image = None if named.get("image") is None else images.from_value(named["image"])
-        given = {
-            n: v for n, v in named.items() if _is(n, "video") and v is not None and n != "image"
-        }
+        absent = {"image", *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
+        given = {n: named[n] for n in named if _is(n, "video") and n not in absent}
         values = self._values | read(given, "--{}")
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
@@ -204,18 +203,24 @@ def _config(config: Any) -> Any:
 
 
 def _settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked settings of a constructor; None is "not given"."""
+    """Checked settings of a constructor; None, or False of what is no switch, is "not given"."""
     unknown = [name for name in keywords if not _is(name, "load")]
     if unknown:
         remedy = "give it to generate" if _is(unknown[0], "video") else "remove it"
         raise InputError(f"{unknown[0]} is not a known keyword of the constructor; {remedy}.")
-    found = read({name: value for name, value in keywords.items() if value is not None}, "--{}")
+    off = {name for name, value in keywords.items() if value is False and not _is_switch(name)}
+    given = {n: v for n, v in keywords.items() if v is not None and n not in off}
+    found = read(given, "--{}")
     check_needs(found)
     return found
 
 
 def _is(name: str, python: str) -> bool:
     return name in FLAGS and FLAGS[name].python == python
+
+
+def _is_switch(name: str) -> bool:
+    return FLAGS[name].read is switch
 
 
 def _described(folder: Any) -> Checkpoint:

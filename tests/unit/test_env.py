@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from wan.cli import env, flags, planned
+from wan.cli import env, flags
+from wan.cli.resolve import resolve
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 
@@ -64,15 +65,20 @@ def test_other_values_are_refused(environ: dict[str, str], sentence: str) -> Non
 
 
 def attention(*argv: str) -> Attention:
-    return planned.resolve(flags.parse(["--plan", *argv])).attention
+    def no_demo(*_: object) -> None:
+        raise AssertionError("nothing is made for a plan")
+
+    return resolve(flags.parse(["--plan", *argv]), no_demo, plan=True).setup.attention
 
 
 def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALGO", "1")
-    assert attention() == Attention(algorithm="laser")
+    assert attention() == Attention(attention_algo="laser")
     assert attention("--attention_algo", "fused") == Attention()
     monkeypatch.setenv("FAST_LAYERNORM", "1")
     assert attention("--fused_ops", "rope").fused_ops == ("rope",)
+    monkeypatch.setenv("OVERLAP", "1")
+    assert attention("--fa_alltoall_overlap", "false", "--comm_type", "1", "--ulysses_size", "2")
 
 
 def test_variables_and_flags_that_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

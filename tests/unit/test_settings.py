@@ -9,31 +9,21 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from wan.cli import flags
-from wan.cli.env import cache_dir, world_size
+from wan.cli.env import cache_dir, rank, world_size
 from wan.cli.output import generated_name
 from wan.cli.resolve import Run, resolve
-from wan.pipeline.video import read_image
 from wan.settings.errors import InputError
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
-from wan.settings.request import (
-    Request,
-    check_image,
-    check_size,
-    latent_shape,
-    size_covered,
-    size_from_area,
-    token_grid,
-)
+from wan.settings.request import make_request, size_covered, size_from_area
 
 
 def resolved(*argv: object) -> Run:
     def no_demo(*_: object) -> None:
         raise AssertionError("the demo must not be made here")
 
-    return resolve(flags.parse([str(a) for a in argv]), no_demo, lambda *_: None)
+    return resolve(flags.parse([str(a) for a in argv]), no_demo)
 
 
 def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
@@ -41,9 +31,9 @@ def test_presets_without_anything_else(tiny, tmp_path: Path) -> None:
     request = resolved("--ckpt_dir", folder).request
     assert (request.size, request.frame_num) == ((1280, 720), 81)
     assert (request.sample_steps, request.sample_shift, request.boundary) == (40, 12.0, 0.875)
-    assert request.guide_scale == (3.0, 4.0) and request.sample_solver == "unipc"
+    assert request.sample_guide_scale == (3.0, 4.0) and request.sample_solver == "unipc"
     assert request.negative_prompt == NEGATIVE_PROMPT and request.grid == (21, 45, 80)
-    assert request.seed >= 0
+    assert request.base_seed >= 0
 
 
 def test_official_defaults_of_the_other_tasks(tiny, tmp_path: Path) -> None:
@@ -51,7 +41,7 @@ def test_official_defaults_of_the_other_tasks(tiny, tmp_path: Path) -> None:
     assert (request.size, request.frame_num, request.sample_steps) == ((1280, 704), 121, 50)
     assert request.grid == (31, 22, 40) and request.boundary is None
     i2v = PRESETS["i2v-A14B"]
-    assert (i2v.sample_shift, i2v.boundary, i2v.guide_scale) == (5.0, 0.9, (3.5, 3.5))
+    assert (i2v.sample_shift, i2v.boundary, i2v.sample_guide_scale) == (5.0, 0.9, (3.5, 3.5))
 
 
 def bare(source: Path, tmp_path: Path) -> Path:
@@ -73,7 +63,7 @@ def test_flags_over_record_over_checkpoint_over_presets(tiny, tmp_path: Path) ->
     run = resolved("--ckpt_dir", folder, "--from_json", record, "--sample_steps", 6)
     assert run.request.sample_steps == 6
     assert run.request.sample_shift == 4
-    assert run.request.frame_num == 9 and run.request.guide_scale == (1.0, 1.0)
+    assert run.request.frame_num == 9 and run.request.sample_guide_scale == (1.0, 1.0)
     assert run.request.size == (1280, 720)
 
 
@@ -83,11 +73,7 @@ def test_the_record_repeats_itself(tiny, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": first.settings}))
     again = resolved("--from_json", path, "--save_file", tmp_path / "x.mp4")
-    assert (again.request, again.execution, again.output) == (
-        first.request,
-        first.execution,
-        first.output,
-    )
+    assert (again.request, again.setup, again.output) == (first.request, first.setup, first.output)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +141,9 @@ def test_every_official_flag_is_known_or_refused_by_name() -> None:
 def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None:
     preset = PRESETS[task]
     size = (w * preset.size_multiple, h * preset.size_multiple)
-    check_size(preset, size, 4 * n + 1)
-    assert token_grid(preset, size, 4 * n + 1) == (n + 1, h, w)
-    _f, lat_h, lat_w = latent_shape(preset, size, 4 * n + 1)
+    request = make_request(preset, {"size": size, "frame_num": 4 * n + 1})
+    assert request.grid == (n + 1, h, w)
+    _z, _f, lat_h, lat_w = request.latent_shape
     assert (lat_h * preset.vae_stride[1], lat_w * preset.vae_stride[2]) == size[::-1]
 
 
@@ -174,19 +160,8 @@ def test_sizes_for_any_picture_fit_the_task_or_are_refused(w: int, h: int, area:
         assert 0 < size[0] * size[1] <= area * 1.0001
 
 
-ANY = Request(
-    preset=PRESETS["t2v-A14B"],
-    prompt="",
-    negative_prompt="",
-    image_size=None,
-    size=(64, 64),
-    frame_num=1,
-    sample_steps=1,
-    sample_shift=1.0,
-    sample_solver="unipc",
-    guide_scale=(1.0, 1.0),
-    boundary=0.875,
-    seed=7,
+ANY = make_request(
+    PRESETS["t2v-A14B"], {"prompt": "", "size": (64, 64), "frame_num": 1, "base_seed": 7}
 )
 
 
@@ -202,21 +177,14 @@ def test_generated_names_are_safe(prompt: str) -> None:
     assert not set(name) & set('/\\*?"<>|:\n\r\t\0 ')
 
 
-def test_pictures_are_measured_as_shown(tmp_path: Path) -> None:
-    """A phone's portrait picture is stored sideways with an EXIF turn."""
-    image, path = Image.new("RGB", (64, 32)), tmp_path / "phone.jpg"
-    exif = image.getexif()
-    exif[0x0112] = 6
-    image.save(path, exif=exif)
-    assert check_image(path) == (32, 64)
-    assert read_image(path).size == (32, 64)
-
-
 def test_environment() -> None:
     assert world_size({}) == 1 and world_size({"WORLD_SIZE": "8"}) == 8
     assert cache_dir({"XDG_CACHE_HOME": "/c"}) == Path("/c/wan")
     with pytest.raises(InputError, match="WORLD_SIZE"):
         world_size({"WORLD_SIZE": "0"})
+    assert rank({"WORLD_SIZE": "8", "RANK": "7"}) == 7
+    with pytest.raises(InputError, match="RANK is 8, but WORLD_SIZE is 8, so ranks are 0 to 7"):
+        rank({"WORLD_SIZE": "8", "RANK": "8"})
 
 
 def test_decode_latents_checks_the_file(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def _path(name: str, raw: Any) -> Path:
 
 def _switch(name: str, raw: Any) -> bool:
     """Official boolean words: yes/true/t/y/1 and no/false/f/n/0, in any case."""
-    word = str(raw).lower() if isinstance(raw, str | bool | int) else ""
+    word = shown(raw, str).lower()
     if word in ("yes", "true", "t", "y", "1"):
         return True
     if word in ("no", "false", "f", "n", "0"):
@@ -91,7 +91,7 @@ def choice(*allowed: str | int) -> Reader:
     known = {str(value): value for value in allowed}
 
     def read(name: str, raw: Any) -> str | int:
-        word = str(raw) if isinstance(raw, str | int) else ""
+        word = shown(raw, str)
         if word not in known:
             raise InputError(f"{name} is {shown(raw)}; it must be {either(allowed)}.")
         return known[word]
