@@ -313,8 +313,8 @@ Rotation = tuple[Tensor, Tensor]
 def rotations(quantised: QuantisedDit) -> dict[tuple[str, int], Rotation]:
     """(expert, block index) -> the exported FP8 rotations of queries and keys, [D,D], on the CPU.
 
-    Empty for an export without entries for attention. Where it is not, the layers that are absent
-    are those the export keeps in the run's dtype.
+    Empty for an export without entries for attention; else the export keeps the layers that are
+    absent in the run's dtype.
     """
     layers = {
         (expert, index): layer.tensors
