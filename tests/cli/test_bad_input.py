@@ -286,7 +286,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "config not JSON": (lambda f: (f / HIGH / "config.json").write_text("[]"), "JSON list"),
     "config of another net": (
         lambda f: _edit_json(f / HIGH / "config.json", lambda c: c.update(ffn_dim=64)),
-        "ffn_dim is 64, but the tensors are those of a network where it is 480",
+        "ffn_dim is 64, but the shapes of the tensors say 480",
     ),
     "config with more layers": (
         lambda f: _edit_json(f / HIGH / "config.json", lambda c: c.update(num_layers=3)),
@@ -332,7 +332,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "VAE of the other family": (
         lambda f: torch.save({"x": torch.zeros(1)}, f / "Wan2.1_VAE.pth"),
-        "other weights than those of a Wan 2.1 or 2.2 VAE",
+        "does not hold the weights of a Wan 2.1 or 2.2 VAE",
     ),
     "VAE file with code": (
         lambda f: torch.save({"x": Path("boom")}, f / "Wan2.1_VAE.pth"),
@@ -340,7 +340,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "text encoder of another model": (
         lambda f: torch.save({"x": torch.zeros(1)}, f / "models_t5_umt5-xxl-enc-bf16.pth"),
-        "other weights than those of a UMT5 encoder",
+        "does not hold the weights of a UMT5 encoder",
     ),
     "VAE with one tensor more": (
         lambda f: _edit_pth(f / VAE, lambda state: state.update(more=torch.ones(1))),

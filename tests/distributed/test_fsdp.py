@@ -44,14 +44,14 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def dit(folder: Path, compute: torch.dtype, convert_all: bool, cut: bool) -> WanModel:
+def dit(folder: Path, compute: torch.dtype, convert_all: bool, sharded: bool) -> WanModel:
     files = next(iter(describe(folder).experts.values()))
-    cache = TextKVCache() if cut else None
+    cache = TextKVCache() if sharded else None
     make = partial(WanModel, **files.config, text_cache=cache)
     return Blueprint("DiT", make, files.tensors, folder).load(
         device=CPU,
         dtype_of=dit_dtypes(compute, convert_all),
-        place=Sharded(mesh(), lambda network: network.blocks) if cut else WHOLE,
+        place=Sharded(mesh(), lambda network: network.blocks) if sharded else WHOLE,
     )
 
 
@@ -72,14 +72,14 @@ def kv_of_blocks(model: WanModel) -> list[bool]:
 def compare_dits(folder: Path) -> None:
     context = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     for compute, convert_all, dtypes in PRECISIONS:
-        whole, cut = (dit(folder, compute, convert_all, cut) for cut in (False, True))
-        given = kv_of_blocks(cut)
+        whole, sharded = (dit(folder, compute, convert_all, on) for on in (False, True))
+        given = kv_of_blocks(sharded)
         for t in (900.0, 900.0, 3.0):  # the first call fills the text cache
-            assert torch.equal(velocity(cut, t, context), velocity(whole, t, context))
-        layers = cut.num_layers
+            assert torch.equal(velocity(sharded, t, context), velocity(whole, t, context))
+        layers = sharded.num_layers
         assert given == [False] * layers + [True] * 2 * layers
-        assert {p.dtype for p in cut.parameters()} == dtypes
-        shares = torch.tensor([sum(p.to_local().numel() for p in cut.parameters())])
+        assert {p.dtype for p in sharded.parameters()} == dtypes
+        shares = torch.tensor([sum(p.to_local().numel() for p in sharded.parameters())])
         dist.all_reduce(shares)
         assert shares.item() == sum(p.numel() for p in whole.parameters())
 
@@ -91,25 +91,26 @@ def test_dit_is_bit_equal(tiny, world: int, layout: str) -> None:
     run(world, compare_dits, tiny("t2v-1.3B", layout))
 
 
-def text_encoder(folder: Path, dtype: torch.dtype, cut: bool) -> TextEncoder:
+def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextEncoder, nn.Module]:
+    """The encoder and its network."""
     checkpoint = describe(folder)
     network = text.blueprint(checkpoint.require("text_encoder")).load(
         device=CPU,
         dtype_of=text.dtypes(dtype),
-        place=Sharded(mesh(), umt5_blocks) if cut else WHOLE,
+        place=Sharded(mesh(), umt5_blocks) if sharded else WHOLE,
     )
     tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
-    return TextEncoder(network, tokenizer, dtype=dtype, text_len=64)
+    return TextEncoder(network, tokenizer, dtype=dtype, text_len=64), network
 
 
 def compare_text_encoders(folder: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        whole, cut = (text_encoder(folder, dtype, cut) for cut in (False, True))
+        whole, _ = text_encoder(folder, dtype, sharded=False)
+        sharded, network = text_encoder(folder, dtype, sharded=True)
         for prompt in ("A cat.", "A cat.", "Two dogs play chess on the moon."):
-            found, expected = cut(prompt), whole(prompt)
+            found, expected = sharded(prompt), whole(prompt)
             assert found.dtype == dtype and torch.equal(found, expected)
         # Stored once and as in the file, whatever is computed in.
-        network = cut._model
         names = dict(network.named_parameters(remove_duplicate=False))
         assert names["shared.weight"] is names["encoder.embed_tokens.weight"]
         assert {p.dtype for p in network.parameters()} == {torch.bfloat16}
@@ -151,14 +152,14 @@ def whole_parts(network: nn.Module, parts: list[nn.Module]) -> list[tuple[int, s
 
 
 def keep_only_the_share(folder: Path) -> None:
-    model = dit(folder, torch.bfloat16, False, cut=True)
+    model = dit(folder, torch.bfloat16, False, sharded=True)
     model.text_cache = None
-    encoder = text_encoder(folder, torch.float32, cut=True)
-    umt5_parts = [encoder._model.shared, *encoder._model.encoder.block]
+    encoder, umt5 = text_encoder(folder, torch.float32, sharded=True)
+    umt5_parts = umt5_blocks(umt5)
     context = torch.zeros(5, 64)
     calls: list[tuple[Any, list[nn.Module], Callable[[], Any]]] = [
         (model, list(model.blocks), lambda: velocity(model, 5.0, context)),
-        (encoder._model, umt5_parts, lambda: encoder("A cat.")),
+        (umt5, umt5_parts, lambda: encoder("A cat.")),
     ]
     for network, parts, call in calls:
         seen = whole_parts(network, parts)
@@ -178,12 +179,12 @@ def test_one_block_is_whole_at_a_time_and_none_between_calls(tiny) -> None:
 def compare_uneven(folder: Path) -> None:
     context = torch.randn(5, 7, generator=torch.Generator().manual_seed(2))
     for compute, convert_all, _ in PRECISIONS:
-        whole, cut = (dit(folder, compute, convert_all, cut) for cut in (False, True))
-        assert torch.equal(velocity(cut, 3.0, context), velocity(whole, 3.0, context))
-    for parameter in cut.parameters():
+        whole, sharded = (dit(folder, compute, convert_all, on) for on in (False, True))
+        assert torch.equal(velocity(sharded, 3.0, context), velocity(whole, 3.0, context))
+    for parameter in sharded.parameters():
         rows = local_rows(parameter)
         assert parameter.to_local().shape[0] == rows.stop - rows.start
-    narrow = local_rows(cut.blocks[0].ffn[0].weight)  # 3 rows for 4 ranks
+    narrow = local_rows(sharded.blocks[0].ffn[0].weight)  # 3 rows for 4 ranks
     rank = dist.get_rank()
     assert (narrow.start, narrow.stop) == (rank, min(rank + 1, 3))
 

@@ -92,11 +92,11 @@ def test_hostile_values_in_a_config_of_diffusers(
 def test_a_config_of_another_network_is_told_by_the_shapes(folder: Path) -> None:
     set_config(folder, num_layers=3)
     said = refusal(folder)
-    assert "num_layers is 3, but the tensors are those of a network where it is 2" in said
+    assert "num_layers is 3, but the shapes of the tensors say 2" in said
 
 
 def set_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the header of the network's file; tensors that are not named any more are cut off."""
+    """Changes the header of the network's file; the tensors' bytes stay."""
     path = folder / f"{STEM}.safetensors"
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])

@@ -115,7 +115,7 @@ def test_a_parameter_of_two_names(tmp_path: Path, names: str) -> None:
 def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
     """W + B A, as a LoRA is merged: nothing but the source knows, and it is asked for few rows."""
     generator = torch.Generator().manual_seed(0)
-    rows, columns = 5, 1 << 23
+    rows, columns = 3, 7 << 20
     weight = torch.randn(rows, columns, generator=generator).bfloat16()
     file = write({"weight": weight}, tmp_path / "x.safetensors")
     b, a = torch.randn(rows, 2, generator=generator), torch.ones(2, columns)
@@ -132,7 +132,7 @@ def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
 
     network = load(file, lambda: nn.Linear(columns, rows, bias=False), adapt=adapt)
     assert torch.equal(network.weight, (weight.float() + b @ a).bfloat16())
-    assert [(part.start, part.stop) for part in reads] == [(0, 2), (2, 4), (4, 5)]
+    assert [(part.start, part.stop) for part in reads] == [(0, 2), (2, 3)]
 
 
 def test_what_has_memory_already_stays(tmp_path: Path) -> None:

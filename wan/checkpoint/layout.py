@@ -266,8 +266,8 @@ def _dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
         said = stated.get(key, value)
         if type(said) is not type(value) or said != value:
             raise InputError(
-                f"{path}: {key} is {shown(said)}, but the tensors are those of a network where it "
-                f"is {shown(value)}; download config.json and weights again."
+                f"{path}: {key} is {shown(said)}, but the shapes of the tensors say "
+                f"{shown(value)}; download config.json and weights again."
             )
     for key, (fits, allowed) in _RULES.items():
         if key in stated and not fits(stated[key]):

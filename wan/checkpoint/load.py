@@ -179,9 +179,8 @@ def fill(
         for name, tensor in _tensors(network).items()
         if name in empty
     }
-    with progress(
-        sum(tensor.nbytes for tensor, _ in kept.values()), f"loading {label}", "B"
-    ) as bar:
+    total = sum(tensor.nbytes for tensor, _ in kept.values())
+    with progress(total, f"loading {label}", "B") as bar:
         for name, (tensor, rows) in kept.items():
             _copy(tensor, sources[name], rows, bar)
 
@@ -193,9 +192,11 @@ def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _copy(target: Tensor, source: Source, rows: slice, bar: Any) -> None:
-    """Always a copy: memory that PyTorch allocates is aligned, a tensor inside a mapped file is
-    not, and products of differently aligned weights may differ in the last bit. The same tensors
-    must give the same video from every file layout.
+    """Rows of a source into the tensor that keeps them, a slice at a time.
+
+    Always a copy: memory that PyTorch allocates is aligned, a tensor inside a mapped file is not,
+    and products of differently aligned weights may differ in the last bit. The same tensors must
+    give the same video from every file layout.
     """
     start, stop, _ = rows.indices(source.shape[0])
     step = max(1, _SLICE // max(1, prod(source.shape[1:])))
@@ -313,8 +314,8 @@ Rotation = tuple[Tensor, Tensor]
 def rotations(quantised: QuantisedDit) -> dict[tuple[str, int], Rotation]:
     """(expert, block index) -> the exported FP8 rotations of queries and keys, [D,D], on the CPU.
 
-    Empty for an export without entries for attention. Where it is not, the layers that are absent
-    are those the export keeps in the run's dtype.
+    Empty for an export without entries for attention; else the export keeps the layers that are
+    absent in the run's dtype.
     """
     layers = {
         (expert, index): layer.tensors

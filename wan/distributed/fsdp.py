@@ -2,8 +2,8 @@
 
 FSDP2 (`fully_shard`) turns every parameter into a DTensor of rows; names stay, and there is no
 wrapper. A block's parameters are gathered in one collective, as bytes where they mix float32 and
-bfloat16 (without gradients their dtypes may differ), so the weights that are computed with are
-those of the files, bit for bit. Nothing is converted on the way: what is upcast is upcast after it
+bfloat16 (without gradients their dtypes may differ), so what is computed with are the weights
+of the files, bit for bit. Nothing is converted on the way: what is upcast is upcast after it
 was gathered, in half the traffic of FSDP's own mixed precision.
 
 What follows for the caller of a sharded network: every rank of the mesh must call it, as often as

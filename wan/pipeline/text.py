@@ -50,12 +50,12 @@ class TextEncoder:
 
     @torch.no_grad()
     def __call__(self, prompt: str) -> Tensor:
-        """Embedding [T, C] of a prompt. What exceeds text_len tokens is cut, with a message."""
+        """Embedding [T, C] of a prompt. Tokens beyond text_len are left out, with a message."""
         text = clean_prompt(prompt)
         ids = self._tokenizer(text).input_ids
         if len(ids) > self.text_len:
             logger.warning(
-                "The prompt has %d tokens; those after the first %d are cut.",
+                "The prompt has %d tokens; only the first %d are used.",
                 len(ids),
                 self.text_len,
             )
@@ -86,7 +86,7 @@ def load_tokenizer(folder: Path) -> Any:
 def blueprint(path: Path) -> Blueprint[nn.Module]:
     """The UMT5 encoder whose weights are in a file or folder, not loaded yet.
 
-    Raises InputError where they are not those of a UMT5 encoder.
+    Raises InputError for the weights of another network.
     """
     tensors = stored(path, t5_transformers_name)
     layer = "encoder.block.0.layer"
@@ -106,7 +106,7 @@ def blueprint(path: Path) -> Blueprint[nn.Module]:
             raise ValueError("a size of 0")
     except (LookupError, ValueError, ZeroDivisionError) as error:
         raise InputError(
-            f"{path} holds other weights than those of a UMT5 encoder (unexpected {error}); "
+            f"{path} does not hold the weights of a UMT5 encoder (unexpected {error}); "
             "download models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again."
         ) from error
     return Blueprint("text encoder", partial(umt5, **sizes), tensors, path)

@@ -91,7 +91,7 @@ class VideoVAE:
 def blueprint(path: Path) -> Blueprint[nn.Module]:
     """The autoencoder whose weights are in a file or folder, not loaded yet.
 
-    Raises InputError where they are not those of a Wan 2.1 or 2.2 VAE.
+    Raises InputError for the weights of another network.
     """
     tensors = stored(path, vae_diffusers_name)
     try:
@@ -103,7 +103,7 @@ def blueprint(path: Path) -> Blueprint[nn.Module]:
             raise ValueError("a size of 0")
     except (LookupError, ValueError) as error:
         raise InputError(
-            f"{path} holds other weights than those of a Wan 2.1 or 2.2 VAE (unexpected {error}); "
+            f"{path} does not hold the weights of a Wan 2.1 or 2.2 VAE (unexpected {error}); "
             "download Wan2.1_VAE.pth or Wan2.2_VAE.pth (or vae/) again."
         ) from error
     make = partial(autoencoder, base_dim=base, decoder_base_dim=decoder_base, **version)
