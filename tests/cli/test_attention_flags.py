@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.test_bad_input import REPO, no_weights, refused
-from wan.cli import flags, planned
+from wan.cli import flags
 from wan.cli.resolve import Run, resolve
-from wan.settings import devices as chips
-from wan.settings.attention import Attention, RainFusion
+from wan.settings.attention import Attention
 
 __all__ = ["no_weights"]  # a fixture that holds for every test here, too
 
@@ -24,16 +23,16 @@ FP8 = ["--fa_quant", "fp8"]
 RAIN = ["--use_rainfusion"]
 LASER = ["--attention_algo", "laser"]
 ALONE = {
-    "algorithm": (["--attention_algo", "flash"], "choose one of fused, laser"),
-    "number format": (["--fa_quant", "int8"], "choose one of fp8, none"),
-    "sparsity 1": ([*RAIN, "--sparsity", "1"], "from 0 to below 1"),
-    "sparsity negative": ([*RAIN, "--sparsity", "-0.1"], "from 0 to below 1"),
-    "sparsity nan": ([*RAIN, "--sparsity", "nan"], "from 0 to below 1"),
+    "algorithm": (["--attention_algo", "nonsense"], "it must be fused or laser"),
+    "dtype": (["--fa_quant", "int8"], "it must be fp8 or none"),
+    "sparsity 1": ([*RAIN, "--sparsity", "1"], "at least 0 and below 1"),
+    "sparsity negative": ([*RAIN, "--sparsity", "-0.1"], "at least 0 and below 1"),
+    "sparsity nan": ([*RAIN, "--sparsity", "nan"], "must be a number"),
     "sparsity words": ([*RAIN, "--sparsity", "much"], "must be a number"),
     "first sparse step": ([*RAIN, "--sparse_start_step", "-1"], "from 0 to 1000"),
     "no refresh": ([*RAIN, "--mask_refresh_interval", "0"], "from 1 to 1000"),
-    "RainFusion v4": ([*RAIN, "--rainfusion_type", "v4"], "choose one of v1, v2, v3"),
-    "RainFusion v1": ([*RAIN, "--rainfusion_type", "v1"], "reference mask only"),
+    "RainFusion v4": ([*RAIN, "--rainfusion_type", "v4"], "it must be v1, v2 or v3"),
+    "RainFusion v1": ([*RAIN, "--rainfusion_type", "v1"], "v1 is not supported"),
     "sparsity alone": (["--sparsity", "0.5"], "--sparsity has no effect without --use_rainfusion"),
     "start alone": (["--sparse_start_step", "3"], "no effect without --use_rainfusion"),
     "type alone": (["--rainfusion_type", "v3"], "no effect without --use_rainfusion"),
@@ -55,21 +54,27 @@ ALONE = {
     "FP8 exchange alone": (["--quant_alltoall"], "add --fa_quant fp8"),
     "FP8 exchange of sparse": (
         [*FP8, *RAIN, "--rainfusion_type", "v3", "--quant_alltoall"],
-        "masks on unquantised numbers",
+        "masks on unquantised tensors",
     ),
     "FP8 exchange on one rank": ([*FP8, "--quant_alltoall"], "none with --ulysses_size 1"),
     "laser in FP8": ([*LASER, *FP8], "are different kernels; choose one"),
     "laser in fp32": ([*LASER, "--precision", "fp32"], "takes no --precision fp32"),
-    "laser on a CPU": ([*LASER, "--device", "cpu"], "exists on NPUs only"),
-    "laser on CUDA": ([*LASER, "--device", "cuda"], "exists on NPUs only"),
+    "laser on a CPU": ([*LASER, "--device", "cpu"], "needs an A2 or A3; this device is a CPU"),
+    "laser on CUDA": (
+        [*LASER, "--device", "cuda"],
+        "this device is a CUDA GPU: use --attention_algo fused",
+    ),
     "laser on few rows": (
         [*LASER, "--size", "832*480", "--frame_num", "1"],
         "has one of 1560 x 1560",
     ),
     "unknown operation": (["--fused_ops", "rope,softmax"], "rope,rms_norm,layer_norm,scale_shift"),
     "no operation": (["--fused_ops", ""], "or none"),
-    "operations on a CPU": (["--fused_ops", "rope", "--device", "cpu"], "exists on NPUs only"),
-    "clock on a CPU": (["--fa_freq_cap", "1400", "--device", "cpu"], "exists on NPUs only"),
+    "operations on a CPU": (
+        ["--fused_ops", "rope", "--device", "cpu"],
+        "this device is a CPU: drop the flag",
+    ),
+    "clock on a CPU": (["--fa_freq_cap", "1400", "--device", "cpu"], "needs an A2, A3 or A5"),
     "clock too low": (["--fa_freq_cap", "50"], "from 100 to 4000"),
     "clock in GHz": (["--fa_freq_cap", "1.4"], "whole number"),
     "clock above the usual": (["--fa_freq_cap", "1800"], "above the 1650 MHz"),
@@ -81,16 +86,19 @@ ALONE = {
     "clock in compiled code": (["--fa_freq_cap", "1400", "--compile"], "does not work with"),
     "FP8 in compiled code": ([*FP8, "--compile"], "--compile does not work with --fa_quant"),
     "sparse in compiled code": ([*RAIN, "--compile"], "does not work with --use_rainfusion"),
-    "chip without a plan": (["--chip", "A2"], "add --plan or drop it"),
+    "chip without a plan": (["--chip", "A2"], "--chip has no effect without --plan; add it"),
     "quantised demo": (["--task", "ti2v-5B", "--quant_dit_path", "x"], "add its --ckpt_dir"),
     "quantised nothing": (["--quant_dit_path", " "], "is empty; give a path"),
 }
 PLANNED = {
-    "chip": (["--chip", "A9"], "choose one of A2, A3, A5, Duo"),
+    "chip": (["--chip", "A9"], "it must be A2, A3, A5 or Duo"),
     "chip on CUDA": (["--chip", "A2", "--device", "cuda"], "drop one of them"),
-    "FP8 on an A2": (["--chip", "A2", *FP8], "--fa_quant fp8 needs an A5"),
-    "laser on an A5": (["--chip", "A5", *LASER], "--attention_algo laser needs an A2 or A3"),
-    "a Duo": (["--chip", "Duo", *RAIN], "A2 or A3 or A5"),
+    "FP8 on an A2": (["--chip", "A2", *FP8], "--fa_quant fp8 needs a CPU, CUDA GPU or A5; this"),
+    "laser on an A5": (
+        ["--chip", "A5", *LASER],
+        "(or ALGO) needs an A2 or A3; this device is an A5",
+    ),
+    "a Duo": (["--chip", "Duo", *RAIN], "a Duo computes in float16 only"),
     "sparse v2 on an A5": (["--chip", "A5", *RAIN], "use --rainfusion_type v3"),
     "sparse fp32": (["--chip", "A3", *RAIN, "--precision", "fp32"], "use --precision bf16"),
     "FP8 exchange in a ring only": (
@@ -105,8 +113,11 @@ PLANNED = {
         [*LASER, "--ring_size", "37", "--ulysses_size", "1"],
         "--ring_size 37 and --comm_type 0 has one of 2016 x 75600",
     ),
-    "compiled on a chip": (["--chip", "A2", "--compile"], "--compile is not built for NPUs"),
-    "compiled on any NPU": (["--device", "npu", "--compile"], "--compile is not built for NPUs"),
+    "compiled on a chip": (
+        ["--chip", "A2", "--compile"],
+        "--compile needs a CPU or CUDA GPU; this device is an",
+    ),
+    "compiled on any NPU": (["--device", "npu", "--compile"], "--compile needs a CPU or CUDA GPU"),
     "quantised without a folder": (["--quant_dit_path", "x"], "add its --ckpt_dir"),
 }
 
@@ -146,8 +157,8 @@ def test_refusals_need_no_torch(tmp_path: Path) -> None:
 
 def test_fp8_needs_heads_that_can_be_rotated(tiny, capfd: pytest.CaptureFixture[str]) -> None:
     text = refused(["--ckpt_dir", str(tiny("t2v-A14B")), *FP8], capfd)
-    assert "a head has 6 channels" in text and "64 or 128" in text
-    assert resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *FP8).attention == (
+    assert "a head has 6 channels" in text
+    assert resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *FP8).setup.attention == (
         Attention(fa_quant="fp8")
     )
 
@@ -161,14 +172,14 @@ def resolved(*argv: object) -> Run:
     def no_demo(*_: object) -> None:
         raise AssertionError("the demo must not be made here")
 
-    return resolve(flags.parse([str(a) for a in argv]), no_demo, lambda *_: None)
+    return resolve(flags.parse([str(a) for a in argv]), no_demo, plan="--plan" in argv)
 
 
 def test_nothing_asked_for(tiny) -> None:
     run = resolved("--ckpt_dir", tiny("t2v-A14B"))
-    assert run.attention == Attention() and run.attention.is_plain and run.quantised is None
+    assert run.setup.attention == Attention() and run.setup.quantised is None
     assert run.settings["attention_algo"] == "fused"
-    assert not {"use_rainfusion", "sparsity"} & run.settings.keys()
+    assert run.settings["use_rainfusion"] is False and "sparsity" not in run.settings
 
 
 ALIASED = {"ALGO": "3", "ROPE_OPT": "1", "FAST_LAYERNORM": "1"}
@@ -183,14 +194,15 @@ def test_the_record_of_a_dense_run_wins_over_variables(
     path.write_text(json.dumps({"settings": first.settings}))
     monkeypatch.setenv(name, ALIASED[name])
     again = resolved("--from_json", path)
-    assert again.attention == first.attention == Attention()
+    assert again.setup.attention == first.setup.attention == Attention()
     assert again.settings["fa_quant"] == "none" and not again.settings["fused_ops"]
 
 
 @pytest.mark.parametrize(("steps", "start"), [(40, 10), (50, 13), (4, 1), (2, 1)])
 def test_sparse_attention_starts_after_a_quarter_of_the_steps(tiny, steps: int, start: int) -> None:
     run = resolved("--ckpt_dir", tiny("t2v-A14B"), *RAIN, "--sample_steps", steps)
-    assert run.attention == Attention(rainfusion=RainFusion("v2", 0.64, start, refresh=1))
+    assert run.setup.attention == Attention(use_rainfusion=True)
+    assert run.setup.attention.start_step(run.request.sample_steps) == start
 
 
 NPU = [
@@ -202,25 +214,35 @@ NPU = [
 
 def test_everything_asked_for(tiny) -> None:
     run = resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *NPU)
-    assert run.execution.device == "npu"
-    assert run.attention == Attention(
+    assert run.setup.execution.device == "npu"
+    assert run.setup.attention == Attention(
         fa_quant="fp8",
-        rainfusion=RainFusion("v3", 0.5, 0, refresh=3),
+        use_rainfusion=True,
+        rainfusion_type="v3",
+        sparsity=0.5,
+        sparse_start_step=0,
+        mask_refresh_interval=3,
         fused_ops=("rope", "scale_shift"),
-        freq_cap=1400,
-        freq_restore=1650,
+        fa_freq_cap=1400,
+        fa_freq_restore=1650,
     )
 
 
-def test_the_record_repeats_the_numbers_but_not_the_clock(tiny, tmp_path: Path) -> None:
+def test_the_record_repeats_the_video_but_not_the_clock(tiny, tmp_path: Path) -> None:
     first = resolved("--task", "ti2v-5B", "--ckpt_dir", tiny("ti2v-5B"), *NPU)
     assert "fa_freq_cap" not in first.settings
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": first.settings}))
-    assert resolved("--from_json", path).attention == replace(first.attention, freq_cap=None)
+    repeated = resolved("--from_json", path).setup.attention
+    assert repeated == replace(first.setup.attention, fa_freq_cap=None)
     other = ["--device", "cpu", "--fused_ops", "none", "--rainfusion_type", "v2"]
     elsewhere = resolved("--from_json", path, *other, "--fa_quant", "none")
-    assert elsewhere.attention == Attention(rainfusion=RainFusion("v2", 0.5, 0, refresh=3))
+    assert elsewhere.setup.attention == Attention(
+        use_rainfusion=True, sparsity=0.5, sparse_start_step=0, mask_refresh_interval=3
+    )
+    dense = resolved("--from_json", path, *other[:-2], "--use_rainfusion", "false")
+    assert dense.setup.attention == Attention(fa_quant="fp8")
+    assert "sparsity" not in dense.settings
 
 
 def test_the_record_holds_what_was_left_open(tiny) -> None:
@@ -237,8 +259,8 @@ def test_a_start_that_nobody_gave_follows_the_repeats_steps(tiny, tmp_path: Path
         first = resolved(*argv, *given)
         path.write_text(json.dumps({"settings": first.settings}))
         for more, expected in (((), start), (("--sample_steps", 4), later)):
-            rain = resolved("--from_json", path, *more).attention.rainfusion
-            assert rain is not None and rain.start_step == expected
+            run = resolved("--from_json", path, *more)
+            assert run.setup.attention.start_step(run.request.sample_steps) == expected
 
 
 MX = "quant_model_description_w8a8_mxfp8.json"
@@ -267,22 +289,22 @@ def test_a_plan_refuses_what_the_run_would(
     folder = mx_export(tmp_path)
     argv = ["--plan", "--task", "t2v-14B", "--ckpt_dir", str(tiny("t2v-1.3B"))]
     argv += ["--quant_dit_path", str(folder)]
-    assert "W8A8_MXFP8 weights, which need an A5; this is an A2" in refused(
+    assert "with W8A8_MXFP8 weights needs an A5; this device is an A2" in refused(
         [*argv, "--chip", "A2"], capfd
     )
-    assert planned.resolve(flags.parse([*argv, "--chip", "A5"])).quantised is not None
-    assert planned.resolve(flags.parse(argv)).quantised is not None
+    assert resolved(*argv, "--chip", "A5").setup.quantised is not None
+    assert resolved(*argv).setup.quantised is not None
     text = refused([*argv, "--chip", "A5", "--precision", "fp32"], capfd)
-    assert "computes in 16 bits on NPUs" in text
+    assert "takes 16-bit tensors only on an NPU" in text
     (folder / MX).chmod(0o644)
     assert "chmod 0640" in refused([*argv, "--chip", "A5"], capfd)
 
 
 def test_a_plan_for_a_chip_is_one_for_an_npu() -> None:
-    plan = planned.resolve(flags.parse(["--plan", "--chip", "A5", *FP8, "--ulysses_size", "8"]))
-    assert plan.chip == chips.by_name("A5") and plan.execution.device == "npu"
-    assert plan.attention == Attention(fa_quant="fp8") and plan.device_memory is None
-    assert planned.resolve(flags.parse(["--plan"])).chip is None
+    setup = resolved("--plan", "--chip", "A5", *FP8, "--ulysses_size", "8").setup
+    assert setup.chip == "A5" and setup.execution.device == "npu"
+    assert setup.attention == Attention(fa_quant="fp8") and setup.parallel.world_size == 8
+    assert resolved("--plan").setup.chip is None
 
 
 def test_decoding_attends_to_nothing(tiny, tmp_path: Path) -> None:
@@ -297,5 +319,5 @@ def test_decoding_attends_to_nothing(tiny, tmp_path: Path) -> None:
     metadata = {"settings": json.dumps(made), "format": "pt"}
     save_file({"latents": torch.zeros(16, 2, 4, 4)}, path, metadata=metadata)
     run = resolved("--decode_latents", path, "--device", "cpu")
-    assert run.attention == Attention() and run.quantised is None
+    assert run.setup.attention == Attention() and run.setup.quantised is None
     assert run.settings["attention_algo"] == "laser" and run.settings["fa_quant"] == "fp8"

@@ -168,7 +168,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         _command(
             "prompt_extend_model",
-            values.path,
+            values.text,
             "folder or name of the language model",
             needs="use_prompt_extend",
         ),

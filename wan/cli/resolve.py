@@ -361,10 +361,8 @@ def _check_latents(path: Path, preset: Preset) -> None:
 
 def _record(values: Values, setup: Setup, request: Request, output: Output) -> dict[str, Any]:
     """All settings under their flags' names, enough to repeat the video."""
-    parts = (setup.execution, setup.attention, request, output)
-    found = dict(values)
-    for part in parts:
-        found |= {field.name: getattr(part, field.name) for field in fields(part)}
+    found: dict[str, Any] = {**_named(setup.execution), **_named(setup.attention)}
+    found |= {**values, **_named(request), **_named(output)}  # latents keep how they were made
     found |= {name: str(Path(found[name]).absolute()) for name in _PATHS if name in found}
     return {
         name: found[name]
@@ -373,6 +371,10 @@ def _record(values: Values, setup: Setup, request: Request, output: Output) -> d
         and found.get(name) is not None
         and (flag.needs is None or found.get(flag.needs))
     }
+
+
+def _named(part: Execution | Attention | Request | Output) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 def _about(request: Request, demo: Path | None, defaults: Values) -> list[str]:

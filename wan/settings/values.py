@@ -140,6 +140,7 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
     """
     low = f"above {minimum:g}" if above else f"at least {minimum:g}"
     high = f"below {maximum:g}" if below else f"at most {maximum:g}"
+    allowed = f"{low} and {high}" if above or below else f"from {minimum:g} to {maximum:g}"
 
     def read(name: str, raw: Any) -> float:
         try:
@@ -152,7 +153,7 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
             value < maximum if below else value <= maximum
         )
         if not inside:
-            raise InputError(f"{name} is {shown(raw)}; it must be {low} and {high}.")
+            raise InputError(f"{name} is {shown(raw)}; it must be {allowed}.")
         return value
 
     return Reader(read)
