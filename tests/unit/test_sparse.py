@@ -110,7 +110,7 @@ def test_order(frames: int, height: int, width: int) -> None:
 
 @pytest.mark.parametrize("grid", [(0, 8, 8), (2, -1, 8), (2, 8)])
 def test_order_refuses(grid: tuple) -> None:
-    with pytest.raises(ValueError, match="three positive numbers"):
+    with pytest.raises(ValueError, match="three positive sizes"):
         window_order(grid)
 
 
@@ -290,12 +290,12 @@ def test_attention(grid: tuple[int, int, int], sparsity: float) -> None:
 
 @pytest.mark.parametrize("grid", [(3, 10, 20), (2, 16, 16), (5, 13, 14)])
 def test_fp8(grid: tuple[int, int, int]) -> None:
-    """Against its own quantised numbers to rounding; against no quantisation within its error."""
+    """Against its own quantised values to rounding; against no quantisation within its error."""
     q, k, v = qkv(grid)
     mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
     found = run(RainFusionAttention("v3", 0.6, 0, quantiser=fp8()), q, k, v, call(grid))
-    numbers = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
-    exact = masked(*(x.dequantised(torch.float64) for x in numbers), mask, 256)
+    left = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
+    exact = masked(*(x.dequantised(torch.float64) for x in left), mask, 256)
     assert (found - exact).abs().max() <= 2e-6
     error = found - masked(q, k, v, mask, 256)
     assert 1e-4 < error.square().mean().sqrt() < 0.06 * found.square().mean().sqrt()
