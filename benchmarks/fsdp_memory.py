@@ -24,9 +24,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.load_memory import DTYPES, Sampler, rss_anon, write_in_another_process
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import dit_dtypes, load_dit
+from benchmarks.load_memory import (
+    DTYPES,
+    Sampler,
+    blueprint,
+    rss_anon,
+    write_in_another_process,
+)
+from wan.checkpoint.load import dit_dtypes
 from wan.distributed.fsdp import Sharded
 
 ALLOWANCE = 0.25e9  # bytes per rank beside its share
@@ -44,11 +49,9 @@ def measure(rank: int, ranks: int, folder: Path, precision: str) -> dict[str, fl
     sampler = Sampler()
     sampler.start()
     start = time.perf_counter()
-    model = load_dit(
-        describe(folder).experts["dit"],
+    model = blueprint(folder).load(
         device=torch.device("cpu"),
         dtype_of=dit_dtypes(DTYPES[precision], convert_all=False),
-        label="DiT",
         place=place,
     )
     seconds = time.perf_counter() - start

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import dit_dtypes, load_dit
+from wan.checkpoint.load import Blueprint, dit_dtypes
 from wan.modules.model import WanModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -78,6 +78,12 @@ def write_in_another_process(folder: Path, gigabytes: float, stored: str) -> int
         return pool.apply(write_checkpoint, arguments)
 
 
+def blueprint(folder: Path) -> Blueprint[WanModel]:
+    """The one network of a folder."""
+    files = describe(folder).experts["dit"]
+    return Blueprint("DiT", lambda: WanModel(**files.config), files.tensors, folder)
+
+
 class Sampler(threading.Thread):
     """Highest RssAnon while it runs."""
 
@@ -92,14 +98,12 @@ class Sampler(threading.Thread):
 
 
 def measure(folder: Path, precision: str) -> dict[str, float]:
-    files = describe(folder).experts["dit"]
     dtype_of = dit_dtypes(DTYPES[precision], convert_all=False)
-    cpu = torch.device("cpu")
     base = rss_anon()
     sampler = Sampler()
     sampler.start()
     start = time.perf_counter()
-    model = load_dit(files, device=cpu, dtype_of=dtype_of, label="DiT")
+    model = blueprint(folder).load(device=torch.device("cpu"), dtype_of=dtype_of)
     seconds = time.perf_counter() - start
     sampler.running = False
     sampler.join()

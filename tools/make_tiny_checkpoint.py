@@ -5,12 +5,32 @@ python tools/make_tiny_checkpoint.py --task t2v-A14B --out tiny [--layout diffus
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from wan.pipeline.tiny import main
+from wan.pipeline.tiny import DTYPES, RECIPES, WRITERS, make_checkpoint
+from wan.settings.errors import InputError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, or 2 with one sentence on stderr where the request is refused."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--task", required=True, choices=RECIPES)
+    parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
+    parser.add_argument("--layout", default="official", choices=WRITERS)
+    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the DiT's tensors")
+    try:
+        print(make_checkpoint(**vars(parser.parse_args(argv))))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -28,11 +26,12 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from wan.checkpoint.files import TensorInfo
+from wan.checkpoint.files import whole_folder
 from wan.checkpoint.layout import DitFiles, describe
+from wan.checkpoint.load import Source, mapped
 from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
 from wan.cli.flags import Parser
 from wan.kernels.fp8 import hadamard
@@ -57,48 +56,36 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None) -> Path:
     """
     with _reading(ckpt_dir):
         checkpoint = describe(ckpt_dir)
-    if out.resolve() == Path.cwd():  # it would be replaced under the feet of whoever is in it
-        raise InputError(f"--out {out} is the current folder; name a new one.")
-    if out.is_symlink():
-        raise InputError(f"--out {out} is a symbolic link; name a folder instead.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is not empty; name another folder or remove it.")
-    # Under its final name there is a complete folder or none.
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    unfinished.mkdir(parents=True)
-    try:
+    with whole_folder(out) as unfinished:
         for name, dit in checkpoint.experts.items():
             _write_export(unfinished / FOLDERS[name], dit, name, _rotation(dit) if fa else None)
-        unfinished.rename(out)
-    except BaseException:  # also Ctrl-C and SIGTERM
-        shutil.rmtree(unfinished)
-        raise
     return out
 
 
 def _rotation(dit: DitFiles) -> Tensor:
     """What mindiesd would rotate queries and keys by, in the dtype it multiplies in."""
-    width = dit.tensors["patch_embedding.weight"].shape[0]
     try:
-        return hadamard(width // dit.config["num_heads"], dtype=torch.bfloat16)
+        return hadamard(dit.config["dim"] // dit.config["num_heads"], dtype=torch.bfloat16)
     except ValueError as error:
         raise InputError(f"{dit.folder}: {error}; leave --fa out.") from error
 
 
 def _write_export(folder: Path, dit: DitFiles, label: str, rotation: Tensor | None) -> None:
     folder.mkdir(exist_ok=True)
+    with _reading(dit.folder):
+        sources = mapped(dit.tensors)
     entries: dict[str, str] = {"model_quant_type": EVERYWHERE, "version": "1.0.0"}
-    entries |= dict.fromkeys(sorted(dit.tensors), "FLOAT")
+    entries |= dict.fromkeys(sorted(sources), "FLOAT")
     form: dict[str, tuple[torch.dtype, Shape]] = {}
     makers: list[Make] = []
-    for name, info in sorted(dit.tensors.items()):  # the same bytes from every layout
+    for name, source in sorted(sources.items()):  # the same bytes from every layout
         if linear := LINEAR.fullmatch(name):
-            bias = dit.tensors.get(f"{linear[1]}.bias")
-            form[name] = torch.int8, info.shape
-            form[f"{name}_scale"] = torch.float32, (info.shape[0], 1)
+            bias = sources.get(f"{linear[1]}.bias")
+            form[name] = torch.int8, source.shape
+            form[f"{name}_scale"] = torch.float32, (source.shape[0], 1)
             if bias is not None:
                 form[f"{linear[1]}.bias"] = torch.float32, bias.shape
-            makers.append(partial(_quantised, name, info, bias))
+            makers.append(partial(_quantised, name, source, bias))
         if rotation is not None and (attention := SELF_ATTENTION.fullmatch(name)):
             entries[f"{attention[1]}.quant_type"] = FP8_DYNAMIC
             for part in ("q_rot", "k_rot"):
@@ -113,35 +100,28 @@ def _write_export(folder: Path, dit: DitFiles, label: str, rotation: Tensor | No
         path.chmod(MODE)
 
 
-def _quantised(
-    name: str, info: TensorInfo, bias: TensorInfo | None
-) -> Iterator[tuple[str, Tensor]]:
-    payload_OI, scale_O1 = per_token(_read(info))
-    yield name, payload_OI
-    yield f"{name}_scale", scale_O1
-    if bias is not None:
-        yield name.removesuffix("weight") + "bias", _read(bias).float()
-
-
-def _rotations(layer: str, rotation: Tensor) -> Iterator[tuple[str, Tensor]]:
-    yield f"{layer}.q_rot", rotation
-    yield f"{layer}.k_rot", rotation
-
-
-def _read(info: TensorInfo) -> Tensor:
-    with _reading(info.file), safe_open(info.file, framework="pt", device="cpu") as handle:
-        return handle.get_tensor(info.name)
-
-
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(folder: Path) -> Iterator[None]:
     """Keeps failures to read apart from failures to write."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f"{path} cannot be read ({error}); see whether the checkpoint is there and whole."
+            f"{folder} cannot be read ({error}); see whether the checkpoint is there and whole."
         ) from error
+
+
+def _quantised(name: str, source: Source, bias: Source | None) -> Iterator[tuple[str, Tensor]]:
+    payload_OI, scale_O1 = per_token(source.read(slice(None)))
+    yield name, payload_OI
+    yield f"{name}_scale", scale_O1
+    if bias is not None:
+        yield name.removesuffix("weight") + "bias", bias.read(slice(None)).float()
+
+
+def _rotations(layer: str, rotation: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield f"{layer}.q_rot", rotation
+    yield f"{layer}.k_rot", rotation
 
 
 def _write_tensors(

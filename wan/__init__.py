@@ -1,6 +1,6 @@
 """Wan2.2 video generation. `import wan` needs no accelerator and loads nothing heavy.
 
-The classes and their `wan.cli.main` methods have the official names and keywords.
+The classes and their `generate` methods have the official names and keywords.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from wan.api import WanI2V, WanT2V, WanTI2V
 
 __all__ = ["WanI2V", "WanT2V", "WanTI2V"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -1,59 +1,75 @@
-"""What the three official classes share: checkpoint, pipeline, and one request at a time.
-
-The official Python classes: thin facades over the pipeline.
+"""The official Python classes.
 
     from wan import WanT2V
-    from wan.configs import WAN_CONFIGS
-    video = WanT2V(WAN_CONFIGS["t2v-A14B"], "./Wan2.2-T2V-A14B").generate("a cat", size=(832, 480))
+    video = WanT2V("t2v-A14B", "./Wan2.2-T2V-A14B").generate("a cat", size=(832, 480))
 
-Differences from the official classes: networks are loaded when first needed; besides the official
-keywords `generate` takes `prompt_embeds`, `negative_prompt_embeds` ([length, text_dim]) and
-`output_type` ("pt": the video, "latent": what the VAE would decode). With `offload_model=True`, the
-official default, every network is released after its stage and read again by the next call; give
-False to keep what fits.
+The constructor takes what decides how networks are loaded and run, `generate` what one video is;
+besides the official keywords both take those of the command line (`wan.cli.flags.Flag.python`).
+What differs from the official classes: networks are loaded when first needed; with
+`offload_model=True`, the official default, every network is released after its stage and read again
+by the next call: give False to keep what fits.
 """
 
 from __future__ import annotations
 
-import random
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL.Image import Image
 from torch import Tensor
 
+from wan import device as devices
 from wan.checkpoint.layout import Checkpoint, check_task, describe
-from wan.cli import env, keywords
+from wan.cli import env
+from wan.cli.flags import FLAGS, read
+from wan.cli.resolve import check_needs, make_setup
+from wan.configs import WAN_CONFIGS
+from wan.distributed import mesh
+from wan.distributed.mesh import Team
+from wan.log import logger
 from wan.modules.model import WanModel
-from wan.pipeline import build
-from wan.settings import attention as attention_flags
+from wan.pipeline import build, images
 from wan.settings.errors import InputError
-from wan.settings.execution import Execution
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request
+from wan.settings.request import Request, make_request
+from wan.settings.values import choice, integer, shown, switch
 
 GuideScale = float | tuple[float, float]
-_NETWORKS = {
-    "high_noise_model": "high_noise",
-    "low_noise_model": "low_noise",
-    "model": "dit",
+_NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
+_KEYWORDS = {  # flag -> keyword here, where they differ
+    "task": "class",
+    "ckpt_dir": "checkpoint_dir",
+    "prompt": "input_prompt",
+    "negative_prompt": "n_prompt",
+    "image": "img",
+    "sample_shift": "shift",
+    "sample_steps": "sampling_steps",
+    "sample_guide_scale": "guide_scale",
+    "base_seed": "seed",
 }
+_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
 
 
-def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
-    """The checkpoint with the files that the config names, where the folder has them."""
-    named = {
-        "vae": checkpoint.folder / config.vae_checkpoint,
-        "text_encoder": checkpoint.folder / config.t5_checkpoint,
-        "tokenizer": checkpoint.folder / config.t5_tokenizer,
-    }
-    return replace(checkpoint, **{part: path for part, path in named.items() if path.exists()})
+@contextmanager
+def _in_keywords() -> Iterator[None]:
+    """Refusals name the call's keywords instead of flags and variables."""
+
+    def keyword(flag: re.Match[str]) -> str:
+        return _KEYWORDS.get(flag[1], flag[1]) if flag[1] in FLAGS else flag[0]
+
+    try:
+        yield
+    except InputError as error:
+        message = re.sub(r" \(or [A-Z][^)]*\)", "", str(error))
+        raise InputError(re.sub(r"--(\w+)", keyword, message)) from error
 
 
-class Facade:
+class _Generator:
     """One checkpoint, ready for requests. `tasks`: a class's; the folder decides among them."""
 
     tasks: tuple[str, ...]
@@ -70,73 +86,59 @@ class Facade:
         t5_cpu: bool = False,
         init_on_cpu: bool = True,
         convert_model_dtype: bool = False,
-        *,
-        device: str = "auto",
-        precision: str = "auto",
-        noise_device: str = "cpu",
         **settings: Any,
     ) -> None:
-        """config: from WAN_CONFIGS, perhaps edited. checkpoint_dir: official or diffusers layout.
+        """Looks into the checkpoint and composes the pipeline; reads no weights.
 
-        Of the config, boundary, sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer,
-        vae_checkpoint) and float32 as t5_dtype or param_dtype count; the networks' sizes come from
-        the checkpoint. init_on_cpu has no effect: networks go straight to their device. device,
-        precision and noise_device as on the command line. Raises InputError (a ValueError) for
-        folders and settings that do not fit.
+        Args:
+            config: From WAN_CONFIGS, perhaps edited, or its name there. boundary,
+                sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer, vae_checkpoint) and
+                float32 as t5_dtype or param_dtype count; the networks' sizes come from the
+                checkpoint.
+            checkpoint_dir: A folder of any layout that --ckpt_dir takes.
+            device_id: Which accelerator; has no effect on CPUs.
+            rank: Taken from the process group, whatever is given.
+            t5_fsdp: As --t5_fsdp.
+            dit_fsdp: As --dit_fsdp.
+            use_sp: The ranks of torch.distributed, which the caller has initialised, share each
+                video. `generate` is then called on every rank and returns the video on the first
+                one, None on the others (latents on all).
+            t5_cpu: As --t5_cpu.
+            init_on_cpu: Has no effect: networks go straight to their device.
+            convert_model_dtype: As --convert_model_dtype.
+            **settings: Flags of the command line, without dashes, that decide how networks are
+                loaded and run: ulysses_size, comm_type, fa_quant, compile, ... None: not given.
+                Environment variables that stand for flags have no effect; those that are refused
+                there are refused here.
 
-        use_sp: the processes of torch.distributed, which the caller has initialised, share each
-        video. `generate` is then called on every process and returns the video on the first one,
-        None on the others (latents on all). rank is taken from the group.
-
-        settings: those of `wan.settings.keywords`, as on the command line (ulysses_size, comm_type,
-        fa_quant, use_rainfusion, quant_dit_path, ...); sparse_start_step is by default a quarter of
-        the task's own steps, for all requests: one with no more steps than that is refused. The
-        variables that stand for flags have no effect; those refused there are refused here.
+        Raises:
+            InputError: A ValueError, for folders and settings that do not fit.
         """
-        env.refused()
-        self.config, self._noise_device = config, noise_device
-        if precision == "auto" and config.param_dtype == torch.float32:
-            precision = "fp32"
-        execution = Execution(
-            device=device,
-            precision=precision,
-            convert_model_dtype=convert_model_dtype,
-            t5_cpu=t5_cpu,
-        )
-        self._checkpoint = _with_files(describe(Path(checkpoint_dir)), config)
-        matching = [t for t in self.tasks if self._fits(t)]
-        self._preset = PRESETS[(matching or self.tasks)[0]]
-        check_task(self._checkpoint, self._preset)
-        two = self._preset.boundary is not None
-        self._boundary = config.get("boundary", self._preset.boundary) if two else None
-        fp32 = config.t5_dtype == torch.float32
-        own = {"dit_fsdp": dit_fsdp, "t5_fsdp": t5_fsdp, "t5_cpu": t5_cpu}
-        values = keywords.read({**settings, **own})
-        self._parallel, self._team = build.team(
-            self._checkpoint,
-            use_sp,
-            values,
-            execution,
-            device_id,
-        )
-        steps = self._preset.sample_steps
-        self._attention, quantised = keywords.attending(
-            values, execution, self._checkpoint, self._parallel, steps
-        )
-        self._pipeline = build.pipeline(
-            self._checkpoint,
-            execution,
-            parallel=self._parallel,
-            attention=self._attention,
-            quantised=quantised,
-            team=self._team,
-            device_index=device_id,
-            t5_dtype=torch.float32 if fp32 else None,
-        )
-
-    def _fits(self, task: str) -> bool:
-        preset = PRESETS[task]
-        return self._checkpoint.experts.keys() == set(preset.experts)
+        with _in_keywords():
+            env.refused()
+            self.config = _config(config)
+            flags = {"t5_fsdp": t5_fsdp, "dit_fsdp": dit_fsdp, "t5_cpu": t5_cpu}
+            values = _settings({**settings, **flags, "convert_model_dtype": convert_model_dtype})
+            if "precision" not in values and self.config.param_dtype == torch.float32:
+                values["precision"] = "fp32"
+            checkpoint = _with_files(_described(checkpoint_dir), self.config)
+            fitting = [t for t in self.tasks if checkpoint.experts.keys() == {*PRESETS[t].experts}]
+            self._preset = PRESETS[(fitting or self.tasks)[0]]
+            check_task(checkpoint, self._preset)
+            world = _world(use_sp)
+            self._setup, notices = make_setup(values, self._preset, checkpoint, world)
+            for notice in notices:
+                logger.warning(notice)
+            device = devices.resolve(
+                self._setup.execution.device, integer(0, 10**6)("device_id", device_id)
+            )
+            self._setup.check_device(device.can)
+            self._team: Team | None = None
+            if world > 1:
+                self._team = mesh.form(device, self._setup.parallel.sizes)
+            self._values = {name: values[name] for name in ("noise_device",) if name in values}
+            t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
+            self._pipeline = build.pipeline(self._setup, device, self._team, t5_dtype=t5_dtype)
 
     def __getattr__(self, name: str) -> WanModel:
         """The official attributes low_noise_model and high_noise_model, or model where it is one.
@@ -144,70 +146,112 @@ class Facade:
         For tools that change networks in place: one that was asked for stays in memory.
         """
         expert = _NETWORKS.get(name)
-        if expert is None or expert not in self._checkpoint.experts:
+        if expert is None or expert not in self._setup.checkpoint.experts:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self._pipeline.experts.keep(expert)
 
-    def _run(
-        self,
-        prompt: str,
-        image: Image.Image | None,
-        size: tuple[int, int],
-        offload_model: bool,
-        output_type: str,
-        embeds: tuple[Tensor | None, Tensor | None],
-        sampling: dict[str, Any],
-    ) -> Tensor | None:
-        if output_type not in ("pt", "latent"):
-            raise InputError(f"output_type is {output_type!r}; choose 'pt' or 'latent'.")
-        request = Request(
-            preset=self._preset,
-            prompt=prompt,
-            image_size=None if image is None else image.size,
-            size=size,
-            boundary=self._boundary,
-            noise_device=self._noise_device,
-            **sampling,
-        )
-        attention_flags.check_request(
-            self._attention, request.sample_steps, prod(request.grid), self._parallel
-        )
-        if self._team is not None:  # ranks that drew different seeds would mix their noise
-            request = replace(request, seed=self._team.value_from_main(request.seed))
-        self._pipeline.set_offload(offload_model)
-        latents = self._pipeline.latents(
-            request, image=image, prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1]
-        )
-        if output_type == "latent":
-            return latents
-        if self._team is not None and not self._team.is_main:
-            return None
-        return self._pipeline.decode(latents)
+    def _generate(self, call: dict[str, Any]) -> Tensor | None:
+        """One video. call: the arguments of `generate`."""
+        with _in_keywords():
+            request, image = self._request(call)
+            embeds = [_embedding(name, call[name]) for name in _EMBEDDINGS]
+            output_type = choice("pt", "latent")("output_type", call["output_type"])
+            if self._team is not None:  # ranks that drew different seeds would mix their noise
+                seed = self._team.value_from_main(request.base_seed)
+                request = replace(request, base_seed=seed)
+            self._pipeline.set_offload(switch("offload_model", call["offload_model"]))
+            latents = self._pipeline.latents(request, image, *embeds)
+            if output_type == "latent":
+                return latents
+            if self._team is not None and not self._team.is_main:
+                return None
+            return self._pipeline.decode(latents)
 
-    def _sampling(
-        self,
-        frame_num: int,
-        shift: float,
-        solver: str,
-        steps: int,
-        guide_scale: GuideScale,
-        n_prompt: str,
-        seed: int,
-    ) -> dict[str, Any]:
-        """The official keywords under the names of `Request`."""
-        pair = guide_scale if isinstance(guide_scale, tuple | list) else (guide_scale,) * 2
-        return {
-            "frame_num": frame_num,
-            "sample_shift": shift,
-            "sample_solver": solver,
-            "sample_steps": steps,
-            "guide_scale": pair,
-            "negative_prompt": n_prompt or self.config.sample_neg_prompt,
-            "seed": seed if seed >= 0 else random.SystemRandom().randrange(2**63),
+    def _request(self, call: dict[str, Any]) -> tuple[Request, Image | None]:
+        unknown = [name for name in call["settings"] if not _is(name, "video")]
+        if unknown:
+            raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
+        flags = {keyword: flag for flag, keyword in _KEYWORDS.items()}
+        named = {
+            flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
         }
+        image = None if named.get("image") is None else images.from_value(named["image"])
+        given = {
+            n: v for n, v in named.items() if _is(n, "video") and v is not None and n != "image"
+        }
+        values = self._values | read(given, "--{}")
+        values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
+        if image is not None and call.get("max_area") is not None:
+            values["max_area"] = integer(1, 10**12)("max_area", call["max_area"])
+        size = None if image is None else image.size
+        request = make_request(self._preset, values, size, self.config.get("boundary"))
+        for notice in self._setup.check_request(request):
+            logger.warning(notice)
+        return request, image
 
 
-class WanT2V(Facade):
+def _config(config: Any) -> Any:
+    if isinstance(config, str):
+        if config not in WAN_CONFIGS:
+            raise InputError(f"config is {shown(config)}; names are {', '.join(WAN_CONFIGS)}.")
+        return WAN_CONFIGS[config]
+    if not hasattr(config, "sample_neg_prompt"):
+        raise InputError(
+            f"config is {shown(config)}; give an entry of WAN_CONFIGS, or its name "
+            f"({', '.join(WAN_CONFIGS)})."
+        )
+    return config
+
+
+def _settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Checked settings of a constructor; None is "not given"."""
+    unknown = [name for name in keywords if not _is(name, "load")]
+    if unknown:
+        remedy = "give it to generate" if _is(unknown[0], "video") else "remove it"
+        raise InputError(f"{unknown[0]} is not a known keyword of the constructor; {remedy}.")
+    found = read({name: value for name, value in keywords.items() if value is not None}, "--{}")
+    check_needs(found)
+    return found
+
+
+def _is(name: str, python: str) -> bool:
+    return name in FLAGS and FLAGS[name].python == python
+
+
+def _described(folder: Any) -> Checkpoint:
+    if not isinstance(folder, str | Path):
+        raise InputError(f"--ckpt_dir is {shown(folder)}; give the folder of a checkpoint.")
+    return describe(Path(folder).expanduser())
+
+
+def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
+    """The checkpoint with the files that the config names, where the folder has them."""
+    assert checkpoint.folder is not None
+    named = {
+        "vae": checkpoint.folder / config.vae_checkpoint,
+        "text_encoder": checkpoint.folder / config.t5_checkpoint,
+        "tokenizer": checkpoint.folder / config.t5_tokenizer,
+    }
+    return replace(checkpoint, **{part: path for part, path in named.items() if path.exists()})
+
+
+def _world(use_sp: bool) -> int:
+    world = mesh.running() if use_sp else 1
+    if use_sp and world == 1:
+        raise InputError(
+            "use_sp shares a video among ranks, but torch.distributed is not initialised for "
+            "several; start with torchrun and call init_process_group first."
+        )
+    return world
+
+
+def _embedding(name: str, value: Any) -> Tensor | None:
+    if value is None or (isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    raise InputError(f"{name} must be a floating-point tensor [length, channels].")
+
+
+class WanT2V(_Generator):
     """Text to video: t2v-A14B (two experts), or the dense Wan 2.1 networks."""
 
     tasks = ("t2v-A14B", "t2v-14B")
@@ -222,32 +266,42 @@ class WanT2V(Facade):
         sampling_steps: int = 50,
         guide_scale: GuideScale = 5.0,
         n_prompt: str = "",
-        seed: int = -1,
+        seed: int | None = -1,
         offload_model: bool = True,
         *,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
+        **settings: Any,
     ) -> Tensor | None:
-        """The video [3,F,H,W] in [-1, 1], or with output_type="latent" the latents [16,f,h,w].
+        """Makes one video.
 
-        Of several processes only the first one gets the video, the others None.
-        size: (width, height). guide_scale: one number or (low noise, high noise).
+        Args:
+            input_prompt: What to show.
+            size: (width, height) in pixels.
+            frame_num: 4n+1.
+            shift: Of the noise schedule.
+            sample_solver: "unipc" or "dpm++".
+            sampling_steps: Solver steps.
+            guide_scale: One number or (low noise, high noise).
+            n_prompt: Negative prompt; "": the config's.
+            seed: Negative or None: a random one.
+            offload_model: Releases each network after its stage.
+            prompt_embeds: [length, text_dim], used instead of the prompt.
+            negative_prompt_embeds: Likewise.
+            output_type: "pt": the video; "latent": what the VAE would decode.
+
+        Returns:
+            The video, float32 [3,F,H,W] in [-1, 1], or the latents [16,f,h,w]. Of several ranks
+            only the first one gets the video, the others None.
+
+        Raises:
+            InputError: A ValueError, for values that do not fit.
         """
-        return self._run(
-            input_prompt,
-            None,
-            size,
-            offload_model,
-            output_type,
-            (prompt_embeds, negative_prompt_embeds),
-            self._sampling(
-                frame_num, shift, sample_solver, sampling_steps, guide_scale, n_prompt, seed
-            ),
-        )
+        return self._generate(locals())
 
 
-class WanI2V(Facade):
+class WanI2V(_Generator):
     """Image to video: i2v-A14B."""
 
     tasks = ("i2v-A14B",)
@@ -255,7 +309,7 @@ class WanI2V(Facade):
     def generate(
         self,
         input_prompt: str,
-        img: Image.Image,
+        img: Any,
         max_area: int = 720 * 1280,
         frame_num: int = 81,
         shift: float = 5.0,
@@ -263,30 +317,28 @@ class WanI2V(Facade):
         sampling_steps: int = 40,
         guide_scale: GuideScale = 5.0,
         n_prompt: str = "",
-        seed: int = -1,
+        seed: int | None = -1,
         offload_model: bool = True,
         *,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
+        **settings: Any,
     ) -> Tensor | None:
-        """The video [3,F,H,W] with img's aspect ratio at about max_area pixels; see `WanT2V`."""
+        """Makes one video that begins with an image; see `WanT2V.generate`.
+
+        Args:
+            input_prompt: What is to happen.
+            img: A PIL image, a path, a uint8 array [H,W,3] or a tensor; see
+                `wan.pipeline.images.from_value`.
+            max_area: Pixels of a frame; the image's aspect ratio is kept.
+        """
         if img is None:
             raise InputError("WanI2V.generate starts from an image; give one as img.")
-        return self._run(
-            input_prompt,
-            img,
-            (max_area, 1),
-            offload_model,
-            output_type,
-            (prompt_embeds, negative_prompt_embeds),
-            self._sampling(
-                frame_num, shift, sample_solver, sampling_steps, guide_scale, n_prompt, seed
-            ),
-        )
+        return self._generate(locals())
 
 
-class WanTI2V(Facade):
+class WanTI2V(_Generator):
     """Text, with or without a first image, to video: ti2v-5B."""
 
     tasks = ("ti2v-5B",)
@@ -294,7 +346,7 @@ class WanTI2V(Facade):
     def generate(
         self,
         input_prompt: str,
-        img: Image.Image | None = None,
+        img: Any = None,
         size: tuple[int, int] = (1280, 704),
         max_area: int = 704 * 1280,
         frame_num: int = 81,
@@ -303,22 +355,13 @@ class WanTI2V(Facade):
         sampling_steps: int = 50,
         guide_scale: GuideScale = 5.0,
         n_prompt: str = "",
-        seed: int = -1,
+        seed: int | None = -1,
         offload_model: bool = True,
         *,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         output_type: str = "pt",
+        **settings: Any,
     ) -> Tensor | None:
-        """The video [3,F,H,W] of `size`, or with img's aspect ratio if given; see `WanT2V`."""
-        return self._run(
-            input_prompt,
-            img,
-            size if img is None else (max_area, 1),
-            offload_model,
-            output_type,
-            (prompt_embeds, negative_prompt_embeds),
-            self._sampling(
-                frame_num, shift, sample_solver, sampling_steps, guide_scale, n_prompt, seed
-            ),
-        )
+        """Makes one video of `size`, or with `img`'s aspect ratio; see `WanI2V.generate`."""
+        return self._generate(locals())

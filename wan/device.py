@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from wan.settings import devices as chips
-from wan.settings.devices import Chip
+from wan.settings.devices import Capabilities, of_type
 from wan.settings.errors import InputError
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device and what the rest of the code asks of it. chip: which NPU it is; None elsewhere."""
+    """A device and what the rest of the code asks of it. can: its row of the table of devices."""
 
     torch_device: torch.device
-    chip: Chip | None = None
+    can: Capabilities
 
     @property
     def type(self) -> str:
@@ -65,7 +64,7 @@ def resolve(wish: str, index: int = 0) -> Device:
     if wish == "auto":
         wish = _best()
     if wish == "cpu":
-        return Device(torch.device("cpu"))
+        return Device(torch.device("cpu"), of_type("cpu"))
     if wish == "cuda":
         return _cuda(index)
     if wish == "npu":
@@ -85,7 +84,7 @@ def _cuda(index: int) -> Device:
     if index >= torch.cuda.device_count():
         raise InputError(f"CUDA device {index} does not exist; {torch.cuda.device_count()} do.")
     torch.cuda.set_device(index)
-    return Device(torch.device("cuda", index))
+    return Device(torch.device("cuda", index), of_type("cuda"))
 
 
 def _npu(index: int) -> Device:
@@ -103,7 +102,7 @@ def _npu(index: int) -> Device:
     npu.config.allow_internal_format = False
     npu.set_compile_mode(jit_compile=False)
     npu.set_device(index)
-    return Device(torch.device("npu", index), chips.of_soc(npu.get_soc_version()))
+    return Device(torch.device("npu", index), of_type("npu", npu.get_soc_version()))
 
 
 def _torch_npu() -> Any:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 _aten = torch.ops.aten
@@ -26,9 +27,18 @@ def all_to_all_in_graph(send: Tensor, group: dist.ProcessGroup | None) -> Tensor
     return functional.all_to_all_single(send, None, None, group)
 
 
-def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """DeviceMesh makes groups with PyTorch's default timeout, and no public function changes it."""
     _set_pg_timeout(timeout, group)
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of a mesh as one of this name.
+
+    There is no public way to a group along several axes, and groups made beside the mesh would be
+    unknown to FSDP.
+    """
+    return mesh._flatten(name)
 
 
 def flash_attention_on_cpu(q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,8 @@ import pytest
 
 from tests.dist import REPO
 from wan.checkpoint.layout import describe
-from wan.pipeline import build, video
+from wan.pipeline import build, images, video
 from wan.settings.execution import Execution
-from wan.settings.request import check_image
 
 SCRIPTS = ("infer_t2v.sh", "infer_i2v.sh")
 
@@ -86,7 +85,7 @@ def test_arguments_pass_through_unchanged(call) -> None:
 
 def test_example_picture(call) -> None:
     words = call("infer_i2v.sh")[1]
-    assert check_image(Path(after(words, "--image"))) == (256, 256)
+    assert images.read(Path(after(words, "--image"))).size == (256, 256)
     for given in (["--image", "cat.jpg"], ["--image=cat.jpg"]):
         words = call("infer_i2v.sh", *given)[1]
         assert sum("--image" in word for word in words) == 1

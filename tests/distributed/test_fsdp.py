@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.dist import run
-from wan.checkpoint import load as loading
-from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.layout import describe
+from wan.checkpoint.load import WHOLE, Blueprint, Source, Sources, dit_dtypes, stored
 from wan.distributed.fsdp import Sharded, local_rows
-from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.pipeline.text import TextEncoder, umt5, umt5_blocks
-from wan.settings.errors import InputError
+from wan.modules.textcache import TextKVCache
+from wan.pipeline import text
+from wan.pipeline.text import TextEncoder, umt5_blocks
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])
@@ -46,13 +46,12 @@ def mesh() -> DeviceMesh:
 
 def dit(folder: Path, compute: torch.dtype, convert_all: bool, cut: bool) -> WanModel:
     files = next(iter(describe(folder).experts.values()))
-    return loading.load_dit(
-        files,
+    cache = TextKVCache() if cut else None
+    make = partial(WanModel, **files.config, text_cache=cache)
+    return Blueprint("DiT", make, files.tensors, folder).load(
         device=CPU,
-        dtype_of=loading.dit_dtypes(compute, convert_all),
-        label="DiT",
-        place=Sharded(mesh(), lambda network: network.blocks) if cut else None,
-        collaborators=Collaborators(text_kv_cache=cut),
+        dtype_of=dit_dtypes(compute, convert_all),
+        place=Sharded(mesh(), lambda network: network.blocks) if cut else WHOLE,
     )
 
 
@@ -66,7 +65,7 @@ def kv_of_blocks(model: WanModel) -> list[bool]:
     """Filled while the model runs: whether a block was given its text K/V."""
     given: list[bool] = []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[3] is not None))
+        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[4] is not None))
     return given
 
 
@@ -94,19 +93,13 @@ def test_dit_is_bit_equal(tiny, world: int, layout: str) -> None:
 
 def text_encoder(folder: Path, dtype: torch.dtype, cut: bool) -> TextEncoder:
     checkpoint = describe(folder)
-    path = checkpoint.require("text_encoder")
-    options: dict[str, Any] = {
-        "device": CPU,
-        "dtype_of": lambda _, stored: stored if dtype == torch.float32 else dtype,
-        "label": "text encoder",
-    }
-    if cut:
-        weights = umt5(loading.tensor_shapes(path, t5_transformers_name))
-        place = Sharded(mesh(), umt5_blocks)
-        loading.load_network(weights, path, t5_transformers_name, place=place, **options)
-    else:
-        weights = loading.load_tensors(path, t5_transformers_name, **options)
-    return TextEncoder(weights, checkpoint.require("tokenizer"), dtype=dtype, text_len=64)
+    network = text.blueprint(checkpoint.require("text_encoder")).load(
+        device=CPU,
+        dtype_of=text.dtypes(dtype),
+        place=Sharded(mesh(), umt5_blocks) if cut else WHOLE,
+    )
+    tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
+    return TextEncoder(network, tokenizer, dtype=dtype, text_len=64)
 
 
 def compare_text_encoders(folder: Path) -> None:
@@ -207,8 +200,7 @@ def test_rows_that_do_not_divide(tmp_path: Path) -> None:
 
 
 def layers() -> nn.Module:
-    with torch.device("meta"):
-        return nn.Sequential(nn.Linear(2048, 16384), nn.Linear(16384, 2048))
+    return nn.Sequential(nn.Linear(2048, 16384), nn.Linear(16384, 2048))
 
 
 def mapped_bytes(file: Path) -> int:
@@ -220,25 +212,26 @@ def mapped_bytes(file: Path) -> int:
 
 def read_a_share(file: Path) -> tuple[int, int]:
     """(bytes asked for, bytes of the file that became resident)."""
-    asked = touched = 0
-    copied = loading._copied
+    asked, held = [0], []
 
-    def counting(pairs: list[tuple[Tensor, Tensor]], label: str) -> None:
-        nonlocal asked, touched
-        copied(pairs, label)
-        asked, touched = sum(source.nbytes for _, source in pairs), mapped_bytes(file)
+    def read(rows: slice, source: Source) -> Tensor:
+        values = source.read(rows)
+        asked[0] += values.nbytes
+        return values
 
-    network = layers()
-    place = Sharded(mesh(), lambda network: network)
-    loading._copied = counting
-    try:
-        loading.load_network(
-            network, file, str, device=CPU, dtype_of=lambda *_: torch.float32, label="", place=place
-        )
-    finally:
-        loading._copied = copied
+    def counting(_: nn.Module, sources: Sources) -> Sources:
+        held.extend(sources.values())  # so that the file is still mapped afterwards
+        return {n: replace(s, read=partial(read, source=s)) for n, s in sources.items()}
+
+    Blueprint("", layers, stored(file, str), file).load(
+        device=CPU,
+        dtype_of=lambda *_: torch.float32,
+        place=Sharded(mesh(), lambda network: network),
+        adapt=counting,
+    )
+    touched = mapped_bytes(file)
     dist.barrier()
-    return asked, touched
+    return asked[0], touched
 
 
 @pytest.mark.dist
@@ -246,7 +239,8 @@ def read_a_share(file: Path) -> tuple[int, int]:
 def test_a_rank_reads_only_its_share(tmp_path: Path, suffix: str) -> None:
     """128 MiB over 4 ranks. The system maps pages of up to 2 MiB, so two per tensor may be more."""
     file = tmp_path / f"weights{suffix}"
-    parameters = dict(layers().named_parameters())
+    with torch.device("meta"):
+        parameters = dict(layers().named_parameters())
     state = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in parameters.items()}
     (torch.save if suffix == ".pth" else save_file)(state, file)
     total = sum(tensor.nbytes for tensor in state.values())
@@ -267,59 +261,3 @@ def cut_over_two_axes() -> str:
 @pytest.mark.dist
 def test_a_mesh_of_several_axes_is_refused() -> None:
     assert all("flatten it" in sentence for sentence in run(4, cut_over_two_axes))
-
-
-def damaged(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
-    state = {name: torch.ones(p.shape) for name, p in nn.Linear(2, 3).named_parameters()}
-    change(state)
-    return state
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda s: s.pop("bias"), "lacks tensor bias"),
-        (lambda s: s.update(more=torch.ones(1)), "unknown tensor more"),
-        (lambda s: s.update(bias=torch.ones(1)), r"bias has shape \[1\], .* for \[3\]"),
-    ],
-)
-def test_loading_a_network_is_strict(tmp_path: Path, suffix: str, change, sentence: str) -> None:
-    """Also in shapes: a single row would be broadcast."""
-    file = tmp_path / f"weights{suffix}"
-    (torch.save if suffix == ".pth" else save_file)(damaged(change), file)
-    with torch.device("meta"):
-        network = nn.Linear(2, 3)
-    with pytest.raises(InputError, match=sentence):
-        loading.load_network(
-            network, file, str, device=CPU, dtype_of=lambda _, stored: stored, label=""
-        )
-
-
-@pytest.mark.parametrize("names", ["a", "ab", "b"])
-def test_a_parameter_of_two_names(tmp_path: Path, names: str) -> None:
-    """Like the text encoder's table: its first name is needed, the other one may be there too."""
-    with torch.device("meta"):
-        layer = nn.Linear(2, 3, bias=False)
-    network = nn.ModuleDict({"a": layer, "b": layer})
-    save_file(
-        {f"{name}.weight": torch.full((3, 2), 7.0) for name in names}, tmp_path / "x.safetensors"
-    )
-
-    def load() -> None:
-        loading.load_network(
-            network,
-            tmp_path / "x.safetensors",
-            str,
-            device=CPU,
-            dtype_of=lambda _, stored: stored,
-            label="",
-        )
-
-    if names == "b":
-        with pytest.raises(InputError, match=r"lacks tensor a\.weight"):
-            load()
-    else:
-        load()
-        assert network["a"].weight is network["b"].weight
-        assert torch.equal(network["b"].weight, torch.full((3, 2), 7.0))

@@ -19,19 +19,15 @@ from torch import Tensor, nn
 from tools.quantize_dit import quantize
 from wan import device
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import meta_dit, rotations
+from wan.checkpoint.load import Blueprint, dit_dtypes, rotations
 from wan.checkpoint.quantised import QuantisedDit, resolve
-from wan.device import Device
 from wan.kernels.int8_linear import W8A8Linear
-from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.pipeline import build as parts
+from wan.pipeline import build
 from wan.pipeline.tiny import make_checkpoint
 from wan.settings.errors import InputError
-from wan.settings.execution import Execution
 
 Choose = Callable[[str], None]
-CPU = Device(torch.device("cpu"))
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -104,12 +100,19 @@ def test_tool_rounds_as_mindiesd_does_online(
         assert torch.equal(theirs.weight_scale, tensors[f"{name}.weight_scale"][:, 0].bfloat16())
 
 
-def network(pair: tuple[Path, Path], where: Device, name: str) -> WanModel:
-    execution = Execution(device="cpu", precision="bf16")
-    quantised = read(pair)
-    return parts.expert(
-        describe(pair[0]), execution, where, torch.bfloat16, name, Collaborators(), None, quantised
+def network(pair: tuple[Path, Path], where: torch.device, name: str) -> WanModel:
+    """Only its quantised layers are the device's."""
+    files, export = describe(pair[0]).experts[name], read(pair).experts[name]
+    return Blueprint("DiT", lambda: WanModel(**files.config), files.tensors, pair[0]).load(
+        device=where,
+        dtype_of=dit_dtypes(torch.bfloat16, False),
+        adapt=build.quantised_layers(export, where, torch.bfloat16),
     )
+
+
+def meta_dit(folder: Path) -> WanModel:
+    with torch.device("meta"):
+        return WanModel(**describe(folder).config)
 
 
 def velocity(model: WanModel) -> Tensor:
@@ -131,9 +134,8 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
     calls: list[Any],
 ) -> None:
     """The meta network filled by mindiesd, the rest by us; FP8 entries change nothing."""
-    where = device.resolve("npu")
     calls.clear()
-    model = network(folders[task], where, name)
+    model = network(folders[task], device.resolve("npu").torch_device, name)
     assert torch_npu.npu.config.allow_internal_format is False
     quantised = {n for n, module in model.named_modules() if type(module) is W8A8QuantLinear}
     export = read(folders[task]).experts[name]
@@ -143,13 +145,13 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
     calls.clear()
     out = velocity(model)
     assert len([call for call in calls if call.name == "npu_quant_matmul"]) == len(quantised)
-    assert torch.equal(out, velocity(network(folders[task], CPU, name)))
+    assert torch.equal(out, velocity(network(folders[task], torch.device("cpu"), name)))
 
 
 def test_fp8_entries_are_read_by_mindiesd(
     folders: dict[str, tuple[Path, Path]], chip: Choose
 ) -> None:
-    model = meta_dit(describe(folders["t2v-1.3B"][0]).experts["dit"])
+    model = meta_dit(folders["t2v-1.3B"][0])
     export = read(folders["t2v-1.3B"]).experts["dit"]
     mindiesd.quantize(model, quant_des_path=str(export.description), dtype=torch.bfloat16)
     found = rotations(read(folders["t2v-1.3B"]))
@@ -164,7 +166,7 @@ def test_fp8_entries_are_read_by_mindiesd(
 def test_file_modes(folders: dict[str, tuple[Path, Path]], tmp_path: Path, chip: Choose) -> None:
     """What mindiesd refuses we refuse before, with the command that helps."""
     export = read(folders["t2v-1.3B"]).experts["dit"]
-    model = meta_dit(describe(folders["t2v-1.3B"][0]).experts["dit"])
+    model = meta_dit(folders["t2v-1.3B"][0])
     for path in (export.description, export.weights):
         for mode in (0o644, 0o660, 0o740):
             path.chmod(mode)

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from wan.checkpoint.keymaps import t5_transformers_name, vae_diffusers_name
 from wan.modules.model import WanModel, sinusoidal_embedding
 from wan.modules.rope import apply_rope, rope_angles, rope_table
+from wan.pipeline import text, vae
 from wan.pipeline.solvers import make_solver, sigma_table
-from wan.pipeline.text import TextEncoder, clean_prompt
-from wan.pipeline.vae import VideoVAE
 from wan.pipeline.video import to_uint8
 from wan.settings.presets import PRESETS
 from wan.settings.request import size_covered, size_from_area
 
+CPU = torch.device("cpu")
 SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}
 DIT_CASES = [
     *(("dit_t2v_h12", case) for case in ("a", "a_pad176", "a_pad180", "b", "c", "d")),
@@ -132,32 +131,38 @@ def test_trajectories(reference: Path, solver: str, steps: int, shift: int) -> N
     assert distance(torch.stack(trajectory), theirs) <= 2e-5
 
 
+def stored_as(reference: Path, name: str, folder: Path, dtype: torch.dtype) -> Path:
+    """The official weights in a file of their own, for the loader to read."""
+    state = load_file(reference / f"{name}.weights.safetensors")
+    save_file({key: t.to(dtype) for key, t in state.items()}, folder / "weights.safetensors")
+    return folder / "weights.safetensors"
+
+
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_text_encoder_in_fp32(reference: Path, tiny, stored: torch.dtype) -> None:
-    """Also from bfloat16 weights, which are upcast a layer at a time."""
-    state = load_file(reference / "t5.weights.safetensors")
-    state = {t5_transformers_name(name): tensor.to(stored) for name, tensor in state.items()}
-    tokenizer = tiny("t2v-1.3B") / "google/umt5-xxl"
-    encoder = TextEncoder(state, tokenizer, dtype=torch.float32, text_len=160)
-    assert encoder._model.config._attn_implementation == "eager"  # others are 2e-6 off
+def test_text_encoder_in_fp32(reference: Path, tiny, tmp_path: Path, stored: torch.dtype) -> None:
+    """Loaded as in a run; also from bfloat16 weights, which are upcast a layer at a time."""
+    path = stored_as(reference, "t5", tmp_path, stored)
+    network = text.blueprint(path).load(device=CPU, dtype_of=text.dtypes(torch.float32))
+    assert network.config._attn_implementation == "eager"  # others are 2e-6 off
+    tokenizer = text.load_tokenizer(tiny("t2v-1.3B") / "google/umt5-xxl")
+    text.TextEncoder(network, tokenizer, dtype=torch.float32, text_len=160)
     cases = load_file(reference / "t5.cases.safetensors")
     with torch.no_grad():
-        out = encoder._model(cases["ids"], cases["mask"]).last_hidden_state
+        out = network(cases["ids"], cases["mask"]).last_hidden_state
     for row, valid in enumerate((23, 150)):
         assert distance(out[row, :valid], cases["out"][row, :valid]) <= 2e-5
-    assert {p.dtype for p in encoder._model.parameters()} == {stored}
+    assert {p.dtype for p in network.parameters()} == {stored}
 
 
 @pytest.mark.parametrize("name", ["vae21", "vae22"])
 @pytest.mark.parametrize("case", ["c0", "c1", "c2"])
-def test_vae(reference: Path, name: str, case: str) -> None:
-    state = weights(reference / f"{name}.weights.safetensors")
-    vae = VideoVAE({vae_diffusers_name(key): tensor for key, tensor in state.items()})
+def test_vae(reference: Path, tmp_path: Path, name: str, case: str) -> None:
+    path = stored_as(reference, name, tmp_path, torch.float32)
+    ours = vae.VideoVAE(vae.blueprint(path).load(device=CPU, dtype_of=vae.in_float32))
     cases = load_file(reference / f"{name}.cases.safetensors")
-    assert distance(vae.encode(cases[f"{case}.video"]), cases[f"{case}.latent"]) <= 2e-5
+    assert distance(ours.encode(cases[f"{case}.video"]), cases[f"{case}.latent"]) <= 2e-5
     for latent, decoded in (("latent", "decoded"), ("latent_rand", "decoded_rand")):
-        ours = vae.decode(cases[f"{case}.{latent}"])
-        assert distance(ours, cases[f"{case}.{decoded}"]) <= 2e-5
+        assert distance(ours.decode(cases[f"{case}.{latent}"]), cases[f"{case}.{decoded}"]) <= 2e-5
 
 
 def test_sizes_and_prompt_cleaning(reference: Path) -> None:
@@ -169,7 +174,7 @@ def test_sizes_and_prompt_cleaning(reference: Path) -> None:
         size = size_from_area(PRESETS["i2v-A14B"], tuple(row["image_wh"]), row["max_area"])
         assert list(size) == row["pixel_hw"][::-1]
     for row in tables["text_clean"]:
-        assert clean_prompt(row["raw"]) == row["clean"]
+        assert text.clean_prompt(row["raw"]) == row["clean"]
 
 
 def test_frames_as_handed_to_the_encoder(reference: Path) -> None:

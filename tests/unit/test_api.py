@@ -87,6 +87,9 @@ def test_image_to_video(tiny, picture: Path) -> None:
     model = wan.WanI2V(WAN_CONFIGS["i2v-A14B"], tiny("i2v-A14B"))
     video = model.generate("a cat", Image.open(picture), max_area=64 * 32, **QUICK)
     assert video.shape == (3, 5, 32, 48)
+    assert torch.equal(model.generate("a cat", str(picture), max_area=64 * 32, **QUICK), video)
+    with pytest.raises(InputError, match=r"img is \[\]; give a path, a PIL image, or an array"):
+        model.generate("a cat", [], **QUICK)
 
 
 def test_dense_folders_have_no_boundary(tiny) -> None:

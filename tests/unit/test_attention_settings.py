@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,45 +9,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.modules import schedule
-from wan.modules.schedule import TokenPlan
+from wan.modules.schedule import MODES, TokenPlan
+from wan.settings import attention as subject
 from wan.settings import values
-from wan.settings.attention import (
-    RAINFUSION_TYPES,
-    Attention,
-    RainFusion,
-    check_request,
-    resolve,
-)
+from wan.settings.attention import ALGORITHMS, RAINFUSION_TYPES, Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.numerics import LASER_ROWS
 from wan.settings.parallel import Parallel
 
-NPU = Execution(device="npu")
-ANY = {
-    "attention_algo": st.sampled_from(("fused", "laser")),
-    "fa_quant": st.sampled_from(("fp8", "none")),
-    "quant_alltoall": st.booleans(),
-    "fused_ops": st.sampled_from(((), ("rope",))),
-}
-SPARSE = {
-    "sparsity": st.sampled_from((0.0, 0.8)),
-    "sparse_start_step": st.integers(0, 6),
-    "rainfusion_type": st.sampled_from((*RAINFUSION_TYPES, "v3")),
-    "mask_refresh_interval": st.integers(1, 3),
-}
-CAPPED = {"fa_freq_restore": st.sampled_from((1300, 1700))}
-FLAGS = st.builds(
-    lambda *parts: {key: value for part in parts for key, value in part.items()},
-    st.fixed_dictionaries({}, optional=ANY),
-    st.just({}) | st.fixed_dictionaries({"use_rainfusion": st.just(True)}, optional=SPARSE),
-    st.just({}) | st.fixed_dictionaries({"fa_freq_cap": st.just(1400)}, optional=CAPPED),
+LASER = Attention(attention_algo="laser")
+ATTENTIONS = st.builds(
+    Attention,
+    attention_algo=st.sampled_from(list(ALGORITHMS)),
+    fa_quant=st.sampled_from(("fp8", "none")),
+    quant_alltoall=st.booleans(),
+    use_rainfusion=st.booleans(),
+    sparsity=st.sampled_from((0.0, 0.8)),
+    sparse_start_step=st.none() | st.integers(0, 6),
+    rainfusion_type=st.sampled_from((*RAINFUSION_TYPES, "v3")),
+    mask_refresh_interval=st.integers(1, 3),
+    fused_ops=st.sampled_from(((), ("rope",))),
+    fa_freq_cap=st.none() | st.just(1400),
+    fa_freq_restore=st.sampled_from((1300, 1700)),
 )
 EXECUTIONS = st.builds(
-    Execution,
-    device=st.sampled_from(("auto", "cpu", "cuda", "npu")),
-    precision=st.sampled_from(("auto", "fp32")),
-    compile=st.booleans(),
+    Execution, precision=st.sampled_from(("auto", "fp32")), compile=st.booleans()
 )
 
 
@@ -58,45 +44,42 @@ def sizes(ring: int, ulysses: int, **more: Any) -> Parallel:
 
 @settings(max_examples=400)
 @given(
-    FLAGS,
+    ATTENTIONS,
     EXECUTIONS,
     st.integers(1, 8),
     st.builds(sizes, st.integers(1, 3), st.integers(1, 3)),
     st.sampled_from((64, 96)),
 )
 def test_what_is_accepted_has_an_effect_and_no_contradiction(
-    given_flags: dict[str, Any], execution: Execution, steps: int, parallel: Parallel, dim: int
+    found: Attention, execution: Execution, steps: int, parallel: Parallel, dim: int
 ) -> None:
     try:
-        found = resolve(
-            given_flags, execution, steps=steps, tokens=9000, parallel=parallel, head_dim=dim
-        )
+        subject.check(found, execution)
+        subject.check_layout(found, parallel, dim)
+        subject.check_request(found, parallel, steps, 9000)
     except InputError as error:
         text = str(error)
         assert text.endswith(".") and "\n" not in text and "--" in text
         return
-    rain = found.rainfusion
-    assert (rain is not None) == ("use_rainfusion" in given_flags)
-    if rain is not None:
-        assert rain.type in ("v2", "v3") and rain.start_step < steps and not execution.compile
-        assert rain.refresh == 1 or steps - rain.start_step > 1, "no step uses a mask again"
-        assert found.algorithm == "fused" or rain.start_step > 0, "no step is dense"
-    if found.fa_quant is not None:
-        assert dim == 64 and found.algorithm == "fused" and not execution.compile
-        assert rain is None or rain.type == "v3"
+    if found.use_rainfusion:
+        start = found.start_step(steps)
+        assert found.rainfusion_type in ("v2", "v3") and start < steps and not execution.compile
+        assert found.mask_refresh_interval == 1 or steps - start > 1, "no step uses a mask again"
+        assert found.attention_algo == "fused" or start > 0, "no step is dense"
+    if found.fp8:
+        assert dim == 64 and found.attention_algo == "fused" and not execution.compile
+        assert not found.use_rainfusion or found.rainfusion_type == "v3"
     if found.quant_alltoall:
-        assert found.fa_quant == "fp8" and rain is None and parallel.ulysses_size > 1
-    if found.algorithm == "laser" or found.fused_ops or found.freq_cap is not None:
-        assert execution.device in ("auto", "npu")
-    if found.freq_cap is not None:
-        assert found.freq_cap <= found.freq_restore and not execution.compile
+        assert found.fp8 and not found.use_rainfusion and parallel.ulysses_size > 1
+    if found.fa_freq_cap is not None:
+        assert found.fa_freq_cap <= found.fa_freq_restore and not execution.compile
 
 
 @given(
     st.integers(1, 40000),
     st.integers(1, 6),
     st.integers(1, 4),
-    st.sampled_from((*schedule.MODES, "overlap")),
+    st.sampled_from((*MODES, "overlap")),
     st.booleans(),
 )
 def test_laser_is_refused_where_any_call_would_be_too_short(
@@ -105,67 +88,77 @@ def test_laser_is_refused_where_any_call_would_be_too_short(
     """Counted from the shards and query blocks that the layer itself uses."""
     modes = {"fa_alltoall_overlap": True} if mode == "overlap" else {"comm_type": mode}
     parallel = sizes(ring, ulysses, **modes)
-    flags: dict[str, Any] = {"attention_algo": "laser", "use_rainfusion": sparse}
-    attention = resolve(flags, NPU, steps=8)
+    attention = Attention(attention_algo="laser", use_rainfusion=sparse)
     plan = TokenPlan(tokens, ring * ulysses, attention.row_multiple(ring))
     held = [sum(plan.valid(r * ulysses + u) for u in range(ulysses)) for r in range(ring)]
-    calls = [
-        b - a for rows in held for a, b in schedule.q_ranges(rows, parallel.mode.blocks) if a < b
-    ]
+    blocks = parallel.mode.blocks
+    calls = [b - a for rows in held for a, b in schedule.q_ranges(rows, blocks) if a < b]
     if min(calls) >= LASER_ROWS:
-        assert resolve(flags, NPU, steps=8, tokens=tokens, parallel=parallel) == attention
+        subject.check_request(attention, parallel, 8, tokens)
         return
     with pytest.raises(InputError, match=f"has one of {min(calls)} x {tokens}"):
-        resolve(flags, NPU, steps=8, tokens=tokens, parallel=parallel)
+        subject.check_request(attention, parallel, 8, tokens)
 
 
-def test_what_is_not_known_yet_is_not_checked() -> None:
-    flags = {"fa_quant": "fp8", "quant_alltoall": True}
-    assert resolve(flags, NPU, steps=8).quant_alltoall
+def test_layouts_and_heads() -> None:
+    exchanged = Attention(fa_quant="fp8", quant_alltoall=True)
+    subject.check_layout(exchanged, sizes(1, 2), 128)
     with pytest.raises(InputError, match="none with --ulysses_size 1"):
-        resolve(flags, NPU, steps=8, parallel=Parallel())
+        subject.check_layout(exchanged, Parallel(), 128)
     with pytest.raises(InputError, match="has 6 channels"):
-        resolve(flags, NPU, steps=8, head_dim=6)
+        subject.check_layout(exchanged, sizes(1, 2), 6)
+    with pytest.raises(InputError, match="at most 128 channels, not 256"):
+        subject.check_layout(LASER, Parallel(), 256)
 
 
 def test_a_request_is_checked_when_it_comes() -> None:
-    flags = {"use_rainfusion": True, "sparse_start_step": 40, "mask_refresh_interval": 2}
-    attention = resolve(flags, NPU, steps=40, parallel=Parallel())
-    check_request(attention, 42, 9000, Parallel())
+    rain = Attention(use_rainfusion=True, sparse_start_step=40, mask_refresh_interval=2)
+    subject.check_request(rain, Parallel(), 42, 9000)
     with pytest.raises(InputError, match="as only the last of 41 steps is sparse"):
-        check_request(attention, 41, 9000, Parallel())
+        subject.check_request(rain, Parallel(), 41, 9000)
     with pytest.raises(
         InputError, match=r"begin at step 40, but there are 40 .*; lower --sparse_st"
     ):
-        check_request(attention, 40, 9000, Parallel())
-    laser = resolve({"attention_algo": "laser"}, NPU, steps=40, parallel=Parallel())
-    check_request(laser, 40, LASER_ROWS, Parallel())
+        subject.check_request(rain, Parallel(), 40, 9000)
+    subject.check_request(LASER, Parallel(), 40, LASER_ROWS)
     with pytest.raises(InputError, match="has one of 2047 x 2047"):
-        check_request(laser, 40, LASER_ROWS - 1, Parallel())
+        subject.check_request(LASER, Parallel(), 40, LASER_ROWS - 1)
+
+
+def test_the_first_sparse_step_is_a_quarter_of_the_steps() -> None:
+    assert [Attention().start_step(steps) for steps in (1, 4, 5, 40)] == [1, 1, 2, 10]
+    assert Attention(sparse_start_step=0).start_step(40) == 0
 
 
 @pytest.mark.parametrize(
     ("attention", "ring", "multiple"),
     [
         (Attention(), 2, 1),
-        (Attention(rainfusion=RainFusion("v2", 0.5, 0)), 1, 1),
-        (Attention(rainfusion=RainFusion("v2", 0.5, 0)), 2, 128),
+        (Attention(use_rainfusion=True), 1, 1),
+        (Attention(use_rainfusion=True), 2, 128),
         (Attention(fa_quant="fp8"), 1, 1),
         (Attention(fa_quant="fp8"), 2, 128),
         (Attention(fa_quant="fp8", quant_alltoall=True), 1, 256),
     ],
 )
-def test_shards_are_padded_for_blocks_only_where_one_can_be_cut(
+def test_shards_are_padded_for_blocks_only_where_one_can_be_split(
     attention: Attention, ring: int, multiple: int
 ) -> None:
     assert attention.row_multiple(ring) == multiple
 
 
 def test_a_clock_may_be_restored_to_what_it_is_capped_at() -> None:
-    flags = {"fa_freq_cap": 1650}
-    assert resolve(flags, NPU, steps=1).freq_cap == 1650
+    subject.check(Attention(fa_freq_cap=1650), Execution())
+    with pytest.raises(InputError, match="lies above the 1650 MHz"):
+        subject.check(Attention(fa_freq_cap=1651), Execution())
     with pytest.raises(InputError, match="--compile does not work with --fa_freq_cap"):
-        resolve(flags, replace(NPU, compile=True), steps=1)
+        subject.check(Attention(fa_freq_cap=1650), Execution(compile=True))
+
+
+def test_laser_takes_no_fp32() -> None:
+    subject.check(LASER, Execution(precision="auto"))
+    with pytest.raises(InputError, match="takes no --precision fp32; use bf16, or"):
+        subject.check(LASER, Execution(precision="fp32"))
 
 
 def test_a_choice_of_several_words() -> None:
@@ -177,18 +170,13 @@ def test_a_choice_of_several_words() -> None:
             read("--x", wrong)
 
 
-def test_a_share() -> None:
-    assert values.share("--x", "0") == 0.0 and values.share("--x", 0.999) == 0.999
+def test_real_numbers_within_bounds() -> None:
+    share = values.real(0, 1, below=True)
+    assert share("--x", "0") == 0.0 and share("--x", 0.999) == 0.999
     for wrong in (1, "1e9", None, "inf", True, "-1e-9", "nan"):
         with pytest.raises(InputError):
-            values.share("--x", wrong)
-
-
-@pytest.mark.parametrize(("tokens", "ok"), [(LASER_ROWS, True), (LASER_ROWS - 1, False)])
-def test_the_least_that_laser_takes(tokens: int, ok: bool) -> None:
-    try:
-        resolve({"attention_algo": "laser"}, NPU, steps=1, tokens=tokens, parallel=Parallel())
-    except InputError:
-        assert not ok
-    else:
-        assert ok
+            share("--x", wrong)
+    above = values.real(0, 5, above=True)
+    assert above("--x", 5) == 5.0
+    with pytest.raises(InputError, match="must be above 0 and at most 5"):
+        above("--x", 0)

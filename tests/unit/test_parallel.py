@@ -10,21 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan.distributed import ring
+from wan.modules.schedule import MODES
 from wan.settings.errors import InputError
-from wan.settings.parallel import RING_TYPES, Parallel, legal, resolve
+from wan.settings.parallel import RING_TYPES, Parallel, check_guidance, legal, resolve
 
 BOTH = (3.0, 4.0)
 
 
-def sizes(world: int, heads: int = 40, guide: Any = BOTH, **flags: Any) -> tuple[int, int, int]:
-    parallel, _ = resolve(flags, world, heads, guide)
-    return parallel.cfg_size, parallel.ring_size, parallel.ulysses_size
+def sizes(world: int, heads: int = 40, **flags: Any) -> tuple[int, int, int]:
+    return resolve(flags, world, heads)[0].sizes
 
 
 def refusal(world: int, heads: int = 40, guide: Any = BOTH, **flags: Any) -> str:
     with pytest.raises(InputError) as caught:
-        resolve(flags, world, heads, guide)
+        checked(flags, world, heads, guide)
     return str(caught.value)
+
+
+def checked(
+    flags: dict[str, Any], world: int, heads: int, guide: tuple[float, float]
+) -> tuple[Parallel, tuple[str, ...]]:
+    parallel, notices = resolve(flags, world, heads)
+    return parallel, (*notices, *check_guidance(parallel, guide, heads))
 
 
 @pytest.mark.parametrize(
@@ -49,32 +56,33 @@ def test_sizes_that_are_not_given_are_chosen(
 
 
 def test_choices_are_announced() -> None:
-    _, notices = resolve({}, 16, 40, BOTH)
-    assert notices == ("Chosen: --ring_size 2 --ulysses_size 8 for 16 processes.",)
-    assert resolve({"ring_size": 2, "ulysses_size": 8}, 16, 40, BOTH)[1] == ()
+    _, notices = resolve({}, 16, 40)
+    assert notices == ("Chosen: --ring_size 2 --ulysses_size 8 for 16 ranks.",)
+    assert resolve({"ring_size": 2, "ulysses_size": 8}, 16, 40)[1] == ()
 
 
 def test_refusals_list_what_works() -> None:
     text = refusal(16, 40, ulysses_size=16)
     assert "16" in text and "40 heads" in text and "--ring_size 2 --ulysses_size 8" in text
-    assert "makes 6 processes, but 8 were started" in refusal(
+    assert "makes 6 ranks, but 8 were started" in refusal(
         8, ring_size=2, ulysses_size=3, heads=24
     )
-    assert "--cfg_size 3" in refusal(6, cfg_size=3)
     text = refusal(4, guide=(1.0, 1.0), cfg_size=2)
     assert "there is only one" in text and "--cfg_size" not in text.split("can use:")[1]
-    assert refusal(1, comm_type=1) == "comm_type optimization requires ulysses_size > 1."
-    assert refusal(8, comm_type=2, ulysses_size=1).startswith("comm_type optimization requires")
+    authors = "comm_type optimization requires ulysses_size > 1."
+    assert refusal(1, comm_type=1).startswith(authors)
+    assert "--nproc_per_node=2 generate.py ... --comm_type 1" in refusal(1, comm_type=1)
+    assert refusal(8, comm_type=2, ulysses_size=1).startswith(authors)
     assert "choose one" in refusal(8, comm_type=1, fa_alltoall_overlap=True)
     assert "--compile" in refusal(2, compile=True, ring_size=2)
     assert "--t5_cpu" in refusal(2, t5_fsdp=True, t5_cpu=True)
 
 
 def test_notes() -> None:
-    _, notices = resolve({"cfg_size": 2, "ulysses_size": 2, "ring_size": 1}, 4, 40, (1.0, 4.0))
+    _, notices = checked({"cfg_size": 2, "ulysses_size": 2, "ring_size": 1}, 4, 40, (1.0, 4.0))
     assert len(notices) == 1 and "low-noise" in notices[0]
     flags = {"comm_type": 1, "ulysses_size": 12, "ring_size": 1}
-    assert "nothing to interleave" in resolve(flags, 12, 12, BOTH)[1][0]
+    assert "nothing to interleave" in resolve(flags, 12, 12)[1][0]
 
 
 @given(
@@ -83,11 +91,11 @@ def test_notes() -> None:
     flags=st.fixed_dictionaries(
         {},
         optional={
-            "cfg_size": st.integers(1, 4),
+            "cfg_size": st.integers(1, 2),
             "ring_size": st.integers(1, 16),
             "ulysses_size": st.integers(1, 64),
             "ring_type": st.sampled_from(["ring", "bidirectional"]),
-            "comm_type": st.integers(0, 2),
+            "comm_type": st.sampled_from(list(MODES)),
             "fa_alltoall_overlap": st.booleans(),
             "dit_fsdp": st.booleans(),
             "t5_fsdp": st.booleans(),
@@ -102,24 +110,22 @@ def test_any_flags_resolve_or_are_refused(
 ) -> None:
     """What resolves is consistent and keeps what was given; what a refusal proposes resolves."""
     try:
-        parallel, _ = resolve(flags, world, heads, guide)
+        parallel, _ = checked(flags, world, heads, guide)
     except InputError as error:
         assert "\n" not in str(error) and str(error).endswith(".")
         for proposal in re.findall(r"(?:: |; )((?:--\w+ \d+ ?)+)", str(error)):
             proposed = {k: int(n) for k, n in re.findall(r"--(\w+) (\d+)", proposal)}
-            resolve({"cfg_size": 1, **proposed}, world, heads, BOTH)
+            resolve({"cfg_size": 1, **proposed}, world, heads)
         return
     assert parallel.cfg_size * parallel.sequence_size == world
     assert heads % parallel.ulysses_size == 0
     assert all(getattr(parallel, k) == v for k, v in flags.items() if hasattr(parallel, k))
-    assert (parallel.cfg_size, parallel.ring_size, parallel.ulysses_size) in set(
-        legal(world, heads)
-    )
+    assert parallel.sizes in set(legal(world, heads))
     assert parallel.comm_type == 0 or parallel.ulysses_size > 1
 
 
 def test_alone() -> None:
-    assert resolve({}, 1, 40, BOTH) == (Parallel(), ())
+    assert resolve({}, 1, 40) == (Parallel(), ())
 
 
 def test_the_ring_knows_the_flags_types() -> None:

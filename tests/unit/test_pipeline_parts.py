@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import imageio
 import numpy as np
 import pytest
 import torch
@@ -14,7 +18,7 @@ from wan.pipeline import conditioning
 from wan.pipeline.denoise import Conditions, expert_at, guided_velocity
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.solvers import sigma_table
-from wan.pipeline.video import written_whole
+from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8, whole_file
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request
 
@@ -163,14 +167,114 @@ def test_experts_in_memory(offload: bool, loads: str) -> None:
 
 def test_files_are_whole_or_absent(tmp_path: Path) -> None:
     path = tmp_path / "a" / "file.txt"
-    with pytest.raises(RuntimeError), written_whole(path) as temporary:
+    with pytest.raises(RuntimeError), whole_file(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert not path.exists() and not list(path.parent.iterdir())
-    with written_whole(path) as temporary:
+    with whole_file(path) as temporary:
         temporary.write_text("whole")
         assert not path.exists()
     assert path.read_text() == "whole" and len(list(path.parent.iterdir())) == 1
+
+
+CLIP = torch.rand(3, 5, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+def decoded(path: Path) -> np.ndarray:
+    return np.stack(list(imageio.get_reader(path).iter_data()))
+
+
+def test_a_video_is_encoded_as_officially(tmp_path: Path) -> None:
+    """The official code's imageio call gives the same file."""
+    save_video(CLIP, tmp_path / "ours.mp4", fps=24)
+    theirs = tmp_path / "theirs.mp4"
+    with imageio.get_writer(theirs, fps=24, codec="libx264", quality=8) as writer:
+        for frame in to_uint8(CLIP):
+            writer.append_data(frame.numpy())
+    assert (tmp_path / "ours.mp4").read_bytes() == theirs.read_bytes()
+    assert decoded(theirs).shape == (5, 32, 64, 3)
+
+
+@pytest.mark.parametrize("path", ["v.mp4", "-i/-v.MP4", "~/v.mp4", "a b'%03d:c/v.mp4"])
+def test_video_paths(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative ones, and characters that mean something to encoders or shells."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    save_video(CLIP, Path(path), fps=8)
+    assert decoded(tmp_path / path).shape == (5, 32, 64, 3)
+    assert [p.name for p in (tmp_path / path).parent.iterdir()] == [Path(path).name]
+    assert not (tmp_path / "home").exists()
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a full disk: a file ends after so many bytes; what writes on gets SIGXFSZ or EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("before", [None, b"an earlier video"])
+def test_a_full_disk_while_frames_are_written(before: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "v.mp4"
+    if before is not None:
+        path.write_bytes(before)
+    noise = torch.rand(3, 40, 64, 128) * 2 - 1
+    sentence = r"v\.mp4 could not be written \(the encoder .*XFSZ\); free space there, or give an"
+    with files_of_at_most(20_000), pytest.raises(OSError, match=sentence):
+        save_video(noise, path, fps=8)
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+ENCODERS = {  # what an ffmpeg does instead of its work -> what is said of it
+    "cat > /dev/null; exit 3": "the encoder failed: code 3",
+    "head -c 9 > /dev/null; exit 4": "the encoder failed: code 4",
+    "echo '[out#0 @ 0x5] Error: No space left' >&2; exit 1": r"failed: Error: No space left\);",
+    "kill -9 $$": "the encoder was ended by SIGKILL",
+    "cat > /dev/null": "the encoder kept 0 of 5 frames",
+}
+
+
+@pytest.mark.parametrize("script", ENCODERS)
+def test_an_encoder_that_fails(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, folder = tmp_path / "ffmpeg", tmp_path / "out"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
+    with pytest.raises(OSError, match=ENCODERS[script]) as caught:
+        save_video(CLIP, folder / "v.mp4", fps=8)
+    assert str(caught.value).endswith("free space there, or give another --save_file.")
+    assert not list(folder.iterdir())
+
+
+def test_a_video_without_frames_or_in_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"\(the encoder .*\); free"):
+        save_video(CLIP[:, :0], tmp_path / "v.mp4", fps=8)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"could not be written \((File exists|Not a directory)\)"):
+        save_video(CLIP, tmp_path / "file" / "v.mp4", fps=8)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_latents_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    latents = torch.randn(16, 2, 4, 8)
+    save_latents(latents, tmp_path / "x.safetensors", {"task": "t2v-A14B"})
+    assert torch.equal(load_latents(tmp_path / "x.safetensors"), latents) and not caplog.messages
+    latents[0, 0, 0, 0] = float("nan")
+    save_latents(latents, tmp_path / "x.safetensors", {})
+    load_latents(tmp_path / "x.safetensors")
+    assert "holds NaN or infinity" in caplog.messages[0]
+
+
+def test_a_full_disk_while_latents_are_written(tmp_path: Path) -> None:
+    with files_of_at_most(1000), pytest.raises(OSError, match="too large"):
+        save_latents(torch.zeros(16, 2, 4, 8), tmp_path / "x.safetensors", {})
+    assert not list(tmp_path.iterdir())
 
 
 def test_stages_inside_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors import SafetensorError, safe_open
 
-from wan.checkpoint.files import TensorInfo, safetensors_header
 from wan.cli import flags
 from wan.cli.env import cache_dir, world_size
 from wan.cli.output import generated_name
@@ -236,100 +231,12 @@ def test_decode_latents_checks_the_file(tmp_path: Path) -> None:
         resolved("--decode_latents", tmp_path / "y.safetensors")
 
 
-Header = dict[str, Any]
-# Of a file with a [2,3] F32 and b [4] U8, 28 bytes of data: what is wrong about the header.
-HOSTILE: dict[str, Callable[[Header], object]] = {
-    "float in the shape": lambda h: h["a"].update(shape=[2.0, 3]),
-    "boolean in the shape": lambda h: h["b"].update(shape=[4, True]),
-    "negative sizes": lambda h: h["a"].update(shape=[-2, -3]),
-    "shape is no list": lambda h: h["b"].update(shape={}, data_offsets=[24, 25]),
-    "another shape": lambda h: h["a"].update(shape=[2, 2]),
-    "huge shape": lambda h: h.update(
-        c={"dtype": "U8", "shape": [2**64, 0], "data_offsets": [28, 28]}
-    ),
-    "another dtype": lambda h: h["a"].update(dtype="F64"),
-    "unknown dtype": lambda h: h["a"].update(dtype="F8E4"),
-    "dtype is no text": lambda h: h["a"].update(dtype=["F32"]),
-    "half a byte": lambda h: h["b"].update(dtype="F4", shape=[7]),
-    "negative offsets": lambda h: h["a"].update(data_offsets=[-24, 0]),
-    "float offsets": lambda h: h["a"].update(data_offsets=[0.0, 24.0]),
-    "offsets swapped": lambda h: h["a"].update(data_offsets=[24, 0]),
-    "three offsets": lambda h: h["a"].update(data_offsets=[0, 24, 28]),
-    "no bytes": lambda h: h["a"].update(data_offsets=[0, 0]),
-    "bytes of another": lambda h: h.update(c={**h["b"]}),
-    "gap": lambda h: h["a"].update(shape=[5], data_offsets=[4, 24]),
-    "beyond the file": lambda h: h["b"].update(data_offsets=[28, 32]),
-    "bytes of none": lambda h: h.pop("b"),
-    "metadata not text": lambda h: h.update(__metadata__={"format": 5}),
-    "metadata nested": lambda h: h.update(__metadata__={"format": {"a": "b"}}),
-    "metadata no mapping": lambda h: h.update(__metadata__=[]),
-    "half a surrogate pair": lambda h: h.update({"\ud800": h.pop("a")}),
-    "no mapping at all": lambda h: h.update(a=[]),
-}  # fmt: skip
-
-
-def with_header(path: Path, header: str, data: int) -> Path:
-    text = header.encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
-    return path
-
-
-def small_header() -> Header:
-    return {
-        "__metadata__": {"format": "pt"},
-        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-        "b": {"dtype": "U8", "shape": [4], "data_offsets": [24, 28]},
-    }
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_headers_that_the_library_refuses_are_refused(case: str, tmp_path: Path) -> None:
-    header = small_header()
-    HOSTILE[case](header)
-    path = with_header(tmp_path / "x.safetensors", json.dumps(header), 28)
-    with pytest.raises(SafetensorError):
-        safe_open(path, "pt")
-    with pytest.raises(InputError) as caught:
-        safetensors_header(path)
-    assert str(path) in str(caught.value) and str(caught.value).endswith("download it again.")
-
-
-@pytest.mark.parametrize("header", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "[]", "77"])
-def test_headers_that_are_no_json_object(header: str, tmp_path: Path) -> None:
-    path = with_header(tmp_path / "x.safetensors", header, 0)
-    with pytest.raises(InputError, match="has an unreadable header"):
-        safetensors_header(path)
-
-
-def test_headers_that_the_library_opens(tmp_path: Path) -> None:
-    """Any order, tensors without elements, no metadata, dtypes of less than a byte; in no time."""
-    header = {name: small_header()[name] for name in ("b", "a")}
-    header["__metadata__"] = None
-    header["empty"] = {"dtype": "F32", "shape": [3, 0], "data_offsets": [24, 24]}
-    header["half"] = {"dtype": "F4", "shape": [2], "data_offsets": [28, 29]}
-    path = with_header(tmp_path / "x.safetensors", json.dumps(header), 29)
-    with safe_open(path, "pt") as handle:
-        names = set(handle.keys())
-    found = safetensors_header(path)
-    assert found.keys() == names and list(found) == ["b", "a", "empty", "half"]
-    assert found["a"] == TensorInfo(path, "a", "F32", (2, 3), 24)
-    assert (found["empty"].nbytes, found["half"].nbytes) == (0, 1)
-    many = {
-        f"t{i}": {"dtype": "U8", "shape": [8], "data_offsets": [8 * i, 8 * i + 8]}
-        for i in range(3000)
-    }
-    with_header(path, json.dumps(many), 24000)
-    start = time.perf_counter()
-    assert len(safetensors_header(path)) == 3000
-    assert time.perf_counter() - start < 0.5
-
-
 @pytest.mark.parametrize("value", ["[" * 100_000, "9" * 5000, "{"])
 def test_latents_with_hostile_settings(value: str, tmp_path: Path) -> None:
-    header = {
-        "__metadata__": {"settings": value},
-        "latents": {"dtype": "U8", "shape": [1, 1, 1, 1], "data_offsets": [0, 1]},
-    }
-    path = with_header(tmp_path / "x.safetensors", json.dumps(header), 1)
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path / "x.safetensors"
+    save_file({"latents": torch.zeros(1, 1, 1, 1)}, path, metadata={"settings": value})
     with pytest.raises(InputError, match="no settings in it"):
         resolved("--decode_latents", path)

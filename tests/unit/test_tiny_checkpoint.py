@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from tools import make_tiny_checkpoint
 from wan.checkpoint import keymaps
 from wan.modules.model import WanModel
-from wan.pipeline import tiny as make_tiny_checkpoint
-from wan.pipeline.tiny import main, make_checkpoint
+from wan.pipeline import tiny
+from wan.pipeline.tiny import make_checkpoint
 
 TASKS = ("t2v-A14B", "i2v-A14B", "ti2v-5B", "t2v-1.3B")
 LAYOUTS = ("official", "diffusers")
@@ -225,7 +226,7 @@ def test_a_folder_with_content_is_refused(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "full" / "mine.txt").write_text("keep")
     (tmp_path / "file").touch()
     for out in (tmp_path / "full", tmp_path / "file"):
-        assert main(["--task", "t2v-1.3B", "--out", str(out)]) == 2
+        assert make_tiny_checkpoint.main(["--task", "t2v-1.3B", "--out", str(out)]) == 2
         message = capsys.readouterr().err
         assert f"{out} exists and is not empty" in message and message.count("\n") == 1
     assert relative_files(tmp_path) == {"full/mine.txt", "file"}
@@ -244,7 +245,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch, layout: 
         assert relative_files(tmp_path), "interrupted too early to prove anything"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(make_tiny_checkpoint, "write_tokenizer", interrupt)
+    monkeypatch.setattr(tiny, "write_tokenizer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make_checkpoint("t2v-1.3B", tmp_path / "tiny", layout=layout)
     assert not list(tmp_path.iterdir())

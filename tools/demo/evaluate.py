@@ -19,16 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tools.demo.render import render
 from tools.demo.scenes import Actor, Scene, caption, random_scene
 from tools.demo.score import Seen, look
 from wan import WanI2V, WanT2V
-from wan.checkpoint import keymaps
 from wan.configs import WAN_CONFIGS
-from wan.pipeline.vae import VideoVAE
+from wan.pipeline.vae import VideoVAE, blueprint, in_float32
 
 SIDE, LONG = 64, 249
 _SEED = 77
@@ -132,8 +130,8 @@ def score_i2v(model: Any, setting: Setting) -> dict[str, Any]:
 
 def score_vae(file: Path, count: int) -> dict[str, float]:
     """Mean PSNR of held-out clips after encoding and decoding."""
-    weights = {keymaps.vae_diffusers_name(n): t.float() for n, t in load_file(file).items()}
-    vae, found = VideoVAE(weights), []
+    network = blueprint(file).load(device=torch.device("cpu"), dtype_of=in_float32)
+    vae, found = VideoVAE(network), []
     for _, scene in held_out(count):
         clip = render(scene, 9, SIDE)
         pixels = torch.from_numpy(clip).permute(3, 0, 1, 2).float() / 127.5 - 1

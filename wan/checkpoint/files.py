@@ -1,39 +1,37 @@
-"""Looking into weight files without reading weights (and without torch)."""
+"""Files: looked into without reading weights (and without torch), written whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
+import stat
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
 
 from wan.settings.errors import InputError
 from wan.settings.values import shown
 
-INDEX = ".safetensors.index.json"
-_OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_t5")  # not a lone DiT file
+FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantised
+_INDEX = ".safetensors.index.json"
+_STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call weight files
+_OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_t5")  # not a lone weight file
 _SAMPLE = 1 << 16  # bytes
-_MAX_HEADER = 100_000_000  # the safetensors format's own limit, bytes
-_DTYPES = {  # bits of an element -> the format's names
-    4: "F4",
-    6: "F6_E2M3 F6_E3M2",
-    8: "BOOL U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
-    16: "I16 U16 F16 BF16",
-    32: "I32 U32 F32",
-    64: "I64 U64 F64 C64",
-}
-_BITS = {name: bits for bits, names in _DTYPES.items() for name in names.split()}
-_REMEDY = "the file is truncated or corrupt: download it again"
+_MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor is and what it looks like; dtype as the format writes it ("BF16")."""
+    """Where one tensor is and what it looks like; dtype as safetensors writes it ("BF16")."""
 
     file: Path
     name: str
@@ -51,12 +49,32 @@ def is_folder(path: Path) -> bool:
         raise InputError(f"{name} cannot be used ({_reason(error)}); give another one.") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. InputError for anything else."""
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file; devices and pipes may have no end, or keep their reader waiting."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"{path} is not a regular file; give another one.")
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
         raise InputError(f"{path} cannot be read ({_reason(error)}); check the file.") from None
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. InputError for anything else, and for more than 16 MB."""
+    with _opened(path) as file:
+        content = file.read(_MAX_JSON + 1)
+    if len(content) > _MAX_JSON:
+        raise InputError(f"{path} has more than {_MAX_JSON // 10**6} MB; give the right file.")
+    try:
+        value = json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} cannot be read ({error}); check the file.") from None
     except (ValueError, RecursionError) as error:  # also too long a number, too many brackets
         reason = str(error).split(";")[0]
         raise InputError(f"{path} is not valid JSON ({reason}); repair or replace it.") from None
@@ -65,101 +83,105 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
 def safetensors_header(path: Path) -> dict[str, TensorInfo]:
-    """Names, dtypes and shapes in a safetensors file that the library itself would open.
+    """Names, dtypes and shapes in a safetensors file. InputError for one that is not whole."""
+    with _safetensors(path) as handle:
+        slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        return {
+            name: _tensor_info(path, name, part.get_dtype(), tuple(part.get_shape()))
+            for name, part in slices.items()
+        }
 
-    Format: 8 bytes little-endian header length, JSON header, tensor bytes without gaps. InputError
-    for any other file.
-    """
+
+def _tensor_info(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; but for BOOL
+    return TensorInfo(path, name, dtype, shape, prod(shape) * int(digits[0] if digits else 8) // 8)
+
+
+def safetensors_metadata(path: Path, key: str) -> Any:
+    """One metadata value, itself JSON; None where it is absent."""
+    with _safetensors(path) as handle:
+        text = (handle.metadata() or {}).get(key, "")
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= _MAX_HEADER:
-                raise InputError(f"{path} is not a safetensors file; {_REMEDY}.")
-            header = json.loads(file.read(length).decode("utf-8"))
-            actual = path.stat().st_size
-        metadata = header.pop("__metadata__", None)
-        if metadata is not None:
-            "".join((*metadata.keys(), *metadata.values())).encode()  # fails for all but text
-        "".join(header).encode()  # fails for half a surrogate pair
-        tensors = {name: _tensor_info(path, name, entry) for name, entry in header.items()}
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({_reason(error)}); check the file.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} has an unreadable header; {_REMEDY}.") from None
-    end = _data_end(path, {name: entry["data_offsets"] for name, entry in header.items()})
-    if actual != 8 + length + end:
-        raise InputError(f"{path} has {actual} bytes instead of {8 + length + end}; {_REMEDY}.")
-    return tensors
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
-def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
-    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    counts = [*shape, start, end]
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in counts):
-        raise ValueError
-    if dtype not in _BITS:
-        raise InputError(f"{path}: {name} has the unknown dtype {shown(dtype)}; {_REMEDY}.")
-    bits = _BITS[dtype] * prod(shape)
-    if 8 * (end - start) != bits or _BITS[dtype] * prod(n or 1 for n in shape) >= 1 << 63:
-        raise InputError(
-            f"{path}: {name} has {end - start} bytes, which are no {dtype} {shape}; {_REMEDY}."
-        )
-    return TensorInfo(path, name, dtype, tuple(shape), end - start)
-
-
-def _data_end(path: Path, offsets: Mapping[str, list[int]]) -> int:
-    """Where the last tensor ends; each has to begin where the one before it ends."""
-    end = 0
-    for name, (start, stop) in sorted(offsets.items(), key=lambda item: item[1]):
-        if start != end:
+@contextmanager
+def _safetensors(path: Path) -> Iterator[Any]:
+    """Opened by the format's own library, which checks the header against the size of the file."""
+    with _opened(path):
+        try:
+            with safe_open(path, framework="np") as handle:
+                yield handle
+        except SafetensorError as error:
+            reason = shown(str(error).removeprefix("Error while deserializing header: "), str)
             raise InputError(
-                f"{path}: the bytes of {name} begin at {start}, but those before end at {end}; "
-                f"{_REMEDY}."
-            )
-        end = stop
-    return end
+                f"{path} is no whole safetensors file ({reason}); download it again."
+            ) from None
 
 
-def sharded_tensors(index: Path) -> dict[str, TensorInfo]:
-    """All tensors that an index file names, each found in the shard it names."""
+def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
+    """Tensors of a folder of weights; None where it holds none.
+
+    They are in shards with an index, in one file with a library's name, or in a lone file.
+    """
+    for stem in _STEMS:
+        index, file = folder / (stem + _INDEX), folder / f"{stem}.safetensors"
+        if index.is_file():
+            return _sharded_tensors(index)
+        if file.is_file():
+            return safetensors_header(file)
+        if any(folder.glob(f"{stem}-*-of-*.safetensors")):
+            raise InputError(f"{index} is missing, but its shards are there; download the index.")
+    lone = [path for path in folder.glob("*.safetensors") if not _OTHER_PARTS.search(path.name)]
+    return safetensors_header(lone[0]) if len(lone) == 1 else None
+
+
+def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
+    """All tensors that an index file names, each found in the shard it names, beside the index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map; download the file again.")
-    shards = {}
-    for file in sorted(set(map(str, weight_map.values()))):
+    shards: dict[str, dict[str, TensorInfo]] = {}
+    for name, file in weight_map.items():
+        plain = isinstance(file, str) and Path(file).name == file
+        if not plain or not file.endswith(".safetensors"):
+            raise InputError(
+                f"{index} places {shown(name, str)} in {shown(file)}, which is no weight file "
+                "beside it; download the index again."
+            )
         shard = index.parent / file
         if not shard.is_file():
             raise InputError(f"{shard} is missing, but {index.name} names it; download the shard.")
-        shards[file] = safetensors_header(shard)
-    for name, file in weight_map.items():
+        if file not in shards:
+            shards[file] = safetensors_header(shard)
         if name not in shards[file]:
             raise InputError(
-                f"{index.parent / file} lacks the tensor {name} that {index.name} places there; "
+                f"{shard} lacks the tensor {name} that {index.name} places there; "
                 "the shard belongs to another download: fetch index and shards again."
             )
     return {name: shards[file][name] for name, file in weight_map.items()}
 
 
-def folder_tensors(folder: Path, stem: str) -> dict[str, TensorInfo] | None:
-    """Tensors of a model folder: an index with shards, `stem`.safetensors, or one lone file."""
-    index = folder / (stem + INDEX)
-    if index.is_file():
-        return sharded_tensors(index)
-    files = [folder / f"{stem}.safetensors"]
-    if not files[0].is_file():
-        files = [p for p in sorted(folder.glob("*.safetensors")) if not _OTHER_PARTS.search(p.name)]
-    if len(files) == 1:
-        return safetensors_header(files[0])
-    if any(folder.glob(f"{stem}-*-of-*.safetensors")):
-        raise InputError(f"{index} is missing, but its shards are there; download the index.")
-    return None
+def network_tensors(
+    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str]
+) -> dict[str, TensorInfo]:
+    """The tensors of one network under other names. InputError unless all are floating point."""
+    renamed: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        if info.dtype not in FLOATS:
+            raise InputError(
+                f"{info.file}: {name} is stored as {info.dtype}; quantised weights are not "
+                f"supported there: give weights in one of {', '.join(FLOATS)}."
+            )
+        twin = renamed.setdefault(rename(name), info)
+        if twin is not info:
+            raise InputError(
+                f"{info.file} has {name} again, which is {twin.name} there; download it again."
+            )
+    return renamed
 
 
 def check_complete(path: Path) -> Path:
@@ -173,16 +195,6 @@ def check_complete(path: Path) -> Path:
     return path
 
 
-def safetensors_metadata(path: Path, key: str) -> Any:
-    """One metadata value, itself JSON, of a file with a sound header; None where it is absent."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    try:
-        return json.loads((header.get("__metadata__") or {})[key])
-    except (KeyError, ValueError, RecursionError):
-        return None
-
-
 def fingerprint(paths: Iterable[Path]) -> str:
     """A short name for the content of files: sizes and samples of each, not whole files."""
     digest = hashlib.sha256()
@@ -194,3 +206,41 @@ def fingerprint(paths: Iterable[Path]) -> str:
                 file.seek(offset)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()[:16]
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary file name beside `path` that becomes `path` when the block ends without an error.
+
+    The name is absolute, hidden and ends as `path` does; missing folders are made. Whatever ends
+    the block otherwise, Ctrl-C included: no file stays behind, and what `path` was before it still
+    is.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """As `whole_file`, for a folder; the temporary one exists. InputError where `path` is taken."""
+    if path.is_symlink():
+        raise InputError(f"{path} is a symbolic link; name a new folder.")
+    if path.exists() and path.samefile(Path.cwd()):  # it would be replaced under its user's feet
+        raise InputError(f"{path} is the current folder; name a new one.")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists and is not empty; name another folder or remove it.")
+    path = path.absolute()
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:  # also Ctrl-C
+        shutil.rmtree(temporary)
+        raise

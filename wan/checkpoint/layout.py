@@ -1,6 +1,4 @@
-"""What a DiT's config.json says, or, without one, what the shapes of its tensors say.
-
-What a checkpoint folder holds, found from names, JSON files and safetensors headers alone.
+"""What a checkpoint folder holds, found from names, JSON files and safetensors headers alone.
 
 Understood: official folders, `*-Diffusers` folders, and single-file DiT weights (with or without a
 config.json) beside the official VAE and text encoder. Nothing here imports torch or reads weights.
@@ -9,126 +7,95 @@ config.json) beside the official VAE and text encoder. Nothing here imports torc
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from wan.checkpoint.files import (
     TensorInfo,
     check_complete,
     folder_tensors,
     is_folder,
+    network_tensors,
     read_json,
     safetensors_header,
 )
 from wan.checkpoint.keymaps import dit_official_name
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
+from wan.settings.values import shown
 
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
-_OFFICIAL_KEYS = [
-    "model_type",
-    "dim",
-    "ffn_dim",
-    "freq_dim",
-    "in_dim",
-    "out_dim",
-    "num_heads",
-    "num_layers",
-    "text_len",
-    "text_dim",
-    "eps",
-    "patch_size",
-    "qk_norm",
-    "cross_attn_norm",
-    "window_size",
-]
-
-
-def stated_config(path: Path) -> dict[str, Any]:
-    """The official constructor arguments in an official or diffusers config.json."""
-    raw = read_json(path)
-    config = {key: raw[key] for key in _OFFICIAL_KEYS if key in raw}
-    if "num_attention_heads" in raw:
-        for key in ("in_channels", "out_channels", "attention_head_dim"):
-            if key not in raw:
-                raise InputError(f"{path} lacks {key}; download the file again.")
-        config |= {
-            "in_dim": raw["in_channels"],
-            "out_dim": raw["out_channels"],
-            "num_heads": raw["num_attention_heads"],
-            "dim": raw["num_attention_heads"] * raw["attention_head_dim"],
-        }
-        config.pop("qk_norm", None)  # the name of a norm there, always the one we have
-    heads = config.get("num_heads", 1)
-    if not isinstance(heads, int) or heads < 1:
-        raise InputError(f"{path}: num_heads is {heads!r}; download the file again.")
-    return config
-
-
-def config_from_shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """What the tensors' shapes say; the head size (128) they cannot."""
-    shape = {name: info.shape for name, info in tensors.items()}
-    dim, in_dim, *patch = shape["patch_embedding.weight"]
-    layers = {name.split(".")[1] for name in shape if name.startswith("blocks.")}
-    config = {
-        "model_type": KINDS.get(in_dim, "t2v"),
-        "dim": dim,
-        "in_dim": in_dim,
-        "patch_size": tuple(patch),
-        "num_heads": max(dim // 128, 1),
-        "num_layers": len(layers),
-    }
-    for key, name, axis in (
-        ("ffn_dim", "blocks.0.ffn.0.weight", 0),
-        ("freq_dim", "time_embedding.0.weight", 1),
-        ("text_dim", "text_embedding.0.weight", 1),
-    ):
-        if name in shape:
-            config[key] = shape[name][axis]
-    if "head.head.weight" in shape:
-        config["out_dim"] = shape["head.head.weight"][0] // (patch[0] * patch[1] * patch[2])
-    return config
-
-
-_OFFICIAL_EXPERTS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
-_DIFFUSERS_EXPERTS = {"high_noise": "transformer", "low_noise": "transformer_2"}
-_DIT_STEM = "diffusion_pytorch_model"
+EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
+_DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _T5_STEM = "models_t5_umt5-xxl-enc-bf16"
-_DTYPES = ("F32", "BF16", "F16", "F64")
+_EXPECTED = {
+    "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth or vae/",
+    "text_encoder": f"{_T5_STEM}.pth or text_encoder/",
+    "tokenizer": "google/umt5-xxl/ or tokenizer/",
+}
+
+
+class DitConfig(TypedDict):
+    """The official constructor arguments of a DiT."""
+
+    model_type: str
+    patch_size: tuple[int, int, int]
+    text_len: int
+    in_dim: int
+    dim: int
+    ffn_dim: int
+    freq_dim: int
+    text_dim: int
+    out_dim: int
+    num_heads: int
+    num_layers: int
+    window_size: tuple[int, int]
+    qk_norm: bool
+    cross_attn_norm: bool
+    eps: float
 
 
 @dataclass(frozen=True)
 class DitFiles:
-    """One network: official constructor arguments, and its tensors under official names."""
+    """One network: its configuration, and its tensors under official names."""
 
     folder: Path
-    config: dict[str, Any]
+    config: DitConfig
     tensors: dict[str, TensorInfo]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder. Parts that are absent are None; who needs them says so (`require`)."""
+    """A checkpoint folder. Parts that are absent are None; who needs them says so (`require`).
 
-    folder: Path
+    folder: None for a task's networks as published, which are nowhere (`published`).
+    """
+
+    folder: Path | None
     layout: str  # "official" or "diffusers"
     kind: str  # "t2v", "i2v" or "ti2v"
     experts: dict[str, DitFiles]
-    vae: Path | None
-    text_encoder: Path | None
-    tokenizer: Path | None
+    vae: Path | None = None
+    text_encoder: Path | None = None
+    tokenizer: Path | None = None
+
+    @property
+    def config(self) -> DitConfig:
+        """Of each of its networks: they are alike."""
+        return next(iter(self.experts.values())).config
 
     @property
     def heads(self) -> int:
         """Attention heads of the networks."""
-        return int(next(iter(self.experts.values())).config["num_heads"])
+        return self.config["num_heads"]
 
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        return int(next(iter(self.experts.values())).config["dim"]) // self.heads
+        return self.config["dim"] // self.heads
 
     def files(self) -> list[Path]:
         """Every weight file, in a fixed order."""
@@ -140,20 +107,34 @@ class Checkpoint:
 
     def require(self, part: str) -> Path:
         """The path of "vae", "text_encoder" or "tokenizer"; InputError where it is missing."""
-        path = getattr(self, part)
+        path: Path | None = getattr(self, part)
         if path is None:
             raise InputError(
                 f"{self.folder} has no {part.replace('_', ' ')}; expected {_EXPECTED[part]}. "
                 "Download the missing files of the checkpoint."
             )
-        return Path(path)
+        return path
 
 
-_EXPECTED = {
-    "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth or vae/",
-    "text_encoder": f"{_T5_STEM}.pth or text_encoder/",
-    "tokenizer": "google/umt5-xxl/ or tokenizer/",
-}
+def published(preset: Preset) -> Checkpoint:
+    """A task's networks with the sizes they were published with; there are no files."""
+    config = {
+        **_DEFAULTS,
+        "model_type": preset.kind,
+        "patch_size": preset.patch_size,
+        "in_dim": {kind: channels for channels, kind in KINDS.items()}[preset.kind],
+        "dim": preset.dim,
+        "ffn_dim": preset.ffn_dim,
+        "freq_dim": 256,
+        "text_dim": 4096,
+        "out_dim": preset.latent_channels,
+        "num_heads": preset.num_heads,
+        "num_layers": preset.num_layers,
+        "qk_norm": True,
+        "cross_attn_norm": True,
+    }
+    files = DitFiles(Path(preset.folder), cast(DitConfig, config), {})
+    return Checkpoint(None, "official", preset.kind, dict.fromkeys(preset.experts, files))
 
 
 def describe(folder: Path) -> Checkpoint:
@@ -161,15 +142,12 @@ def describe(folder: Path) -> Checkpoint:
     _check_folder(folder)
     diffusers = (folder / "transformer").is_dir()
     experts = _find_experts(folder, diffusers)
-    kinds = {name: _kind(files) for name, files in experts.items()}
-    if len(set(kinds.values())) > 1:
-        raise InputError(
-            f"{folder} mixes networks of different tasks ({kinds}); download it again."
-        )
-    kind = next(iter(kinds.values()))
+    first, *others = experts.values()
+    if any(files.config != first.config for files in others):
+        raise InputError(f"{folder} mixes networks of different tasks or sizes; download it again.")
+    kind = _kind(first)
     if diffusers:
-        vae = _library_part(folder / "vae", _DIT_STEM)
-        encoder = _library_part(folder / "text_encoder", "model")
+        vae, encoder = _library_part(folder / "vae"), _library_part(folder / "text_encoder")
     else:
         vae = _file(folder, "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE")
         encoder = _file(folder, _T5_STEM)
@@ -217,13 +195,13 @@ def _file(folder: Path, stem: str) -> Path | None:
     return None
 
 
-def _library_part(folder: Path, stem: str) -> Path | None:
+def _library_part(folder: Path) -> Path | None:
     """A folder of diffusers or transformers, if it holds (complete) weights."""
-    return folder if folder.is_dir() and folder_tensors(folder, stem) else None
+    return folder if folder.is_dir() and folder_tensors(folder) else None
 
 
 def _find_experts(folder: Path, diffusers: bool) -> dict[str, DitFiles]:
-    names = _DIFFUSERS_EXPERTS if diffusers else _OFFICIAL_EXPERTS
+    names = _DIFFUSERS_FOLDERS if diffusers else EXPERT_FOLDERS
     folders = {expert: folder / sub for expert, sub in names.items() if (folder / sub).is_dir()}
     if folders.keys() == {"high_noise"} and diffusers:
         return {"dit": _dit_files(folders["high_noise"])}
@@ -232,44 +210,121 @@ def _find_experts(folder: Path, diffusers: bool) -> dict[str, DitFiles]:
         raise InputError(f"{folder / missing} is missing; download the other expert too.")
     if folders:
         return {expert: _dit_files(path) for expert, path in folders.items()}
-    pair = {e: sorted(folder.glob(f"*{e}*.safetensors")) for e in _OFFICIAL_EXPERTS}
+    pair = {expert: sorted(folder.glob(f"*{expert}*.safetensors")) for expert in EXPERT_FOLDERS}
     if all(len(files) == 1 for files in pair.values()):
         return {expert: _dit_files(folder, files[0]) for expert, files in pair.items()}
     return {"dit": _dit_files(folder)}
 
 
 def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
-    found = folder_tensors(folder, _DIT_STEM) if file is None else safetensors_header(file)
+    found = folder_tensors(folder) if file is None else safetensors_header(file)
     if found is None:
         raise InputError(
-            f"{folder} holds no DiT weights; expected {_DIT_STEM}.safetensors, its shards with an "
-            "index, or the folders high_noise_model/ and low_noise_model/."
+            f"{folder} holds no video network (DiT): expected diffusion_pytorch_model.safetensors, "
+            "its shards with an index, or the folders high_noise_model/ and low_noise_model/."
         )
-    tensors = {dit_official_name(name): info for name, info in found.items()}
-    if "patch_embedding.weight" not in tensors or len(_patch(tensors)) != 5:
-        raise InputError(
-            f"{folder} holds no Wan DiT (no patch_embedding.weight); check --ckpt_dir."
-        )
-    for info in tensors.values():
-        if info.dtype not in _DTYPES:
-            raise InputError(
-                f"{info.file}: {info.name} is stored as {info.dtype}; quantised weights are not "
-                f"built here, give weights in one of {', '.join(_DTYPES)}."
-            )
-    path = folder / "config.json"
-    stated = stated_config(path) if path.is_file() else {}
-    return DitFiles(folder, {**config_from_shapes(tensors), **stated}, tensors)
-
-
-def _patch(tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-    return tensors["patch_embedding.weight"].shape
+    tensors = network_tensors(found, dit_official_name)
+    return DitFiles(folder, _dit_config(folder, tensors), tensors)
 
 
 def _kind(files: DitFiles) -> str:
-    in_dim = _patch(files.tensors)[1]
+    in_dim = files.config["in_dim"]
     if in_dim not in KINDS or "blocks.0.cross_attn.k_img.weight" in files.tensors:
         raise InputError(
-            f"{files.folder} is a Wan network that is not built here ({in_dim} input channels); "
+            f"{files.folder} is a Wan network that is not supported ({in_dim} input channels); "
             "t2v (16), i2v of Wan2.2 (36) and ti2v (48) are."
         )
     return KINDS[in_dim]
+
+
+# A config.json must say what the shapes of the tensors say; for the rest there are rules.
+
+_SHAPES = {  # key -> the tensor whose shape tells it, the tensor's rank, and the axis
+    "dim": ("patch_embedding.weight", 5, 0),
+    "in_dim": ("patch_embedding.weight", 5, 1),
+    "ffn_dim": ("blocks.0.ffn.0.weight", 2, 0),
+    "freq_dim": ("time_embedding.0.weight", 2, 1),
+    "text_dim": ("text_embedding.0.weight", 2, 1),
+    "out_dim": ("head.head.weight", 2, 0),  # times the elements of a patch
+}
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model_type": (lambda value: value in KINDS.values(), "t2v, i2v or ti2v"),
+    "num_heads": (lambda value: type(value) is int and 1 <= value <= 1024, "from 1 to 1024"),
+    "text_len": (lambda value: type(value) is int and 1 <= value <= 4096, "from 1 to 4096"),
+    "window_size": (lambda value: value == [-1, -1], "[-1, -1], all of the video"),
+    "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
+}
+_DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
+
+
+def _dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
+    """Raises InputError for a config.json that is damaged or belongs to other tensors."""
+    told = _told_by_shapes(folder, tensors)
+    path = folder / "config.json"
+    stated = _stated(path) if path.is_file() else {}
+    for key, value in told.items():
+        said = stated.get(key, value)
+        if type(said) is not type(value) or said != value:
+            raise InputError(
+                f"{path}: {key} is {shown(said)}, but the tensors are those of a network where it "
+                f"is {shown(value)}; download config.json and weights again."
+            )
+    for key, (fits, allowed) in _RULES.items():
+        if key in stated and not fits(stated[key]):
+            raise _damaged(path, key, stated[key], allowed)
+    kind = KINDS.get(told["in_dim"], "t2v")
+    heads = max(told["dim"] // 128, 1)  # the published networks' head size
+    free = {key: stated[key] for key in _RULES if key in stated}
+    config = {**_DEFAULTS, "model_type": kind, "num_heads": heads, **free, **told}
+    dim, heads = config["dim"], config["num_heads"]
+    if dim % (2 * heads):
+        raise InputError(
+            f"{path}: num_heads is {heads}, but {dim} channels are not {heads} heads of an even "
+            "size; download config.json again."
+        )
+    frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
+    return cast(DitConfig, frozen)
+
+
+def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """The head size they cannot tell. Values are of the types that JSON has."""
+    told: dict[str, Any] = {}
+    for key, (name, rank, axis) in _SHAPES.items():
+        shape = tensors[name].shape if name in tensors else ()
+        if len(shape) != rank or 0 in shape:
+            raise InputError(
+                f"{folder} holds no Wan DiT (no {name} of {rank} dimensions); check --ckpt_dir."
+            )
+        told[key] = shape[axis]
+    told["patch_size"] = list(tensors["patch_embedding.weight"].shape[2:])
+    told["out_dim"] //= prod(told["patch_size"])
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    told["num_layers"] = len(layers)
+    if layers != {str(index) for index in range(len(layers))}:
+        raise InputError(f"{folder} lacks one of the blocks of its network; download it again.")
+    told["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
+    told["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
+    return told
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    """What an official or diffusers config.json says, under the official names."""
+    raw = read_json(path)
+    if "num_attention_heads" in raw:
+        for key in ("num_attention_heads", "attention_head_dim"):
+            if type(raw.get(key)) is not int:
+                raise _damaged(path, key, raw.get(key), "a whole number")
+        raw |= {
+            "num_heads": raw["num_attention_heads"],
+            "dim": raw["num_attention_heads"] * raw["attention_head_dim"],
+            "in_dim": raw.get("in_channels"),
+            "out_dim": raw.get("out_channels"),
+            "qk_norm": True,  # there the name of a norm, always the one we have
+        }
+    return {key: raw[key] for key in DitConfig.__annotations__ if key in raw}
+
+
+def _damaged(path: Path, key: str, value: object, allowed: str) -> InputError:
+    return InputError(
+        f"{path}: {key} is {shown(value)}; it must be {allowed}: download config.json again."
+    )

@@ -1,46 +1,62 @@
-"""Weights from disk into models: memory-mapped, converted while copied, strictly by name.
+"""Weights from files into networks: memory-mapped, converted while copied, strictly by name.
 
-A network is built on the meta device (no memory), its tensors are compared with the files' headers,
-and only then is each one copied from its mapped file into its final dtype and device. Beside the
-model no more than one tensor is ever in anonymous memory. Where a network is shared by several
-processes, each one allocates and reads only its own share (`Place`).
-
-A DiT whose quantised layers come from an export (--quant_dit_path), the rest from a checkpoint.
-
-The float weights of quantised layers are neither read nor given memory. On an NPU mindiesd makes
-the quantised layers; elsewhere they are our reference of the one algorithm that runs everywhere.
+A network is built on the meta device (no memory), its tensors are compared with the files' headers
+(`Blueprint.check`), and only then does each one get memory, in its final dtype and on its device,
+and its values from the mapped file (`Blueprint.load`, `fill`). Beside the network no more than a
+slice of one tensor is ever in anonymous memory. Two seams: a `Place` decides which rows a process
+keeps, where several share a network; a `Source` decides what a tensor becomes on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from wan.checkpoint.files import TensorInfo, folder_tensors, safetensors_header
-from wan.checkpoint.layout import DitFiles
+from wan.checkpoint.files import TensorInfo, folder_tensors, network_tensors, safetensors_header
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
-from wan.kernels.int8_linear import W8A8Linear
-from wan.kernels.npu import linear as npu_linear
 from wan.log import progress
-from wan.modules.interfaces import Collaborators
-from wan.modules.model import WanModel
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
+from wan.settings.values import shown
+
+_SLICE = 1 << 24  # elements that are copied at a time
+_FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
-"""(name, dtype in the file) -> dtype in memory."""
+"""(name of a parameter, dtype in the file) -> dtype in memory."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of one tensor come from, and what they become on their way.
+
+    Attributes:
+        dtype: as stored.
+        shape: as the network has it.
+        read: rows on the CPU, in any dtype; a few at a time are asked for, and copied.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[slice], Tensor]
+
+
+Sources = Mapping[str, Source]
 
 
 class Place(Protocol):
     """Which rows of each parameter this process keeps (`wan.distributed.fsdp.Sharded`)."""
 
     def prepare(self, network: nn.Module) -> None:
-        """Cut a network that has its dtypes but no memory yet (meta device)."""
+        """Shard a network that has its dtypes but no memory yet (meta device)."""
 
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
         """What this process keeps of a parameter, to be written to, and which rows that is."""
@@ -50,10 +66,213 @@ class Whole:
     """One process keeps everything."""
 
     def prepare(self, network: nn.Module) -> None:
-        """Nothing is cut."""
+        """Nothing is sharded."""
 
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
         return parameter, slice(None)
+
+
+WHOLE = Whole()
+N = TypeVar("N", bound=nn.Module)
+Adapt = Callable[[nn.Module, Sources], Sources]
+"""Changes a network on the meta device that fits its files, or what is read into it: gets it and a
+source for each of its tensors, and returns the sources of what is on the meta device afterwards
+(and perhaps of more). Quantised layers and LoRA are adaptations."""
+
+
+def as_stored(_: nn.Module, sources: Sources) -> Sources:
+    """No adaptation."""
+    return sources
+
+
+@dataclass
+class Blueprint(Generic[N]):
+    """A network and its files: built to be compared with them, filled when it is needed.
+
+    The network that `check` built is the one that `load` fills and hands out; it then belongs to
+    the caller, and another `load` builds another one.
+
+    Attributes:
+        label: what a progress bar calls it.
+        make: makes the network; called with the meta device as torch's default.
+        tensors: what the files hold, under the network's names.
+        origin: the file or folder, for messages.
+    """
+
+    label: str
+    make: Callable[[], N]
+    tensors: Mapping[str, TensorInfo]
+    origin: Path
+    _checked: N | None = field(default=None, init=False)
+
+    def check(self) -> None:
+        """Compare the network with the files. InputError names the first tensor that differs."""
+        if self._checked is None:
+            self._checked = self._built()
+
+    def load(
+        self,
+        *,
+        device: torch.device,
+        dtype_of: DTypeOf,
+        place: Place = WHOLE,
+        adapt: Adapt = as_stored,
+    ) -> N:
+        """The network for inference, with what this process keeps of its weights."""
+        network = self._built() if self._checked is None else self._checked
+        self._checked = None
+        sources = adapt(network, mapped(self.tensors))
+        fill(network, sources, device=device, dtype_of=dtype_of, label=self.label, place=place)
+        return network
+
+    def _built(self) -> N:
+        with torch.device("meta"):
+            network = self.make()
+        _compare(network, self.tensors, self.origin)
+        return network
+
+
+def _compare(network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path) -> None:
+    """Names and shapes must be exactly the network's; a parameter of two names needs its first."""
+    expected = dict(network.named_parameters())
+    known = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    unknown = [info.name for name, info in tensors.items() if name not in known]
+    for kind, names in (
+        ("lacks", sorted(expected.keys() - tensors.keys())),
+        ("has the unknown", sorted(unknown)),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise InputError(f"{origin} {kind} tensor {names[0]}{more}; download it again.")
+    for name, parameter in expected.items():
+        info = tensors[name]
+        if info.shape != tuple(parameter.shape):
+            raise InputError(
+                f"{info.file}: tensor {info.name} has shape {list(info.shape)}, the network asks "
+                f"for {list(parameter.shape)}; download it again."
+            )
+
+
+def fill(
+    network: nn.Module,
+    sources: Sources,
+    *,
+    device: torch.device,
+    dtype_of: DTypeOf,
+    label: str,
+    place: Place = WHOLE,
+) -> None:
+    """Give a network memory and values, for inference; what is not on the meta device stays.
+
+    Buffers keep their dtype and are whole everywhere.
+    """
+    for name, parameter in network.named_parameters():
+        if parameter.is_meta:
+            parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))  # still meta
+    place.prepare(network.eval().requires_grad_(False))
+    empty = {name for name, tensor in _tensors(network).items() if tensor.is_meta}
+    for module in reversed(list(network.modules())):  # a sharded one looks at what is inside it
+        if all(tensor.is_meta for tensor in _tensors(module, recurse=False).values()):
+            module.to_empty(device=device, recurse=False)
+    kept = {
+        name: place.share(tensor) if isinstance(tensor, nn.Parameter) else (tensor, slice(None))
+        for name, tensor in _tensors(network).items()
+        if name in empty
+    }
+    with progress(
+        sum(tensor.nbytes for tensor, _ in kept.values()), f"loading {label}", "B"
+    ) as bar:
+        for name, (tensor, rows) in kept.items():
+            _copy(tensor, sources[name], rows, bar)
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    parameters = module.named_parameters(recurse=recurse)
+    return dict(parameters) | dict(module.named_buffers(recurse=recurse))
+
+
+@torch.no_grad()
+def _copy(target: Tensor, source: Source, rows: slice, bar: Any) -> None:
+    """Always a copy: memory that PyTorch allocates is aligned, a tensor inside a mapped file is
+    not, and products of differently aligned weights may differ in the last bit. The same tensors
+    must give the same video from every file layout.
+    """
+    start, stop, _ = rows.indices(source.shape[0])
+    step = max(1, _SLICE // max(1, prod(source.shape[1:])))
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        part = target[first - start : last - start]
+        part.copy_(source.read(slice(first, last)))
+        bar.update(part.nbytes)
+
+
+def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
+    """The tensors of one network in a file or folder, under its names; no weight is read.
+
+    path: a `.pth` of plain tensors (never unpickled as code), a `.safetensors` file, or a folder in
+    the layout of diffusers or transformers. Raises InputError for anything else.
+    """
+    if path.suffix == ".pth":
+        state = _unpickled(path)
+        dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
+        found = {
+            name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes)
+            for name, t in state.items()
+        }
+    else:
+        found = (safetensors_header(path) if path.is_file() else folder_tensors(path)) or {}
+    if not found:
+        raise InputError(f"{path} holds no weights; download them.")
+    return network_tensors(found, rename)
+
+
+def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
+    """Where the values of these tensors are; each file is opened once."""
+    by_file: dict[Path, list[str]] = {}
+    for name, info in tensors.items():
+        by_file.setdefault(info.file, []).append(name)
+    sources: dict[str, Source] = {}
+    for file, names in by_file.items():
+        if file.suffix == ".pth":
+            state = _unpickled(file)
+            sources |= {name: _source(state[tensors[name].name]) for name in names}
+            continue
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            sources |= {name: _source(handle.get_tensor(tensors[name].name)) for name in names}
+    return sources
+
+
+def _source(view: Tensor) -> Source:
+    """A view of a mapped file: only the rows that are asked for are read."""
+    return Source(view.dtype, tuple(view.shape), view.__getitem__)
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """The mapped tensors of a `.pth`."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(
+            f"{path} holds something other than weights and was not opened, because it could run "
+            "code; download it again."
+        ) from None
+    except Exception as error:  # torch raises half a dozen kinds for damaged files
+        reason = shown(error, str)
+        raise InputError(f"{path} cannot be read ({reason}); download it again.") from None
+    entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
+    for name, value in entries:
+        if not (isinstance(name, str) and _is_plain(value)):
+            raise InputError(
+                f"{path} holds something other than weights ({shown(name, str)}); download it "
+                "again."
+            )
+    return dict(entries)
+
+
+def _is_plain(value: Any) -> bool:
+    """A dense tensor whose memory is all there."""
+    dense = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    return dense and value.untyped_storage().nbytes() >= value.nbytes
 
 
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
@@ -66,260 +285,36 @@ def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
     return lambda name, _: torch.float32 if keeps_fp32(name) and not convert_all else compute
 
 
-def load_dit(
-    files: DitFiles,
-    *,
-    device: torch.device,
-    dtype_of: DTypeOf,
-    label: str,
-    place: Place | None = None,
-    collaborators: Collaborators | None = None,
-) -> WanModel:
-    """A WanModel for inference. collaborators: as in WanModel.
+def int8_sources(export: Export, dtype: torch.dtype) -> dict[str, Source]:
+    """The buffers of the int8 layers that an export has instead of its linear layers.
 
-    Raises InputError naming the tensor that is missing, extra or wrongly shaped.
+    dtype: what scales and biases are rounded to, as `wan.kernels.int8_linear` says.
     """
-    model = meta_dit(files, collaborators)
-    _fill(model, _mapped(files.tensors), device, dtype_of, label, place or Whole())
-    return model
+    layers = export.linears.items()
+    infos = {f"{name}.{part}": i for name, layer in layers for part, i in layer.tensors.items()}
+    sources = mapped(infos)
+    for name, source in list(sources.items()):
+        if name.endswith((".weight_scale", ".bias")):
+            sources[name] = _rounded(source, dtype)
+        elif name.endswith(".mul_scale"):
+            sources[name.removesuffix("mul_scale") + "factors"] = sources.pop(name)
+    return sources
 
 
-def meta_dit(files: DitFiles, collaborators: Collaborators | None = None) -> WanModel:
-    """The network without weights, after its names and shapes were compared with the files'."""
-    try:
-        with torch.device("meta"):
-            model = WanModel(**files.config, collaborators=collaborators)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{files.folder}/config.json does not fit: {error}") from error
-    check_tensors(model, files.tensors, files.folder)
-    return model
-
-
-def check_tensors(model: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path) -> None:
-    """Names and shapes must be exactly the model's; a parameter of two names needs its first."""
-    expected = dict(model.named_parameters())
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    for kind, names in (
-        ("lacks", sorted(expected.keys() - tensors.keys())),
-        ("has the unknown", sorted(tensors.keys() - known)),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise InputError(
-                f"{origin} {kind} tensor {names[0]}{more}; config.json and weights do not belong "
-                "together: download both again."
-            )
-    for name, parameter in expected.items():
-        info = tensors[name]
-        if info.shape != tuple(parameter.shape):
-            raise InputError(
-                f"{info.file}: tensor {name} has shape {list(info.shape)}, the configuration asks "
-                f"for {list(parameter.shape)}; download config.json and weights again."
-            )
-
-
-def load_network(
-    network: nn.Module,
-    path: Path,
-    rename: Callable[[str], str],
-    *,
-    device: torch.device,
-    dtype_of: DTypeOf,
-    label: str,
-    place: Place | None = None,
-) -> None:
-    """Give a network on the meta device its weights, for inference.
-
-    path, rename: as `load_tensors`. Raises InputError naming the tensor that is missing, extra or
-    wrongly shaped.
-    """
-    tensors = _renamed(_stored(path), rename)
-    check_tensors(network, tensors, path)
-    _fill(network, _mapped(tensors), device, dtype_of, label, place or Whole())
-
-
-def tensor_shapes(path: Path, rename: Callable[[str], str]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that `load_tensors` would give, without reading a weight."""
-    return {rename(name): info.shape for name, info in _stored(path).items()}
-
-
-def load_tensors(
-    path: Path,
-    rename: Callable[[str], str],
-    *,
-    device: torch.device,
-    dtype_of: DTypeOf,
-    label: str,
-) -> dict[str, Tensor]:
-    """A state dict under new names, copied to its device.
-
-    path: a `.pth` of plain tensors (never unpickled as code), a `.safetensors` file, or a folder in
-    the layout of diffusers or transformers. Raises InputError for anything else.
-    """
-    return read_tensors(
-        _renamed(_stored(path), rename), device=device, dtype_of=dtype_of, label=label
-    )
-
-
-def read_tensors(
-    tensors: Mapping[str, TensorInfo], *, device: torch.device, dtype_of: DTypeOf, label: str
-) -> dict[str, Tensor]:
-    """These tensors and no others, each copied from its file to the device under its key here."""
-    sources = _mapped(tensors)
-    state = {
-        name: torch.empty(source.shape, dtype=dtype_of(name, source.dtype), device=device)
-        for name, source in sources.items()
-    }
-    _copied([(state[name], source) for name, source in sources.items()], label)
-    return state
-
-
-def _fill(
-    network: nn.Module,
-    sources: Mapping[str, Tensor],
-    device: torch.device,
-    dtype_of: DTypeOf,
-    label: str,
-    place: Place,
-) -> None:
-    """Memory for this process's share of a network, filled from mapped tensors."""
-    for name, parameter in network.named_parameters():
-        parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))  # still meta
-    place.prepare(network.eval().requires_grad_(False))
-    network.to_empty(device=device)
-    shares = {name: place.share(parameter) for name, parameter in network.named_parameters()}
-    _copied([(kept, sources[name][rows]) for name, (kept, rows) in shares.items()], label)
-
-
-@torch.no_grad()
-def _copied(pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> None:
-    """Fill each first tensor with its second, a mapped one, of which only these rows are read.
-
-    Always copies: memory that PyTorch allocates is aligned, a tensor inside a mapped file is not,
-    and products of differently aligned weights may differ in the last bit. The same tensors must
-    give the same video from every file layout.
-    """
-    total = sum(source.nbytes for _, source in pairs)
-    with progress(total, f"loading {label}", "B") as bar:
-        for target, source in pairs:
-            target.copy_(source)
-            bar.update(source.nbytes)
-
-
-def _stored(path: Path) -> dict[str, TensorInfo]:
-    """What a file or folder of `load_tensors` holds, under the names it has there."""
-    if path.suffix == ".pth":
-        return {
-            name: TensorInfo(path, name, str(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
-            for name, tensor in _read_pickle(path).items()
-        }
-    return safetensors_header(path) if path.is_file() else _library_folder(path)
-
-
-def _renamed(
-    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str]
-) -> dict[str, TensorInfo]:
-    return {rename(name): info for name, info in tensors.items()}
-
-
-def _mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
-    """The same tensors as views of their mapped files: only what is copied from is read."""
-    by_file: dict[Path, list[str]] = {}
-    for name, info in tensors.items():
-        by_file.setdefault(info.file, []).append(name)
-    views = {}
-    for file, names in by_file.items():
-        if file.suffix == ".pth":
-            state = _read_pickle(file)
-            views.update({name: state[tensors[name].name] for name in names})
-            continue
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            views.update({name: handle.get_tensor(tensors[name].name) for name in names})
-    return views
-
-
-def _library_folder(path: Path) -> dict[str, TensorInfo]:
-    for stem in ("diffusion_pytorch_model", "model"):
-        found = folder_tensors(path, stem)
-        if found:
-            return found
-    raise InputError(f"{path} holds no safetensors weights; download them.")
-
-
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if all(isinstance(tensor, Tensor) for tensor in state.values()):
-            return dict(state)
-        reason = "it holds more than tensors"
-    except Exception as error:  # torch raises half a dozen kinds for damaged or unsafe pickles
-        reason = str(error).strip().splitlines()[0]
-    raise InputError(f"{path} is not a plain state dict ({reason}); download it again.")
+def _rounded(stored: Source, dtype: torch.dtype) -> Source:
+    """A vector, or a column as a vector, rounded to a dtype."""
+    read = stored.read
+    return Source(dtype, stored.shape[:1], lambda rows: read(rows).reshape(-1).to(dtype))
 
 
 Rotation = tuple[Tensor, Tensor]
-
-
-def load_quantised_dit(
-    files: DitFiles,
-    export: Export,
-    *,
-    device: torch.device,
-    dtype_of: DTypeOf,
-    compute: torch.dtype,
-    label: str,
-    collaborators: Collaborators | None = None,
-) -> WanModel:
-    """A WanModel for inference. dtype_of, collaborators: as in `load_dit`.
-
-    compute: what goes into the quantised layers and comes out; 16 bits on an NPU. Raises InputError
-    where the checkpoint does not fit its configuration.
-    """
-    model = meta_dit(files, collaborators).requires_grad_(False)
-    if device.type != "npu":
-        _replace(model, export, device, compute, label)
-    elif export.linears:
-        npu_linear.quantise(
-            model,
-            export.description,
-            export.linears,
-            use_nz=export.use_nz,
-            dtype=compute,
-            device=device,
-        )
-    rest = {name: files.tensors[name] for name, _ in model.named_parameters()}
-    state = read_tensors(rest, device=device, dtype_of=dtype_of, label=label)
-    model.load_state_dict(state, assign=True)  # to_empty would wipe the layers that are there
-    return model.eval()
-
-
-def _replace(
-    model: nn.Module, export: Export, device: torch.device, compute: torch.dtype, label: str
-) -> None:
-    infos = {
-        f"{name}.{part}": info
-        for name, layer in export.linears.items()
-        for part, info in layer.tensors.items()
-    }
-    tensors = read_tensors(
-        infos, device=device, dtype_of=lambda _, stored: stored, label=f"{label}, int8"
-    )
-    for name in export.linears:
-        layer = W8A8Linear(
-            tensors[f"{name}.weight"],
-            tensors[f"{name}.weight_scale"],
-            tensors.get(f"{name}.bias"),
-            tensors.get(f"{name}.mul_scale"),
-            dtype=compute,
-        )
-        model.set_submodule(name, layer)
 
 
 def rotations(quantised: QuantisedDit) -> dict[tuple[str, int], Rotation]:
     """(expert, block index) -> the exported FP8 rotations of queries and keys, [D,D], on the CPU.
 
     Empty for an export without entries for attention. Where it is not, the layers that are absent
-    are those the export keeps in the run's number format.
+    are those the export keeps in the run's dtype.
     """
     layers = {
         (expert, index): layer.tensors
@@ -327,10 +322,11 @@ def rotations(quantised: QuantisedDit) -> dict[tuple[str, int], Rotation]:
         for index, layer in export.attentions.items()
         if layer.algorithm == FP8_DYNAMIC
     }
-    read = read_tensors(
-        {f"{key}{part}": info for key, parts in layers.items() for part, info in parts.items()},
-        device=torch.device("cpu"),
-        dtype_of=lambda _, stored: stored,
-        label="rotations",
+    sources = mapped(
+        {f"{key}{p}": info for key, parts in layers.items() for p, info in parts.items()}
     )
-    return {key: (read[f"{key}q_rot"], read[f"{key}k_rot"]) for key in layers}
+
+    def read(name: str) -> Tensor:
+        return sources[name].read(slice(None)).clone()
+
+    return {key: (read(f"{key}q_rot"), read(f"{key}k_rot")) for key in layers}

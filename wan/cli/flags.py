@@ -1,175 +1,189 @@
 """The command line: one table of flags, and what is refused by name.
 
-Every flag's parsed default is "not given", so that values can be layered: flags win over a JSON
-record, that over the checkpoint's generation_config.json, that over the task's presets.
+A flag that is not given has no value here, so that values can be layered: flags win over a JSON
+record, that over the checkpoint's generation_config.json, that over the task's presets. A flag sets
+the field of the same name of a dataclass in `wan.settings` (or of `wan.cli.output`); defaults stand
+there. The Python classes take the same names, see `Flag.python`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from wan.settings import attention, values
-from wan.settings import devices as chips
+from wan.modules.schedule import MODES
+from wan.settings import values
+from wan.settings.attention import ALGORITHMS, FUSED_OPS, RAINFUSION_TYPES
+from wan.settings.devices import CHIPS
 from wan.settings.errors import InputError
-from wan.settings.execution import DEVICES, PRECISIONS
+from wan.settings.execution import DEVICE_TYPES, PRECISIONS
 from wan.settings.parallel import RING_TYPES
-from wan.settings.presets import TASKS, TRAIN_TIMESTEPS, UNBUILT_TASKS
-from wan.settings.request import READERS
+from wan.settings.presets import TASKS, TRAIN_TIMESTEPS, UNSUPPORTED_TASKS
+from wan.settings.request import SOLVERS
+from wan.settings.values import Reader, choice, integer, real, switch
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One setting. A switch takes no value on the command line; in JSON it is true or false."""
+    """One setting.
+
+    Attributes:
+        name: Without dashes; also its name in records, in Python and in the dataclass it sets.
+        read: How its value is read.
+        help: One line.
+        record: Whether it is part of the JSON record that --from_json repeats: what changes the
+            video is.
+        needs: The flag without which it has no effect.
+        python: "load" for keywords of the classes' constructors (what decides how networks are
+            loaded and run), "video" for those of `generate` (what one video is; some have official
+            names there), None for what exists on the command line only.
+    """
 
     name: str
-    read: values.Reader
+    read: Reader
     help: str
-    switch: bool = False
-    record: bool = True  # part of the JSON record that --from_json repeats
+    record: bool = True
+    needs: str | None = None
+    python: str | None = "video"
 
 
 def _task(name: str, raw: Any) -> str:
-    if isinstance(raw, str) and raw in UNBUILT_TASKS:
-        raise InputError(UNBUILT_TASKS[raw])
-    return str(values.choice(*TASKS)(name, raw))
+    if raw in UNSUPPORTED_TASKS:
+        raise InputError(f"Task {raw} is not supported; available tasks: {', '.join(TASKS)}.")
+    return str(choice(*TASKS)(name, raw))
 
 
-_SIZES = {
-    "cfg_size": "2: the two guidance branches on two halves of the processes (1)",
-    "ring_size": "processes that pass K/V round; default: what ulysses_size leaves",
-    "ulysses_size": "processes that exchange heads; default: as many as heads allow",
-}
-_SEED = values.integer(-(2**63), 2**63 - 1)
-_START, _REFRESH = values.integer(0, TRAIN_TIMESTEPS), values.integer(1, TRAIN_TIMESTEPS)
-_MHZ = values.integer(100, 4000)
+def _loads(name: str, read: Reader, help_: str, **more: Any) -> Flag:
+    return Flag(name, read, help_, python="load", **more)
+
+
+def _layout(name: str, read: Reader, help_: str, **more: Any) -> Flag:
+    return Flag(name, read, help_, record=False, python="load", **more)
+
+
+def _command(name: str, read: Reader, help_: str, **more: Any) -> Flag:
+    return Flag(name, read, help_, python=None, **more)
+
+
+_SIZE = integer(1, 4096)
+_MHZ = integer(100, 4000)
 _GROUPS: dict[str, tuple[Flag, ...]] = {
     "what to generate": (
-        Flag("task", _task, f"{', '.join(TASKS)} (default t2v-A14B)"),
-        Flag("prompt", READERS["prompt"], "default: an example"),
-        Flag(
-            "negative_prompt",
-            READERS["negative_prompt"],
-            "default, also for '': the official one",
-        ),
+        _command("task", Reader(_task, TASKS), "default t2v-A14B"),
+        Flag("prompt", values.text, "default: an example"),
+        Flag("negative_prompt", values.text, "default, also for '': the official one"),
         Flag("image", values.path, "image to start from (i2v: needed, ti2v: optional)"),
-        Flag("size", READERS["size"], "WIDTH*HEIGHT; with an image its area counts"),
-        Flag("frame_num", READERS["frame_num"], "frames, 4n+1"),
-        Flag("base_seed", _SEED, "negative (default): a random one"),
+        Flag("size", values.size, "WIDTH*HEIGHT; with an image its area counts"),
+        Flag("frame_num", values.frame_num, "frames, 4n+1"),
+        Flag("base_seed", integer(-(2**63), 2**63 - 1), "negative (default): a random one"),
     ),
     "checkpoint": (
-        Flag("ckpt_dir", values.path, "checkpoint folder; default ./Wan2.2-..., else a demo"),
-        Flag("quant_dit_path", values.path, "folder of quantised DiT weights, used instead"),
+        _command("ckpt_dir", values.path, "checkpoint folder; default ./Wan2.2-..., else a demo"),
+        _loads("quant_dit_path", values.path, "folder of quantised DiT weights, used instead"),
     ),
     "sampling": (
-        Flag("sample_solver", READERS["sample_solver"], "unipc (default) or dpm++"),
-        Flag("sample_steps", READERS["sample_steps"], "solver steps"),
-        Flag("sample_shift", READERS["sample_shift"], "shift of the noise schedule"),
-        Flag(
-            "sample_guide_scale", READERS["guide_scale"], "one number, or LOW,HIGH; 1: no guidance"
-        ),
-        Flag("noise_device", READERS["noise_device"], "cpu (default): same noise anywhere"),
+        Flag("sample_solver", choice(*SOLVERS), "default unipc"),
+        Flag("sample_steps", integer(1, TRAIN_TIMESTEPS), "solver steps"),
+        Flag("sample_shift", real(0, 1000, above=True), "shift of the noise schedule"),
+        Flag("sample_guide_scale", values.guide_scale, "one number, or LOW,HIGH; 1: no guidance"),
+        _loads("noise_device", choice("cpu", "device"), "cpu (default): same noise anywhere"),
     ),
     "device and memory": (
-        Flag("device", values.choice(*DEVICES), "auto (default), cpu, cuda, npu"),
-        Flag("precision", values.choice(*PRECISIONS), "auto: bf16, on the CPU fp32"),
-        Flag("convert_model_dtype", values.switch, "store all DiT weights in bf16", switch=True),
-        Flag("offload_model", values.switch, "true/false: keep one network at a time (true)"),
-        Flag("t5_cpu", values.switch, "run the text encoder on the CPU", switch=True),
-        Flag("text_kv_cache", values.switch, "true/false: keep the text's K/V over steps (true)"),
-        Flag("compile", values.switch, "compile the transformer blocks", switch=True),
-        Flag("vae_tiling", values.switch, "decode in tiles: less memory, not exact", switch=True),
+        _loads("device", choice(*DEVICE_TYPES), "default auto"),
+        _loads("precision", choice(*PRECISIONS), "auto (default): bf16, on the CPU fp32"),
+        _loads("convert_model_dtype", switch, "store all DiT weights in bf16"),
+        Flag("offload_model", switch, "keep one network in memory at a time (default true)"),
+        _loads("t5_cpu", switch, "run the text encoder on the CPU"),
+        _loads("text_kv_cache", switch, "keep the text's keys and values (default true)"),
+        _loads("compile", switch, "compile the transformer blocks"),
+        _loads("vae_tiling", switch, "decode in tiles: less memory, not exact"),
     ),
     "attention": (
-        Flag(
-            "attention_algo",
-            values.choice(*attention.ALGORITHMS),
-            "kernel of an NPU: fused (default) or laser",
+        _loads("attention_algo", choice(*ALGORITHMS), "dense kernel (default fused)"),
+        _loads("fa_quant", choice("fp8", "none"), "fp8: attention in FP8 (default none)"),
+        _layout("quant_alltoall", switch, "exchange FP8 tensors"),
+        _loads("use_rainfusion", switch, "block-sparse attention after the first steps"),
+        _loads(
+            "sparsity",
+            real(0, 1, below=True),
+            "share of blocks left out (0.64)",
+            needs="use_rainfusion",
         ),
-        Flag("fa_quant", values.choice("fp8", "none"), "fp8: q, k, v as FP8 numbers"),
-        Flag("quant_alltoall", values.switch, "exchange FP8 numbers", switch=True, record=False),
-        Flag("use_rainfusion", values.switch, "sparse attention", switch=True),
-        Flag("sparsity", values.share, "share of blocks left out (0.64)"),
-        Flag("sparse_start_step", _START, "from 0; default: a quarter of the steps"),
-        Flag("rainfusion_type", values.choice(*attention.RAINFUSION_TYPES), "v2 (default) or v3"),
-        Flag("mask_refresh_interval", _REFRESH, "steps that a mask is used for (1)"),
-        Flag(
-            "fused_ops",
-            values.some_of(*attention.FUSED_OPS),
-            f"of an NPU: {','.join(attention.FUSED_OPS)}",
+        _loads(
+            "sparse_start_step",
+            integer(0, TRAIN_TIMESTEPS),
+            "first sparse step, from 0; default: a quarter of the steps",
+            needs="use_rainfusion",
         ),
-        Flag("fa_freq_cap", _MHZ, "MHz of an NPU during self-attention", record=False),
-        Flag("fa_freq_restore", _MHZ, "MHz after it (1650)", record=False),
+        _loads("rainfusion_type", choice(*RAINFUSION_TYPES), "default v2", needs="use_rainfusion"),
+        _loads(
+            "mask_refresh_interval",
+            integer(1, TRAIN_TIMESTEPS),
+            "steps that a mask is used for (1)",
+            needs="use_rainfusion",
+        ),
+        _loads("fused_ops", values.some_of(*FUSED_OPS), f"of an NPU: {','.join(FUSED_OPS)}"),
+        _layout("fa_freq_cap", _MHZ, "clock of an NPU during self-attention, MHz"),
+        _layout("fa_freq_restore", _MHZ, "clock after it, MHz (1650)", needs="fa_freq_cap"),
     ),
     "several processes (torchrun)": (
-        *(Flag(n, values.integer(1, 4096), h, record=False) for n, h in _SIZES.items()),
-        Flag(
-            "ring_type", values.choice(*RING_TYPES), "ring (default) or bidirectional", record=False
-        ),
-        Flag(
+        _layout("cfg_size", choice(1, 2), "2: the guidance branches on two halves of the ranks"),
+        _layout("ring_size", _SIZE, "ranks that pass K/V round; default: what ulysses leaves"),
+        _layout("ulysses_size", _SIZE, "ranks that exchange heads; default: as many as fit"),
+        _layout("ring_type", choice(*RING_TYPES), "default ring"),
+        _layout(
             "comm_type",
-            values.comm_type,
-            "0: plain attention (default), 1: InsertComm, 2: BlockAttn",
-            record=False,
+            choice(*MODES),
+            ", ".join(f"{key}: {mode.name}" for key, mode in MODES.items()) + " (default 0)",
         ),
-        Flag(
-            "fa_alltoall_overlap",
-            values.switch,
-            "hide exchanges under attention (or OVERLAP=1)",
-            switch=True,
-            record=False,
-        ),
-        Flag("t5_fsdp", values.switch, "shard the text encoder", switch=True, record=False),
-        Flag("dit_fsdp", values.switch, "shard the DiT", switch=True, record=False),
-        Flag(
-            "dist_timeout",
-            values.positive(10080),
-            "minutes to wait for other processes (30)",
-            record=False,
-        ),
+        _layout("fa_alltoall_overlap", switch, "hide exchanges under attention (or OVERLAP=1)"),
+        _layout("t5_fsdp", switch, "shard the text encoder"),
+        _layout("dit_fsdp", switch, "shard the DiT"),
+        _layout("dist_timeout", real(0, 10080, above=True), "minutes to wait for ranks (30)"),
     ),
     "planning": (
-        Flag(
-            "plan",
-            values.switch,
-            "say what a run exchanges and what memory it takes; nothing is read or run",
-            switch=True,
-            record=False,
+        _command(
+            "plan", switch, "print exchanges and memory of the run, and do not run", record=False
         ),
-        Flag(
+        _command(
             "device_memory",
-            values.positive(1e6),
+            real(0, 1e6, above=True),
             "GB (1e9 bytes) per device that the plan must fit; default: this machine's GPU",
             record=False,
+            needs="plan",
         ),
-        Flag(
-            "chip",
-            values.choice(*(chip.name for chip in chips.CHIPS)),
-            "the Ascend chip to plan for",
-            record=False,
-        ),
+        _command("chip", choice(*CHIPS), "the NPU model to plan for", record=False, needs="plan"),
     ),
     "prompt extension": (
-        Flag("use_prompt_extend", values.switch, "let a language model write more", switch=True),
-        Flag(
+        _command("use_prompt_extend", switch, "let a language model write more"),
+        _command(
             "prompt_extend_method",
-            values.choice("local_qwen", "dashscope"),
-            "local_qwen (default) or dashscope",
+            choice("local_qwen", "dashscope"),
+            "default local_qwen",
+            needs="use_prompt_extend",
         ),
-        Flag("prompt_extend_model", values.path, "folder or name of the language model"),
-        Flag("prompt_extend_target_lang", values.choice("zh", "en"), "zh (default) or en"),
+        _command(
+            "prompt_extend_model",
+            values.path,
+            "folder or name of the language model",
+            needs="use_prompt_extend",
+        ),
+        _command(
+            "prompt_extend_target_lang", choice("zh", "en"), "default zh", needs="use_prompt_extend"
+        ),
     ),
     "output": (
-        Flag("save_file", values.path, "path of the mp4; default: a name from task and prompt"),
-        Flag("fps", values.positive(240, minimum=1), "frames per second of the file"),
-        Flag("save_latents", values.switch, "keep the denoised latents", switch=True),
-        Flag("decode_latents", values.path, "only decode this latents file", record=False),
-        Flag(
+        _command("save_file", values.path, "path of the mp4; default: a name from task and prompt"),
+        _command("fps", real(1, 240), "frames per second of the file"),
+        _command("save_latents", switch, "keep the denoised latents"),
+        _command("decode_latents", values.path, "only decode this latents file", record=False),
+        _command(
             "from_json",
-            values.text,
+            values.path,
             "repeat the run of this record, under a new name",
             record=False,
         ),
@@ -177,48 +191,49 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
 }
 FLAGS: dict[str, Flag] = {flag.name: flag for group in _GROUPS.values() for flag in group}
 
-_S2V = "it belongs to s2v-14B, which is not built here"
-_ANIMATE = "it belongs to animate-14B, which is not built here"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("src_root_path", "refert_num", "replace_flag", "use_relighting_lora"), _ANIMATE
-    ),
-    **dict.fromkeys(("num_clip", "audio", "enable_tts", "tts_prompt_audio", "tts_text"), _S2V),
-    **dict.fromkeys(("tts_prompt_text", "pose_video", "start_from_ref", "infer_frames"), _S2V),
-    "tp_size": "tensor parallelism is not built; run without it",
+_CACHES = "step caches are not supported; lower --sample_steps instead"
+_ANIMATE = "it belongs to animate-14B, which is not supported"
+_S2V = "it belongs to s2v-14B, which is not supported"
+REFUSED = {
+    "tp_size": "tensor parallelism is not supported; run without it",
     "vae_parallel": "the VAE runs on one device; --vae_tiling bounds its memory",
-    **dict.fromkeys(
-        ("use_attentioncache", "attentioncache_ratio", "attentioncache_interval", "start_step"),
-        "step caches are not built; lower --sample_steps instead",
-    ),
-    "end_step": "step caches are not built; lower --sample_steps instead",
+    "use_attentioncache": _CACHES,
+    "attentioncache_ratio": _CACHES,
+    "attentioncache_interval": _CACHES,
+    "start_step": _CACHES,
+    "end_step": _CACHES,
+    "src_root_path": _ANIMATE,
+    "refert_num": _ANIMATE,
+    "replace_flag": _ANIMATE,
+    "use_relighting_lora": _ANIMATE,
+    "num_clip": _S2V,
+    "audio": _S2V,
+    "enable_tts": _S2V,
+    "tts_prompt_audio": _S2V,
+    "tts_text": _S2V,
+    "tts_prompt_text": _S2V,
+    "pose_video": _S2V,
+    "start_from_ref": _S2V,
+    "infer_frames": _S2V,
 }
-"""Flags of the official code and the Ascend fork that are not built, and what to do instead."""
+"""Flags of the official code and the Ascend fork that are not supported, and what to do instead."""
+
+_COMPLAINTS = (  # argparse's words -> ours
+    (r"argument (--\S+): ignored explicit argument .*", r"\1 takes no value."),
+    (r"argument (--\S+): expected .*", r"\1 needs a value; --help lists the flags."),
+    (r"unrecognized arguments: (--\S+).*", r"\1 is not a known flag; --help lists the flags."),
+    (r"unrecognized arguments: (.*)", r"\1 belongs to no flag; --help lists the flags."),
+)
 
 
 class Parser(argparse.ArgumentParser):
     """Raises InputError instead of printing its usage and ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        for theirs, ours in _COMPLAINTS:
+            if re.fullmatch(theirs, message, re.DOTALL):
+                raise InputError(re.sub(theirs, ours, message, flags=re.DOTALL))
         raise InputError(f"{message}; --help lists the flags.")
-
-
-def parser() -> argparse.ArgumentParser:
-    result = Parser(
-        prog="generate.py",
-        description="Generate a video with Wan2.2 from a text prompt, an image, or both.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for title, flags in _GROUPS.items():
-        group = result.add_argument_group(title)
-        for flag in flags:
-            if flag.switch:
-                group.add_argument(f"--{flag.name}", action="store_true", help=flag.help)
-            else:
-                metavar = flag.name.rsplit("_", 1)[-1].upper()
-                group.add_argument(f"--{flag.name}", metavar=metavar, help=flag.help)
-    return result
 
 
 def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -228,16 +243,46 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
         name = argument.removeprefix("--").split("=")[0]
         if argument.startswith("--") and name in REFUSED:
             raise InputError(f"--{name} is not available: {REFUSED[name]}.")
-    found = read(vars(parser().parse_args(arguments)), "--{}")
-    for name, meaning in (("device_memory", "compares with"), ("chip", "plans for")):
-        if name in found and "plan" not in found:
-            raise InputError(f"--{name} is what --plan {meaning}; add --plan or drop it.")
+    found = read(vars(_parser().parse_args(arguments)), "--{}")
+    for name in found:
+        needs = FLAGS[name].needs
+        if needs == "plan" and needs not in found:
+            raise InputError(f"--{name} has no effect without --plan; add it or drop --{name}.")
     return found
 
 
 def read(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Check values against the table. `source` makes a value's shown name from its key."""
+    """Checked values of raw ones.
+
+    Args:
+        raw: Values under flags' names.
+        source: Makes a value's shown name from its key: "--{}", "record.json: {}".
+    """
     unknown = [key for key in raw if key not in FLAGS]
     if unknown:
         raise InputError(f"{source.format(unknown[0])} is not a known setting; remove it.")
     return {key: FLAGS[key].read(source.format(key), value) for key, value in raw.items()}
+
+
+def _parser() -> Parser:
+    result = Parser(
+        prog="generate.py",
+        description="Generate a video with Wan2.2 from a text prompt, an image, or both.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for title, flags in _GROUPS.items():
+        group = result.add_argument_group(title)
+        for flag in flags:
+            choices = flag.read.choices
+            shown = flag.name.rsplit("_", 1)[-1].upper()
+            shown = shown if choices is None else "{" + ",".join(choices) + "}"
+            if flag.name == "plan":
+                group.add_argument("--plan", action="store_true", help=flag.help)
+            elif flag.read is switch:  # alone it is true; false takes back a record or variable
+                group.add_argument(
+                    f"--{flag.name}", nargs="?", const="true", metavar=shown, help=flag.help
+                )
+            else:
+                group.add_argument(f"--{flag.name}", metavar=shown, help=flag.help)
+    return result

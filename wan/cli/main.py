@@ -1,126 +1,145 @@
-"""Generate a video with Wan2.2: `python generate.py --help`."""
+"""The story of a run: parse, resolve, launch, generate, save."""
 
 from __future__ import annotations
 
 import json
-import shlex
+import os
 import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import wan
 from wan import log
-from wan.cli import env, flags
-from wan.cli import extend_prompt as prompt_extend
+from wan.checkpoint.files import whole_file
+from wan.cli import env, failures, flags
+from wan.cli.output import latents_survive
 from wan.cli.resolve import Run, resolve
 from wan.log import logger
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, exit_code
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from torch import Tensor
 
+    from wan.distributed.launch import Once, Prepared
     from wan.distributed.mesh import Team
     from wan.pipeline.pipeline import Pipeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Run the command line.
+
+    Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted, 143 terminated.
+    """
+    speaks = True
     try:
-        log.setup(env.rank() == 0)
-        if "--plan" in (sys.argv if argv is None else argv):
-            return _plan(argv)
-        if env.world_size() > 1:
-            _load_torch()
-            from wan.distributed import launch
-
-            return launch.run(lambda: _resolved(argv), generate)
-        generate(_resolved(argv))
-    except InputError as error:
-        print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if env.rank() == 0:
-            print("generate.py: interrupted; no video was written.", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _resolved(argv: Sequence[str] | None) -> Run:
-    with _paths_refused():
-        return resolve(flags.parse(argv), _make_demo, prompt_extend.check_available)
-
-
-def _plan(argv: Sequence[str] | None) -> int:
-    """Say what a run would take; under torchrun the main rank speaks for all."""
-    from wan.cli import planned
-    from wan.planner import report as plan_report
-    from wan.planner.planner import Planner
-
-    if env.rank() > 0:
-        return 0
-    with _paths_refused():
-        planner = Planner(planned.resolve(flags.parse(argv)))
-    print(*planner.planned.notices, *plan_report.lines(planner), sep="\n")
-    print(plan_report.check(planner))
+        with failures.terminable(), _readable():
+            speaks = env.rank() == 0
+            log.setup(speaks)
+            given = flags.parse(argv)
+            if "plan" in given:
+                return _plan(given)
+            if env.world_size() > 1:
+                return _launch(given)
+            generate(_resolved(given, lambda make: make()))
+    except BaseException as error:
+        sentence = failures.describe(error)
+        if sentence is None:
+            raise
+        if speaks or isinstance(error, InputError):
+            failures.say(sentence)
+        return exit_code(error)
     return 0
 
 
 @contextmanager
-def _paths_refused() -> Iterator[None]:
+def _readable() -> Iterator[None]:
+    """Who reads our output may leave early (`| head`); that is no failure."""
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+
+
+def _resolved(given: dict[str, Any], once: Once, plan: bool = False) -> Run:
+    try:
+        return resolve(given, partial(_make_demo, once), plan)
     except OSError as error:  # a path that the system itself refuses: too long, no permission, ...
         path = error.filename or "A path"
         raise InputError(f"{path} cannot be used ({error.strerror}); give another one.") from error
 
 
-def generate(run: Run, team: Team | None = None) -> None:
-    """Carry out a resolved run. Of a team, the main rank decodes and writes the video."""
+def _plan(given: dict[str, Any]) -> int:
+    """Say what a run would take; under torchrun the main rank speaks for all."""
+    if env.rank() > 0:
+        return 0
+    run = _resolved(given, lambda make: make(), plan=True)
     _load_torch()
+    from wan.planner import report
+
+    report.show(run)
+    return 0
+
+
+def _launch(given: dict[str, Any]) -> int:
+    """One rank of several."""
+    _load_torch()
+    from wan import device as devices
+    from wan.distributed import launch
+
+    def prepare(once: Once) -> Prepared[Run]:
+        run = _resolved(given, once)
+        device = devices.resolve(run.setup.execution.device, env.local_rank())
+        run.setup.check_device(device.can)
+        return launch.Prepared(
+            seed=run.request.base_seed,
+            seeded=run.with_seed,
+            device=device,
+            sizes=run.setup.parallel.sizes,
+            timeout=timedelta(minutes=run.setup.parallel.dist_timeout),
+            facts=run.facts(device.type) | {"the version of wan": wan.__version__},
+        )
+
+    return launch.run(prepare, generate, failures.describe, failures.say)
+
+
+def generate(run: Run, team: Team | None = None) -> None:
+    """Carry out a resolved run. Of several ranks, the main one decodes and writes the video."""
+    _load_torch()
+    from wan import device as devices
     from wan.pipeline import build, video
 
     for notice in run.notices:
         logger.warning(notice)
-    pipeline = build.pipeline(
-        run.checkpoint,
-        run.execution,
-        parallel=run.parallel,
-        attention=run.attention,
-        quantised=run.quantised,
-        team=team,
-    )
-    pipeline.device.reset_peak_memory()
+    device = devices.resolve(run.setup.execution.device) if team is None else team.device
+    pipeline = build.pipeline(run.setup, device, team)
+    device.reset_peak_memory()
     kept: Path | None
     if run.decode_latents is not None:
         latents, kept = video.load_latents(run.decode_latents), run.decode_latents
     else:
-        image = None if run.image is None else video.read_image(run.image)
-        run = _extended(run, image, pipeline, team)
+        run = _extended(run, pipeline, team)
         logger.info("Prompt: %s", run.request.prompt)
-        latents = pipeline.latents(run.request, image=image)
+        latents = pipeline.latents(run.request, run.image)
         if team is not None:
             team.close()
             if not team.is_main:
                 return
         kept = _save_latents(run, latents)
-    with _latents_survive(kept):
+    with latents_survive(kept):
         frames = pipeline.decode(latents)
         with pipeline.stages("writing"):
             video.save_video(frames, run.output.save_file, run.output.fps)
-        _save_record(run, pipeline, frames)
     if kept is not None and run.decode_latents is None:
-        if run.output.keep_latents:
-            shutil.move(kept, run.output.latents)
-        else:
-            kept.unlink(missing_ok=True)
-    _summary(run, pipeline)
+        _put_away(run, kept)
+    record = _save_record(run, pipeline, frames)
+    _summary(run, pipeline, record)
 
 
 def _load_torch() -> None:
@@ -135,106 +154,115 @@ def _load_torch() -> None:
         ) from error
 
 
-def _make_demo(task: str, folder: Path) -> None:
-    """One process per machine makes the demo checkpoint; the others wait for it."""
+def _make_demo(once: Once, task: str, folder: Path) -> None:
+    """One rank per machine makes the randomly initialised checkpoint; the others wait for it."""
     _load_torch()
-    from wan.pipeline import build
+    from wan.pipeline.tiny import make_checkpoint
 
-    if env.local_rank() == 0:
-        build.demo_checkpoint(task, folder)
-    while not folder.is_dir():  # torchrun ends this process if the maker fails
-        time.sleep(0.1)
+    def make() -> None:
+        logger.info("Making the randomly initialised checkpoint %s (once).", folder)
+        try:
+            make_checkpoint(task, folder)
+        except (OSError, InputError):
+            if not folder.is_dir():  # otherwise another run has just made the same one
+                raise
+
+    once(make)
 
 
-def _extended(run: Run, image: Image | None, pipeline: Pipeline, team: Team | None) -> Run:
+def _extended(run: Run, pipeline: Pipeline, team: Team | None) -> Run:
     """The run with its prompt extended, if that was asked for; the record repeats the result."""
     if run.extension is None:
         return run
-    prompt = run.request.prompt
+    request, prompt = run.request, run.request.prompt
     with pipeline.stages("prompt extension"):
         if team is None or team.is_main:
-            prompt = prompt_extend.extend_prompt(
-                prompt,
-                task_kind=run.request.preset.kind,
-                image=image,
-                method=run.extension.method,
-                model=run.extension.model,
-                target_lang=run.extension.target_lang,
-                seed=run.request.seed,
-                device=str(pipeline.device.torch_device),
-            )
+            kind, device = request.preset.kind, str(pipeline.device.torch_device)
+            prompt = run.extension(prompt, kind, run.image, request.base_seed, device)
         if team is not None:
             prompt = team.value_from_main(prompt)
-    settings = {**run.settings, "prompt": prompt, "use_prompt_extend": False}
-    return replace(run, request=replace(run.request, prompt=prompt), settings=settings)
+    return run.with_prompt(prompt)
 
 
 def _save_latents(run: Run, latents: Tensor) -> Path | None:
-    """Put the result of the long part on disk before anything else can fail.
-
-    Beside the video, else in the system's folder for temporary files; None where neither takes it.
-    """
+    """Put the result of the long part on disk before anything else can fail."""
     from wan.pipeline import video
 
     if not bool(latents.isfinite().all()):
         logger.warning("The latents hold NaN or infinity, so the video will be broken.")
-    beside = run.output.unfinished
-    for path in (beside, Path(tempfile.gettempdir()) / beside.name):
+    path = _first_written(
+        run.output.unfinished(".latents.safetensors"),
+        lambda path: video.save_latents(latents, path, run.settings),
+        "denoised latents",
+    )
+    if path is None:
+        logger.error("Decoding goes on from memory: if it fails, the run is lost.")
+    return path
+
+
+def _put_away(run: Run, latents: Path) -> None:
+    """Keep the latents under the video's name if that was asked for."""
+    if not run.output.save_latents:
+        latents.unlink(missing_ok=True)
+        return
+    try:
+        with whole_file(run.output.latents) as temporary:
+            shutil.move(latents, temporary)
+    except OSError as error:
+        logger.error("The latents stay in %s (%s).", latents, error.strerror or error)
+
+
+def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | None:
+    """The JSON record; where it cannot be written beside the video, in the temporary folder."""
+    execution, device = run.setup.execution, pipeline.device
+    _, count, height, width = frames_3FHW.shape
+    precision = execution.precision_on(device.type)
+    stored_bf16 = execution.convert_model_dtype  # says itself what the DiT computes in
+    record = {
+        "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
+        "seed": run.request.base_seed,
+        "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
+        "used": {
+            "device": device.name(),
+            "precision": precision,
+            "dit_precision": execution.dit_precision_on(device.type),
+            "kernel": pipeline.kernel,
+            **asdict(run.setup.parallel),
+        },
+        "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
+        "peak_memory_bytes": {"device": device.peak_memory(), "host": log.peak_host_memory()},
+        "versions": {"wan": wan.__version__} | log.versions(device.type == "npu"),
+    }
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+
+    def write(path: Path) -> None:
+        with whole_file(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+    places = (run.output.record, *run.output.unfinished(".json"))
+    return _first_written(places, write, "record")
+
+
+def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: str) -> Path | None:
+    """The first of these paths that could be written; None, after saying why, if none could."""
+    for path in paths:
         try:
-            video.save_latents(latents, path, run.settings)
+            write(path)
         except OSError as error:
-            logger.error("The denoised latents could not be saved to %s (%s).", path, error)
+            logger.error(
+                "The %s could not be saved to %s (%s).", what, path, error.strerror or error
+            )
         else:
             return path
-    logger.error("Decoding goes on from memory: if it fails, the run is lost.")
     return None
 
 
-@contextmanager
-def _latents_survive(path: Path | None) -> Iterator[None]:
-    """When decoding or writing fails, say where the result of the long part is."""
-    try:
-        yield
-    except BaseException:
-        if path is None:
-            raise
-        command = f"python generate.py --decode_latents {shlex.quote(str(path))}"
-        logger.error("The denoised latents are safe in %s; continue with: %s", path, command)
-        raise
-
-
-def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> None:
-    from wan.pipeline import build, video
-
-    _, count, height, width = frames_3FHW.shape
-    used = build.resolved(run.execution, pipeline) | asdict(run.parallel)
-    stored_bf16 = run.execution.convert_model_dtype  # says itself what the DiT computes in
-    record = {
-        "settings": run.settings | ({} if stored_bf16 else {"precision": used["precision"]}),
-        "seed": run.request.seed,
-        "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
-        "used": used,
-        "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
-        "peak_memory_bytes": {
-            "device": pipeline.device.peak_memory(),
-            "host": log.peak_host_memory(),
-        },
-        "versions": {"wan": wan.__version__} | log.versions(pipeline.device.type == "npu"),
-    }
-    with video.written_whole(run.output.record) as temporary:
-        temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def _summary(run: Run, pipeline: Pipeline) -> None:
+def _summary(run: Run, pipeline: Pipeline, record: Path | None) -> None:
     device = pipeline.device.peak_memory()
     parts = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
     memory = f"host {log.peak_host_memory() / 2**30:.2f} GiB"
     if device is not None:
         memory = f"device {device / 2**30:.2f} GiB, {memory}"
     logger.info("Seconds: %s. Peak memory: %s.", ", ".join(parts), memory)
-    logger.info("Seed %d, noise drawn on the %s.", run.request.seed, run.request.noise_device)
-    logger.info("Video: %s  Record: %s", run.output.save_file, run.output.record)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    logger.info("Seed %d, noise drawn on the %s.", run.request.base_seed, run.request.noise_device)
+    logger.info("Video: %s  Record: %s", run.output.save_file, record or "none")

@@ -1,33 +1,37 @@
-"""Where the results go."""
+"""Where results go: the video, its JSON record beside it, and latents that survive a failure."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from wan.checkpoint.files import read_json
 from wan.cli import env
+from wan.log import logger
 from wan.settings.errors import InputError
 from wan.settings.request import Request
 
 
 @dataclass(frozen=True)
 class Output:
-    """The video's path (.mp4); the JSON record and the latents stand beside it under its name.
+    """The files of a run. Fields are named like the flags that set them.
 
-    keep_latents: the denoised latents stay on disk; otherwise they go once the video is written.
+    Attributes:
+        save_file: The video (.mp4); the record and the latents stand beside it under its name.
+        fps: Frames per second of the file.
+        save_latents: The denoised latents stay on disk; otherwise they go with the written video.
     """
 
     save_file: Path
     fps: float
-    keep_latents: bool = False
-
-    def __post_init__(self) -> None:
-        check_writable(self.save_file)
+    save_latents: bool = False
 
     @property
     def record(self) -> Path:
@@ -37,16 +41,18 @@ class Output:
     def latents(self) -> Path:
         return self.save_file.with_suffix(".latents.safetensors")
 
-    @property
-    def unfinished(self) -> Path:
-        """Where the latents wait while the video is not written yet; no other run's name."""
-        return self.save_file.with_suffix(f".{os.getpid()}.latents.safetensors")
+    def unfinished(self, suffix: str) -> tuple[Path, Path]:
+        """Names that no other run has: beside the video, and in the folder for temporary files."""
+        beside = self.save_file.with_suffix(f".{os.getpid()}{suffix}")
+        return beside, Path(tempfile.gettempdir()) / beside.name
 
 
 def check_writable(path: Path) -> None:
     """The path must name an mp4 in a folder that exists or can be made (where rank 0 runs)."""
     if env.rank() != 0:
         return
+    if path.name.lower() == ".mp4":
+        raise InputError(f"--save_file {path} has no name before .mp4; add one.")
     if path.suffix.lower() != ".mp4":
         raise InputError(f"--save_file {path} must end in .mp4, the only format written.")
     if path.is_dir():
@@ -82,5 +88,17 @@ def generated_name(task: str, request: Request) -> str:
         words = words[:-1]
     stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
     width, height = request.video_size
-    parts = (task, f"{width}x{height}", words, str(request.seed), stamp)
+    parts = (task, f"{width}x{height}", words, str(request.base_seed), stamp)
     return "_".join(filter(None, parts)) + ".mp4"
+
+
+@contextmanager
+def latents_survive(path: Path | None) -> Iterator[None]:
+    """When decoding or writing fails, says where the result of the long part is."""
+    try:
+        yield
+    except BaseException:
+        if path is not None:
+            command = f"python generate.py --decode_latents {shlex.quote(str(path))}"
+            logger.error("The denoised latents are safe in %s; continue with: %s", path, command)
+        raise

@@ -1,289 +1,53 @@
-"""One run, fully resolved. Everything wrong is refused here, before torch is imported.
+"""From values to a run: the one road of the command line, `--plan` and the Python classes.
 
-The JSON record's settings: what `--from_json` repeats a run from.
-
-Where settings come from besides flags: earlier runs' records and the checkpoint itself.
+Values are layered (a flag wins over the record of an earlier run, that over a variable that stands
+for a flag, that over the checkpoint's generation_config.json, that over the task's preset) and all
+of them checked. No torch.
 """
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from wan.checkpoint import quantised
-from wan.checkpoint.files import read_json, safetensors_header, safetensors_metadata
-from wan.checkpoint.layout import Checkpoint, check_task, describe
-from wan.checkpoint.quantised import QuantisedDit
+from wan.checkpoint.files import fingerprint, read_json, safetensors_metadata
+from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.cli import env
+from wan.cli.extend_prompt import Extension
 from wan.cli.flags import FLAGS, read
 from wan.cli.output import Output, check_writable, generated_name
-from wan.settings import attention as attention_flags
+from wan.pipeline import images
+from wan.pipeline.setup import Setup
+from wan.pipeline.video import latents_shape
 from wan.settings import parallel
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.parallel import Parallel
-from wan.settings.presets import ALIASES, EXAMPLE_PROMPTS, NEGATIVE_PROMPT, PRESETS, Preset
-from wan.settings.request import Request, check_image
+from wan.settings.parallel import SIZES
+from wan.settings.presets import ALIASES, PRESETS, Preset
+from wan.settings.request import Request, make_request
 
-DemoMaker = Callable[[str, Path], None]
-"""(task, folder): writes the demo checkpoint."""
-ExtensionCheck = Callable[[str, str | None], None]
-"""(method, model): raises InputError when prompt extension cannot work."""
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
-
-@dataclass(frozen=True)
-class PromptExtension:
-    """The language model that extends the prompt."""
-
-    method: str
-    model: str | None
-    target_lang: str
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything generate.py needs. `notices` are lines the user should see before the work."""
-
-    request: Request
-    checkpoint: Checkpoint
-    execution: Execution
-    parallel: Parallel
-    attention: Attention
-    quantised: QuantisedDit | None
-    output: Output
-    image: Path | None
-    extension: PromptExtension | None
-    decode_latents: Path | None
-    settings: dict[str, Any]
-    notices: tuple[str, ...]
-
-
-def resolve(flags: Mapping[str, Any], make_demo: DemoMaker, check_extension: ExtensionCheck) -> Run:
-    """Layer the given flags over records, checkpoint and presets, and check all of it.
-
-    flags: checked values as `flags.parse` returns them. make_demo is called only when no checkpoint
-    is given and the demo has not been made yet.
-    """
-    world = env.world_size()
-    values = {**env.aliases(), **recorded(flags), **flags}
-    execution = _fields(Execution, values)
-    task = values.get("task", "t2v-A14B")
-    preset = PRESETS[ALIASES.get(task, task)]
-    topology = None
-    if world == 1:  # the head count does not matter to one process
-        topology, _ = parallel.resolve(values, world, preset.num_heads, preset.guide_scale)
-    image_size = _check_image(values, preset)
-    extension = _extension(values, check_extension)
-    if values.get("save_file"):
-        check_writable(Path(values["save_file"]))
-    folder, demo = checkpoint_folder(values, preset)
-    if demo and not folder.is_dir():
-        request = request_from(values, preset, image_size)  # refuse before making the demo
-        attending = attention_for(values, request, execution, topology, None)
-        quantised_for(values, None, execution, attending)
-        make_demo(preset.task, folder)
-    checkpoint = describe(folder)
-    if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
-        preset = PRESETS["t2v-14B"]
-    check_task(checkpoint, preset)
-    needed = ("vae",) if "decode_latents" in values else ("vae", "text_encoder", "tokenizer")
-    for part in needed:
-        checkpoint.require(part)
-    defaults = generation_config(folder)
-    values = {**defaults, **values}
-    request = request_from(values, preset, image_size)
-    topology, chosen = _parallel(values, world, checkpoint, request)
-    attending = attention_for(values, request, execution, topology, checkpoint.head_dim)
-    output = Output(
-        Path(values.get("save_file") or generated_name(task, request)),
-        values.get("fps", preset.fps),
-        values.get("save_latents", False),
-    )
-    return Run(
-        request=request,
-        checkpoint=checkpoint,
-        execution=execution,
-        parallel=topology,
-        attention=attending,
-        quantised=quantised_for(values, checkpoint, execution, attending),
-        output=output,
-        image=Path(values["image"]) if "image" in values else None,
-        extension=extension,
-        decode_latents=_latents_file(values, preset),
-        settings=record(values, request, execution, attending, output, folder),
-        notices=(*_notices(request, folder, demo, defaults.get("size")), *chosen),
-    )
-
-
-def _parallel(
-    values: Mapping[str, Any], world: int, checkpoint: Checkpoint, request: Request
-) -> tuple[Parallel, tuple[str, ...]]:
-    if world > 1 and "decode_latents" in values:
-        raise InputError(
-            f"--decode_latents runs on one process, but {world} were started; "
-            "start it as `python generate.py --decode_latents ...`."
-        )
-    return parallel.resolve(values, world, checkpoint.heads, request.guide_scale)
-
-
-def attention_for(
-    values: Mapping[str, Any],
-    request: Request,
-    execution: Execution,
-    topology: Parallel | None,
-    head_dim: int | None,
-) -> Attention:
-    """How the request's self-attention is computed. topology, head_dim: None if not yet known."""
-    if "decode_latents" in values:
-        return Attention()  # there is none
-    return attention_flags.resolve(
-        values,
-        execution,
-        steps=request.sample_steps,
-        tokens=prod(request.grid),
-        parallel=topology,
-        head_dim=head_dim,
-    )
-
-
-def quantised_for(
-    values: Mapping[str, Any],
-    checkpoint: Checkpoint | None,
-    execution: Execution,
-    attending: Attention,
-) -> QuantisedDit | None:
-    """What --quant_dit_path holds for the checkpoint's networks."""
-    if "quant_dit_path" not in values or "decode_latents" in values:
-        return None
-    if checkpoint is None:
-        raise InputError("--quant_dit_path takes the rest from a checkpoint; add its --ckpt_dir.")
-    return quantised.resolve(
-        Path(values["quant_dit_path"]),
-        checkpoint,
-        device=execution.device,
-        dit_fsdp=values.get("dit_fsdp", False),
-        fa_quant=attending.fa_quant,
-    )
-
-
-def _fields(kind: type[Execution], values: Mapping[str, Any]) -> Execution:
-    return kind(**{k: values[k] for k in kind.__dataclass_fields__ if k in values})
-
-
-def _check_image(values: Mapping[str, Any], preset: Preset) -> tuple[int, int] | None:
-    if "decode_latents" in values:
-        return None
-    if "image" not in values:
-        if preset.kind == "i2v":
-            raise InputError(f"Task {preset.task} starts from an image; give one with --image.")
-        return None
-    if preset.kind == "t2v":
-        raise InputError(
-            f"Task {preset.task} takes no --image; use i2v-A14B or ti2v-5B, or drop the image."
-        )
-    return check_image(Path(values["image"]))
-
-
-def _extension(values: Mapping[str, Any], check: ExtensionCheck) -> PromptExtension | None:
-    if not values.get("use_prompt_extend", False):
-        return None
-    method, model = (
-        values.get("prompt_extend_method", "local_qwen"),
-        values.get("prompt_extend_model"),
-    )
-    check(method, model)
-    return PromptExtension(method, model, values.get("prompt_extend_target_lang", "zh"))
-
-
-def request_from(
-    values: Mapping[str, Any], preset: Preset, image_size: tuple[int, int] | None
-) -> Request:
-    """The video for checked settings; what they leave open comes from the preset."""
-    width, height = preset.size.split("*")
-    seed = values.get("base_seed", -1)
-    return Request(
-        preset=preset,
-        prompt=values.get("prompt", EXAMPLE_PROMPTS[preset.kind]),
-        negative_prompt=values.get("negative_prompt") or NEGATIVE_PROMPT,
-        image_size=image_size,
-        size=values.get("size", (int(width), int(height))),
-        frame_num=values.get("frame_num", preset.frame_num),
-        sample_steps=values.get("sample_steps", preset.sample_steps),
-        sample_shift=values.get("sample_shift", preset.sample_shift),
-        sample_solver=values.get("sample_solver", "unipc"),
-        guide_scale=values.get("sample_guide_scale", preset.guide_scale),
-        boundary=preset.boundary,
-        seed=seed if seed >= 0 else random.SystemRandom().randrange(2**63),
-        noise_device=values.get("noise_device", "cpu"),
-    )
-
-
-def _latents_file(values: Mapping[str, Any], preset: Preset) -> Path | None:
-    if "decode_latents" not in values:
-        return None
-    path = Path(values["decode_latents"])
-    check_latents(path, preset)
-    return path
-
-
-def _notices(
-    request: Request, folder: Path, demo: bool, own_size: tuple[int, int] | None
-) -> list[str]:
-    """Lines worth reading before the work. own_size: what the checkpoint itself asks for."""
-    lines = []
-    preset = request.preset
-    if demo:
-        lines.append(demo_notice(folder, preset))
-    size = "*".join(map(str, request.size))
-    if size not in preset.trained_sizes and request.size != own_size:
-        trained = ", ".join(preset.trained_sizes)
-        lines.append(f"{size} is not a size {preset.task} was trained on ({trained}).")
-    return lines
-
-
-_PATHS = ("image", "quant_dit_path")
-
-
-def record(
-    values: Mapping[str, Any],
-    request: Request,
-    execution: Execution,
-    attention: Attention,
-    output: Output,
-    folder: Path,
-) -> dict[str, Any]:
-    """All settings under their flag names, enough to repeat the run."""
-    resolved = {
-        **attention.record(),
-        **values,
-        "task": values.get("task", request.preset.task),
-        "ckpt_dir": str(folder.absolute()),
-        **{name: str(Path(values[name]).absolute()) for name in _PATHS if name in values},
-        "prompt": request.prompt,
-        "negative_prompt": request.negative_prompt,
-        "size": request.size,
-        "frame_num": request.frame_num,
-        "sample_steps": request.sample_steps,
-        "sample_shift": request.sample_shift,
-        "sample_solver": request.sample_solver,
-        "sample_guide_scale": request.guide_scale,
-        "base_seed": request.seed,
-        "noise_device": request.noise_device,
-        "fps": output.fps,
-        "save_file": str(output.save_file.absolute()),
-        **asdict(execution),
-    }
-    return {
-        name: resolved[name] for name, flag in FLAGS.items() if flag.record and name in resolved
-    }
-
-
+Values = Mapping[str, Any]
+"""Checked settings under their flags' names, as `wan.cli.flags.read` returns them."""
+T = TypeVar("T")
+MAX_RANKS = 4096  # that --plan plans for
+_DEMOS = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained, in the repository
+_DECODING = (
+    "decode_latents",
+    "ckpt_dir",
+    "save_file",
+    "fps",
+    "device",
+    "vae_tiling",
+    "offload_model",
+)
 _FROM_CHECKPOINT = (
     "size",
     "frame_num",
@@ -295,35 +59,224 @@ _FROM_CHECKPOINT = (
     "prompt",
     "negative_prompt",
 )
-_DEMOS = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained, in the repository
-_WHILE_DECODING = (
-    "decode_latents",
-    "ckpt_dir",
-    "save_file",
-    "fps",
-    "device",
-    "vae_tiling",
-    "offload_model",
-)
+_PATHS = ("ckpt_dir", "image", "quant_dit_path", "save_file")  # absolute in records
+_OWN = (*_PATHS, "base_seed")  # may differ between ranks
 
 
-def recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Run:
+    """Everything the command line needs.
+
+    Attributes:
+        setup: What the pipeline is built for.
+        request: The video.
+        output: Where results go.
+        image: The image to start from.
+        extension: The language model that extends the prompt.
+        decode_latents: The latents that are only decoded.
+        device_memory: Bytes of a device, as --device_memory says.
+        settings: For the JSON record: what --from_json repeats the run from.
+        notices: Lines that the user should see before the work.
+    """
+
+    setup: Setup
+    request: Request
+    output: Output
+    image: Image | None
+    extension: Extension | None
+    decode_latents: Path | None
+    device_memory: int | None
+    settings: dict[str, Any]
+    notices: tuple[str, ...]
+
+    def with_seed(self, seed: int) -> Run:
+        """The run with another seed, also in its record."""
+        request = replace(self.request, base_seed=seed)
+        return replace(self, request=request, settings=self.settings | {"base_seed": seed})
+
+    def with_prompt(self, prompt: str) -> Run:
+        """The run with the extended prompt, which its record repeats without extending again."""
+        off = {name for name, flag in FLAGS.items() if flag.needs == "use_prompt_extend"}
+        kept = {name: value for name, value in self.settings.items() if name not in off}
+        settings = kept | {"prompt": prompt, "use_prompt_extend": False}
+        return replace(self, request=replace(self.request, prompt=prompt), settings=settings)
+
+    def facts(self, device: str) -> dict[str, Any]:
+        """What has to be equal on all ranks, under the names a user knows. device: its type."""
+        setup, files = self.setup, self.setup.quantised
+        settings = asdict(setup.attention) | asdict(setup.parallel) | self.settings
+        return {
+            **{f"--{name}": value for name, value in settings.items() if name not in _OWN},
+            "the content of --quant_dit_path": files and fingerprint(files.files()),
+            "the video's size": self.request.video_size,
+            "the device": device,
+            "the checkpoint's content": fingerprint(setup.checkpoint.files()),
+        }
+
+
+def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = False) -> Run:
+    """The run that the given flags ask for.
+
+    Args:
+        flags: As `wan.cli.flags.parse` returns them.
+        make_demo: make_demo(task, folder) writes a randomly initialised checkpoint; called only
+            where no checkpoint is given and none has been made yet.
+        plan: The run is only planned: its ranks need not exist, nothing is written, and without a
+            checkpoint the task's published sizes hold.
+
+    Raises:
+        InputError: For everything that is wrong, in one sentence.
+    """
+    values = _layered(flags)
+    task = values.get("task", "t2v-A14B")
+    preset = PRESETS[ALIASES.get(task, task)]
+    world = _planned_world(values) if plan else env.world_size()
+    image = _image(values, preset)
+    image_size = None if image is None else image.size
+    extension = _extension(values, image is not None)
+    if "save_file" in values and not plan:
+        check_writable(values["save_file"])
+    folder, is_demo = _checkpoint_folder(values, preset)
+    if is_demo and (plan or not folder.is_dir()):
+        checkpoint = published(preset)
+        if not plan:  # what can be refused is refused before anything is written
+            _decide(values, preset, checkpoint, world, image_size)
+            make_demo(preset.task, folder)
+            checkpoint = describe(folder)
+    else:
+        checkpoint = describe(folder)
+    if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
+        preset = PRESETS["t2v-14B"]
+    check_task(checkpoint, preset)
+    defaults = {} if checkpoint.folder is None else _generation_config(checkpoint.folder)
+    values = defaults | values
+    setup, request, notices = _decide(values, preset, checkpoint, world, image_size)
+    if not plan:
+        _check_parts(checkpoint, values)
+    output = Output(
+        save_file=values.get("save_file") or Path(generated_name(task, request)),
+        fps=values.get("fps", preset.fps),
+        save_latents=values.get("save_latents", False),
+    )
+    return Run(
+        setup=setup,
+        request=request,
+        output=output,
+        image=image,
+        extension=extension,
+        decode_latents=values.get("decode_latents"),
+        device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
+        settings=_record(values | {"task": task, "ckpt_dir": folder}, setup, request, output),
+        notices=(*_about(request, folder if is_demo else None, defaults), *notices),
+    )
+
+
+def make_setup(
+    values: Values, preset: Preset, checkpoint: Checkpoint, world: int
+) -> tuple[Setup, tuple[str, ...]]:
+    """What a pipeline is built for, and notices.
+
+    Args:
+        values: Those of other subjects are ignored.
+        preset: The task.
+        checkpoint: Of the task.
+        world: Ranks that share each video.
+    """
+    execution = _made(Execution, values)
+    chip = values.get("chip")
+    if chip is not None:
+        if execution.device not in ("auto", "npu"):
+            raise InputError(
+                f"--chip {chip} is an NPU, but --device is {execution.device}; drop one of them."
+            )
+        execution = replace(execution, device="npu")
+    topology, notices = parallel.resolve(values, world, checkpoint.heads)
+    attention = _made(Attention, values)
+    exported = None
+    if "quant_dit_path" in values:
+        if checkpoint.folder is None:
+            raise InputError(
+                "--quant_dit_path takes the rest from a checkpoint; add its --ckpt_dir."
+            )
+        exported = quantised.resolve(
+            values["quant_dit_path"],
+            checkpoint,
+            device=execution.device,
+            dit_fsdp=topology.dit_fsdp,
+            fa_quant=attention.fa_quant if attention.fp8 else None,
+        )
+    return Setup(preset, checkpoint, execution, topology, attention, exported, chip), notices
+
+
+def check_needs(values: Values) -> None:
+    """InputError for a setting without the one that it belongs to."""
+    for name in values:
+        needs = FLAGS[name].needs
+        if needs is not None and not values.get(needs):
+            raise InputError(f"--{name} has no effect without --{needs}; add it or drop --{name}.")
+
+
+def _decide(
+    values: Values,
+    preset: Preset,
+    checkpoint: Checkpoint,
+    world: int,
+    image_size: tuple[int, int] | None,
+) -> tuple[Setup, Request, tuple[str, ...]]:
+    if "decode_latents" in values:  # there is no attention
+        denoising = {field.name for field in fields(Attention)} | {"quant_dit_path"}
+        values = {name: value for name, value in values.items() if name not in denoising}
+        _check_latents(values["decode_latents"], preset)
+        if world > 1:
+            raise InputError(
+                f"--decode_latents runs on one process, but {world} were started; start it as "
+                "`python generate.py --decode_latents ...`."
+            )
+    setup, notices = make_setup(values, preset, checkpoint, world)
+    request = make_request(preset, values, image_size)
+    return setup, request, (*notices, *setup.check_request(request))
+
+
+def _made(kind: Callable[..., T], values: Values) -> T:
+    """A dataclass whose fields are named like flags, from the values that are present."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in names if name in values})
+
+
+def _layered(flags: Values) -> dict[str, Any]:
+    """The given flags over an earlier run's record over variables.
+
+    A switch that a flag turns off takes back what the layers below say beside it.
+    """
+    below = {**env.aliases(), **_recorded(flags)}
+    values = {**below, **flags}
+    for name in below.keys() - flags.keys():
+        needs = FLAGS[name].needs
+        if needs is not None and not values.get(needs):
+            del values[name]
+    check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
+    return values
+
+
+def _recorded(flags: Values) -> dict[str, Any]:
     """Settings of the earlier run that --from_json repeats or --decode_latents continues."""
     if "from_json" in flags and "decode_latents" in flags:
         raise InputError("--from_json and --decode_latents exclude each other; give one of them.")
+    if "plan" in flags and "decode_latents" in flags:
+        raise InputError("--plan is about denoising, --decode_latents only decodes; drop one.")
     if "from_json" in flags:
-        path = Path(flags["from_json"])
+        path = flags["from_json"]
         settings = read_json(path).get("settings")
         if isinstance(settings, dict):  # the repeat gets a name of its own: nothing is overwritten
             settings = {key: value for key, value in settings.items() if key != "save_file"}
     elif "decode_latents" in flags:
         for name in flags:
-            if name not in _WHILE_DECODING:
+            if name not in _DECODING:
                 raise InputError(
                     f"--{name} has no effect with --decode_latents, which only decodes; drop it."
                 )
-        path = Path(flags["decode_latents"])
-        _latents(path)
+        path = flags["decode_latents"]
+        latents_shape(path)
         settings = safetensors_metadata(path, "settings")
     else:
         return {}
@@ -335,44 +288,7 @@ def recorded(flags: Mapping[str, Any]) -> dict[str, Any]:
     return read(settings, f"{path}: {{}}")
 
 
-def _latents(path: Path) -> tuple[int, ...]:
-    found = safetensors_header(path).get("latents")
-    if found is None or len(found.shape) != 4:
-        raise InputError(f"{path} holds no latents of generate.py; give a .latents.safetensors.")
-    return found.shape
-
-
-def check_latents(path: Path, preset: Preset) -> None:
-    """The latents must be those of the task's VAE."""
-    channels = _latents(path)[0]
-    if channels != preset.latent_channels:
-        raise InputError(
-            f"{path} has {channels} channels, the {preset.vae} VAE of this task decodes "
-            f"{preset.latent_channels}; give the --ckpt_dir the latents were made with."
-        )
-
-
-def checkpoint_folder(values: Mapping[str, Any], preset: Preset) -> tuple[Path, bool]:
-    """The checkpoint folder, and whether it is the demo's."""
-    if "ckpt_dir" in values:
-        return Path(os.path.expanduser(values["ckpt_dir"])), False
-    official = Path(preset.folder)
-    if official.is_dir():
-        return official, False
-    trained = _DEMOS / preset.task
-    return trained if trained.is_dir() else env.cache_dir() / f"demo-{preset.task}-v1", True
-
-
-def demo_notice(folder: Path, preset: Preset) -> str:
-    """What to expect of the demo checkpoint in `folder`."""
-    if folder.parent == _DEMOS:
-        expect = f"It draws plain shapes that move; {_DEMOS / 'README.md'} lists its words."
-    else:
-        expect = "Its weights are random, so the video is noise; it shows that everything runs."
-    return f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {folder}. {expect}"
-
-
-def generation_config(folder: Path) -> dict[str, Any]:
+def _generation_config(folder: Path) -> dict[str, Any]:
     """Sampling defaults that the checkpoint brings in its generation_config.json."""
     path = folder / "generation_config.json"
     if not path.is_file():
@@ -384,3 +300,93 @@ def generation_config(folder: Path) -> dict[str, Any]:
                 f"{path} sets {key!r}; a checkpoint may set {', '.join(_FROM_CHECKPOINT)}."
             )
     return read(raw, f"{path}: {{}}")
+
+
+def _planned_world(values: Values) -> int:
+    """The ranks that torchrun started; else as many as the sizes ask for."""
+    started, asked = env.world_size(), prod(values.get(name) or 1 for name in SIZES)
+    if asked > MAX_RANKS:
+        raise InputError(f"The sizes make {asked} ranks; at most {MAX_RANKS} are planned.")
+    return asked if started == 1 else started
+
+
+def _checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:
+    """The checkpoint folder, and whether it is a demo's."""
+    if "ckpt_dir" in values:
+        return values["ckpt_dir"], False
+    official = Path(preset.folder)
+    if official.is_dir():
+        return official, False
+    trained = _DEMOS / preset.task
+    return trained if trained.is_dir() else env.cache_dir() / f"demo-{preset.task}-v1", True
+
+
+def _check_parts(checkpoint: Checkpoint, values: Values) -> None:
+    parts = ("vae",) if "decode_latents" in values else ("vae", "text_encoder", "tokenizer")
+    for part in parts:
+        checkpoint.require(part)
+
+
+def _image(values: Values, preset: Preset) -> Image | None:
+    if "decode_latents" in values:
+        return None
+    if "image" in values:
+        if preset.kind == "t2v":
+            raise InputError(
+                f"Task {preset.task} takes no --image; use i2v-A14B or ti2v-5B, or drop the image."
+            )
+        return images.read(values["image"])
+    if preset.kind == "i2v":
+        raise InputError(f"Task {preset.task} starts from an image; give one with --image.")
+    return None
+
+
+def _extension(values: Values, has_image: bool) -> Extension | None:
+    if not values.get("use_prompt_extend"):
+        return None
+    extension = _made(Extension, values)
+    if env.rank() == 0:  # which alone runs the model
+        extension.check(has_image)
+    return extension
+
+
+def _check_latents(path: Path, preset: Preset) -> None:
+    channels = latents_shape(path)[0]
+    if channels != preset.latent_channels:
+        raise InputError(
+            f"{path} has {channels} channels, the {preset.vae} VAE of this task decodes "
+            f"{preset.latent_channels}; give the --ckpt_dir the latents were made with."
+        )
+
+
+def _record(values: Values, setup: Setup, request: Request, output: Output) -> dict[str, Any]:
+    """All settings under their flags' names, enough to repeat the video."""
+    parts = (setup.execution, setup.attention, request, output)
+    found = dict(values)
+    for part in parts:
+        found |= {field.name: getattr(part, field.name) for field in fields(part)}
+    found |= {name: str(Path(found[name]).absolute()) for name in _PATHS if name in found}
+    return {
+        name: found[name]
+        for name, flag in FLAGS.items()
+        if flag.record
+        and found.get(name) is not None
+        and (flag.needs is None or found.get(flag.needs))
+    }
+
+
+def _about(request: Request, demo: Path | None, defaults: Values) -> list[str]:
+    """Lines about the checkpoint and the video's size."""
+    lines, preset = [], request.preset
+    if demo is not None:
+        expect = "It is randomly initialised, so the video is noise; it shows that everything runs."
+        if demo.parent == _DEMOS:
+            expect = f"It draws plain shapes that move; {_DEMOS / 'README.md'} lists its words."
+        lines.append(
+            f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {demo}. {expect}"
+        )
+    size = "*".join(map(str, request.size))
+    if size not in preset.trained_sizes and request.size != defaults.get("size"):
+        trained = ", ".join(preset.trained_sizes)
+        lines.append(f"{size} is not a size {preset.task} was trained on ({trained}).")
+    return lines

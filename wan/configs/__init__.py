@@ -36,7 +36,7 @@ def _config(preset: Preset) -> EasyDict:
         eps=1e-6,
         sample_shift=preset.sample_shift,
         sample_steps=preset.sample_steps,
-        sample_guide_scale=preset.guide_scale if two else preset.guide_scale[0],
+        sample_guide_scale=preset.sample_guide_scale if two else preset.sample_guide_scale[0],
     )
     if two:
         config.low_noise_checkpoint = "low_noise_model"

@@ -1,1 +1,1 @@
-"""Several processes as one: topology, all-to-all, ring, token shards, sharded weights."""
+"""Several ranks as one: launch, topology, all-to-all, ring, token shards, sharded weights."""

@@ -6,9 +6,9 @@ bfloat16 (without gradients their dtypes may differ), so the weights that are co
 those of the files, bit for bit. Nothing is converted on the way: what is upcast is upcast after it
 was gathered, in half the traffic of FSDP's own mixed precision.
 
-What follows for those who call a cut network: every rank of the mesh must call it, as often as the
-others, through `__call__` (the gathering is in hooks). Between calls it holds its share, no more.
-On accelerators FSDP moves the arguments of the outermost call to the device.
+What follows for the caller of a sharded network: every rank of the mesh must call it, as often as
+the others, through `__call__` (the gathering is in hooks). Between calls it holds its share, no
+more. On accelerators FSDP moves the arguments of the outermost call to the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Sharded:
-    """Implements `wan.loading.Place`: this rank's rows of every parameter.
+    """Implements `wan.checkpoint.load.Place`: this rank's rows of every parameter.
 
     mesh: one axis over the ranks that share the weights. blocks: the modules of a network that run
     one after the other and are gathered one at a time; what is in none of them is gathered for the
@@ -38,20 +38,20 @@ class Sharded:
     def __post_init__(self) -> None:
         if self.mesh.ndim != 1:
             raise ValueError(
-                f"The mesh {tuple(self.mesh.shape)} has {self.mesh.ndim} axes; weights are cut "
-                "over one: flatten it."
+                f"The mesh {tuple(self.mesh.shape)} has {self.mesh.ndim} axes; weights are "
+                "sharded over one: flatten it."
             )
 
     def prepare(self, network: nn.Module) -> None:
-        """Cut a network on the meta device, for inference: its parameters need no gradient."""
+        """Shard a network on the meta device, for inference: its parameters need no gradient."""
         for block in self.blocks(network):
             fully_shard(block, mesh=self.mesh, reshard_after_forward=True)
-        # The root too is cut again after each call: its share of the memory goes to the VAE.
+        # The root too is resharded after each call: what it frees goes to the VAE.
         fully_shard(network, mesh=self.mesh, reshard_after_forward=True)
 
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
         """The tensor that holds this rank's rows, to be written in place, and which rows."""
-        assert isinstance(parameter, DTensor), "the network has not been cut"
+        assert isinstance(parameter, DTensor), "the network has not been sharded"
         return parameter.to_local(), local_rows(parameter)
 
 

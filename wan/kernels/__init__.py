@@ -1,1 +1,1 @@
-"""Dense attention kernels of the devices."""
+"""Attention kernels and methods of all devices, and quantised linear layers."""

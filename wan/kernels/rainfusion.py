@@ -10,7 +10,7 @@ Legend: B batch, S tokens in RainFusion's order, N heads, D head size, nq and nk
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -61,13 +61,14 @@ REFERENCE = ReferenceBlocks()
 class MaskCache:
     """Masks of (sample, branch, layer, first head) of the expert at work, for `refresh` steps.
 
-    Counted from start_step: steps start_step, start_step + refresh, ... make every mask anew, and
-    so does a mask's absence, another shape, or a step that lies in another such period. A mask is
-    dropped when used for the last time, before its period or the sampling ends; another expert, or
-    an earlier step than the last (the next video), drops everything.
+    Counted from the first sparse step, start_step(number of steps): that one and every `refresh`-th
+    after it make every mask anew, and so does a mask's absence, another shape, or a step that lies
+    in another such period. A mask is dropped when used for the last time, before its period or the
+    sampling ends; another expert, or an earlier step than the last (the next video), drops
+    everything.
     """
 
-    def __init__(self, start_step: int, refresh: int) -> None:
+    def __init__(self, start_step: Callable[[int], int], refresh: int) -> None:
         self._start, self._refresh = start_step, refresh
         self._masks: dict[_Key, tuple[int, Tensor]] = {}
         self._expert, self._index = "", 0
@@ -77,7 +78,7 @@ class MaskCache:
         if step.expert != self._expert or step.index < self._index:
             self._masks.clear()
         self._expert, self._index = step.expert, step.index
-        period, new = divmod(step.index - self._start, self._refresh)
+        period, new = divmod(step.index - self._start(step.count), self._refresh)
         made, mask = self._masks.get(_key(step), (None, None))
         if not self._used_later(step):
             self._masks.pop(_key(step), None)
@@ -88,19 +89,21 @@ class MaskCache:
     def put(self, step: StepInfo, mask: Tensor) -> None:
         """Keeps a mask made at this call if a later step will use it."""
         if self._used_later(step):
-            self._masks[_key(step)] = ((step.index - self._start) // self._refresh, mask)
+            period = (step.index - self._start(step.count)) // self._refresh
+            self._masks[_key(step)] = (period, mask)
 
     def _used_later(self, step: StepInfo) -> bool:
         """Whether the next step belongs to the same period."""
-        following = step.index + 1
-        return following < step.count and (following - self._start) % self._refresh != 0
+        following, start = step.index + 1, self._start(step.count)
+        return following < step.count and (following - start) % self._refresh != 0
 
 
 class RainFusionAttention:
     """Implements `wan.kernels.base.Method`: rf_v2 / rf_v3 of MindIE-SD, from start_step on.
 
     kind: "v2" or "v3"; they attend alike, only v3 can be quantised. sparsity: share of each row's
-    blocks that is left out, 0 <= sparsity < 1. refresh: steps for which a mask is used.
+    blocks that is left out, 0 <= sparsity < 1. start_step: the first sparse step, or a function of
+    the number of steps. refresh: steps for which a mask is used.
     kernel: what computes. quantiser: blocks are scored before they are quantised; blocks of keys
     are then those of its scales. place: the form in which the kernel wants keys and values.
 
@@ -113,7 +116,7 @@ class RainFusionAttention:
         self,
         kind: str,
         sparsity: float,
-        start_step: int,
+        start_step: int | Callable[[int], int],
         refresh: int = 1,
         *,
         kernel: BlockSparseKernel = REFERENCE,
@@ -126,7 +129,8 @@ class RainFusionAttention:
             raise ValueError(f"FP8 RainFusion exists as v3 only, got {kind}: take v3, or no FP8")
         if quantiser is not None and quantiser.q_rows != Q_ROWS:
             raise ValueError(f"queries need a scale per {Q_ROWS} rows, got {quantiser.q_rows}")
-        if not 0 <= sparsity < 1 or start_step < 0 or refresh < 1:
+        start = start_step if callable(start_step) else lambda _: start_step
+        if not 0 <= sparsity < 1 or start(1) < 0 or refresh < 1:
             raise ValueError(
                 "RainFusion needs 0 <= sparsity < 1, start_step >= 0 and refresh >= 1, got "
                 f"sparsity={sparsity}, start_step={start_step}, refresh={refresh}"
@@ -135,13 +139,14 @@ class RainFusionAttention:
         self.name = f"rainfusion {kind} ({quantised}{kernel.name})"
         self.is_total = start_step == 0
         self.k_rows = Q_ROWS if quantiser is None else quantiser.kv_rows
-        self.masks = MaskCache(start_step, refresh)
-        self._sparsity, self._start_step = sparsity, start_step
+        self.masks = MaskCache(start, refresh)
+        self._sparsity, self._start = sparsity, start
         self._kernel, self._quantiser, self._place = kernel, quantiser, place
 
     def applies(self, step: StepInfo | None) -> bool:
         """Whether the call's step is sparse. Raises ValueError if nobody says which call it is."""
-        return _known(step).index >= self._start_step
+        known = _known(step)
+        return known.index >= self._start(known.count)
 
     def pack(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None

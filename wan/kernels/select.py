@@ -44,8 +44,7 @@ from wan.kernels.npu.small_ops import fused
 from wan.kernels.rainfusion import REFERENCE, BlockSparseKernel, RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.kernels.sdpa import SdpaKernel
-from wan.settings.attention import Attention, RainFusion
-from wan.settings.devices import Chip
+from wan.settings.attention import Attention
 
 Exported = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of its queries and keys, as a quantised checkpoint brings them."""
@@ -56,7 +55,7 @@ DENSE: dict[tuple[str, str], Callable[[Device], Kernel]] = {
     ("fused", "cpu"): lambda device: SdpaKernel(device.type),
     ("fused", "cuda"): lambda device: SdpaKernel(device.type),
     ("fused", "npu"): lambda device: FusedKernel(),
-    ("laser", "npu"): lambda device: LaserKernel(_chip(device)),
+    ("laser", "npu"): lambda device: LaserKernel(device.can),
 }
 
 
@@ -99,17 +98,17 @@ def select(
 
     Raises ValueError where a kernel does not exist on the device.
     """
-    npu, cap = device.type == "npu", attention.freq_cap
+    npu, cap = device.type == "npu", attention.fa_freq_cap
     return Selected(
-        dense=_dense(attention.algorithm, device),
+        dense=_dense(attention.attention_algo, device),
         text=_dense("fused", device),  # texts are too short for the laser kernel
         methods=(
             *_rainfusion(attention, device, head_dim, dtype, exported),
             *_fp8(attention, device, head_dim, dtype, exported),
         ),
-        order=None if attention.rainfusion is None else window_order,
+        order=window_order if attention.use_rainfusion else None,
         ops=fused(attention.fused_ops) if npu else PLAIN,
-        clock=FrequencyCap(cap, attention.freq_restore) if npu and cap is not None else None,
+        clock=FrequencyCap(cap, attention.fa_freq_restore) if npu and cap is not None else None,
     )
 
 
@@ -125,24 +124,24 @@ def _dense(algorithm: str, device: Device) -> Kernel:
 def _rainfusion(
     attention: Attention, device: Device, head_dim: int, dtype: torch.dtype, exported: Exported
 ) -> list[Method]:
-    rain = attention.rainfusion
-    if rain is None:
+    if not attention.use_rainfusion:
         return []
-    kernel = _block_sparse(rain, device, dtype)
-    place = as_they_are if rain.type == "v2" else _place(device, dtype)
+    kind, given = attention.rainfusion_type, attention.sparse_start_step
+    kernel = _block_sparse(kind, device, dtype)
+    place = as_they_are if kind == "v2" else _place(device, dtype)
 
     def method(quantiser: Fp8Quantiser | None) -> RainFusionAttention:
         return RainFusionAttention(
-            rain.type,
-            rain.sparsity,
-            rain.start_step,
-            rain.refresh,
+            kind,
+            attention.sparsity,
+            attention.start_step if given is None else given,
+            attention.mask_refresh_interval,
             kernel=kernel,
             quantiser=quantiser,
             place=place,
         )
 
-    if attention.fa_quant is None:
+    if not attention.fp8:
         return [method(None)]
     quantised = method(_quantiser(device, Rotations(head_dim, sylvester, exported)))
     return [OnLayers(quantised, exported), method(None)] if exported else [quantised]
@@ -151,7 +150,7 @@ def _rainfusion(
 def _fp8(
     attention: Attention, device: Device, head_dim: int, dtype: torch.dtype, exported: Exported
 ) -> list[Method]:
-    if attention.fa_quant is None:
+    if not attention.fp8:
         return []
     method = Fp8Attention(
         _quantiser(device, Rotations(head_dim, hadamard, exported)),
@@ -163,20 +162,19 @@ def _fp8(
     return [OnLayers(method, exported)] if exported else [method]
 
 
-def _block_sparse(rain: RainFusion, device: Device, dtype: torch.dtype) -> BlockSparseKernel:
+def _block_sparse(kind: str, device: Device, dtype: torch.dtype) -> BlockSparseKernel:
     if device.type == "npu":
-        chip = _chip(device)
-        return RainKernelV2(chip) if rain.type == "v2" else RainKernelV3(chip)
+        return RainKernelV2(device.can) if kind == "v2" else RainKernelV3(device.can)
     return FlexBlocks(device.torch_device, dtype) if device.type == "cuda" else REFERENCE
 
 
 def _fp8_kernel(device: Device) -> Fp8Kernel:
-    return NpuFp8Attention(_chip(device)) if device.type == "npu" else DEQUANTISED
+    return NpuFp8Attention(device.can) if device.type == "npu" else DEQUANTISED
 
 
 def _quantiser(device: Device, rotations: Rotations) -> Fp8Quantiser:
     if device.type == "npu":
-        return Fp8Quantiser(rotations, NpuBlockQuantise(_chip(device)))
+        return Fp8Quantiser(rotations, NpuBlockQuantise(device.can))
     return Fp8Quantiser(rotations)
 
 
@@ -186,11 +184,6 @@ def _place(device: Device, dtype: torch.dtype) -> Place:
         return placed_head_first
     inner = torch.float32 if device.type == "cpu" else dtype
     return lambda x: Payload(x.dequantised(inner))
-
-
-def _chip(device: Device) -> Chip:
-    assert device.chip is not None, "an NPU is a known chip"
-    return device.chip
 
 
 class OnLayers:

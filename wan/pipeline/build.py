@@ -1,320 +1,332 @@
-"""The parts of a run made from a checkpoint, each in its number format: DiT, text encoder, VAE.
-
-The composition root: the one place that knows every class.
-"""
+"""The composition root: the one place that knows every class."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import nn
 
-from wan import device as devices
-from wan.checkpoint import load as loading
-from wan.checkpoint.keymaps import t5_transformers_name, vae_diffusers_name
-from wan.checkpoint.layout import Checkpoint
-from wan.checkpoint.load import Place, load_quantised_dit, rotations
-from wan.checkpoint.quantised import QuantisedDit
+from wan.checkpoint.load import (
+    WHOLE,
+    Adapt,
+    Blueprint,
+    Place,
+    Sources,
+    as_stored,
+    dit_dtypes,
+    int8_sources,
+    rotations,
+)
+from wan.checkpoint.quantised import Export
 from wan.device import Device
-from wan.distributed import mesh
 from wan.distributed.exchange import ALONE
 from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
+from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.npu import linear as npu_linear
 from wan.kernels.select import Selected, select
 from wan.log import Stages, logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens
 from wan.modules.model import WanModel
-from wan.pipeline import attention_line
-from wan.pipeline import build as parts
-from wan.pipeline.pipeline import Experts, Lazy, Pipeline
-from wan.pipeline.text import TextEncoder, umt5, umt5_blocks, umt5_sizes
-from wan.pipeline.vae import VideoVAE, autoencoder_sizes
-from wan.settings import devices as on_device
-from wan.settings import parallel as parallel_settings
-from wan.settings.attention import Attention
+from wan.modules.schedule import heads_per_chunk
+from wan.pipeline import text, vae
+from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
+from wan.pipeline.setup import Setup
+from wan.pipeline.text import TextEncoder
+from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
-from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def check_parts(checkpoint: Checkpoint, network: WanModel) -> None:
-    """The VAE and the text encoder must be whole and belong to the networks; weights stay unread.
-
-    Parts that are absent are left to those who need them: embeddings can replace a text encoder.
-    """
-    if checkpoint.vae is not None:
-        sizes = autoencoder_sizes(loading.tensor_shapes(checkpoint.vae, vae_diffusers_name))
-        if sizes["z_dim"] != network.out_dim:
-            raise InputError(
-                f"{checkpoint.vae} has {sizes['z_dim']} latent channels, the DiT "
-                f"{network.out_dim}; they belong to different checkpoints: download the VAE again."
-            )
-    if checkpoint.text_encoder is not None:
-        shapes = loading.tensor_shapes(checkpoint.text_encoder, t5_transformers_name)
-        width = umt5_sizes(shapes)["d_model"]
-        if width != network.text_dim:
-            raise InputError(
-                f"{checkpoint.text_encoder} makes embeddings of {width} channels, the DiT takes "
-                f"{network.text_dim}; they belong to different checkpoints: download both again."
-            )
-
-
-def precision(execution: Execution, device: Device) -> torch.dtype:
-    choices = {"bf16": torch.bfloat16, "fp32": torch.float32, "auto": device.default_precision}
-    return choices[execution.precision]
-
-
-def dit_dtype(execution: Execution, dtype: torch.dtype) -> torch.dtype:
-    """--convert_model_dtype stores the DiT in bf16, and so its products are computed in bf16."""
-    return torch.bfloat16 if execution.convert_model_dtype else dtype
-
-
-def expert(
-    checkpoint: Checkpoint,
-    execution: Execution,
-    device: Device,
-    dtype: torch.dtype,
-    name: str,
-    collaborators: Collaborators,
-    place: Place | None,
-    quantised: QuantisedDit | None = None,
-) -> WanModel:
-    """A network. quantised: where its quantised layers come from; such a network is not cut."""
-    compute = dit_dtype(execution, dtype)
-    arguments: dict[str, Any] = {
-        "device": device.torch_device,
-        "dtype_of": loading.dit_dtypes(compute, execution.convert_model_dtype),
-        "label": f"DiT {name}",
-        "collaborators": replace(collaborators, text_kv_cache=execution.text_kv_cache),
-    }
-    files = checkpoint.experts[name]
-    if quantised is None:
-        model = loading.load_dit(files, place=place, **arguments)
-    else:
-        model = load_quantised_dit(files, quantised.experts[name], compute=compute, **arguments)
-    if execution.compile:
-        for block in model.blocks:
-            block.compile()
-    return model
-
-
-def weight_files(checkpoint: Checkpoint, quantised: QuantisedDit | None) -> dict[str, list[Path]]:
-    """Each network's files that are worth reading ahead: most of what is read is in them."""
-    if quantised is not None:
-        return {name: [export.weights] for name, export in quantised.experts.items()}
-    return {
-        name: [tensor.file for tensor in dit.tensors.values()]
-        for name, dit in checkpoint.experts.items()
-    }
-
-
-def text_encoder(
-    checkpoint: Checkpoint,
-    execution: Execution,
-    device: Device,
-    dtype: torch.dtype,
-    text_len: int,
-    place: Place | None,
-) -> TextEncoder:
-    path = checkpoint.require("text_encoder")
-    network = umt5(loading.tensor_shapes(path, t5_transformers_name))
-    loading.load_network(
-        network,
-        path,
-        t5_transformers_name,
-        device=torch.device("cpu") if execution.t5_cpu else device.torch_device,
-        dtype_of=lambda _, stored: stored if dtype == torch.float32 else dtype,
-        label="text encoder",
-        place=place,
-    )
-    return TextEncoder(network, checkpoint.require("tokenizer"), dtype=dtype, text_len=text_len)
-
-
-def vae(checkpoint: Checkpoint, execution: Execution, device: Device) -> VideoVAE:
-    weights = loading.load_tensors(
-        checkpoint.require("vae"),
-        vae_diffusers_name,
-        device=device.torch_device,
-        dtype_of=lambda *_: torch.float32,
-        label="VAE",
-    )
-    return VideoVAE(weights, tiling=execution.vae_tiling)
-
-
 T = TypeVar("T")
-ONE_PROCESS = Parallel()
-PLAIN = Attention()
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def pipeline(
-    checkpoint: Checkpoint,
-    execution: Execution,
-    *,
-    parallel: Parallel = ONE_PROCESS,
-    attention: Attention = PLAIN,
-    quantised: QuantisedDit | None = None,
-    team: Team | None = None,
-    device_index: int = 0,
-    t5_dtype: torch.dtype | None = None,
+    setup: Setup, device: Device, team: Team | None = None, t5_dtype: torch.dtype | None = None
 ) -> Pipeline:
-    """Everything composed, no weight read yet; names and shapes of the networks are checked.
+    """Everything composed and no weight read yet; names and shapes of all tensors are checked.
 
-    parallel, team: the topology, and the processes that form it. quantised: where quantised weights
-    are. device_index: which device, where there is no team. t5_dtype: the text encoder computes in
-    the run's precision unless this says otherwise.
+    Args:
+        setup: The checkpoint and the settings.
+        device: This rank's.
+        team: The ranks, in the topology of the setup; None for one process.
+        t5_dtype: What the text encoder computes in; None: the run's precision.
+
+    Raises:
+        InputError: For a device that cannot run the setup, and for files that are damaged or do
+            not belong together.
     """
-    device = devices.resolve(execution.device, device_index) if team is None else team.device
-    dtype = parts.precision(execution, device)
-    networks = {name: loading.meta_dit(files) for name, files in checkpoint.experts.items()}
-    network = next(iter(networks.values()))
-    parts.check_parts(checkpoint, network)
+    setup.check_device(device.can)
+    checkpoint, execution = setup.checkpoint, setup.execution
+    compute = DTYPES[execution.dit_precision_on(device.type)]
+    exported = {}
+    if setup.quantised is not None and setup.attention.fp8:
+        exported = rotations(setup.quantised)
+    selected = select(setup.attention, device, checkpoint.head_dim, compute, exported)
+    parts = _Parts(setup, device, _collaborators(setup, selected, team), team)
     stages = Stages(device.synchronize)
-    compute = parts.dit_dtype(execution, dtype)
-    head_dim = checkpoint.head_dim
-    on_device.check(execution, attention, quantised, head_dim, device.type, device.chip)
-    exported = {} if quantised is None or attention.fa_quant is None else rotations(quantised)
-    chosen = select(attention, device, head_dim, compute, exported)
-    collaborators = _collaborators(parallel, attention, chosen, team)
-    dit_place, t5_place = _places(parallel, team)
 
-    def timed(make: Callable[[], T]) -> Lazy[T]:
-        def load() -> T:
-            with stages("loading"):
-                return make()
-
-        return Lazy(load)
-
-    def expert(name: str) -> WanModel:
+    def timed(load: Callable[[], T]) -> T:
         with stages("loading"):
-            return parts.expert(
-                checkpoint, execution, device, dtype, name, collaborators, dit_place, quantised
-            )
+            return load()
 
     logger.info(
         "%s checkpoint, %s, %s, %d x %d heads",
         checkpoint.layout,
         device.name(),
-        parts.dtype_name(compute),
-        network.num_layers,
-        network.num_heads,
+        execution.dit_precision_on(device.type),
+        checkpoint.config["num_layers"],
+        checkpoint.heads,
     )
-    logger.info("%s", attention_line.line(attention, parallel, network.num_heads, chosen))
+    logger.info("%s", attention_line(setup, selected))
+    text_dtype = t5_dtype or DTYPES[execution.precision_on(device.type)]
     return Pipeline(
         device=device,
-        text=timed(
-            lambda: parts.text_encoder(
-                checkpoint, execution, device, t5_dtype or dtype, network.text_len, t5_place
-            )
-        ),
-        vae=timed(lambda: parts.vae(checkpoint, execution, device)),
+        text=Lazy(lambda: timed(lambda: parts.text_encoder(text_dtype))),
+        vae=Lazy(lambda: timed(parts.video_vae)),
         experts=Experts(
-            expert,
+            lambda name: timed(lambda: parts.dit(name, compute)),
             offload=execution.offload_model,
-            files=parts.weight_files(checkpoint, quantised),
+            files=_weight_files(setup),
         ),
-        text_dim=network.text_dim,
-        text_len=network.text_len,
+        text_size=(checkpoint.config["text_len"], checkpoint.config["text_dim"]),
         offload=execution.offload_model,
         stages=stages,
-        kernel=chosen.describe(),
-        **_shared(parallel, team),
+        kernel=selected.describe(),
+        sharing=_sharing(setup.parallel, team),
     )
 
 
-def team(
-    checkpoint: Checkpoint,
-    use_sp: bool,
-    values: dict[str, Any],
-    execution: Execution,
-    device_index: int,
-) -> tuple[Parallel, Team | None]:
-    """The topology for checked settings, and the team of the group that the caller made."""
-    world = mesh.running() if use_sp else 1
-    if use_sp and world == 1:
-        raise InputError(
-            "use_sp shares a video among processes, but torch.distributed is not initialised for "
-            "several; start with torchrun and call init_process_group first."
+def attention_line(setup: Setup, selected: Selected) -> str:
+    """How self-attention is carried out, in one line for the start of a run."""
+    attention, parallel = setup.attention, setup.parallel
+    sizes = heads_per_chunk(setup.checkpoint.heads, parallel.ulysses_size, parallel.mode.chunks)
+    each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
+    chunks = f"{len(sizes)} head chunk{'s' if len(sizes) > 1 else ''} of {each} per rank"
+    ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
+    gathered = {
+        "RainFusion": attention.use_rainfusion,
+        "FP8 attention": attention.fp8,
+        selected.dense.name: not attention.fp8 and not selected.dense.can_return_lse,
+    }
+    names = [name for name, is_it in gathered.items() if is_it] if parallel.ring_size > 1 else []
+    without = f"; K/V are gathered over the ring for {' and '.join(names)} (no log-sum-exp)"
+    return (
+        f"Attention: {parallel.mode.name}, {chunks}; ulysses {parallel.ulysses_size} x ring "
+        f"{parallel.ring_size}{ring} x cfg {parallel.cfg_size}; kernel {selected.describe()}; "
+        f"{_quantised(setup)}, {_sparse(setup)}{without if names else ''}"
+    )
+
+
+def _quantised(setup: Setup) -> str:
+    if not setup.attention.fp8:
+        return "no quantisation"
+    return "fp8 attention" + (" and exchanges" if setup.attention.quant_alltoall else "")
+
+
+def _sparse(setup: Setup) -> str:
+    attention = setup.attention
+    if not attention.use_rainfusion:
+        return "no sparsity"
+    start, refresh = attention.sparse_start_step, attention.mask_refresh_interval
+    begin = "after a quarter of the steps" if start is None else f"from step {start}"
+    kept = f", masks for {refresh} steps" if refresh > 1 else ""
+    return (
+        f"RainFusion {attention.rainfusion_type} of sparsity {attention.sparsity:g} {begin}{kept}"
+    )
+
+
+class _Parts:
+    """The networks of a checkpoint: compared with their files here, filled when needed."""
+
+    def __init__(
+        self, setup: Setup, device: Device, collaborators: Collaborators, team: Team | None
+    ) -> None:
+        self._setup, self._device = setup, device.torch_device
+        self._dit_place, self._t5_place = _places(setup.parallel, team)
+        checkpoint = setup.checkpoint
+        self._dits = {
+            name: Blueprint(
+                f"DiT {name}",
+                partial(WanModel, **files.config, collaborators=collaborators),
+                files.tensors,
+                files.folder,
+            )
+            for name, files in checkpoint.experts.items()
+        }
+        for dit in self._dits.values():
+            dit.check()
+        self._vae = None if checkpoint.vae is None else vae.blueprint(checkpoint.vae)
+        encoder = checkpoint.text_encoder
+        self._encoder = None if encoder is None else text.blueprint(encoder)
+        self._check_channels()
+        # Each rank checks what it will load: the libraries and a tokenizer take memory and time.
+        is_main = team is None or team.is_main
+        if self._vae is not None and is_main:
+            self._vae.check()
+        self._tokenizer: object = None
+        if self._encoder is not None and (is_main or setup.parallel.t5_fsdp):
+            self._encoder.check()
+            if checkpoint.tokenizer is not None:
+                self._tokenizer = text.load_tokenizer(checkpoint.tokenizer)
+
+    def _check_channels(self) -> None:
+        """What is there must belong together; embeddings can replace a text encoder."""
+        config = self._setup.checkpoint.config
+        if self._vae is not None:
+            channels = self._vae.tensors["post_quant_conv.weight"].shape[0]
+            if channels != config["out_dim"]:
+                raise InputError(
+                    f"{self._vae.origin} has {channels} latent channels, the DiT "
+                    f"{config['out_dim']}; they belong to different checkpoints: download the VAE "
+                    "again."
+                )
+        if self._encoder is not None:
+            width = self._encoder.tensors["shared.weight"].shape[1]
+            if width != config["text_dim"]:
+                raise InputError(
+                    f"{self._encoder.origin} makes embeddings of {width} channels, the DiT takes "
+                    f"{config['text_dim']}; they belong to different checkpoints: download both "
+                    "again."
+                )
+
+    def dit(self, name: str, compute: torch.dtype) -> WanModel:
+        """One expert. compute: the dtype of its matrix products."""
+        execution, quantised = self._setup.execution, self._setup.quantised
+        adapt: Adapt = as_stored
+        if quantised is not None:
+            adapt = quantised_layers(quantised.experts[name], self._device, compute)
+        model = self._dits[name].load(
+            device=self._device,
+            dtype_of=dit_dtypes(compute, execution.convert_model_dtype),
+            place=self._dit_place,
+            adapt=adapt,
         )
-    topology, notices = parallel_settings.resolve(values, world, checkpoint.heads, (0, 0))
-    for notice in notices:
-        logger.warning(notice)
-    sizes = (topology.cfg_size, topology.ring_size, topology.ulysses_size)
-    if world == 1:
-        return topology, None
-    return topology, mesh.form(devices.resolve(execution.device, device_index), sizes)
+        if execution.compile:
+            for block in model.blocks:
+                block.compile()
+        return model
+
+    def text_encoder(self, compute: torch.dtype) -> TextEncoder:
+        """compute: its dtype."""
+        checkpoint = self._setup.checkpoint
+        checkpoint.require("text_encoder"), checkpoint.require("tokenizer")
+        assert self._encoder is not None
+        device = torch.device("cpu") if self._setup.execution.t5_cpu else self._device
+        model = self._encoder.load(
+            device=device, dtype_of=text.dtypes(compute), place=self._t5_place
+        )
+        text_len = checkpoint.config["text_len"]
+        return TextEncoder(model, self._tokenizer, dtype=compute, text_len=text_len)
+
+    def video_vae(self) -> VideoVAE:
+        self._setup.checkpoint.require("vae")
+        assert self._vae is not None
+        model = self._vae.load(device=self._device, dtype_of=vae.in_float32)
+        return VideoVAE(model, tiling=self._setup.execution.vae_tiling)
 
 
-def _collaborators(
-    parallel: Parallel, attention: Attention, chosen: Selected, team: Team | None
-) -> Collaborators:
+def quantised_layers(export: Export, device: torch.device, compute: torch.dtype) -> Adapt:
+    """Puts the layers of an export in the place of a DiT's linear layers.
+
+    On an NPU they are mindiesd's, elsewhere our reference of the one algorithm that runs
+    everywhere. The float weights of these layers are neither read nor given memory.
+
+    Args:
+        export: The quantised layers of the network.
+        device: Where it runs.
+        compute: What goes into the layers and comes out; 16 bits on an NPU.
+    """
+
+    def on_npu(network: nn.Module, sources: Sources) -> Sources:
+        npu_linear.quantise(
+            network,
+            export.description,
+            export.linears,
+            use_nz=export.use_nz,
+            dtype=compute,
+            device=device,
+        )
+        return sources
+
+    def anywhere(network: nn.Module, sources: Sources) -> Sources:
+        for name, layer in export.linears.items():
+            empty = {
+                part: torch.empty(info.shape, device="meta") for part, info in layer.tensors.items()
+            }
+            made = W8A8Linear(
+                empty["weight"].to(torch.int8),
+                empty["weight_scale"],
+                empty.get("bias"),
+                empty.get("mul_scale"),
+                dtype=compute,
+            )
+            network.set_submodule(name, made)
+        return {**sources, **int8_sources(export, compute)}
+
+    if not export.linears:
+        return as_stored
+    return on_npu if device.type == "npu" else anywhere
+
+
+def _collaborators(setup: Setup, selected: Selected, team: Team | None) -> Collaborators:
     """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
+    parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
     several = team is not None and parallel.sequence_size > 1
-    if not (several or chosen.methods or chosen.clock):
-        return Collaborators(LocalAttention(chosen.dense), chosen.text, LocalTokens(), chosen.ops)
+    if not (several or selected.methods or selected.clock):
+        attention = LocalAttention(selected.dense)
+        return Collaborators(attention, selected.text, LocalTokens(), selected.ops, text_cache)
     group = ALONE if team is None else team.group("ring", "ulysses")
-    multiple = attention.row_multiple(parallel.ring_size) if several else 1
+    multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
     layer = FAPowerCapAttention(
         parallel,
         ALONE if team is None else team.group("ulysses"),
         parallel.fa_alltoall_overlap,
-        kernel=chosen.dense,
+        kernel=selected.dense,
         ring=None if team is None else Ring(team.group("ring"), parallel.ring_type),
-        methods=chosen.methods,
-        clock=chosen.clock,
+        methods=selected.methods,
+        clock=selected.clock,
     )
-    tokens = ShardedTokens(group, multiple, chosen.order)
-    return Collaborators(layer, chosen.text, tokens, chosen.ops)
+    tokens = ShardedTokens(group, multiple, selected.order)
+    return Collaborators(layer, selected.text, tokens, selected.ops, text_cache)
 
 
-def _places(parallel: Parallel, team: Team | None) -> tuple[Sharded | None, Sharded | None]:
-    """Where the rows of the DiT's and of the text encoder's weights go; None: all to every rank."""
+def _places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
+    """Where the rows of the DiT's and of the text encoder's weights go."""
+    dit: Place = WHOLE
+    encoder: Place = WHOLE
+    if team is not None and parallel.dit_fsdp:
+        dit = Sharded(team.world_mesh(), lambda network: network.blocks)
+    if team is not None and parallel.t5_fsdp:
+        encoder = Sharded(team.world_mesh(), text.umt5_blocks)
+    return dit, encoder
+
+
+def _sharing(parallel: Parallel, team: Team | None) -> Sharing:
+    """How the ranks come to what only one of them makes, and to the two guidance branches."""
     if team is None:
-        return None, None
-    cut = Sharded(team.world_mesh(), lambda network: network.blocks) if parallel.dit_fsdp else None
-    return cut, Sharded(team.world_mesh(), umt5_blocks) if parallel.t5_fsdp else None
-
-
-def _shared(parallel: Parallel, team: Team | None) -> dict[str, Any]:
-    """How the processes of a team come to what only one of them needs to make."""
-    if team is None:
-        return {}
-    shared: dict[str, Any] = {"share_latents": team.from_main}
+        return ONE_PROCESS
+    sharing = Sharing(latents=team.from_main)
     if not parallel.t5_fsdp:
-        shared["share_text"] = team.from_main
+        sharing = replace(sharing, text=team.from_main)
     if parallel.cfg_size == 2:
-        shared["branches"] = team.both_branches
-    return shared
+        sharing = replace(sharing, branches=team.both_branches)
+    return sharing
 
 
-def resolved(execution: Execution, pipeline: Pipeline) -> dict[str, str]:
-    """What "auto" came to, for the record."""
-    device = pipeline.device
-    dtype = parts.precision(execution, device)
+def _weight_files(setup: Setup) -> dict[str, list[Path]]:
+    """Each DiT's files that are worth reading ahead: most of what is read is in them."""
+    if setup.quantised is not None:
+        return {name: [export.weights] for name, export in setup.quantised.experts.items()}
     return {
-        "device": device.name(),
-        "precision": "fp32" if dtype == torch.float32 else "bf16",
-        "dit_dtype": parts.dtype_name(parts.dit_dtype(execution, dtype)),
-        "kernel": pipeline.kernel,
+        name: [tensor.file for tensor in dit.tensors.values()]
+        for name, dit in setup.checkpoint.experts.items()
     }
-
-
-def demo_checkpoint(task: str, folder: Path) -> None:
-    """Write the tiny random checkpoint that stands in where no trained one does."""
-    from wan.pipeline.tiny import make_checkpoint
-
-    logger.info("Making the tiny demo checkpoint %s (once).", folder)
-    try:
-        make_checkpoint(task, folder)
-    except (OSError, InputError):
-        if not folder.is_dir():  # otherwise another run has just made the same one
-            raise

@@ -6,7 +6,7 @@ Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from wan.pipeline.denoise import Conditions
-from wan.settings.request import Request, latent_shape
+from wan.settings.request import Request
 
 Encode = Callable[[Tensor], Tensor]
 """Pixels [3,F,H,W] in [-1, 1] to normalised latents [Z,f,h,w]."""
@@ -27,33 +27,36 @@ def noise(request: Request, device: torch.device) -> Tensor:
     Drawn on the CPU by default, so that a seed means the same video on every device; the official
     code draws on the device (--noise_device device).
     """
-    preset = request.preset
-    shape = (preset.latent_channels, *latent_shape(preset, request.video_size, request.frame_num))
     where = torch.device("cpu") if request.noise_device == "cpu" else device
-    generator = torch.Generator(where).manual_seed(request.seed)
+    generator = torch.Generator(where).manual_seed(request.base_seed)
+    shape = request.latent_shape
     return torch.randn(shape, generator=generator, device=where, dtype=torch.float32).to(device)
 
 
 def prepare(
     request: Request,
-    context: Tensor,
-    negative_context: Tensor,
+    contexts: tuple[Tensor, Tensor],
     image: Image.Image | None,
     encode: Encode,
     device: torch.device,
 ) -> Conditions:
-    """The start of the loop and what it is held to, for the request's kind of task."""
-    parts: dict[str, Any] = {"timesteps": lambda t: t.reshape(1), "impose": lambda latents: latents}
-    start = noise(request, device)
-    if image is not None and request.preset.kind == "i2v":
-        parts["y"] = image_channels(request, pixels(image), encode).to(device)
-    elif image is not None:
-        first = encode(cover(image, request.video_size)).to(device)
-        start, held = _hold_first_frame(request, start, first)
-        parts |= held
-    return Conditions(
-        **{"start": start, "context": context, "negative_context": negative_context, "y": None}
-        | parts
+    """The start of the loop and what it is held to, for the request's kind of task.
+
+    Args:
+        request: The video.
+        contexts: Text embeddings of the prompt and of the negative one.
+        image: The image to start from.
+        encode: The VAE.
+        device: Where the loop runs.
+    """
+    conditions = Conditions(noise(request, device), *contexts)
+    if image is None:
+        return conditions
+    if request.preset.kind == "i2v":
+        y = image_channels(request, pixels(image), encode).to(device)
+        return replace(conditions, y=y)
+    return _hold_first_frame(
+        request, conditions, encode(cover(image, request.video_size)).to(device)
     )
 
 
@@ -89,9 +92,7 @@ def cover(image: Image.Image, size: tuple[int, int]) -> Tensor:
     return pixels(resized.crop((left, top, left + width, top + height))).unsqueeze(1)
 
 
-def _hold_first_frame(
-    request: Request, start: Tensor, first_Z1hw: Tensor
-) -> tuple[Tensor, dict[str, Any]]:
+def _hold_first_frame(request: Request, conditions: Conditions, first_Z1hw: Tensor) -> Conditions:
     """ti2v: the first latent frame is given; its tokens are at timestep 0 and never change."""
     frames, height, width = request.grid
     keep = torch.zeros(frames, dtype=torch.float32)
@@ -103,4 +104,5 @@ def _hold_first_frame(
     def timesteps(t: Tensor) -> Tensor:
         return (keep * t).repeat_interleave(height * width).unsqueeze(0)
 
-    return impose(start), {"impose": impose, "timesteps": timesteps}
+    start = impose(conditions.start)
+    return replace(conditions, start=start, timesteps=timesteps, impose=impose)

@@ -1,12 +1,14 @@
-"""The denoising loop: official noise schedules, diffusers' solvers, experts and guidance.
+"""The denoising loop: experts by timestep, guidance, solver steps.
 
-Legend: N steps, Z latent channels, f h w latent frames/height/width.
+Legend: Z latent channels, f h w latent frames/height/width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from typing import Protocol
 
 import torch
@@ -49,17 +51,21 @@ class ExpertSource(Protocol):
 class Conditions:
     """What holds during a whole run.
 
-    start [Z,f,h,w]: the initial latents. context, negative_context: [length, text_dim] each.
-    y [20,f,h,w]: i2v's channels beside the latents. timesteps(t): what the model is told at t.
-    impose(latents): puts back what is given, such as ti2v's first frame.
+    Attributes:
+        start: The initial latents, float32 [Z,f,h,w].
+        context: Text embeddings of the prompt, [length, text_dim].
+        negative_context: Those of the negative prompt.
+        y: i2v's channels beside the latents, [20,f,h,w].
+        timesteps: What the model is told at a timestep t: [1], or one per token.
+        impose: Puts back into latents what is given, such as ti2v's first frame.
     """
 
     start: Tensor
     context: Tensor
     negative_context: Tensor
-    y: Tensor | None
-    timesteps: Callable[[Tensor], Tensor]
-    impose: Callable[[Tensor], Tensor]
+    y: Tensor | None = None
+    timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
+    impose: Callable[[Tensor], Tensor] = lambda latents: latents
 
 
 def expert_at(timestep: int, boundary: float | None) -> tuple[str, int]:
@@ -91,7 +97,7 @@ def denoise(
     branches: where the two guidance branches are computed.
     """
     solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
-    latents = conditions.start
+    latents, tokens = conditions.start, prod(request.grid)
     plan = [expert_at(int(timestep), request.boundary) for timestep in solver.timesteps]
     experts.get(plan[0][0])  # before the bar, so that its pace is that of the steps
     with torch.no_grad(), progress(request.sample_steps, "sampling", "step") as bar:
@@ -101,47 +107,44 @@ def denoise(
             if upcoming != name:
                 experts.prefetch(upcoming)
             bar.set_postfix_str(name, refresh=False)
-            velocity = guided_velocity(
+            step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
+            branch = partial(
+                velocity,
                 experts.get(name),
                 latents,
-                conditions,
                 conditions.timesteps(timestep),
-                _step(request, index, name),
-                request.guide_scale[scale],
-                branches,
+                conditions,
+                step,
             )
-            latents = solver.step(velocity, timestep, latents, return_dict=False)[0]
+            guided = guide(branch, request.sample_guide_scale[scale], branches)
+            latents = solver.step(guided, timestep, latents, return_dict=False)[0]
             latents = conditions.impose(latents)
             bar.update()
     return latents
 
 
-def guided_velocity(
-    model: Denoiser,
-    latents: Tensor,
-    conditions: Conditions,
-    t: Tensor,
-    step: Callable[[str], StepInfo],
-    scale: float,
-    branches: Branches = both_here,
+def velocity(
+    model: Denoiser, latents: Tensor, t: Tensor, conditions: Conditions, step: StepInfo, branch: str
 ) -> Tensor:
-    """u + scale * (c - u) of the two guidance branches; at scale 1 that is c, and u is skipped."""
+    """The model's prediction for one guidance branch, "cond" or "uncond"; float32 [Z,f,h,w].
+
+    Args:
+        model: The expert of the step.
+        latents: [Z,f,h,w].
+        t: Timesteps as the model takes them.
+        conditions: Those of the run.
+        step: Which step; its branch is replaced.
+        branch: The branch.
+    """
+    context = conditions.context if branch == "cond" else conditions.negative_context
     y = None if conditions.y is None else [conditions.y]
+    info = replace(step, branch=branch)
+    return model([latents], t, [context], info.valid_len, y, step=info)[0]
 
-    contexts = {"cond": conditions.context, "uncond": conditions.negative_context}
 
-    def branch(name: str) -> Tensor:
-        info = step(name)
-        return model([latents], t, [contexts[name]], info.valid_len, y, step=info)[0]
-
+def guide(branch: Callable[[str], Tensor], scale: float, branches: Branches = both_here) -> Tensor:
+    """u + scale * (c - u) of the two guidance branches; at scale 1 that is c, and u is skipped."""
     if scale == 1:
         return branch("cond")
     cond, uncond = branches(branch)
     return uncond + scale * (cond - uncond)
-
-
-def _step(request: Request, index: int, expert: str) -> Callable[[str], StepInfo]:
-    f, h, w = request.grid
-    return lambda branch: StepInfo(
-        index, request.sample_steps, branch, expert, request.grid, f * h * w
-    )

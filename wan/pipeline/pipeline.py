@@ -1,7 +1,4 @@
-"""The networks of a checkpoint: loaded when first needed, released as the memory policy says.
-
-One request from prompt to frames: encode, condition, denoise, decode.
-"""
+"""One request from prompt to latents to frames, and which networks are in memory meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from wan.device import Device
 from wan.log import Stages
 from wan.modules.model import WanModel
 from wan.pipeline import conditioning
-from wan.pipeline import denoise as sampler
+from wan.pipeline.denoise import Branches, both_here, denoise
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
@@ -109,34 +106,56 @@ class Lazy(Generic[T]):
 
 
 FromMain = Callable[[Callable[[], Tensor]], Tensor]
-"""Calls make() on one process and gives every process its result."""
+"""Calls make() on one rank and gives every rank its result."""
 
 
 def make_here(make: Callable[[], Tensor]) -> Tensor:
     return make()
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share work outside the DiT; by default each does its own.
+
+    Attributes:
+        text: How they come to text embeddings.
+        latents: How they come to the VAE's latents.
+        branches: Where the two guidance branches are computed.
+    """
+
+    text: FromMain = make_here
+    latents: FromMain = make_here
+    branches: Branches = both_here
+
+
+ONE_PROCESS = Sharing()
+
+
 @dataclass
 class Pipeline:
-    """The parts of a run. offload: release each part as soon as its stage is over.
-    kernel: the name of self-attention's, for records.
+    """The parts of a run.
 
-    share_text, share_latents: how processes come to the text embeddings and the VAE's latents (by
-    default each makes its own). branches: where the two guidance branches are computed.
+    Attributes:
+        device: This rank's.
+        text: The text encoder.
+        vae: The autoencoder.
+        experts: The DiTs.
+        text_size: Most tokens of a prompt, and channels of each, that the DiTs take.
+        offload: Each part is released as soon as its stage is over.
+        stages: Seconds of each stage.
+        kernel: What computes self-attention, for records.
+        sharing: How ranks share work.
     """
 
     device: Device
     text: Lazy[TextEncoder]
     vae: Lazy[VideoVAE]
     experts: Experts
-    text_dim: int
-    text_len: int
+    text_size: tuple[int, int]
     offload: bool
     stages: Stages
     kernel: str
-    share_text: FromMain = make_here
-    share_latents: FromMain = make_here
-    branches: sampler.Branches = sampler.both_here
+    sharing: Sharing = ONE_PROCESS
 
     def set_offload(self, offload: bool) -> None:
         self.offload = self.experts.offload = offload
@@ -144,34 +163,35 @@ class Pipeline:
     def latents(
         self,
         request: Request,
-        *,
         image: Image.Image | None = None,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
     ) -> Tensor:
         """Denoised latents, float32 [Z,f,h,w], on the device.
 
-        prompt_embeds, negative_prompt_embeds: [length, text_dim], used instead of the prompts.
+        Args:
+            request: The video.
+            image: The image to start from.
+            prompt_embeds: [length, text_dim], used instead of the prompt.
+            negative_prompt_embeds: Likewise.
         """
         with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
-            if all(scale == 1 for scale in request.guide_scale):
-                negative = context  # never looked at
-            else:
+            negative = context  # never looked at without guidance
+            if request.guided:
                 negative = self._context(request.negative_prompt, negative_prompt_embeds)
             self._done(self.text)
         with self.stages("conditioning"):
             conditions = conditioning.prepare(
                 request,
-                context,
-                negative,
+                (context, negative),
                 image,
-                lambda video: self.share_latents(lambda: self.vae.get().encode(video)),
+                lambda video: self.sharing.latents(lambda: self.vae.get().encode(video)),
                 self.device.torch_device,
             )
             self._done(self.vae)
         with self.stages("denoising"):
-            latents = sampler.denoise(request, conditions, self.experts, self.branches)
+            latents = denoise(request, conditions, self.experts, self.sharing.branches)
             self._done(self.experts)
         return latents
 
@@ -184,11 +204,12 @@ class Pipeline:
 
     def _context(self, prompt: str, embeds: Tensor | None) -> Tensor:
         if embeds is None:
-            embeds = self.share_text(lambda: self.text.get()(prompt))
-        if embeds.dim() != 2 or embeds.shape[1] != self.text_dim or len(embeds) > self.text_len:
+            embeds = self.sharing.text(lambda: self.text.get()(prompt))
+        length, channels = self.text_size
+        if embeds.dim() != 2 or embeds.shape[1] != channels or len(embeds) > length:
             raise InputError(
                 f"Text embeddings of shape {list(embeds.shape)} do not fit the DiT: it takes "
-                f"[length <= {self.text_len}, {self.text_dim}]."
+                f"[length <= {length}, {channels}]."
             )
         return embeds.to(self.device.torch_device)
 

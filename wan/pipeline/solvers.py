@@ -5,6 +5,7 @@ Legend: N steps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,28 +15,45 @@ from torch import Tensor
 from wan.settings.presets import TRAIN_TIMESTEPS
 
 
-def sigma_table(solver: str, steps: int, shift: float) -> tuple[Tensor, Tensor]:
-    """Sigmas, float32 [N+1] ending in 0, and timesteps, int64 [N].
+@dataclass(frozen=True)
+class Solver:
+    """A row of SOLVERS.
 
-    The official grids: UniPC starts just below 1, where training does, DPM++ at 1. The model sees
-    the truncated timesteps, the solver the exact sigmas.
+    Attributes:
+        scheduler: The class of diffusers that takes its steps.
+        start: The first sigma before the shift: UniPC starts just below 1, where training does.
     """
-    start = float(np.float32(1 - 1 / TRAIN_TIMESTEPS)) if solver == "unipc" else 1.0
-    ratios = np.linspace(start, 0, steps + 1)[:-1]
+
+    scheduler: str
+    start: float
+
+
+SOLVERS = {
+    "unipc": Solver("UniPCMultistepScheduler", float(np.float32(1 - 1 / TRAIN_TIMESTEPS))),
+    "dpm++": Solver("DPMSolverMultistepScheduler", 1.0),
+}
+
+
+def sigma_table(solver: str, steps: int, shift: float) -> tuple[Tensor, Tensor]:
+    """Sigmas, float32 [N+1] ending in 0, and timesteps, int64 [N]: the official grids.
+
+    The model is given the truncated timesteps, the solver the exact sigmas.
+    """
+    ratios = np.linspace(SOLVERS[solver].start, 0, steps + 1)[:-1]
     sigmas = shift * ratios / (1 + (shift - 1) * ratios)
     timesteps = torch.from_numpy(sigmas * TRAIN_TIMESTEPS).to(torch.int64)
     return torch.from_numpy(np.append(sigmas, 0.0).astype(np.float32)), timesteps
 
 
 def make_solver(name: str, steps: int, shift: float) -> Any:
-    """diffusers' UniPC or DPM++ stepping on the official table (their own tables differ)."""
-    from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
+    """A scheduler of diffusers on the official table (their own tables differ)."""
+    import diffusers
 
-    kind = UniPCMultistepScheduler if name == "unipc" else DPMSolverMultistepScheduler
+    kind = getattr(diffusers, SOLVERS[name].scheduler)
     solver = kind(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
     solver.set_timesteps(steps)
     solver.sigmas, solver.timesteps = sigma_table(name, steps, shift)
     # Steps are counted, not looked up: with many steps neighbouring timesteps truncate to the same
-    # number, and a look-up would start one step late.
+    # integer, and a look-up would start one step late.
     solver.set_begin_index(0)
     return solver

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wan.checkpoint.keymaps import t5_transformers_name
+from wan.checkpoint.load import Blueprint, DTypeOf, stored
 from wan.log import logger
 from wan.settings.errors import InputError
+from wan.settings.values import shown
 
 
 def clean_prompt(prompt: str) -> str:
@@ -32,24 +35,18 @@ def clean_prompt(prompt: str) -> str:
 class TextEncoder:
     """UMT5 with eager attention, which is bit-equal to the official encoder.
 
-    weights: a state dict under transformers' names, on the device, or a network of `umt5` that has
-    been given them, whole or sharded. dtype: what is computed in; where weights are bfloat16 and
-    dtype is float32, one layer at a time is upcast, so that the real encoder takes 11 GB, not 23.
+    network: that of `blueprint`, loaded, whole or sharded. tokenizer: from `load_tokenizer`. dtype:
+    what is computed in; where weights are bfloat16 and dtype is float32, one layer at a time is
+    upcast, so that the real encoder takes 11 GB, not 23.
     """
 
     def __init__(
-        self,
-        weights: Mapping[str, Tensor] | nn.Module,
-        tokenizer: Path,
-        *,
-        dtype: torch.dtype,
-        text_len: int,
+        self, network: nn.Module, tokenizer: Any, *, dtype: torch.dtype, text_len: int
     ) -> None:
         self.text_len = text_len
-        self._tokenizer = _load_tokenizer(tokenizer)
-        self._model: Any = weights if isinstance(weights, nn.Module) else _with_weights(weights)
-        if self._model.dtype != dtype:
-            _compute_in(self._model, dtype)
+        self._tokenizer, self._model = tokenizer, network
+        if next(network.parameters()).dtype != dtype:
+            _compute_in(network, dtype)
 
     @torch.no_grad()
     def __call__(self, prompt: str) -> Tensor:
@@ -73,74 +70,72 @@ class TextEncoder:
         return states[0, : min(len(ids), self.text_len)]
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder. InputError where it cannot do what `TextEncoder` asks of it."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer("a", padding="max_length", truncation=True, max_length=2)
+    except Exception as error:  # the tokenizers library raises no other for a damaged file
+        reason = shown(error, str)
         raise InputError(f"{folder} holds no usable tokenizer ({reason}); download it.") from error
+    return tokenizer
 
 
-def umt5_sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The sizes of a UMT5 encoder whose tensors have these shapes, as UMT5Config names them.
+def blueprint(path: Path) -> Blueprint[nn.Module]:
+    """The UMT5 encoder whose weights are in a file or folder, not loaded yet.
 
-    InputError where they are not those of a UMT5 encoder.
+    Raises InputError where they are not those of a UMT5 encoder.
     """
+    tensors = stored(path, t5_transformers_name)
     layer = "encoder.block.0.layer"
     try:
-        vocab_size, d_model = shapes["shared.weight"]
-        buckets, heads = shapes[f"{layer}.0.SelfAttention.relative_attention_bias.weight"]
-        return {
+        vocab_size, d_model = tensors["shared.weight"].shape
+        buckets, heads = tensors[f"{layer}.0.SelfAttention.relative_attention_bias.weight"].shape
+        sizes = {
             "vocab_size": vocab_size,
             "d_model": d_model,
-            "d_kv": shapes[f"{layer}.0.SelfAttention.q.weight"][0] // heads,
-            "d_ff": shapes[f"{layer}.1.DenseReluDense.wi_0.weight"][0],
-            "num_layers": len({name.split(".")[2] for name in shapes if ".block." in name}),
+            "d_kv": tensors[f"{layer}.0.SelfAttention.q.weight"].shape[0] // heads,
+            "d_ff": tensors[f"{layer}.1.DenseReluDense.wi_0.weight"].shape[0],
+            "num_layers": len({name.split(".")[2] for name in tensors if ".block." in name}),
             "num_heads": heads,
             "relative_attention_num_buckets": buckets,
         }
-    except (KeyError, ValueError) as error:
-        raise InputError(_WRONG.format(f"unexpected {error}")) from error
+        if min(sizes.values()) < 1:
+            raise ValueError("a size of 0")
+    except (LookupError, ValueError, ZeroDivisionError) as error:
+        raise InputError(
+            f"{path} holds other weights than those of a UMT5 encoder (unexpected {error}); "
+            "download models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again."
+        ) from error
+    return Blueprint("text encoder", partial(umt5, **sizes), tensors, path)
 
 
-_WRONG = (
-    "The text encoder's weights are not those of a UMT5 encoder ({}); download "
-    "models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again."
-)
-
-
-def umt5(shapes: Mapping[str, Sequence[int]]) -> Any:
-    """A UMT5 encoder on the meta device whose sizes are those of tensors of these shapes."""
+def umt5(**sizes: int) -> Any:
+    """transformers' UMT5 encoder of these sizes, in UMT5Config's words."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     config: Any = UMT5Config(
-        **umt5_sizes(shapes),
+        **sizes,
         relative_attention_max_distance=128,
         feed_forward_proj="gated-gelu",
         layer_norm_epsilon=1e-6,
     )
     config._attn_implementation = "eager"
-    with torch.device("meta"):
-        model: Any = UMT5EncoderModel(config)
+    model: Any = UMT5EncoderModel(config)
     model.set_input_embeddings(model.shared)  # one table for both names
     return model
+
+
+def dtypes(compute: torch.dtype) -> DTypeOf:
+    """The dtype that the weights are kept in: as stored where float32 is computed in."""
+    return lambda _, stored: stored if compute == torch.float32 else compute
 
 
 def umt5_blocks(model: Any) -> list[nn.Module]:
     """The large modules of a UMT5 encoder, which run one after the other."""
     return [model.shared, *model.encoder.block]
-
-
-def _with_weights(weights: Mapping[str, Tensor]) -> Any:
-    model = umt5({name: tensor.shape for name, tensor in weights.items()})
-    state = {**weights, "encoder.embed_tokens.weight": weights["shared.weight"]}  # the same table
-    try:
-        model.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as error:
-        raise InputError(_WRONG.format(error)) from error
-    return model.eval().requires_grad_(False)
 
 
 def _compute_in(model: Any, dtype: torch.dtype) -> None:

@@ -1,28 +1,17 @@
-"""The content of a tiny checkpoint: recipes of the tasks, random tensors, a small tokenizer.
-
-`tools/make_tiny_checkpoint.py` lays it out in folders.
-
-A complete Wan checkpoint folder with tiny random networks, for tests and first tries.
-
-    python tools/make_tiny_checkpoint.py --task t2v-A14B --out tiny
+"""Complete checkpoint folders with tiny, randomly initialised networks, for tests and first tries.
 
 Files and names are those of the published folders (official, or `*-Diffusers`); only the sizes
 differ. The networks make noise, but noise with sane statistics, so a whole run can be checked. One
-seed means the same tensors in both layouts and the same bytes in every run.
-
-As published, the DiT of t2v-1.3B is one file and the others are sharded; the DiT is stored as
-`dtype`, the text encoder as bfloat16, the VAE as float32. All values are exact in bfloat16.
+seed means the same tensors in both layouts and the same bytes in every run. As published, the DiT
+of t2v-1.3B is one file and the others are sharded; the text encoder is stored as bfloat16, the VAE
+as float32. All values are exact in bfloat16.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
-import shutil
 import string
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +26,9 @@ from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint import keymaps
+from wan.checkpoint.files import whole_folder
 from wan.modules.model import WanModel
-from wan.pipeline.vae import VAE_22
+from wan.pipeline.vae import VAE_22, autoencoder
 from wan.settings.errors import InputError
 
 State = OrderedDict[str, Tensor]
@@ -46,7 +36,8 @@ State = OrderedDict[str, Tensor]
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
-TEXT_DIM = 64
+TEXT_SIZES = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
+QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
 
 
 @dataclass(frozen=True)
@@ -90,6 +81,22 @@ RECIPES = {
 }
 
 
+def make_checkpoint(
+    task: str, out: Path, *, layout: str = "official", seed: int = 0, dtype: str = "bf16"
+) -> Path:
+    """Write the checkpoint folder `out` and return it.
+
+    Raises InputError for an unknown task, layout or dtype, and if `out` already holds something.
+    """
+    for value, known in ((task, RECIPES), (layout, WRITERS), (dtype, DTYPES)):
+        if value not in known:
+            raise InputError(f"{value!r} is unknown here; choose one of {', '.join(known)}.")
+    with whole_folder(out) as unfinished:
+        WRITERS[layout](unfinished, Networks(RECIPES[task], seed, DTYPES[dtype]))
+        write_json(unfinished / "generation_config.json", QUICK_RUN)
+    return out
+
+
 class Networks:
     """A recipe's tensors and tokenizer, and the library modules that the tensors belong to.
 
@@ -98,11 +105,14 @@ class Networks:
 
     def __init__(self, recipe: Recipe, seed: int, dtype: torch.dtype) -> None:
         self.recipe, self.tokenizer = recipe, train_tokenizer()
+        vae = {"z_dim": 16} if recipe.out_dim == 16 else {"decoder_base_dim": 10, **VAE_22}
+        words = self.tokenizer.get_vocab_size()
         with torch.device("meta"):  # no memory and no time for weights that are replaced
-            self.vae: Any = _vae(recipe)
-            self.text_encoder: Any = _text_encoder(self.tokenizer.get_vocab_size())
+            self.vae = autoencoder(base_dim=8, **vae)
+            config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
+            self.text_encoder: Any = UMT5EncoderModel(config)
             official = {key: value for key, value in recipe.config.items() if key[0] != "_"}
-            dit = WanModel(**official, text_dim=TEXT_DIM)
+            dit = WanModel(**official, text_dim=TEXT_SIZES["d_model"])
         random = torch.Generator().manual_seed(seed)
         experts = 1 if recipe.boundary is None else 2
         self.dit_states = [_draw(dit, str, random, dtype) for _ in range(experts)]
@@ -115,40 +125,6 @@ class Networks:
 
     def _vae_name(self, name: str) -> str:
         return keymaps.vae_official_name(name, self.vae.config.is_residual)
-
-
-def diffusers_dit(recipe: Recipe) -> Any:
-    """diffusers' DiT for the recipe, without memory."""
-    with torch.device("meta"):
-        return diffusers.WanTransformer3DModel(
-            num_attention_heads=recipe.num_heads,
-            attention_head_dim=recipe.head_dim,
-            in_channels=recipe.in_dim,
-            out_channels=recipe.out_dim,
-            text_dim=TEXT_DIM,
-            ffn_dim=recipe.config["ffn_dim"],
-            num_layers=recipe.config["num_layers"],
-        )
-
-
-def _vae(recipe: Recipe) -> Any:
-    if recipe.out_dim == 16:
-        return diffusers.AutoencoderKLWan(base_dim=8, z_dim=16)
-    return diffusers.AutoencoderKLWan(base_dim=8, decoder_base_dim=10, **VAE_22)
-
-
-def _text_encoder(vocab_size: int) -> Any:
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=vocab_size,
-            d_model=TEXT_DIM,
-            d_kv=8,
-            d_ff=160,
-            num_layers=3,
-            num_heads=8,
-            feed_forward_proj="gated-gelu",
-        )
-    )
 
 
 def _draw(
@@ -204,34 +180,6 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
-
-
-def make_checkpoint(
-    task: str, out: Path, *, layout: str = "official", seed: int = 0, dtype: str = "bf16"
-) -> Path:
-    """Write the checkpoint folder `out` and return it.
-
-    Raises InputError for an unknown task, layout or dtype, and if `out` already holds something.
-    """
-    for value, known in ((task, RECIPES), (layout, WRITERS), (dtype, DTYPES)):
-        if value not in known:
-            raise InputError(f"{value!r} is unknown here; choose one of {', '.join(known)}.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} exists and is not empty; name another folder or remove it.")
-    # Under its final name there is a complete folder or none.
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        WRITERS[layout](partial, Networks(RECIPES[task], seed, DTYPES[dtype]))
-        write_json(partial / "generation_config.json", QUICK_RUN)
-        partial.rename(out)
-    except BaseException:  # also Ctrl-C
-        shutil.rmtree(partial)
-        raise
-    return out
-
-
 def _write_official(folder: Path, networks: Networks) -> None:
     recipe, states = networks.recipe, networks.dit_states
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
@@ -268,7 +216,7 @@ def _write_diffusers(folder: Path, networks: Networks) -> None:
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
     for name, state in zip(names, states, strict=True):
         tensors = _renamed(state, keymaps.dit_diffusers_name)
-        _save_pretrained(folder / name, diffusers_dit(recipe), tensors, recipe.sharded)
+        _save_pretrained(folder / name, _diffusers_dit(recipe), tensors, recipe.sharded)
     tensors = _renamed(networks.vae_state, keymaps.vae_diffusers_name)
     _save_pretrained(folder / "vae", networks.vae, tensors, sharded=False)
     tensors = _renamed(networks.text_state, keymaps.t5_transformers_name)
@@ -284,6 +232,19 @@ def _write_diffusers(folder: Path, networks: Networks) -> None:
 
 def _renamed(state: State, rename: Callable[[str], str]) -> dict[str, torch.Tensor]:
     return {rename(name): tensor for name, tensor in state.items()}
+
+
+def _diffusers_dit(recipe: Recipe) -> Any:
+    with torch.device("meta"):
+        return diffusers.WanTransformer3DModel(
+            num_attention_heads=recipe.num_heads,
+            attention_head_dim=recipe.head_dim,
+            in_channels=recipe.in_dim,
+            out_channels=recipe.out_dim,
+            text_dim=TEXT_SIZES["d_model"],
+            ffn_dim=recipe.config["ffn_dim"],
+            num_layers=recipe.config["num_layers"],
+        )
 
 
 def _save_pretrained(
@@ -334,23 +295,3 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 WRITERS = {"official": _write_official, "diffusers": _write_diffusers}
-
-
-def main(argv: list[str] | None = None) -> int:
-    """0, or 2 with one sentence on stderr where the request is refused."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--task", required=True, choices=RECIPES)
-    parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
-    parser.add_argument("--layout", default="official", choices=WRITERS)
-    parser.add_argument("--seed", default=0, type=int)
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the DiT's tensors")
-    try:
-        print(make_checkpoint(**vars(parser.parse_args(argv))))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

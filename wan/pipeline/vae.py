@@ -6,16 +6,17 @@ as officially.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from wan.checkpoint.keymaps import vae_diffusers_name
+from wan.checkpoint.load import Blueprint, stored
 from wan.log import progress
 from wan.settings.errors import InputError
-
-Shape = Sequence[int]
 
 # Per-channel statistics of the 2.2 latents, published with the model; 2.1's are diffusers' default.
 # fmt: off
@@ -47,14 +48,10 @@ VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the
 
 
 class VideoVAE:
-    """Videos to normalised latents and back.
+    """Videos to normalised latents and back. network: that of `blueprint`, loaded."""
 
-    weights: a state dict under diffusers' names; the sizes of the network are those of its tensors.
-    Raises InputError for tensors of another network.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor], *, tiling: bool = False) -> None:
-        self._model = _autoencoder(weights)
+    def __init__(self, network: Any, *, tiling: bool = False) -> None:
+        self._model = network
         self.tiling = tiling
         config = self._model.config
         device = next(self._model.parameters()).device
@@ -91,36 +88,35 @@ class VideoVAE:
         return video[0].clamp_(-1, 1)
 
 
-def autoencoder_sizes(shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """The arguments of diffusers' autoencoder that tensors of these shapes have.
+def blueprint(path: Path) -> Blueprint[nn.Module]:
+    """The autoencoder whose weights are in a file or folder, not loaded yet.
 
-    InputError where they are not those of a Wan 2.1 or 2.2 VAE.
+    Raises InputError where they are not those of a Wan 2.1 or 2.2 VAE.
     """
+    tensors = stored(path, vae_diffusers_name)
     try:
-        base, channels = shapes["encoder.conv_in.weight"][:2]
-        z_dim = shapes["post_quant_conv.weight"][0]
+        base, channels = tensors["encoder.conv_in.weight"].shape[:2]
+        z_dim = tensors["post_quant_conv.weight"].shape[0]
         version: dict[str, Any] = {(3, 16): {"z_dim": 16}, (12, 48): VAE_22}[channels, z_dim]
-        decoder_base = shapes["decoder.conv_in.weight"][0] // 4
-    except (KeyError, ValueError, IndexError) as error:
-        raise InputError(_WRONG.format(f"unexpected {error}")) from error
-    return {"base_dim": base, "decoder_base_dim": decoder_base, **version}
+        decoder_base = tensors["decoder.conv_in.weight"].shape[0] // 4
+        if min(base, decoder_base) < 1:
+            raise ValueError("a size of 0")
+    except (LookupError, ValueError) as error:
+        raise InputError(
+            f"{path} holds other weights than those of a Wan 2.1 or 2.2 VAE (unexpected {error}); "
+            "download Wan2.1_VAE.pth or Wan2.2_VAE.pth (or vae/) again."
+        ) from error
+    make = partial(autoencoder, base_dim=base, decoder_base_dim=decoder_base, **version)
+    return Blueprint("VAE", make, tensors, path)
 
 
-_WRONG = (
-    "The VAE's weights are not those of a Wan 2.1 or 2.2 VAE ({}); download Wan2.1_VAE.pth or "
-    "Wan2.2_VAE.pth (or vae/) again."
-)
-
-
-def _autoencoder(weights: Mapping[str, Tensor]) -> Any:
-    """diffusers' autoencoder with the sizes that the tensors have."""
+def autoencoder(**sizes: Any) -> Any:
+    """diffusers' autoencoder of these sizes."""
     from diffusers import AutoencoderKLWan
 
-    sizes = autoencoder_sizes({name: tensor.shape for name, tensor in weights.items()})
-    with torch.device("meta"):
-        model = AutoencoderKLWan(**sizes)
-    try:
-        model.load_state_dict(weights, strict=True, assign=True)
-    except RuntimeError as error:
-        raise InputError(_WRONG.format(error)) from error
-    return model.eval().requires_grad_(False)
+    return AutoencoderKLWan(**sizes)
+
+
+def in_float32(_: str, __: torch.dtype) -> torch.dtype:
+    """The dtype that the weights are kept in."""
+    return torch.float32

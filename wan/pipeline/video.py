@@ -1,23 +1,33 @@
-"""Images in, videos and latents out; files are complete or absent."""
+"""Videos and latents out, latents in again; files are complete or absent.
+
+Legend: Z latent channels, f h w latent frames/height/width, F H W those of the video.
+Torch is not imported with this file, since latents are checked before it is.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from subprocess import DEVNULL, PIPE, Popen
+from typing import TYPE_CHECKING, Any
 
-import torch
-from PIL import Image, ImageOps
-from safetensors.torch import load_file, save
-from torch import Tensor
+from wan.checkpoint.files import safetensors_header
+from wan.log import logger
+from wan.settings.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def whole_file(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` that becomes `path` when the block ends without an error."""
+    path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
     try:
@@ -29,32 +39,59 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def to_uint8(frames_3FHW: Tensor) -> Tensor:
     """[F,H,W,3] uint8 from [-1, 1], scaled and truncated as the official code does."""
-    scaled = frames_3FHW.float().clamp(-1, 1).add(1).div(2).mul(255)
-    return scaled.to(torch.uint8).permute(1, 2, 3, 0).cpu()
+    return frames_3FHW.float().clamp(-1, 1).add(1).div(2).mul(255).byte().permute(1, 2, 3, 0).cpu()
 
 
 def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
-    """Write an mp4 with the official encoder settings: libx264, quality 8, yuv420p.
+    """Write an mp4 as officially: libx264 at quality 8 (CRF 10), yuv420p.
 
-    The sides must be multiples of 16, which all sizes of the models are; the encoder would rescale
-    others.
+    Args:
+        video_3FHW: at least one frame in [-1, 1]; H and W even, as yuv420p needs.
+        path: a name ending in .mp4; `~` is a name like any other here.
+        fps: frames per second.
+
+    Raises:
+        OSError: in one sentence, when not every frame could be written; no file is left then.
     """
-    import imageio
+    try:
+        with whole_file(path) as temporary:
+            _encode(video_3FHW, temporary, fps)
+            found, wanted = _frames_in(temporary), video_3FHW.shape[1]
+            if found != wanted or not wanted:
+                raise OSError(f"the encoder kept {found} of {wanted} frames")
+    except OSError as error:
+        raise OSError(
+            f"{path} could not be written ({error.strerror or error}); "
+            "free space there, or give another --save_file."
+        ) from error
 
-    with written_whole(path) as temporary:
-        writer = imageio.get_writer(temporary, format="FFMPEG", fps=fps, codec="libx264", quality=8)
+
+def _encode(video_3FHW: Tensor, path: Path, fps: float) -> None:
+    """Send the frames to ffmpeg; OSError with its first complaint where it fails."""
+    import imageio_ffmpeg
+
+    _, _, height, width = video_3FHW.shape
+    rate = str(Fraction(fps).limit_denominator())
+    raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate, "-i", "-"]
+    coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-f", "mp4"]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *raw, *coded, str(path)]
+    with Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE) as encoder:
+        assert encoder.stdin is not None
         try:
-            for frame in video_3FHW.split(1, dim=1):
-                writer.append_data(to_uint8(frame)[0].numpy())
-        finally:
-            writer.close()
-        # The encoder's exit code is not looked at by the library; a full disk shows only here.
-        count = _frames_in(temporary)
-        if count != video_3FHW.shape[1]:
-            raise OSError(
-                f"{path} could not be written: the encoder kept {count} of "
-                f"{video_3FHW.shape[1]} frames; is the disk full?"
-            )
+            for frame_3HW in video_3FHW.unbind(1):
+                encoder.stdin.write(to_uint8(frame_3HW[:, None]).numpy().tobytes())
+        except BrokenPipeError:
+            pass  # it has ended, and says why below
+        except BaseException:
+            encoder.kill()
+            raise
+        _, said = encoder.communicate()
+    if encoder.returncode < 0:
+        raise OSError(f"the encoder was ended by {signal.Signals(-encoder.returncode).name}")
+    if encoder.returncode > 0:
+        first = said.decode(errors="replace").strip().partition("\n")[0]
+        complaint = first.rpartition("] ")[2] or f"code {encoder.returncode}"
+        raise OSError(f"the encoder failed: {complaint}")
 
 
 def _frames_in(path: Path) -> int:
@@ -67,19 +104,37 @@ def _frames_in(path: Path) -> int:
         return 0
 
 
-def read_image(path: Path) -> Image.Image:
-    """The image in RGB, turned as its EXIF data says it is shown."""
-    with Image.open(path) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
-
-
 def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> None:
     """Latents with the settings of their run, from which `--decode_latents` continues."""
-    with written_whole(path) as temporary:
-        tensors = {"latents": latents_Zfhw.cpu().contiguous()}
+    from safetensors.torch import save
+
+    with whole_file(path) as temporary:
+        tensors = {"latents": latents_Zfhw.float().cpu().contiguous()}
         temporary.write_bytes(save(tensors, metadata={"settings": json.dumps(settings)}))
 
 
+def latents_shape(path: Path) -> tuple[int, ...]:
+    """(Z, f, h, w) of the latents that `save_latents` wrote, by the file's header alone.
+
+    Raises:
+        InputError: for any other file.
+    """
+    found = safetensors_header(path).get("latents")
+    if found is None:
+        raise InputError(f"{path} holds no latents of generate.py; give a .latents.safetensors.")
+    if found.dtype != "F32" or len(found.shape) != 4 or not all(found.shape):
+        raise InputError(
+            f"{path} holds latents of dtype {found.dtype} and shape {list(found.shape)}; those of "
+            "generate.py are F32 [channels, frames, height, width], each at least 1."
+        )
+    return found.shape
+
+
 def load_latents(path: Path) -> Tensor:
-    """Latents [Z,f,h,w] that `save_latents` wrote."""
-    return load_file(path)["latents"]
+    """Latents [Z,f,h,w] float32 of a file that `latents_shape` accepts."""
+    from safetensors.torch import load_file
+
+    latents_Zfhw = load_file(path)["latents"]
+    if not bool(latents_Zfhw.isfinite().all()):
+        logger.warning("%s holds NaN or infinity, so the video will be broken.", path)
+    return latents_Zfhw

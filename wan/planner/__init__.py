@@ -1,0 +1,1 @@
+"""What a run exchanges and what memory it takes, before it is run."""

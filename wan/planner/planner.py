@@ -142,7 +142,7 @@ def _network(planned: Planned) -> tuple[Network, Shapes]:
         net = Network(*sizes, channels, preset.latent_channels)
         return net, net.shapes()
     files = next(iter(planned.checkpoint.experts.values()))
-    config: dict[str, Any] = files.config
+    config: dict[str, Any] = {**files.config}
     names = ("dim", "ffn_dim", "in_dim", "out_dim", "text_len", "text_dim", "freq_dim")
     net = Network(
         heads=config["num_heads"],
@@ -171,4 +171,4 @@ def _file_bytes(path: Path) -> int:
     """Weights as stored; a .pth is an uncompressed archive of them."""
     if path.is_file():
         return path.stat().st_size
-    return sum(info.nbytes for info in (folder_tensors(path, "model") or {}).values())
+    return sum(info.nbytes for info in (folder_tensors(path) or {}).values())

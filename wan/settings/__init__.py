@@ -1,1 +1,1 @@
-"""Everything a run is told, checked before torch is imported. Numbers and paths only."""
+"""What a run is told, as frozen and checked values. No torch."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wan.settings import values
 from wan.settings.errors import InputError
 
-DEVICES = ("auto", "cpu", "cuda", "npu")
+DEVICE_TYPES = ("auto", "cpu", "cuda", "npu")
 PRECISIONS = ("auto", "bf16", "fp32")
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Device, number formats and memory.
+    """Device, dtypes and memory. Fields are named like the flags that set them.
 
-    precision "auto" is bf16 on CUDA and NPUs, fp32 on the CPU. convert_model_dtype stores all DiT
-    weights in bf16, also those that are computed with in fp32. offload_model keeps one network at
-    a time.
-    Raises InputError for unknown words and for combinations that contradict each other.
+    Attributes:
+        device: One of DEVICE_TYPES.
+        precision: One of PRECISIONS; "auto" is bf16 on accelerators, fp32 on the CPU.
+        convert_model_dtype: Stores all DiT weights in bf16, also what is computed in float32.
+        offload_model: Keeps one network in memory at a time.
+        t5_cpu: The text encoder runs on the CPU.
+        text_kv_cache: Keeps the text's keys and values over the steps.
+        compile: Compiles the transformer blocks.
+        vae_tiling: Decodes in tiles: less memory, not exact.
     """
 
     device: str = "auto"
@@ -31,10 +35,18 @@ class Execution:
     vae_tiling: bool = False
 
     def __post_init__(self) -> None:
-        values.choice(*DEVICES)("device", self.device)
-        values.choice(*PRECISIONS)("precision", self.precision)
         if self.convert_model_dtype and self.precision == "fp32":
             raise InputError(
                 "--convert_model_dtype stores the DiT in bf16, but --precision fp32 asks for fp32; "
                 "drop one of them."
             )
+
+    def precision_on(self, device: str) -> str:
+        """What "auto" is on a device of this type ("cpu", "cuda" or "npu"): "bf16" or "fp32"."""
+        if self.precision == "auto":
+            return "fp32" if device == "cpu" else "bf16"
+        return self.precision
+
+    def dit_precision_on(self, device: str) -> str:
+        """What the DiT's matrix products run in: that of its weights, which may be converted."""
+        return "bf16" if self.convert_model_dtype else self.precision_on(device)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from wan.modules.schedule import Mode, mode_of
+from wan.modules.schedule import MODES, OVERLAP, Mode
 from wan.settings.errors import InputError
 
 RING_TYPES = ("ring", "bidirectional")
@@ -15,12 +15,19 @@ SIZES = ("cfg_size", "ring_size", "ulysses_size")
 
 @dataclass(frozen=True)
 class Parallel:
-    """A resolved topology: cfg_size x ring_size x ulysses_size processes.
+    """A resolved topology: cfg_size x ring_size x ulysses_size ranks. `resolve` makes it.
 
-    cfg_size: 2 computes the two guidance branches on two halves of the ranks. ulysses_size: ranks
-    that exchange heads for tokens. ring_size: ranks that pass K/V round. comm_type: 0 baseline,
-    1 InsertComm, 2 BlockAttn. dist_timeout: minutes a rank waits for the others.
-    Build it with `resolve`, which checks it.
+    Attributes:
+        world_size: Ranks in all.
+        cfg_size: 2 computes the two guidance branches on two halves of the ranks.
+        ring_size: Ranks that pass keys and values round.
+        ulysses_size: Ranks that exchange heads for tokens.
+        ring_type: One of RING_TYPES.
+        comm_type: A key of `wan.modules.schedule.MODES`.
+        fa_alltoall_overlap: Exchanges run under attention; replaces the mode.
+        dit_fsdp: The DiT's weights are sharded.
+        t5_fsdp: The text encoder's weights are sharded.
+        dist_timeout: Minutes that a rank waits for the others.
     """
 
     world_size: int = 1
@@ -36,8 +43,13 @@ class Parallel:
 
     @property
     def mode(self) -> Mode:
-        """The attention mode."""
-        return mode_of(self.comm_type, self.fa_alltoall_overlap)
+        """How attention is split into pieces."""
+        return OVERLAP if self.fa_alltoall_overlap else MODES[self.comm_type]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(cfg, ring, ulysses), the axes of the ranks' mesh."""
+        return self.cfg_size, self.ring_size, self.ulysses_size
 
     @property
     def sequence_size(self) -> int:
@@ -46,7 +58,7 @@ class Parallel:
 
 
 def legal(world: int, heads: int) -> Iterator[tuple[int, int, int]]:
-    """Every (cfg, ring, ulysses) that `world` processes can form, the largest ulysses first."""
+    """Every (cfg, ring, ulysses) that `world` ranks can form, the largest ulysses first."""
     for cfg in (1, 2):
         if world % cfg:
             continue
@@ -56,75 +68,105 @@ def legal(world: int, heads: int) -> Iterator[tuple[int, int, int]]:
                 yield cfg, ranks // ulysses, ulysses
 
 
-def resolve(
-    values: Mapping[str, Any], world: int, heads: int, guide_scale: tuple[float, float]
-) -> tuple[Parallel, tuple[str, ...]]:
-    """The topology for the given flags, and notices about what was chosen.
+def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel, tuple[str, ...]]:
+    """The topology for checked settings, and notices about what was chosen.
 
-    values: checked settings; sizes that are absent are chosen (as much Ulysses as heads and
-    processes allow, the rest ring). Raises InputError listing what would work.
+    Sizes that are absent are chosen: as much Ulysses as heads and ranks allow, the rest ring.
+
+    Args:
+        values: Checked settings under their flags' names; those of other subjects are ignored.
+        world: Ranks that were started.
+        heads: Attention heads of the network.
+
+    Raises:
+        InputError: For sizes that do not fit, with those that would, and for flags that
+            contradict each other or have no effect.
     """
-    given = {name: values.get(name) for name in SIZES}
-    cfg, ring, ulysses = _choose(given, world, heads)
-    chosen = {k: values[k] for k in Parallel.__dataclass_fields__ if k in values and k not in SIZES}
+    cfg, ring, ulysses = _choose(values, world, heads)
+    rest = {f.name for f in fields(Parallel)} - {*SIZES, "world_size"}
+    chosen = {name: values[name] for name in rest if name in values}
     parallel = Parallel(world, cfg, ring, ulysses, **chosen)
     _check_product(parallel, heads)
     _check_modes(parallel, values)
-    notices = _check_guidance(parallel, heads, guide_scale)
-    chosen_ring = given["ring_size"] is None and ring > 1
-    if world > 1 and (given["ulysses_size"] is None or chosen_ring):
-        notices.append(f"Chosen: {_flags(cfg, ring, ulysses)} for {world} processes.")
-    if (parallel.comm_type or parallel.fa_alltoall_overlap) and heads == ulysses:
+    notices = []
+    if world > 1 and ("ulysses_size" not in values or ("ring_size" not in values and ring > 1)):
+        notices.append(f"Chosen: {size_flags(cfg, ring, ulysses)} for {world} ranks.")
+    if parallel.mode.chunks > 1 and heads == ulysses:
         notices.append(
-            "Each rank has one head, so there is one chunk and nothing to interleave; "
+            "Each rank has one head, so there is one head chunk and nothing to interleave; "
             "use a smaller --ulysses_size."
         )
     return parallel, tuple(notices)
 
 
-def _choose(given: Mapping[str, int | None], world: int, heads: int) -> tuple[int, int, int]:
-    cfg, ring, ulysses = (given[name] for name in SIZES)
+def check_guidance(parallel: Parallel, scales: tuple[float, float], heads: int) -> tuple[str, ...]:
+    """Notices; InputError where --cfg_size 2 has only one guidance branch to compute."""
+    if parallel.cfg_size == 1 or 1 not in scales:
+        return ()
+    if scales == (1, 1):
+        raise InputError(
+            "--cfg_size 2 computes two guidance branches, but with guidance 1 there is only one; "
+            + _legal_words(parallel.world_size, heads, (1,))
+        )
+    expert = "low" if scales[0] == 1 else "high"
+    return (
+        f"Guidance is 1 for the {expert}-noise expert: in its steps both halves of --cfg_size 2 "
+        "compute the same.",
+    )
+
+
+def size_flags(cfg: int, ring: int, ulysses: int) -> str:
+    """The flags of a topology."""
+    parts = [f"--cfg_size {cfg}"] if cfg != 1 else []
+    return " ".join([*parts, f"--ring_size {ring}", f"--ulysses_size {ulysses}"])
+
+
+def _choose(values: Mapping[str, Any], world: int, heads: int) -> tuple[int, int, int]:
+    cfg, ring, ulysses = (values.get(name) for name in SIZES)
     cfg = 1 if cfg is None else cfg
     ranks = max(world // cfg, 1)
     if ulysses is None:
         rest = max(ranks // (ring or 1), 1)
-        fitting = [u for u in range(1, rest + 1) if rest % u == 0 and heads % u == 0]
-        ulysses = fitting[-1]
+        ulysses = max(u for u in range(1, rest + 1) if rest % u == 0 and heads % u == 0)
     if ring is None:
         ring = max(ranks // ulysses, 1)
     return cfg, ring, ulysses
 
 
 def _check_product(parallel: Parallel, heads: int) -> None:
-    cfg, ring, ulysses = parallel.cfg_size, parallel.ring_size, parallel.ulysses_size
+    cfg, ring, ulysses = parallel.sizes
     world, product = parallel.world_size, cfg * ring * ulysses
     if world == 1 and product > 1:
         raise InputError(
-            f"{_flags(cfg, ring, ulysses)} needs {product} processes, but this is one; start it as "
-            f"torchrun --nproc_per_node={product} generate.py ..., or drop the flags."
+            f"{size_flags(cfg, ring, ulysses)} needs {product} ranks, but this is one process; "
+            f"start it as torchrun --nproc_per_node={product} generate.py ..., or drop the flags."
         )
     if heads % ulysses:
         raise InputError(
             f"--ulysses_size {ulysses} does not divide the model's {heads} heads; "
             + _legal_words(world, heads)
         )
-    if cfg not in (1, 2) or product != world:
+    if product != world:
         raise InputError(
-            f"{_flags(cfg, ring, ulysses)} makes {product} processes, but {world} were started; "
+            f"{size_flags(cfg, ring, ulysses)} makes {product} ranks, but {world} were started; "
             + _legal_words(world, heads)
         )
 
 
 def _check_modes(parallel: Parallel, values: Mapping[str, Any]) -> None:
     """Flags that contradict each other, or that would be accepted without an effect."""
-    overlap, ulysses = parallel.fa_alltoall_overlap, parallel.ulysses_size
-    if parallel.comm_type and overlap:
+    overlap, ulysses, mode = parallel.fa_alltoall_overlap, parallel.ulysses_size, parallel.comm_type
+    if mode and overlap:
         raise InputError(
-            f"--comm_type {parallel.comm_type} puts exchanges between pieces of attention, "
+            f"--comm_type {mode} puts exchanges between pieces of attention, "
             "--fa_alltoall_overlap (or OVERLAP=1) hides them under attention; choose one."
         )
-    if parallel.comm_type and ulysses <= 1:
-        raise InputError("comm_type optimization requires ulysses_size > 1.")
+    if mode and ulysses <= 1:
+        raise InputError(
+            "comm_type optimization requires ulysses_size > 1. It works on exchanges between "
+            "ranks: start with torchrun --nproc_per_node=2 generate.py ... "
+            f"--comm_type {mode}, or drop the flag."
+        )
     if overlap and ulysses <= 1:
         raise InputError(
             "--fa_alltoall_overlap (or OVERLAP=1) hides all-to-all exchanges, and there are none "
@@ -154,28 +196,6 @@ def _check_modes(parallel: Parallel, values: Mapping[str, Any]) -> None:
                 raise InputError(f"--compile does not work with {wish}; drop one of them.")
 
 
-def _check_guidance(parallel: Parallel, heads: int, guide_scale: tuple[float, float]) -> list[str]:
-    if parallel.cfg_size == 1:
-        return []
-    if all(scale == 1 for scale in guide_scale):
-        raise InputError(
-            "--cfg_size 2 computes two guidance branches, but with guidance 1 there is only one; "
-            + _legal_words(parallel.world_size, heads, (1,))
-        )
-    if 1 in guide_scale:
-        expert = "low" if guide_scale[0] == 1 else "high"
-        return [
-            f"Guidance is 1 for the {expert}-noise expert: in its steps both halves of --cfg_size "
-            "2 compute the same."
-        ]
-    return []
-
-
-def _flags(cfg: int, ring: int, ulysses: int) -> str:
-    parts = [f"--cfg_size {cfg}"] if cfg != 1 else []
-    return " ".join([*parts, f"--ring_size {ring}", f"--ulysses_size {ulysses}"])
-
-
 def _legal_words(world: int, heads: int, cfgs: tuple[int, ...] = (1, 2)) -> str:
-    words = [_flags(*sizes) for sizes in legal(world, heads) if sizes[0] in cfgs]
-    return f"with {heads} heads, {world} processes can use: {'; '.join(words)}."
+    words = [size_flags(*sizes) for sizes in legal(world, heads) if sizes[0] in cfgs]
+    return f"with {heads} heads, {world} ranks can use: {'; '.join(words)}."

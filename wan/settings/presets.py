@@ -38,13 +38,18 @@ class Preset:
     vae_stride: tuple[int, int, int]
     sample_steps: int
     sample_shift: float
-    guide_scale: tuple[float, float]
+    sample_guide_scale: tuple[float, float]
     boundary: float | None
-    size: str
+    size: tuple[int, int]
     trained_sizes: tuple[str, ...]
     frame_num: int = 81
     fps: int = 16
     patch_size: tuple[int, int, int] = (1, 2, 2)
+
+    @property
+    def prompt(self) -> str:
+        """An example."""
+        return EXAMPLE_PROMPTS[self.kind]
 
     @property
     def latent_channels(self) -> int:
@@ -68,7 +73,7 @@ _WAN21: dict[str, Any] = {
     **_VAE_21,
     "sample_steps": 50,
     "sample_shift": 5.0,
-    "guide_scale": (5.0, 5.0),
+    "sample_guide_scale": (5.0, 5.0),
     "boundary": None,
 }
 
@@ -84,9 +89,9 @@ PRESETS: dict[str, Preset] = {
             **_VAE_21,
             sample_steps=40,
             sample_shift=12.0,
-            guide_scale=(3.0, 4.0),
+            sample_guide_scale=(3.0, 4.0),
             boundary=0.875,
-            size="1280*720",
+            size=(1280, 720),
             trained_sizes=_A14B_SIZES,
         ),
         Preset(
@@ -98,9 +103,9 @@ PRESETS: dict[str, Preset] = {
             **_VAE_21,
             sample_steps=40,
             sample_shift=5.0,
-            guide_scale=(3.5, 3.5),
+            sample_guide_scale=(3.5, 3.5),
             boundary=0.900,
-            size="1280*720",
+            size=(1280, 720),
             trained_sizes=_A14B_SIZES,
         ),
         Preset(
@@ -116,9 +121,9 @@ PRESETS: dict[str, Preset] = {
             vae_stride=(4, 16, 16),
             sample_steps=50,
             sample_shift=5.0,
-            guide_scale=(5.0, 5.0),
+            sample_guide_scale=(5.0, 5.0),
             boundary=None,
-            size="1280*704",
+            size=(1280, 704),
             trained_sizes=("704*1280", "1280*704"),
             frame_num=121,
             fps=24,
@@ -130,7 +135,7 @@ PRESETS: dict[str, Preset] = {
             ffn_dim=8960,
             num_heads=12,
             num_layers=30,
-            size="832*480",
+            size=(832, 480),
             trained_sizes=("480*832", "832*480"),
             **_WAN21,
         ),
@@ -138,7 +143,7 @@ PRESETS: dict[str, Preset] = {
             task="t2v-14B",
             folder="Wan2.1-T2V-14B",
             **_NET_14B,
-            size="1280*720",
+            size=(1280, 720),
             trained_sizes=_A14B_SIZES,
             **_WAN21,
         ),
@@ -159,7 +164,5 @@ EXAMPLE_PROMPTS = {
     "catching the neon, close tracking shot just above the water.",
 }
 
-UNBUILT_TASKS = {
-    task: f"Task {task} is not built here; available tasks: {', '.join(TASKS)}."
-    for task in ("s2v-14B", "animate-14B")
-}
+UNSUPPORTED_TASKS = ("s2v-14B", "animate-14B")
+"""Official tasks that are refused by name."""

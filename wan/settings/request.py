@@ -1,56 +1,145 @@
-"""Sizes: pixels, latents and tokens of a video, with the official rules for images (pure).
+"""What to generate: one video, with every value resolved, and the sizes that follow from it.
 
-What to generate: one video, with every value resolved.
+Pixels, latents and tokens of a video, with the official rules for images. Pure Python.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from pathlib import Path
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-from wan.settings import values
 from wan.settings.errors import InputError
-from wan.settings.presets import MAX_POSITIONS, TRAIN_TIMESTEPS, Preset
+from wan.settings.presets import MAX_POSITIONS, NEGATIVE_PROMPT, Preset
+
+SOLVERS = ("unipc", "dpm++")
+"""Keys of `wan.pipeline.solvers.SOLVERS`."""
+
+Size = tuple[int, int]
+"""(width, height) in pixels."""
 
 
-def latent_shape(preset: Preset, size: tuple[int, int], frame_num: int) -> tuple[int, int, int]:
-    """(frames, height, width) of the latents of frame_num frames of size (width, height)."""
-    t, h, w = preset.vae_stride
-    return (frame_num - 1) // t + 1, size[1] // h, size[0] // w
+@dataclass(frozen=True)
+class Request:
+    """One video. Fields are named like the flags that set them; `make_request` fills them.
+
+    Attributes:
+        preset: The task.
+        size: (width, height); with an image only its area counts.
+        sample_guide_scale: (low noise, high noise); a single network uses the first.
+        base_seed: Non-negative.
+        noise_device: "cpu" or "device", where the noise is drawn.
+        boundary: Share of the 1000 training timesteps from which on the high-noise expert works;
+            None for a single network.
+        image_size: (width, height) of the image to start from, as it is shown; None without one.
+        max_area: Pixels of a video with an image, where given instead of a size.
+    """
+
+    preset: Preset
+    prompt: str
+    negative_prompt: str
+    size: Size
+    frame_num: int
+    sample_steps: int
+    sample_shift: float
+    sample_guide_scale: tuple[float, float]
+    base_seed: int
+    boundary: float | None
+    sample_solver: str = "unipc"
+    noise_device: str = "cpu"
+    image_size: Size | None = None
+    max_area: int | None = None
+
+    def __post_init__(self) -> None:
+        low, high = self.sample_guide_scale
+        if self.boundary is None and low != high:
+            raise InputError(
+                f"--sample_guide_scale is {low:g},{high:g}, but {self.preset.task} has one "
+                "network; give one number."
+            )
+        _check_size(self.preset, self.video_size, self.frame_num)
+
+    @property
+    def guided(self) -> bool:
+        """Whether any step computes the unconditional branch too."""
+        return any(scale != 1 for scale in self.sample_guide_scale)
+
+    @property
+    def video_size(self) -> Size:
+        """(width, height) of the video that comes out."""
+        if self.image_size is None:
+            return self.size
+        area = self.max_area or self.size[0] * self.size[1]
+        rule = size_from_area if self.preset.kind == "i2v" else size_covered
+        return rule(self.preset, self.image_size, area)
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(channels, frames, height, width) of the video's latents."""
+        (width, height), (t, h, w) = self.video_size, self.preset.vae_stride
+        return self.preset.latent_channels, (self.frame_num - 1) // t + 1, height // h, width // w
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Tokens along frame, height and width."""
+        return _token_grid(self.preset, self.video_size, self.frame_num)
 
 
-def token_grid(preset: Preset, size: tuple[int, int], frame_num: int) -> tuple[int, int, int]:
-    """(frames, height, width) in tokens."""
-    f, h, w = (
-        n // p
-        for n, p in zip(latent_shape(preset, size, frame_num), preset.patch_size, strict=True)
-    )
-    return f, h, w
+def make_request(
+    preset: Preset,
+    values: Mapping[str, Any],
+    image_size: Size | None = None,
+    boundary: float | None = None,
+) -> Request:
+    """The video for checked settings; what they leave open comes from the task's preset.
+
+    Args:
+        preset: The task.
+        values: Checked settings under their flags' names; those of other subjects are ignored.
+        image_size: As in `Request`.
+        boundary: Replaces the preset's where the task has two experts.
+    """
+    names = {field.name for field in fields(Request)}
+    chosen: dict[str, Any] = {
+        name: getattr(preset, name) for name in names if hasattr(preset, name)
+    }
+    chosen |= {name: value for name, value in values.items() if name in names}
+    chosen["negative_prompt"] = chosen.get("negative_prompt") or NEGATIVE_PROMPT
+    if chosen.get("base_seed", -1) < 0:
+        chosen["base_seed"] = random.SystemRandom().randrange(2**63)
+    if preset.boundary is not None and boundary is not None:
+        chosen["boundary"] = boundary
+    return Request(**chosen | {"preset": preset, "image_size": image_size})
 
 
-def check_size(preset: Preset, size: tuple[int, int], frame_num: int, name: str = "--size") -> None:
+def _token_grid(preset: Preset, size: Size, frame_num: int) -> tuple[int, int, int]:
+    (width, height), (t, h, w), (p, q, r) = size, preset.vae_stride, preset.patch_size
+    return ((frame_num - 1) // t + 1) // p, height // h // q, width // w // r
+
+
+def _check_size(preset: Preset, size: Size, frame_num: int) -> None:
     """Width and height must be whole tokens, and no axis longer than the network's positions."""
     width, height = size
     multiple = preset.size_multiple
     if width % multiple or height % multiple:
         near = "*".join(str(max(multiple, round(n / multiple) * multiple)) for n in size)
         raise InputError(
-            f"{name} is {width}*{height}; for {preset.task} width and height must be multiples of "
+            f"--size is {width}*{height}; for {preset.task} width and height must be multiples of "
             f"{multiple}: try {near}."
         )
-    for axis, tokens in zip(
-        ("frames", "height", "width"), token_grid(preset, size, frame_num), strict=True
-    ):
+    grid = _token_grid(preset, size, frame_num)
+    for axis, tokens in zip(("frames", "height", "width"), grid, strict=True):
         if tokens > MAX_POSITIONS:
             raise InputError(
-                f"{name} {width}*{height} with {frame_num} frames makes {tokens} tokens along "
+                f"--size {width}*{height} with {frame_num} frames makes {tokens} tokens along "
                 f"{axis}; the network has {MAX_POSITIONS} positions: choose a smaller video."
             )
 
 
-def size_from_area(preset: Preset, image: tuple[int, int], area: int) -> tuple[int, int]:
-    """The (width, height) of an i2v video: the image's aspect ratio at about `area` pixels.
+def size_from_area(preset: Preset, image: Size, area: int) -> Size:
+    """The size of an i2v video: the image's aspect ratio at about `area` pixels.
 
     Official rule: latent sides are floored to whole latents, then to whole tokens.
     """
@@ -61,8 +150,8 @@ def size_from_area(preset: Preset, image: tuple[int, int], area: int) -> tuple[i
     return _not_flat(image, (width, height))
 
 
-def size_covered(preset: Preset, image: tuple[int, int], area: int) -> tuple[int, int]:
-    """The (width, height) of a ti2v video that an image is scaled to cover and cropped to.
+def size_covered(preset: Preset, image: Size, area: int) -> Size:
+    """The size of a ti2v video that an image is scaled to cover and cropped to.
 
     Official rule: whole tokens within `area`, either the width or the height fixed first; the
     candidate closer to the image's aspect ratio wins, height first on a tie.
@@ -78,7 +167,7 @@ def size_covered(preset: Preset, image: tuple[int, int], area: int) -> tuple[int
     candidates = [(whole(area / height), height) if height else (0, 0)]
     candidates.append((width, whole(area / width)) if width else (0, 0))
 
-    def distortion(candidate: tuple[int, int]) -> float:
+    def distortion(candidate: Size) -> float:
         if not all(candidate):
             return math.inf
         found = candidate[0] / candidate[1]
@@ -87,100 +176,10 @@ def size_covered(preset: Preset, image: tuple[int, int], area: int) -> tuple[int
     return _not_flat(image, min(candidates, key=distortion))
 
 
-def _not_flat(image: tuple[int, int], size: tuple[int, int]) -> tuple[int, int]:
+def _not_flat(image: Size, size: Size) -> Size:
     if not all(size):
         raise InputError(
             f"The image is {image[0]}x{image[1]}; at the chosen --size one side of the video "
             "would vanish: crop the image or choose a larger --size."
         )
     return size
-
-
-SOLVERS = ("unipc", "dpm++")
-READERS: dict[str, values.Reader] = {
-    "prompt": values.text,
-    "negative_prompt": values.text,
-    "size": values.size,
-    "frame_num": values.frame_num,
-    "sample_steps": values.integer(1, TRAIN_TIMESTEPS),
-    "sample_shift": values.positive(1000),
-    "sample_solver": values.choice(*SOLVERS),
-    "guide_scale": values.guide_scale,
-    "noise_device": values.choice("cpu", "device"),
-}
-"""How each field is checked, from Python and (under its flag's name) from the command line."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One video. `size` is (width, height) in pixels; with an image only its area counts.
-
-    guide_scale: (low noise, high noise). boundary: share of the 1000 training timesteps from which
-    the high-noise expert works, None for a single network. seed: non-negative.
-    Raises InputError when the values do not fit the task.
-    """
-
-    preset: Preset
-    prompt: str
-    negative_prompt: str
-    image_size: tuple[int, int] | None
-    size: tuple[int, int]
-    frame_num: int
-    sample_steps: int
-    sample_shift: float
-    sample_solver: str
-    guide_scale: tuple[float, float]
-    boundary: float | None
-    seed: int
-    noise_device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name, read in READERS.items():
-            object.__setattr__(self, name, read(name, getattr(self, name)))
-        low, high = self.guide_scale
-        if self.boundary is None and low != high:
-            raise InputError(
-                f"--sample_guide_scale is {low:g},{high:g}, but {self.preset.task} has one "
-                "network; give one number."
-            )
-        if self.image_size is None:
-            check_size(self.preset, self.size, self.frame_num)
-        else:
-            check_size(self.preset, self.video_size, self.frame_num)
-
-    @property
-    def video_size(self) -> tuple[int, int]:
-        """(width, height) of the video that comes out."""
-        if self.image_size is None:
-            return self.size
-        area = self.size[0] * self.size[1]
-        rule = size_from_area if self.preset.kind == "i2v" else size_covered
-        return rule(self.preset, self.image_size, area)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Tokens along frame, height and width."""
-        return token_grid(self.preset, self.video_size, self.frame_num)
-
-
-def check_image(path: Path) -> tuple[int, int]:
-    """Width and height of a readable still image, as it is shown (EXIF rotation applied)."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    if not path.is_file():
-        raise InputError(f"--image {path} does not exist or is not a file; give an image.")
-    if path.stat().st_size == 0:
-        raise InputError(f"--image {path} is empty (0 bytes); give an image.")
-    try:
-        with Image.open(path) as image:
-            frames = getattr(image, "n_frames", 1)
-            if frames > 1:
-                raise InputError(
-                    f"--image {path} is animated ({frames} frames); give a still image."
-                )
-            image.load()
-            return ImageOps.exif_transpose(image).size
-    except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise InputError(
-            f"--image {path} cannot be read as an image ({error}); give a PNG or JPEG."
-        ) from None

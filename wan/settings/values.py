@@ -1,23 +1,44 @@
-"""Readers of single values: raw text or JSON in, a checked Python value or an InputError out.
-
-Every reader gets the value's name as the user knows it (`--frame_num`, or a key of a JSON file).
-"""
+"""Readers of single values: raw text or JSON in, a checked Python value or an InputError out."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from wan.settings.errors import InputError
 
-Reader = Callable[[str, Any], Any]
-_LONGEST = 1_000_000  # pixels of a side; what a task takes is far less, and says so itself
+_MAX_SIDE = 1_000_000  # pixels; what a task takes is far less and is checked there
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How one value is read.
+
+    Attributes:
+        read: Gets the value's name as the user knows it (`--frame_num`, or a key of a JSON file)
+            and the raw value; returns the checked one or raises InputError.
+        choices: The words that are allowed, for `--help`; None where any text may be right.
+    """
+
+    read: Callable[[str, Any], Any]
+    choices: tuple[str, ...] | None = None
+
+    def __call__(self, name: str, raw: Any) -> Any:
+        return self.read(name, raw)
 
 
 def shown(raw: Any, form: Callable[[Any], str] = repr) -> str:
-    """A value, as form writes it, on one line and short enough for a sentence."""
+    """A value, as form writes it, on one line and short enough for a sentence.
+
+    Plain words are not quoted.
+    """
+    if isinstance(raw, str) and re.fullmatch(r"[\w.,:;*+/~@=-]{1,100}", raw):
+        return raw
     try:
         line = " ".join(form(raw).split())
     except ValueError:  # Python writes no whole number of more than 4300 digits
@@ -25,7 +46,13 @@ def shown(raw: Any, form: Callable[[Any], str] = repr) -> str:
     return line if len(line) <= 100 else f"{line[:60]}... ({len(line)} characters)"
 
 
-def text(name: str, raw: Any) -> str:
+def either(words: Sequence[object]) -> str:
+    """`0, 1 or 2`."""
+    *some, last = map(str, words)
+    return f"{', '.join(some)} or {last}" if some else last
+
+
+def _text(name: str, raw: Any) -> str:
     if not isinstance(raw, str):
         raise InputError(f"{name} is {shown(raw)}; it must be text.")
     try:
@@ -35,77 +62,45 @@ def text(name: str, raw: Any) -> str:
     return raw
 
 
-def path(name: str, raw: Any) -> str:
-    if not text(name, raw).strip():
-        raise InputError(f"{name} is empty; give a path or leave the flag out.")
-    return str(raw)
+def _path(name: str, raw: Any) -> Path:
+    raw = str(raw) if isinstance(raw, Path) else raw
+    if not _text(name, raw).strip():
+        raise InputError(f"{name} is empty; give a path or leave it out.")
+    if "\0" in raw:
+        raise InputError(f"{name} holds a NUL character; give a path without it.")
+    return Path(os.path.expanduser(raw))  # Path's own fails for an unknown user
 
 
-def switch(name: str, raw: Any) -> bool:
+def _switch(name: str, raw: Any) -> bool:
     """Official boolean words: yes/true/t/y/1 and no/false/f/n/0, in any case."""
-    word = shown(raw, str).lower()
+    word = str(raw).lower() if isinstance(raw, str | bool | int) else ""
     if word in ("yes", "true", "t", "y", "1"):
         return True
     if word in ("no", "false", "f", "n", "0"):
         return False
-    raise InputError(f"{name} is {shown(raw)}; use true or false.")
+    raise InputError(f"{name} is {shown(raw)}; it must be true or false.")
 
 
-def integer(minimum: int, maximum: int, hint: str = "") -> Reader:
-    """A whole number within [minimum, maximum]."""
-
-    def read(name: str, raw: Any) -> int:
-        try:
-            value = int(str(raw))
-        except ValueError:
-            raise InputError(f"{name} is {shown(raw)}; it must be a whole number.{hint}") from None
-        if isinstance(raw, bool) or not minimum <= value <= maximum:
-            raise InputError(
-                f"{name} is {shown(raw, str)}; it must be from {minimum} to {maximum}.{hint}"
-            )
-        return value
-
-    return read
+text = Reader(_text)
+path = Reader(_path)
+switch = Reader(_switch, ("true", "false"))
 
 
-def positive(maximum: float, minimum: float = 0.0) -> Reader:
-    """A finite number in (0, maximum], or in [minimum, maximum] where a minimum is given."""
-    allowed = f"from {minimum:g} to {maximum:g}" if minimum else f"above 0 and at most {maximum:g}"
+def choice(*allowed: str | int) -> Reader:
+    """One of these words or whole numbers."""
+    known = {str(value): value for value in allowed}
 
-    def read(name: str, raw: Any) -> float:
-        try:
-            value = float(str(raw))
-        except ValueError:
-            raise InputError(f"{name} is {shown(raw)}; it must be a number.") from None
-        if not math.isfinite(value) or not max(minimum, 5e-324) <= value <= maximum:
-            raise InputError(f"{name} is {shown(raw, str)}; it must be {allowed}.")
-        return value
+    def read(name: str, raw: Any) -> str | int:
+        word = str(raw) if isinstance(raw, str | int) else ""
+        if word not in known:
+            raise InputError(f"{name} is {shown(raw)}; it must be {either(allowed)}.")
+        return known[word]
 
-    return read
-
-
-def share(name: str, raw: Any) -> float:
-    """A number in [0, 1)."""
-    try:
-        value = float(str(raw))
-    except ValueError:
-        raise InputError(f"{name} is {shown(raw)}; it must be a number.") from None
-    if not 0 <= value < 1:
-        raise InputError(f"{name} is {shown(raw, str)}; it must be from 0 to below 1.")
-    return value
-
-
-def choice(*allowed: str) -> Reader:
-    def read(name: str, raw: Any) -> str:
-        if raw not in allowed:
-            raise InputError(f"{name} is {shown(raw)}; choose one of {', '.join(allowed)}.")
-        return str(raw)
-
-    return read
+    return Reader(read, tuple(known))
 
 
 def some_of(*allowed: str) -> Reader:
-    """Some of these words with commas between them, or a list of them; "none" is no one."""
+    """Some of these words with commas between them, or a list of them; "none" is an empty list."""
 
     def read(name: str, raw: Any) -> tuple[str, ...]:
         parts = raw.split(",") if isinstance(raw, str) else raw
@@ -116,18 +111,54 @@ def some_of(*allowed: str) -> Reader:
             raise InputError(f"{name} is {shown(raw)}; give some of {','.join(allowed)}, or none.")
         return tuple(word for word in allowed if word in words)
 
-    return read
+    return Reader(read)
 
 
-def comm_type(name: str, raw: Any) -> int:
-    word = shown(raw, str)
-    if word not in ("0", "1", "2"):
-        raise InputError(f"{name}: comm_type must be 0, 1, or 2, but got {word}.")
-    return int(word)
+def integer(minimum: int, maximum: int) -> Reader:
+    """A whole number in [minimum, maximum]."""
+
+    def read(name: str, raw: Any) -> int:
+        try:
+            value = int(str(raw))
+        except ValueError:
+            raise InputError(f"{name} is {shown(raw)}; it must be a whole number.") from None
+        if isinstance(raw, bool) or not minimum <= value <= maximum:
+            raise InputError(f"{name} is {shown(raw)}; it must be from {minimum} to {maximum}.")
+        return value
+
+    return Reader(read)
 
 
-def frame_num(name: str, raw: Any) -> int:
-    """A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
+def real(minimum: float, maximum: float, *, above: bool = False, below: bool = False) -> Reader:
+    """A finite number in [minimum, maximum].
+
+    Args:
+        minimum: The smallest value; with `above`, values must be larger.
+        maximum: The largest value; with `below`, values must be smaller.
+        above: Excludes minimum.
+        below: Excludes maximum.
+    """
+    low = f"above {minimum:g}" if above else f"at least {minimum:g}"
+    high = f"below {maximum:g}" if below else f"at most {maximum:g}"
+
+    def read(name: str, raw: Any) -> float:
+        try:
+            value = math.nan if isinstance(raw, bool) else float(str(raw))
+        except ValueError:
+            value = math.nan
+        if math.isnan(value):
+            raise InputError(f"{name} is {shown(raw)}; it must be a number.")
+        inside = (value > minimum if above else value >= minimum) and (
+            value < maximum if below else value <= maximum
+        )
+        if not inside:
+            raise InputError(f"{name} is {shown(raw)}; it must be {low} and {high}.")
+        return value
+
+    return Reader(read)
+
+
+def _frame_num(name: str, raw: Any) -> int:
     value = int(integer(1, 4093)(name, raw))
     below = (value - 1) // 4 * 4 + 1
     if value != below:
@@ -135,8 +166,7 @@ def frame_num(name: str, raw: Any) -> int:
     return value
 
 
-def size(name: str, raw: Any) -> tuple[int, int]:
-    """`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
+def _size(name: str, raw: Any) -> tuple[int, int]:
     parts: Sequence[Any] = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
     try:
         width, height = (int(str(part)) for part in parts)
@@ -144,21 +174,25 @@ def size(name: str, raw: Any) -> tuple[int, int]:
         raise InputError(
             f"{name} is {shown(raw)}; write WIDTH*HEIGHT, for example 832*480."
         ) from None
-    if min(width, height) < 1 or max(width, height) > _LONGEST:
-        raise InputError(
-            f"{name} is {shown(raw, str)}; width and height must be positive, and at most "
-            f"{_LONGEST}."
-        )
+    if min(width, height) < 1 or max(width, height) > _MAX_SIDE:
+        raise InputError(f"{name} is {shown(raw)}; width and height must be from 1 to {_MAX_SIDE}.")
     return width, height
 
 
-def guide_scale(name: str, raw: Any) -> tuple[float, float]:
-    """One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
+def _guide_scale(name: str, raw: Any) -> tuple[float, float]:
     parts = raw.split(",") if isinstance(raw, str) else raw
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if not 1 <= len(parts) <= 2:
         raise InputError(
             f"{name} is {shown(raw)}; give one number, or LOW,HIGH for the two experts."
         )
-    low, high = (positive(100)(name, parts[i]) for i in (0, -1))
-    return low, high
+    one = real(0, 100, above=True)
+    return one(name, parts[0]), one(name, parts[-1])
+
+
+frame_num = Reader(_frame_num)
+"""A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
+size = Reader(_size)
+"""`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
+guide_scale = Reader(_guide_scale)
+"""One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""

@@ -1,0 +1,1 @@
+"""Kernels of Ascend NPUs, through mindiesd and torch-npu."""

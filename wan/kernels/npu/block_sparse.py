@@ -16,7 +16,7 @@ from torch import Tensor
 from wan.kernels.base import Payload
 from wan.kernels.npu.fp8 import head_first
 from wan.kernels.rainfusion_masks import select_table
-from wan.settings.devices import Chip
+from wan.settings.devices import Capabilities
 from wan.settings.numerics import Q_ROWS
 
 
@@ -28,9 +28,8 @@ class RainKernelV2:
 
     name = "npu rain_fusion_attention"
 
-    def __init__(self, chip: Chip) -> None:
-        if "v2" not in chip.rainfusion:
-            raise ValueError(f"{chip.name} chips have no rf_v2 kernel; use RainKernelV3 on A5.")
+    def __init__(self, can: Capabilities) -> None:
+        assert "v2" in can.rainfusion, f"{can.name} has no rf_v2 kernel"
         from mindiesd.layers.flash_attn import sparse_flash_attn_rf_v2
 
         self._attend = sparse_flash_attn_rf_v2.rain_fusion_attention
@@ -76,15 +75,12 @@ class RainKernelV3:
 
     name = "npu block_sparse_attention"
 
-    def __init__(self, chip: Chip) -> None:
-        if "v3" not in chip.rainfusion:
-            raise ValueError(
-                f"{chip.name} chips have no block-sparse attention; use dense attention."
-            )
+    def __init__(self, can: Capabilities) -> None:
+        assert "v3" in can.rainfusion, f"{can.name} has no block-sparse attention"
         from mindiesd.layers.flash_attn import sparse_flash_attn_rf_v3
 
         self._attend = sparse_flash_attn_rf_v3.rain_fusion_attention_v3
-        self._precise = chip.sparse_precise
+        self._precise = can.sparse_precise
 
     def __call__(
         self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /

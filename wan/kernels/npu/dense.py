@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.settings.devices import Chip
+from wan.settings.attention import ALGORITHMS
+from wan.settings.devices import Capabilities
 from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
 _ALL = 2**31 - 1  # "every token before and after", which the operators also want without a mask
@@ -71,9 +72,8 @@ class LaserKernel:
     name = "npu ascend_laser_attention"
     can_return_lse = False
 
-    def __init__(self, chip: Chip) -> None:
-        if not chip.laser:
-            raise ValueError(f"{chip.name} chips have no laser attention; use FusedKernel.")
+    def __init__(self, can: Capabilities) -> None:
+        assert can.name in ALGORITHMS["laser"].devices, f"{can.name} has no laser attention"
         import mindiesd
 
         self._forward = mindiesd.attention_forward

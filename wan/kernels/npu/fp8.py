@@ -2,7 +2,7 @@
 
 The vendor's packages are imported when an object is made, after `wan.device` has imported them in
 the order they need. Both objects are callables, to be given to `Fp8Quantiser` and `Fp8Attention`;
-made for another chip than an A5 they raise ValueError.
+they exist on A5 only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wan.kernels.base import Payload
-from wan.settings.devices import Chip
+from wan.settings.devices import Capabilities
 
 _ALL = 2**31 - 1  # "every token before and after"
 _PER_BLOCK = 7  # quant_mode of one scale per head and block of rows
@@ -23,8 +23,8 @@ class NpuBlockQuantise:
     Values and scales are views of [B,N,S,D] memory, which is what the attention kernels take.
     """
 
-    def __init__(self, chip: Chip) -> None:
-        _check(chip)
+    def __init__(self, can: Capabilities) -> None:
+        _check(can)
         import torch_npu
         from mindiesd.layers.quant.block_quant import fa_block_quant_preprocess
 
@@ -56,8 +56,8 @@ class NpuFp8Attention:
 
     name = "npu fused_infer_attention_score_v2"
 
-    def __init__(self, chip: Chip) -> None:
-        _check(chip)
+    def __init__(self, can: Capabilities) -> None:
+        _check(can)
         from mindiesd.layers.flash_attn.fused_infer_attention_score import (
             fused_infer_attention_score_v2,
         )
@@ -98,6 +98,5 @@ def head_first(x: Payload) -> Payload:
     return x.map(lambda part: part.transpose(1, 2).contiguous())
 
 
-def _check(chip: Chip) -> None:
-    if not chip.fp8:
-        raise ValueError(f"{chip.name} chips have no FP8 attention; use 16-bit tensors.")
+def _check(can: Capabilities) -> None:
+    assert can.fp8_heads, f"{can.name} has no FP8 attention"

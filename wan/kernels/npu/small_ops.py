@@ -96,7 +96,7 @@ def _rope(ops: SmallOps) -> SmallOps:
                 "--fused_ops."
             )
         cos_S1D, signed_S1D = table
-        # It calls npu_rotary_mul, which rotates pairs on every chip (npu_apply_rotary_pos_emb: A5).
+        # It calls npu_rotary_mul, which rotates pairs on every NPU (npu_apply_rotary_pos_emb: A5).
         # Our table holds (-sin, sin) for each pair, the kernel wants (sin, sin) and negates itself.
         sin_S1D = signed_S1D[..., 1::2].repeat_interleave(2, dim=-1)
         return rotary_position_embedding(

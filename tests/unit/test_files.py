@@ -1,0 +1,127 @@
+"""Files: looked into without reading weights, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wan.checkpoint.files import TensorInfo, safetensors_header, whole_file, whole_folder
+from wan.settings.errors import InputError
+
+ENDS = pytest.mark.parametrize("end", [RuntimeError, KeyboardInterrupt, SystemExit])
+
+
+@ENDS
+def test_a_file_is_whole_or_absent(end: type[BaseException], tmp_path: Path) -> None:
+    path = tmp_path / "new" / "film.mp4"
+    with pytest.raises(end), whole_file(path) as temporary:
+        assert temporary.parent == path.parent and temporary.suffix == ".mp4"
+        temporary.write_text("half")
+        raise end
+    assert not list(path.parent.iterdir())
+    with whole_file(path) as temporary:
+        temporary.write_text("whole")
+        assert not path.exists()
+    assert path.read_text() == "whole" and list(path.parent.iterdir()) == [path]
+
+
+def test_an_existing_file_is_kept_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("old")
+    with pytest.raises(OSError), whole_file(path) as temporary:
+        temporary.write_text("new")
+        raise OSError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with whole_file(path) as temporary:
+        temporary.write_text("new")
+    assert path.read_text() == "new"
+
+
+def test_names_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is handed one may read "~" or "-" its own way."""
+    monkeypatch.chdir(tmp_path)
+    with whole_file(Path("~", "x")) as temporary, whole_folder(Path("-y")) as folder:
+        assert temporary.is_absolute() and folder.is_absolute()
+        temporary.touch()
+    assert (tmp_path / "~" / "x").is_file() and (tmp_path / "-y").is_dir()
+
+
+@ENDS
+def test_a_folder_is_whole_or_absent(end: type[BaseException], tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    with pytest.raises(end), whole_folder(path) as temporary:
+        (temporary / "file").write_text("half")
+        raise end
+    assert not list(tmp_path.iterdir())
+    path.mkdir()  # an empty folder is filled
+    with whole_folder(path) as temporary:
+        (temporary / "file").write_text("whole")
+    assert (path / "file").read_text() == "whole" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("taken", ["file", "full", "link", "."])
+def test_a_folder_that_is_taken(taken: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match="; name "), whole_folder(Path(taken)):
+        pytest.fail("the block must not begin")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+Header = dict[str, Any]
+DAMAGE: dict[str, Callable[[Header], object]] = {
+    "another shape": lambda h: h["a"].update(shape=[2, 2]),
+    "negative sizes": lambda h: h["a"].update(shape=[-2, -3]),
+    "unknown dtype": lambda h: h["a"].update(dtype="F8E4"),
+    "bytes of another": lambda h: h.update(c={**h["b"]}),
+    "beyond the file": lambda h: h["b"].update(data_offsets=[28, 32]),
+    "bytes of none": lambda h: h.pop("b"),
+    "metadata not text": lambda h: h.update(__metadata__={"format": 5}),
+    "half a surrogate pair": lambda h: h.update({"\ud800": h.pop("a")}),
+    "no mapping": lambda h: h.update(a=[]),
+}
+
+
+def small_file(path: Path, change: Callable[[Header], object] = len, data: int = 28) -> Path:
+    header: Header = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [24, 27]},
+        "c": {"dtype": "F4", "shape": [2], "data_offsets": [27, 28]},
+        "empty": {"dtype": "BOOL", "shape": [3, 0], "data_offsets": [28, 28]},
+    }
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
+    return path
+
+
+def test_a_header(tmp_path: Path) -> None:
+    path = small_file(tmp_path / "x.safetensors")
+    assert safetensors_header(path) == {
+        "a": TensorInfo(path, "a", "F32", (2, 3), 24),
+        "b": TensorInfo(path, "b", "F8_E4M3", (3,), 3),
+        "c": TensorInfo(path, "c", "F4", (2,), 1),
+        "empty": TensorInfo(path, "empty", "BOOL", (3, 0), 0),
+    }
+
+
+@pytest.mark.parametrize("case", [*DAMAGE, "truncated", "longer", "empty", "brackets"])
+def test_damaged_headers(case: str, tmp_path: Path) -> None:
+    bytes_of_data = {"truncated": 27, "longer": 29}.get(case, 28)
+    path = small_file(tmp_path / "x.safetensors", DAMAGE.get(case, len), bytes_of_data)
+    if case in ("empty", "brackets"):
+        path.write_bytes(b"" if case == "empty" else (10**5).to_bytes(8, "little") + b"[" * 10**5)
+    with pytest.raises(InputError) as caught:
+        safetensors_header(path)
+    said = str(caught.value)
+    assert said.startswith(f"{path} is no whole safetensors file (")
+    assert said.endswith("; download it again.") and len(said) < 400 and "\n" not in said

@@ -1,0 +1,228 @@
+"""What a folder holds: hostile configurations, indexes and files are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wan.checkpoint.files import read_json, safetensors_header
+from wan.checkpoint.layout import describe, published
+from wan.settings.errors import InputError
+from wan.settings.presets import PRESETS
+
+STEM = "diffusion_pytorch_model"
+HUGE = 10**9
+SILLY: list[Any] = [None, "96", "", [], {}, [96], True, -1, 0, 1e18, float("nan"), 96.5]
+VALUES: dict[str, list[Any]] = {
+    "dim": [*SILLY, HUGE, 97, -96],
+    "num_layers": [*SILLY, 3, 1, 10**4, HUGE, 10**30],
+    "num_heads": [*SILLY, 7, 96, HUGE],
+    "ffn_dim": [None, "192", 0, -192, 193, HUGE],
+    "in_dim": [None, 36, -16, HUGE],
+    "out_dim": [0, 48, "16"],
+    "freq_dim": [0, None, HUGE],
+    "text_dim": [4096, 0, None],
+    "text_len": [*SILLY, HUGE, 10**30],
+    "eps": [*(value for value in SILLY if value != 96.5), "1e-6", 1e400, -1e-6, 2.0],
+    "patch_size": [None, 2, "122", [], [1, 2], [1, -2, 2], [1, 2, 2, 2], [HUGE] * 3, [1, "2", 2]],
+    "window_size": [None, 5, [5, 5], "global"],
+    "qk_norm": [None, 0, "yes", False, []],
+    "cross_attn_norm": [None, 1, False],
+    "model_type": [None, "vace", 5, [], {}, ["t2v"]],
+}
+
+
+@pytest.fixture
+def folder(tiny: Any, tmp_path: Path) -> Path:
+    """A copy of the smallest checkpoint: one network, one file."""
+    return Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "checkpoint"))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        describe(folder)
+    said = str(caught.value)
+    assert "\n" not in said and said.endswith(".") and len(said) < 600, said
+    return said
+
+
+def set_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_hostile_values_in_a_config(key: str, folder: Path) -> None:
+    """Types and ranges are checked, and nothing is as large as a value says."""
+    for value in VALUES[key]:
+        set_config(folder, **{key: value})
+        said = refusal(folder)
+        assert str(folder / "config.json") in said and key in said, (value, said)
+        assert "download" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("num_attention_heads", [None, "12", True, 0, -12, 7, 1e18]),
+        ("attention_head_dim", [None, [], True, 0, -8, 9, HUGE]),
+        ("in_channels", [None, "16", 36]),
+        ("out_channels", [None, 48]),
+        ("num_layers", [None, HUGE]),
+    ],
+)
+def test_hostile_values_in_a_config_of_diffusers(
+    key: str, values: list[Any], tiny: Any, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny("t2v-1.3B", "diffusers"), tmp_path / "checkpoint"))
+    for value in values:
+        set_config(folder / "transformer", **{key: value})
+        assert str(folder / "transformer" / "config.json") in refusal(folder)
+
+
+def test_a_config_of_another_network_is_told_by_the_shapes(folder: Path) -> None:
+    set_config(folder, num_layers=3)
+    said = refusal(folder)
+    assert "num_layers is 3, but the tensors are those of a network where it is 2" in said
+
+
+def set_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the header of the network's file; tensors that are not named any more are cut off."""
+    path = folder / f"{STEM}.safetensors"
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+NO_DIT = {
+    "another network": lambda h: h.update({"x": h.pop("patch_embedding.weight")}),
+    "no time embedding": lambda h: h.update({"x": h.pop("time_embedding.0.weight")}),
+    "flat patches": lambda h: h["patch_embedding.weight"].update(shape=[96 * 16 * 4]),
+    "flat FFN": lambda h: h["blocks.0.ffn.0.weight"].update(shape=[192 * 96]),
+    "no first block": lambda h: h.update({"blocks.7.ffn.0.weight": h.pop("blocks.0.ffn.0.weight")}),
+    "a block without a number": lambda h: h.update({"blocks.x.a": h.pop("blocks.0.ffn.0.bias")}),
+    "a block far away": lambda h: h.update({"blocks.99999.a": h.pop("blocks.0.ffn.0.bias")}),
+    "a tensor twice": lambda h: h.update(
+        {"model.blocks.0.ffn.0.bias": h.pop("blocks.0.ffn.2.bias")}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_DIT)
+def test_tensors_that_are_no_network(case: str, folder: Path) -> None:
+    set_header(folder, NO_DIT[case])
+    assert "DiT" in (said := refusal(folder)) or "download it again" in said
+
+
+@pytest.fixture
+def sharded(tiny: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny("ti2v-5B"), tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", 5, None, ["x"]]
+)
+def test_an_index_stays_in_its_folder(name: Any, sharded: Path) -> None:
+    shutil.copy(next(sharded.glob("*-00001-*")), sharded.parent / "x.safetensors")
+    index = sharded / f"{STEM}.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"] |= {"head.head.bias": name}
+    index.write_text(json.dumps(said))
+    assert f"{index} places head.head.bias in {name!r}, which is no" in refusal(sharded)
+
+
+def test_shards_may_be_links(sharded: Path, tmp_path: Path) -> None:
+    """As in the cache of a model hub."""
+    (tmp_path / "blobs").mkdir()
+    for number, shard in enumerate(sorted(sharded.glob("*-of-*"))):
+        shard.rename(tmp_path / "blobs" / str(number))
+        shard.symlink_to(Path("..", "blobs", str(number)))
+    assert len(describe(sharded).files()) == 4
+
+
+def fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("look", [read_json, safetensors_header])
+@pytest.mark.parametrize(
+    "make", [lambda _: Path("/dev/zero"), lambda _: Path("/dev/null"), fifo, Path.parent.fget]
+)
+def test_only_regular_files_are_read(
+    make: Callable[[Path], Path], look: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Others have no end, or keep their reader waiting."""
+    path = make(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is not a regular file"):
+        look(path)
+
+
+def test_json_has_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    with path.open("wb") as file:
+        file.truncate(30 * 10**9)  # takes no space
+    with pytest.raises(InputError, match="more than 16 MB; give the right file"):
+        read_json(path)
+
+
+@given(data=st.data())
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_value_is_the_right_one_or_refused(data: st.DataObject, folder: Path) -> None:
+    """Whatever JSON holds, under any key: a description that fits the tensors, or one sentence."""
+    json_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+        max_leaves=4,
+    )
+    keys = [*VALUES, "num_attention_heads", "attention_head_dim", "in_channels"]
+    values = data.draw(st.dictionaries(st.sampled_from(keys), json_values, min_size=1, max_size=3))
+    before = (folder / "config.json").read_text()
+    try:
+        set_config(folder, **values)
+        config = describe(folder).config
+    except InputError as error:
+        assert "\n" not in str(error)
+    else:
+        assert (config["dim"], config["num_layers"], config["patch_size"]) == (96, 2, (1, 2, 2))
+        assert 0 < config["eps"] < 1 and 1 <= config["text_len"] <= 4096
+    finally:
+        (folder / "config.json").write_text(before)
+
+
+@pytest.mark.parametrize("task", PRESETS)
+def test_published_networks_are_described_like_folders(task: str, tiny: Any) -> None:
+    preset = PRESETS[task]
+    checkpoint = published(preset)
+    like = describe(tiny(task if task != "t2v-14B" else "t2v-1.3B"))
+    assert checkpoint.folder is None and not checkpoint.files()
+    assert checkpoint.experts.keys() == like.experts.keys() and checkpoint.kind == like.kind
+    assert checkpoint.heads == preset.num_heads and checkpoint.head_dim == 128
+    same = ("model_type", "patch_size", "in_dim", "out_dim", "freq_dim", "text_len", "eps")
+    assert {key: checkpoint.config[key] for key in same} == {key: like.config[key] for key in same}
+    assert checkpoint.config.keys() == like.config.keys()
+    with pytest.raises(InputError, match="has no vae"):
+        checkpoint.require("vae")
+
+
+def test_two_experts_are_alike(tiny: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "checkpoint"))
+    set_config(folder / "low_noise_model", num_heads=20)
+    assert "mixes networks of different tasks or sizes" in refusal(folder)
+    shutil.rmtree(folder / "low_noise_model")
+    shutil.copytree(tiny("i2v-A14B") / "low_noise_model", folder / "low_noise_model")
+    assert "mixes networks of different tasks or sizes" in refusal(folder)

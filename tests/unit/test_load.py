@@ -1,0 +1,208 @@
+"""Networks and their files: compared before anything is read, filled by one loader."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from wan.checkpoint.load import Blueprint, Source, Sources, stored
+from wan.settings.errors import InputError
+
+CPU = torch.device("cpu")
+SUFFIXES = pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 3)
+
+
+def plan(file: Path, make: Callable[[], nn.Module] = linear) -> Blueprint[Any]:
+    return Blueprint("net", make, stored(file, str), file)
+
+
+def load(file: Path, make: Callable[[], nn.Module] = linear, **how: Any) -> Any:
+    return plan(file, make).load(device=CPU, dtype_of=lambda _, dtype: dtype, **how)
+
+
+def write(state: dict[str, Tensor], file: Path) -> Path:
+    (torch.save if file.suffix == ".pth" else save_file)(state, file)
+    return file
+
+
+def ones(**changed: Tensor | None) -> dict[str, Tensor]:
+    state = {"weight": torch.ones(3, 2), "bias": torch.ones(3), **changed}
+    return {name: tensor for name, tensor in state.items() if tensor is not None}
+
+
+@SUFFIXES
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"bias": None}, "lacks tensor bias; download it again"),
+        ({"more": torch.ones(1), "zeal": torch.ones(1)}, "unknown tensor more and 1 more"),
+        ({"bias": torch.ones(1)}, r"bias has shape \[1\], .* for \[3\]"),  # would be broadcast
+        ({"bias": torch.ones(3, dtype=torch.int8)}, "bias is stored as .*int8|as I8"),
+    ],
+)
+def test_names_shapes_and_dtypes_are_strict(
+    changed: dict[str, Tensor | None], sentence: str, suffix: str, tmp_path: Path
+) -> None:
+    file = write(ones(**changed), tmp_path / f"weights{suffix}")
+    with pytest.raises(InputError, match=sentence):
+        plan(file).check()
+
+
+@SUFFIXES
+def test_the_network_that_was_checked_is_the_one_that_is_filled(
+    suffix: str, tmp_path: Path
+) -> None:
+    made: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        made.append(linear())
+        assert all(parameter.is_meta for parameter in made[-1].parameters())
+        return made[-1]
+
+    blueprint = plan(write(ones(), tmp_path / f"weights{suffix}"), make)
+    blueprint.check()
+    blueprint.check()
+    how: dict[str, Any] = {"device": CPU, "dtype_of": lambda *_: torch.bfloat16}
+    first, second = blueprint.load(**how), blueprint.load(**how)
+    assert made == [first, second]  # after it was handed out, another one is made
+    for network in made:
+        assert not network.training
+        for name, parameter in network.named_parameters():
+            assert parameter.dtype == torch.bfloat16 and not parameter.requires_grad
+            assert torch.equal(parameter, ones()[name].bfloat16())
+
+
+def test_memory_is_not_that_of_the_file(tmp_path: Path) -> None:
+    """What is computed with is aligned, and changing it changes no file."""
+    file = write(ones(), tmp_path / "weights.safetensors")
+    load(file).weight.data.zero_()
+    assert torch.equal(load(file).weight, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "b"])
+def test_a_parameter_of_two_names(tmp_path: Path, names: str) -> None:
+    """Like the text encoder's table: its first name is needed, the other one may be there too."""
+
+    def make() -> nn.Module:
+        layer = nn.Linear(2, 3, bias=False)
+        return nn.ModuleDict({"a": layer, "b": layer})
+
+    state = {f"{name}.weight": torch.full((3, 2), 7.0) for name in names}
+    file = write(state, tmp_path / "x.safetensors")
+    if names == "b":
+        with pytest.raises(InputError, match=r"lacks tensor a\.weight"):
+            load(file, make)
+        return
+    network = load(file, make)
+    assert network["a"].weight is network["b"].weight
+    assert torch.equal(network["b"].weight, torch.full((3, 2), 7.0))
+
+
+def test_a_source_computes_on_the_way(tmp_path: Path) -> None:
+    """W + B A, as a LoRA is merged: nothing but the source knows, and it is asked for few rows."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = 5, 1 << 23
+    weight = torch.randn(rows, columns, generator=generator).bfloat16()
+    file = write({"weight": weight}, tmp_path / "x.safetensors")
+    b, a = torch.randn(rows, 2, generator=generator), torch.ones(2, columns)
+    reads: list[slice] = []
+
+    def merged(of: slice, stored: Source) -> Tensor:
+        reads.append(of)
+        return stored.read(of).float() + b[of] @ a
+
+    def adapt(_: nn.Module, sources: Sources) -> Sources:
+        (stored,) = sources.values()
+        assert stored.shape == (rows, columns) and stored.dtype == torch.bfloat16
+        return {"weight": replace(stored, read=partial(merged, stored=stored))}
+
+    network = load(file, lambda: nn.Linear(columns, rows, bias=False), adapt=adapt)
+    assert torch.equal(network.weight, (weight.float() + b @ a).bfloat16())
+    assert [(part.start, part.stop) for part in reads] == [(0, 2), (2, 4), (4, 5)]
+
+
+def test_what_has_memory_already_stays(tmp_path: Path) -> None:
+    """As layers that a vendor's library put into a network on the meta device."""
+
+    def adapt(network: nn.Module, sources: Sources) -> Sources:
+        network[1] = nn.Linear(3, 3, device="cpu")
+        network[1].register_buffer("scale", torch.full((3,), 5.0))
+        network.kept = network[1].weight
+        return sources
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+
+    state = {f"{i}.{name}": t for i in "01" for name, t in ones().items()}
+    state["1.weight"] = torch.ones(3, 3)
+    network = load(write(state, tmp_path / "x.safetensors"), make, adapt=adapt)
+    assert torch.equal(network[0].weight, torch.ones(3, 2))
+    assert network[1].weight is network.kept and (network[1].scale == 5).all()
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("code was run",)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (Payload(), "holds something other than weights and was not opened, because it could run"),
+        ({"weight": Payload()}, "because it could run code; download it again."),
+        ([torch.ones(2)], "holds something other than weights (list); download it again."),
+        ({"weight": 5}, "holds something other than weights (weight)"),
+        ({5: torch.ones(2)}, "holds something other than weights (5)"),
+        ({"weight": torch.ones(2, 2).to_sparse()}, "something other than weights (weight)"),
+        ({"weight": torch.ones(1).expand(1 << 40)}, "something other than weights (weight)"),
+        ({}, "holds no weights"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_pickles_with_other_contents(
+    content: Any, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.pth"
+    torch.save(content, file)
+    with pytest.raises(InputError) as caught:
+        stored(file, str)
+    said = str(caught.value)
+    assert said.startswith(str(file)) and sentence in said and said.endswith(".")
+    assert "\n" not in said and "torch" not in said.lower().replace(str(file).lower(), "")
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", ["plain pickle", "truncated", "noise"])
+def test_damaged_pickles(damage: str, tmp_path: Path) -> None:
+    whole = io.BytesIO()
+    torch.save(ones(), whole)
+    content = {
+        "plain pickle": pickle.dumps(Payload()),
+        "truncated": whole.getvalue()[:-200],
+        "noise": bytes(range(256)) * 8,
+    }[damage]
+    file = tmp_path / "x.pth"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=r"download it again\.$") as caught:
+        stored(file, str)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_tensors_of_one_name(tmp_path: Path) -> None:
+    file = write({"x.weight": torch.ones(1), "weight": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(InputError, match=r"has weight again, which is x\.weight there|x.weight"):
+        stored(file, lambda name: name.removeprefix("x."))

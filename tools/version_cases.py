@@ -1,0 +1,266 @@
+"""What compare_versions.py runs: requests that differ in a thing or two each, and their fixtures.
+
+A case is a small video of a tiny checkpoint, so that it takes seconds; together they should enter
+every branch that can change a result.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+A2, A5 = "220", "260"
+NPU = {
+    "PYTHONPATH": "$base/tests/npu_sim/stand_in:$npu_sim",
+    "MINDIE_LOG_TO_FILE": "false",
+    "MINDIE_LOG_TO_STDOUT": "false",
+}
+MAY_DIFFER: dict[str, str] = {}
+"""Name of a case -> why its result is not the earlier one's."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, as the words after `python`, or after `torchrun` where there are several ranks.
+
+    Words and variables may name $made (folder of the checkpoints), $repo (this working tree), $base
+    (the earlier one), $npu_sim (mindiesd) and $out (path of the results, without a suffix).
+    """
+
+    name: str
+    command: str
+    ranks: int = 1
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    def words(self, paths: Mapping[str, Path]) -> list[str]:
+        return [Template(word).substitute(paths) for word in shlex.split(self.command)]
+
+    def variables(self, paths: Mapping[str, Path]) -> dict[str, str]:
+        given = {name: Template(text).substitute(paths) for name, text in self.environ.items()}
+        return {"OMP_NUM_THREADS": "1", **given}
+
+    @property
+    def on_simulated_npu(self) -> bool:
+        return "NPU_SIM_SOC" in self.environ
+
+    def typed(self, paths: Mapping[str, Path]) -> str:
+        """What a user would type for it."""
+        variables = [f"{name}={text}" for name, text in self.variables(paths).items()]
+        start = ["torchrun", "--standalone", f"--nproc_per_node={self.ranks}"]
+        words = self.words(paths)
+        if self.ranks == 1:
+            start = ["python"]
+        elif words[0] == "-c":
+            start += ["--no-python", "python"]
+        return shlex.join([*variables, *start, *words])
+
+
+def tiny(name: str, task: str, layout: str = "official") -> Case:
+    words = f"--task {task} --layout {layout} --out $made/{name}"
+    return Case(name, f"tools/make_tiny_checkpoint.py {words}")
+
+
+def quick(name: str, arguments: str, ranks: int = 1, **environ: str) -> Case:
+    """A small video; arguments that are given twice count the second time."""
+    return Case(name, f"generate.py {QUICK} {arguments}", ranks, environ)
+
+
+def npu(name: str, chip: str, arguments: str, ranks: int = 1) -> Case:
+    """On simulated NPUs of that chip (NPU_SIM_SOC); both versions on the base's simulation."""
+    few = "--sample_steps 2 --sample_guide_scale 1"
+    words = f"--ckpt_dir $made/npu --device npu --size 112*80 --frame_num 9 {few} {arguments}"
+    return quick(name, words, ranks, NPU_SIM_SOC=chip, **NPU)
+
+
+def python(name: str, call: str, ranks: int = 1) -> Case:
+    """call: an expression that gives latents, of the names imported here."""
+    program = f"""
+import os, torch.distributed as dist
+from PIL import Image
+from safetensors.torch import save_file
+from wan import WanI2V, WanT2V, WanTI2V
+from wan.configs import WAN_CONFIGS
+several = "RANK" in os.environ
+if several: dist.init_process_group("gloo")
+latents = {call}
+if os.environ.get("RANK", "0") == "0":
+    save_file({{"latents": latents}}, "$out.latents.safetensors")
+if several: dist.destroy_process_group()
+"""
+    return Case(name, f"-c {shlex.quote(program)}", ranks)
+
+
+QUICK = "--size 64*32 --frame_num 5 --sample_steps 4 --base_seed 7 --save_latents"
+QUICK += " --save_file $out.mp4"
+T2V = "--ckpt_dir $made/t2v"
+I2V = "--task i2v-A14B --ckpt_dir $made/i2v --image $repo/examples/star.png"
+TI2V = "--task ti2v-5B --ckpt_dir $made/ti2v --size 128*96"
+TI2V_IMAGE = f"{TI2V} --image $repo/examples/star.png"
+DENSE = "--task t2v-1.3B --ckpt_dir $made/dense"
+DEMO = "--ckpt_dir $repo/examples/demo/t2v-A14B --size 64*64"
+INT8 = f"{T2V} --quant_dit_path $made/int8"
+ODD = "--size 48*48 --frame_num 9"  # 27 tokens
+LONG = "--size 64*64 --frame_num 45"  # 192: two query blocks
+SPARSE = "--size 144*144 --frame_num 13 --use_rainfusion --sparsity 0.7 --sparse_start_step 1"
+V2, V3 = (f"{SPARSE} --rainfusion_type {version}" for version in ("v2", "v3"))  # 324 tokens
+FP8 = f"{DEMO} {LONG} --fa_quant fp8"  # needs heads of a power of two
+V3_FP8 = f"{DEMO} {V3} --fa_quant fp8"
+BOTH_WAYS = "--ring_type bidirectional"
+FOX, STAR = "'a fox', (64, 32)", "Image.open('$repo/examples/star.png')"
+ASKED = "frame_num=5, sampling_steps=4, seed=7, output_type='latent'"
+QUANTIZE = "tools/quantize_dit.py"
+NPU_FILES = """
+from pathlib import Path
+from tests.npu_sim import checkpoint
+checkpoint.make(Path("$made/npu"))
+"""
+
+FIXTURES = (
+    (
+        Case("npu", f"-c {shlex.quote(NPU_FILES)}", environ=NPU | {"NPU_SIM_SOC": A2}),
+        tiny("t2v", "t2v-A14B"),
+        tiny("i2v", "i2v-A14B"),
+        tiny("ti2v", "ti2v-5B"),
+        tiny("dense", "t2v-1.3B"),
+        tiny("t2v-diffusers", "t2v-A14B", "diffusers"),
+        tiny("i2v-diffusers", "i2v-A14B", "diffusers"),
+        tiny("ti2v-diffusers", "ti2v-5B", "diffusers"),
+        tiny("dense-diffusers", "t2v-1.3B", "diffusers"),
+    ),
+    (
+        Case("int8", f"{QUANTIZE} --ckpt_dir $made/t2v --out $made/int8"),
+        Case("int8-fp8", f"{QUANTIZE} --ckpt_dir $made/ti2v --out $made/int8-fp8 --fa fp8"),
+        quick("earlier", f"{T2V} --sample_solver dpm++ --sample_guide_scale 2,4"),
+    ),
+)
+"""What the cases need, made by the earlier version; the second stage needs the first."""
+
+CASES = (
+    # Tasks and layouts.
+    quick("t2v", T2V),
+    quick("t2v-diffusers", "--ckpt_dir $made/t2v-diffusers"),
+    quick("i2v", I2V),
+    quick("i2v-14B-name", f"{I2V} --task i2v-14B"),
+    quick("i2v-diffusers", f"{I2V} --ckpt_dir $made/i2v-diffusers"),
+    quick("ti2v", TI2V),
+    quick("ti2v-image", TI2V_IMAGE),
+    quick("ti2v-diffusers", f"{TI2V} --ckpt_dir $made/ti2v-diffusers"),
+    quick("dense", DENSE),
+    quick("dense-diffusers", f"{DENSE} --ckpt_dir $made/dense-diffusers"),
+    quick("dense-under-t2v-14B", f"{DENSE} --task t2v-14B"),
+    quick("demo-t2v", DEMO),
+    quick("demo-i2v", f"{I2V} --ckpt_dir $repo/examples/demo/i2v-A14B --size 64*64"),
+    Case("demo-by-default", "generate.py --base_seed 7 --save_latents --save_file $out.mp4"),
+    # Requests.
+    quick("prompt", f"{T2V} --prompt 'a small blue square rotates' --negative_prompt 'red, 灰'"),
+    quick("one-frame", f"{T2V} --frame_num 1"),
+    quick("unipc-12-steps", f"{T2V} --sample_steps 12"),
+    quick("dpm++", f"{T2V} --sample_solver dpm++"),
+    quick("dpm++-12-steps", f"{T2V} --sample_solver dpm++ --sample_steps 12"),
+    quick("shift", f"{T2V} --sample_shift 2.5"),
+    quick("no-guidance", f"{T2V} --sample_guide_scale 1"),
+    quick("guidance-pair", f"{I2V} --sample_guide_scale 2,5.5"),
+    quick("guidance-of-one-expert", f"{T2V} --sample_guide_scale 1,4"),
+    quick("noise-of-the-device", f"{T2V} --noise_device device"),
+    Case("from-json", "generate.py --from_json $made/earlier.json --save_file $out.mp4"),
+    # Precision and memory.
+    quick("bf16", f"{T2V} --precision bf16"),
+    quick("bf16-i2v", f"{I2V} --precision bf16 --offload_model false"),
+    quick("bf16-ti2v-image", f"{TI2V_IMAGE} --precision bf16"),
+    quick("converted", f"{T2V} --convert_model_dtype"),
+    quick("fp32", f"{TI2V} --precision fp32 --device cpu"),
+    quick("without-text-cache", f"{T2V} --text_kv_cache false"),
+    quick("without-offload", f"{T2V} --offload_model false --t5_cpu"),
+    quick("compiled", f"{T2V} --compile"),
+    # Decoding.
+    Case(
+        "decoded",
+        "generate.py --decode_latents $made/earlier.latents.safetensors --save_file $out.mp4",
+    ),
+    quick("tiled", f"{T2V} --size 288*64 --vae_tiling"),
+    # FP8, RainFusion, int8.
+    quick("fp8", FP8),
+    quick("fp8-bf16", f"{FP8} --precision bf16"),
+    quick("fp8-ti2v", f"{TI2V} --fa_quant fp8"),
+    quick("v2", f"{T2V} {V2}"),
+    quick("v2-refresh", f"{T2V} {V2} --sparse_start_step 0 --mask_refresh_interval 2"),
+    quick("v3-bf16", f"{I2V} {V3} --precision bf16"),
+    quick("v3-fp8", V3_FP8),
+    quick("int8", INT8),
+    quick("int8-bf16", f"{INT8} --precision bf16"),
+    quick("int8-fp8", f"{TI2V} --quant_dit_path $made/int8-fp8 --fa_quant fp8"),
+    # Variables of the Ascend adaptation.
+    quick("ALGO=3", f"{DEMO} {LONG}", ALGO="3"),
+    quick("PRECISION=0", T2V, PRECISION="0", T5_LOAD_CPU="1"),
+    quick("OVERLAP=1", T2V, 2, OVERLAP="1"),
+    quick("QUANT_ALLTOALL=1", FP8, 2, QUANT_ALLTOALL="1"),
+    # Two ranks.
+    quick("2-comm-0", T2V, 2),
+    quick("2-comm-1", f"{T2V} --comm_type 1", 2),
+    quick("2-comm-2", f"{T2V} --comm_type 2", 2),
+    quick("2-overlap", f"{T2V} --fa_alltoall_overlap", 2),
+    quick("2-comm-2-bf16", f"{T2V} --comm_type 2 --precision bf16", 2),
+    quick("2-odd-comm-1", f"{T2V} {ODD} --comm_type 1", 2),
+    quick("2-odd-ring", f"{T2V} {ODD} --ulysses_size 1", 2),
+    quick("2-cfg", f"{T2V} --cfg_size 2", 2),
+    quick("2-cfg-guidance-of-one-expert", f"{T2V} --cfg_size 2 --sample_guide_scale 1,4", 2),
+    quick("2-fsdp", f"{T2V} --dit_fsdp --t5_fsdp", 2),
+    quick("2-fsdp-converted", f"{I2V} --dit_fsdp --convert_model_dtype --comm_type 1", 2),
+    quick("2-compiled-comm-1", f"{T2V} --compile --comm_type 1", 2),
+    quick("2-i2v-comm-2", f"{I2V} --comm_type 2", 2),
+    quick("2-ti2v-image-comm-1", f"{TI2V_IMAGE} --comm_type 1", 2),
+    quick("2-noise-of-the-device", f"{T2V} --noise_device device", 2),
+    quick("2-fp8-comm-2", f"{FP8} --comm_type 2", 2),
+    quick("2-fp8-quant-alltoall-comm-1", f"{FP8} --quant_alltoall --comm_type 1", 2),
+    quick("2-v2-comm-2", f"{T2V} {V2} --comm_type 2", 2),
+    quick("2-v3-fp8-overlap", f"{V3_FP8} --fa_alltoall_overlap", 2),
+    quick("2-int8-comm-1", f"{INT8} --comm_type 1", 2),
+    # More ranks.
+    quick("3-ti2v-odd", f"{TI2V} --size 96*96 --frame_num 9 --comm_type 1", 3),
+    quick("4-comm-1", f"{T2V} --comm_type 1", 4),
+    quick("4-overlap-odd", f"{T2V} {ODD} --fa_alltoall_overlap", 4),
+    quick("4-ring", f"{T2V} --ulysses_size 1", 4),
+    quick("4-ring-both-ways", f"{T2V} {ODD} --ulysses_size 1 {BOTH_WAYS}", 4),
+    quick("4-mixed-comm-2", f"{T2V} {ODD} --ring_size 2 --comm_type 2", 4),
+    quick("4-mixed-both-ways-overlap", f"{T2V} --ring_size 2 {BOTH_WAYS} --fa_alltoall_overlap", 4),
+    quick("4-mixed-fp8", f"{FP8} --ring_size 2 --quant_alltoall --comm_type 2", 4),
+    quick("4-mixed-v3-fp8", f"{V3_FP8} --ring_size 2 --comm_type 1", 4),
+    quick("4-cfg-comm-2", f"{I2V} --cfg_size 2 --comm_type 2", 4),
+    quick("4-ti2v-ring-fsdp", f"{TI2V} --ring_size 2 --dit_fsdp --t5_fsdp", 4),
+    quick("8-comm-1", f"{T2V} --ulysses_size 8 --comm_type 1", 8),
+    quick("8-all-axes", f"{T2V} --cfg_size 2 --ring_size 2 --comm_type 2 --dit_fsdp", 8),
+    # Simulated NPUs.
+    npu("npu", A2, "--sample_guide_scale 4"),
+    npu("npu-fused-ops", A2, "--fused_ops rope,rms_norm,layer_norm,scale_shift"),
+    npu("npu-2-laser", A2, "--attention_algo laser --size 1024*512 --frame_num 1", 2),
+    npu("npu-2-v2-comm-2", A2, f"{V2} --comm_type 2", 2),
+    npu("npu-2-fp8-quant-alltoall-comm-1", A5, "--fa_quant fp8 --quant_alltoall --comm_type 1", 2),
+    npu("npu-2-v3-fp8-overlap", A5, f"{V3} --fa_quant fp8 --fa_alltoall_overlap", 2),
+    npu("npu-4-mixed-both-ways-comm-2", A2, f"--ring_size 2 {BOTH_WAYS} --comm_type 2", 4),
+    # The Python classes.
+    python("python-t2v", f"WanT2V(WAN_CONFIGS['t2v-A14B'], '$made/t2v').generate({FOX}, {ASKED})"),
+    python(
+        "python-dense-fp8",
+        "WanT2V(WAN_CONFIGS['t2v-14B'], '$made/dense', precision='bf16', fa_quant='fp8').generate("
+        f"{FOX}, {ASKED}, sample_solver='dpm++', guide_scale=3.0, n_prompt='red')",
+    ),
+    python(
+        "python-i2v",
+        "WanI2V(WAN_CONFIGS['i2v-A14B'], '$made/i2v', convert_model_dtype=True)"
+        f".generate('a star', {STAR}, max_area=2048, {ASKED})",
+    ),
+    python(
+        "python-ti2v",
+        "WanTI2V(WAN_CONFIGS['ti2v-5B'], '$made/ti2v')"
+        f".generate('a star', {STAR}, max_area=12288, {ASKED}, offload_model=False)",
+    ),
+    python(
+        "2-python-comm-1",
+        "WanT2V(WAN_CONFIGS['t2v-A14B'], '$made/t2v', use_sp=True, comm_type=1)"
+        f".generate({FOX}, {ASKED}, guide_scale=(2.0, 4.0))",
+        2,
+    ),
+)
