@@ -99,7 +99,7 @@ def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
     exchange, free = dist.all_to_all_single, 0.0
 
     def slow(
-        received: Tensor, send: Tensor, group: Group, async_op: bool
+        received: Tensor, send: Tensor, group: Group = None, async_op: bool = False
     ) -> SimpleNamespace | None:
         nonlocal free
         work = exchange(received, send, group=process_group(group), async_op=True)

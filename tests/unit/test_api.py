@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from wan.cli.keywords import ATTENTION, PARALLEL
 
 import wan
 from tools.quantize_dit import quantize
-from wan.cli.keywords import ATTENTION, PARALLEL
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError

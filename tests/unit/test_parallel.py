@@ -64,9 +64,7 @@ def test_choices_are_announced() -> None:
 def test_refusals_list_what_works() -> None:
     text = refusal(16, 40, ulysses_size=16)
     assert "16" in text and "40 heads" in text and "--ring_size 2 --ulysses_size 8" in text
-    assert "makes 6 ranks, but 8 were started" in refusal(
-        8, ring_size=2, ulysses_size=3, heads=24
-    )
+    assert "makes 6 ranks, but 8 were started" in refusal(8, ring_size=2, ulysses_size=3, heads=24)
     text = refusal(4, guide=(1.0, 1.0), cfg_size=2)
     assert "there is only one" in text and "--cfg_size" not in text.split("can use:")[1]
     authors = "comm_type optimization requires ulysses_size > 1."

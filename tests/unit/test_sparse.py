@@ -245,7 +245,7 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_refresh(name: str) -> None:
-    cache = MaskCache(start_step=3, refresh=4)
+    cache = MaskCache(lambda steps: 3, refresh=4)
     for step, other, made in SCHEDULES[name]:
         here = call((1, 1, 1), index=step, **other)
         found = cache.get(here, (1, 1, 2, 2))
@@ -258,7 +258,7 @@ def test_refresh(name: str) -> None:
 def test_masks_in_memory() -> None:
     """Those of one expert; none where each step makes its own, or after their last use."""
     for refresh, kept in ((2, 3), (1, 0)):
-        cache, made = MaskCache(0, refresh), []
+        cache, made = MaskCache(lambda steps: 0, refresh), []
         for expert, layer in product(("high", "low"), range(3)):
             here = call((1, 1, 1), expert=expert, layer=layer)
             assert cache.get(here, (1, 2, 5, 7)) is None
