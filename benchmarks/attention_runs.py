@@ -43,7 +43,7 @@ def added(run: common.Run, q: Tensor) -> float:
     The sum over the CPU allocator's own events: every tensor, whoever asked for it (the layer, the
     kernel's scratch, what gloo receives into), with its exact bytes and no page or cache effects.
     `exchange_alone` shows on every run that this holds. What another thread frees is not seen, and
-    gloo's thread lets go of a tensor a moment after the exchange is done; hence the pauses.
+    gloo's thread lets go of a tensor shortly after the exchange is done; hence the pauses.
     """
     dist.barrier()
     with slow_link(0.0, pause=0.02):
@@ -99,7 +99,7 @@ def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
     exchange, free = dist.all_to_all_single, 0.0
 
     def slow(
-        received: Tensor, send: Tensor, group: Group, async_op: bool
+        received: Tensor, send: Tensor, group: Group = None, async_op: bool = False
     ) -> SimpleNamespace | None:
         nonlocal free
         work = exchange(received, send, group=process_group(group), async_op=True)

@@ -5,6 +5,7 @@ Legend: B batch, L tokens of one rank, C channels, T text tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,25 @@ def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
         "free": not_forced(events, STAGES[mode]),
         "equal": torch.equal(found, expected),
     }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_block_serves_another_length(mode: int) -> None:
+    """In the same process: the second length is compiled as a symbol."""
+    assert dist.run(RANKS, compile_for_two_lengths, mode) == [True] * RANKS
+
+
+def compile_for_two_lengths(mode: int) -> bool:
+    torch._dynamo.reset()
+    block, x_BLC, others = block_and_inputs(mode, RANKS * LOCAL)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    same = []
+    with torch.no_grad():
+        for valid_len in (RANKS * LOCAL, RANKS * LOCAL - 3, RANKS * LOCAL - 1):
+            called = (*others[:-1], replace(others[-1], valid_len=valid_len))
+            expected, found = (make(x_BLC.clone(), *called)[0] for make in (block, compiled))
+            same.append(torch.allclose(found, expected, atol=1e-5))
+    return all(same)
 
 
 def not_forced(events: list[torch.fx.Node], stages: list[str]) -> list[tuple[str, str]]:

@@ -21,11 +21,15 @@ from tests.dist import run
 from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
 from wan.checkpoint.layout import describe
+from wan.device import resolve
 from wan.kernels.base import StepInfo
 from wan.modules.schedule import TokenPlan
 from wan.pipeline import build
+from wan.pipeline.setup import Setup
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
+from wan.settings.parallel import Parallel
+from wan.settings.presets import PRESETS
 
 pytestmark = pytest.mark.dist
 
@@ -145,9 +149,9 @@ def compute_alone(folder: Path) -> bool:
     """One rank of two has a run of its own: an exchange would wait for the other for ever."""
     if dist.get_rank():
         return True
-    fp8 = Attention(fa_quant="fp8")
-    made = build.pipeline(describe(folder), Execution(device="cpu"), attention=fp8)
-    net = made.experts.get("dit")
+    execution, fp8 = Execution(device="cpu"), Attention(fa_quant="fp8")
+    setup = Setup(PRESETS["t2v-1.3B"], describe(folder), execution, Parallel(), fp8)
+    net = build.pipeline(setup, resolve("cpu")).experts.get("dit")
     x, context = torch.randn(net.in_dim, 2, 4, 8), torch.randn(5, net.text_dim)
     with torch.inference_mode():
         (found,) = net([x], torch.tensor([500.0]), [context], 16)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tests.npu_sim.ranks import on_chip
 from wan.cli import flags
-from wan.cli import resolve as run
-from wan.cli.resolve import Run
+from wan.cli.resolve import Run, resolve
 from wan.device import Device
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
@@ -29,7 +28,7 @@ MODES["overlap"] = ("--fa_alltoall_overlap",)
 
 
 class Way(NamedTuple):
-    """Flags of a way of attending, its chip, and the size of the video."""
+    """Flags of attention, the chip they are for, and the size of the video."""
 
     chip: str
     flags: tuple[str, ...]
@@ -70,16 +69,10 @@ def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     """What generate.py makes of a command line."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
-    asked = run.resolve(flags.parse(argv), _none, _none)
-    device, p = on_chip(chip), asked.parallel
-    return asked, build.pipeline(
-        asked.checkpoint,
-        asked.execution,
-        parallel=p,
-        attention=asked.attention,
-        quantised=asked.quantised,
-        team=None if world == "1" else _team(device, (p.cfg_size, p.ring_size, p.ulysses_size)),
-    )
+    asked = resolve(flags.parse(argv), _none)
+    device = on_chip(chip)
+    team = None if world == "1" else _team(device, asked.setup.parallel.sizes)
+    return asked, build.pipeline(asked.setup, device, team)
 
 
 @cache
@@ -88,7 +81,7 @@ def _team(device: Device, sizes: tuple[int, int, int]) -> Team:
 
 
 def _none(*_: Any) -> None:
-    raise AssertionError("neither a demo checkpoint nor an extended prompt is asked for here")
+    raise AssertionError("no demo checkpoint is asked for here")
 
 
 def far(found: Tensor, expected: Tensor) -> float:

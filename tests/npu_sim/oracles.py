@@ -20,7 +20,7 @@ def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
 
 
 def dequantised(x_BSND: Tensor, rows: int) -> Tensor:
-    """float64: each head's run of rows so scaled that its largest number is E4M3's, and rounded."""
+    """float64: each head's run of rows so scaled that its largest value is E4M3's, and rounded."""
     runs = []
     for run in x_BSND.float().split(rows, dim=1):
         scale = run.abs().amax((1, 3), keepdim=True) / 448
@@ -36,7 +36,7 @@ def rotation(size: int) -> Tensor:
 
 
 def fp8(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
-    """float64 attention of the numbers that FP8 attention is left with."""
+    """float64 attention of the values that FP8 attention is left with."""
     turned = rotation(HEAD_DIM).to(q_BSND.dtype)
     q, k = (dequantised(x @ turned, rows) for x, rows in ((q_BSND, 128), (k_BSND, 256)))
     return exact(q, k, dequantised(v_BSND, 256))

@@ -20,7 +20,7 @@ from wan.device import Device
 from wan.kernels.base import Method, Payload, StepInfo
 from wan.kernels.select import Selected, select
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.settings.attention import Attention, RainFusion
+from wan.settings.attention import Attention
 
 HEAD_DIM = 64
 SPARSITY = 0.5
@@ -42,15 +42,21 @@ class Kind(NamedTuple):
     step: int = 3
 
 
-def _rain(kind: str, fa_quant: str | None = None, start: int = 1) -> Attention:
-    return Attention(fa_quant=fa_quant, rainfusion=RainFusion(kind, SPARSITY, start))
+def _rain(kind: str, fa_quant: str = "none", start: int = 1) -> Attention:
+    return Attention(
+        fa_quant=fa_quant,
+        use_rainfusion=True,
+        rainfusion_type=kind,
+        sparsity=SPARSITY,
+        sparse_start_step=start,
+    )
 
 
 KINDS = {
     kind.name: kind
     for kind in (
         Kind("dense", "dense", "A2", Attention()),
-        Kind("laser", "laser", "A2", Attention(algorithm="laser")),
+        Kind("laser", "laser", "A2", Attention(attention_algo="laser")),
         Kind("fp8", "fp8", "A5", Attention(fa_quant="fp8")),
         Kind("fp8-transport", "fp8", "A5", Attention(fa_quant="fp8", quant_alltoall=True)),
         Kind("v2", "v2", "A2", _rain("v2")),

@@ -56,18 +56,18 @@ class Command:
         return [json.loads(line) for line in lines]
 
 
-CARDS = ["--ulysses_size", "2"]
-RING = [*CARDS, "--ring_size", "2"]
+ULYSSES = ["--ulysses_size", "2"]
+RING = [*ULYSSES, "--ring_size", "2"]
 BOTH_WAYS = [*RING, "--ring_type", "bidirectional"]
 ALGO_3 = {"ALGO": "3", "QUANT_ALLTOALL": "1", "PRECISION": "1", "T5_LOAD_CPU": "1"}
 Case = tuple[str, int, list[str], list[str], dict[str, str]]
-"""(way, ranks, cards, mode, environment): the environment stands for the way's flags."""
+"""(way, ranks, topology, mode, environment): the environment stands for the way's flags."""
 FEW: list[Case] = [
     ("dense", 4, RING, ["--comm_type", "1"], {}),
-    ("laser", 2, CARDS, ["--comm_type", "1"], {"ALGO": "1"}),
-    ("fp8-transport", 2, CARDS, ["--comm_type", "1"], ALGO_3),
+    ("laser", 2, ULYSSES, ["--comm_type", "1"], {"ALGO": "1"}),
+    ("fp8-transport", 2, ULYSSES, ["--comm_type", "1"], ALGO_3),
     ("v2", 4, BOTH_WAYS, ["--comm_type", "2"], {}),
-    ("v3-fp8", 2, CARDS, [], {"OVERLAP": "1"}),
+    ("v3-fp8", 2, ULYSSES, [], {"OVERLAP": "1"}),
 ]
 MORE: list[Case] = [
     ("dense", 1, [], [], {}),
@@ -78,11 +78,11 @@ MORE: list[Case] = [
 
 def check(case: Case, rig: Path, folder: Path) -> None:
     """The video is there, made by the right kernel; its latents are mode 0's, bit for bit."""
-    name, ranks, cards, mode, env = case
+    name, ranks, topology, mode, env = case
     way = WAYS[name]
     given = way._replace(flags=()) if "ALGO" in env else way
-    command = Command(folder, ranks, way.chip, *arguments(rig, given), *cards, *mode, **env)
-    plain = run(ranks, latents, [*arguments(rig, way), *cards], way.chip, timeout=300)[0]
+    command = Command(folder, ranks, way.chip, *arguments(rig, given), *topology, *mode, **env)
+    plain = run(ranks, latents, [*arguments(rig, way), *topology], way.chip, timeout=300)[0]
     assert torch.equal(command.latents, plain)
     flags = tuple(flag for flag in way.flags if flag != "--quant_alltoall")
     one = run(1, latents, arguments(rig, way._replace(flags=flags)), way.chip)[0]
@@ -117,7 +117,7 @@ def test_variables_for_fused_operations(rig: Path, tmp_path: Path) -> None:
 
 
 def test_quantised_weights_fused_operations_and_the_clock(rig: Path, tmp_path: Path) -> None:
-    """W8A8 on two cards; the clock is capped before a block's first exchange until its last."""
+    """W8A8 on two ranks; the clock is capped before a block's first exchange until its last."""
     exported = quantize(rig, tmp_path / "w8a8")
     way = WAYS["dense"]._replace(flags=("--sample_steps", "2"))
     flags = ["--quant_dit_path", exported, "--fa_freq_cap", "1400", "--comm_type", "1"]
@@ -144,9 +144,9 @@ def test_quantised_weights_fused_operations_and_the_clock(rig: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("chip", "name", "words"),
     [
-        ("A2", "fp8", "--fa_quant fp8 needs an A5; this is an A2"),
-        ("A5", "v2", "--rainfusion_type v2 needs an A2 or A3; on an A5"),
-        ("A5", "laser", "--attention_algo laser needs an A2 or A3; this is an A5"),
+        ("A2", "fp8", "--fa_quant fp8 needs a CPU, CUDA GPU or A5; this device is an A2"),
+        ("A5", "v2", "--rainfusion_type v2 needs a CPU, CUDA GPU, A2 or A3; this device is an A5"),
+        ("A5", "laser", "--attention_algo laser (or ALGO) needs an A2 or A3; this device is an A5"),
     ],
 )
 def test_a_chip_refuses(chip: str, name: str, words: str, rig: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.npu_sim.ranks import composed as parts_of
 from wan.kernels.base import StepInfo
 from wan.modules.model import WanModel
 from wan.modules.schedule import TokenPlan
-from wan.settings.attention import Attention, RainFusion
+from wan.settings.attention import Attention
 
 pytestmark = pytest.mark.dist
 
@@ -82,7 +82,7 @@ def test_a_sparse_step_of_a_network_is_that_of_mindiesd(name: str, rig: Path) ->
 def dense_steps_of_laser() -> set[str]:
     import torch_npu
 
-    rain = Attention(algorithm="laser", rainfusion=RainFusion("v2", 0.5, 4))
+    rain = Attention(attention_algo="laser", use_rainfusion=True, sparse_start_step=4)
     kind, grid = Kind("v2-before", "laser", "A2", rain), (4, 16, 32)
     chosen = parts_of(kind)
     torch_npu.calls.clear()
@@ -93,7 +93,9 @@ def dense_steps_of_laser() -> set[str]:
 
 def test_dense_steps_before_rainfusion_take_the_kernel_asked_for() -> None:
     assert run(1, dense_steps_of_laser) == [{"mindiesd.la"}]
-    assert KINDS["v2-before"].attention.algorithm == "fused"  # and test_event_order has its kernel
+    assert (
+        KINDS["v2-before"].attention.attention_algo == "fused"
+    )  # and test_event_order has its kernel
 
 
 def two_shapes(argv: list[str], sizes: list[tuple[str, ...]]) -> list[Tensor]:

@@ -35,7 +35,7 @@ print(json.dumps({
     "noted": noted, "after_import": after_import,
     "format": torch.npu.config.allow_internal_format, "modes": torch_npu.npu.compile_mode,
     "current": torch.npu.current_device(), "device": str(found.torch_device),
-    "chip": found.chip.name,
+    "chip": found.can.name,
 }))
 """
 
@@ -69,7 +69,7 @@ def test_chip_and_interface(name: str, chip) -> None:
     chip(name)
     device = devices.resolve("npu", 1)
     assert device.type == "npu" and device.torch_device == torch.device("npu", 1)
-    assert device.chip is not None and device.chip.name == name
+    assert device.can.name == name
     assert device.default_precision == torch.bfloat16
     assert device.name().startswith("Ascend")
     device.synchronize()

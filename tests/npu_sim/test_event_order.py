@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 from unittest import mock
@@ -146,10 +147,8 @@ def attend_at_steps(kind: Kind, mode: str) -> list[str]:
 def test_masks_of_later_steps(mode: str) -> None:
     """RainFusion begins at step 1 and plans at every second step from there."""
     kind = KINDS["v3"]
-    rain = kind.attention.rainfusion
-    assert rain is not None and rain.start_step == 1
-    refreshed = rain.__class__(rain.type, rain.sparsity, rain.start_step, refresh=2)
-    kind = kind._replace(attention=kind.attention.__class__(rainfusion=refreshed))
+    assert kind.attention.sparse_start_step == 1
+    kind = kind._replace(attention=replace(kind.attention, mask_refresh_interval=2))
     dense, planned = expected(KINDS["v3-before"], 1, mode), expected(kind, 1, mode)
     steps = [dense, planned, planned.replace("plan ", ""), planned]
     assert run(2, attend_at_steps, kind, mode) == [steps] * 2

@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.npu_sim.ranks import attend
+from tests.npu_sim.ranks import KINDS, attend, composed
 from wan.kernels.base import Payload
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations
 from wan.kernels.npu import clock as npu_clock
 from wan.kernels.npu import dense as npu
 from wan.kernels.npu import fp8 as npu_quant
-from wan.settings import devices as chips
+from wan.settings.devices import DEVICES
 
 Choose = Callable[[str], None]
 
@@ -41,7 +41,7 @@ def qkv(
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention and log-sum-exp [B,N,S] of these very numbers, in float64."""
+    """Attention and log-sum-exp [B,N,S] of these very values, in float64."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
@@ -73,6 +73,14 @@ def test_fused(name: str, dtype: torch.dtype, chip: Choose, calls: list[Any]) ->
     assert call.shapes == (tuple(q.shape), tuple(k.shape), tuple(v.shape))
 
 
+@pytest.mark.parametrize("name", ["dense", "laser"])
+def test_selected_kernels_are_those_that_settings_promise(name: str) -> None:
+    kind = KINDS[name]
+    dense = composed(kind).dense
+    assert dense.can_return_lse == kind.attention.algorithm.has_lse
+    assert dense.name.startswith("npu ")
+
+
 @pytest.mark.parametrize("dtype", BOUND)
 def test_log_sum_exp(dtype: torch.dtype, chip: Choose) -> None:
     kernel = npu.FusedKernel()
@@ -88,7 +96,7 @@ def test_log_sum_exp(dtype: torch.dtype, chip: Choose) -> None:
 @pytest.mark.parametrize("size", [64, 128])
 def test_laser(size: int, dtype: torch.dtype, chip: Choose, calls: list[Any]) -> None:
     chip("A3")
-    kernel = npu.LaserKernel(chips.by_name("A3"))
+    kernel = npu.LaserKernel(DEVICES["A3"])
     q, k, v = qkv(2048, 2100, heads=1, size=size, dtype=dtype)
     out = kernel(q, k, v)
     assert out.dtype == dtype and worst(out, exact(q, k, v)[0]) < 6e-4
@@ -110,7 +118,7 @@ def test_laser_refuses_where_mindiesd_takes_another_kernel(
     mindiesd.attention_forward(
         q, k, v, opt_mode="manual", op_type="ascend_laser_attention", layout="BNSD"
     )
-    kernel = npu.LaserKernel(chips.by_name("A2"))
+    kernel = npu.LaserKernel(DEVICES["A2"])
     if names(calls) == ["mindiesd.la"]:
         kernel(q, k, v)
         assert names(calls) == ["mindiesd.la"] * 2
@@ -122,24 +130,27 @@ def test_laser_refuses_where_mindiesd_takes_another_kernel(
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(192, torch.bfloat16), (64, torch.float32)])
-def test_laser_refuses_heads_and_numbers(size: int, dtype: torch.dtype, chip: Choose) -> None:
+def test_laser_refuses_heads_and_dtypes(size: int, dtype: torch.dtype, chip: Choose) -> None:
     with pytest.raises(ValueError, match=f"not 2048 and 2048 rows, heads of {size} and {dtype}"):
-        npu.LaserKernel(chips.by_name("A2"))(*qkv(2048, 2048, 1, size, dtype))
+        npu.LaserKernel(DEVICES["A2"])(*qkv(2048, 2048, 1, size, dtype))
 
 
 @pytest.mark.parametrize(
     ("make", "name", "words"),
     [
-        (npu.LaserKernel, "A5", "A5 chips have no laser attention"),
-        (npu.LaserKernel, "Duo", "Duo chips have no laser attention"),
-        (npu_quant.NpuBlockQuantise, "A2", "A2 chips have no FP8 attention"),
-        (npu_quant.NpuFp8Attention, "A3", "A3 chips have no FP8 attention"),
+        (npu.LaserKernel, "A5", "A5 has no laser attention"),
+        (npu.LaserKernel, "Duo", "Duo has no laser attention"),
+        (npu_quant.NpuBlockQuantise, "A2", "A2 has no FP8 attention"),
+        (npu_quant.NpuFp8Attention, "A3", "A3 has no FP8 attention"),
     ],
 )
-def test_refused_when_made(make: type, name: str, words: str, chip: Choose) -> None:
+def test_what_a_chip_does_not_have_is_not_made(
+    make: type, name: str, words: str, chip: Choose
+) -> None:
+    """Settings refuse it before."""
     chip(name)
-    with pytest.raises(ValueError, match=words):
-        make(chips.by_name(name))
+    with pytest.raises(AssertionError, match=words):
+        make(DEVICES[name])
 
 
 @pytest.mark.parametrize("rows", [128, 256])
@@ -147,7 +158,7 @@ def test_refused_when_made(make: type, name: str, words: str, chip: Choose) -> N
 def test_block_quantise(rows: int, size: int, chip: Choose, calls: list[Any]) -> None:
     chip("A5")
     x = qkv(300, 300, heads=3, size=size, batch=2)[0]
-    found = npu_quant.NpuBlockQuantise(chips.by_name("A5"))(x, rows)
+    found = npu_quant.NpuBlockQuantise(DEVICES["A5"])(x, rows)
     for b in range(2):  # by hand: each block's largest number becomes 448
         for n in range(3):
             for i, first in enumerate(range(0, 300, rows)):
@@ -183,7 +194,7 @@ def vendor_fp8(heads: int, size: int, dtype: torch.dtype) -> Callable[..., Tenso
 
 
 def our_fp8(size: int, dtype: torch.dtype) -> Fp8Attention:
-    chip = chips.by_name("A5")
+    chip = DEVICES["A5"]
     quantiser = Fp8Quantiser(Rotations(size), npu_quant.NpuBlockQuantise(chip))
     return Fp8Attention(quantiser, dtype, npu_quant.NpuFp8Attention(chip))
 
@@ -223,8 +234,8 @@ def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None
 def test_fp8_takes_any_strides(chip: Choose) -> None:
     """As they come out of an exchange: values and scales with tokens first."""
     chip("A5")
-    quantise = npu_quant.NpuBlockQuantise(chips.by_name("A5"))
-    kernel = npu_quant.NpuFp8Attention(chips.by_name("A5"))
+    quantise = npu_quant.NpuBlockQuantise(DEVICES["A5"])
+    kernel = npu_quant.NpuFp8Attention(DEVICES["A5"])
     packed = [quantise(x, rows) for x, rows in zip(qkv(200, 400), (128, 256, 256), strict=True)]
     whole = kernel(*packed, torch.bfloat16)
     strided = [x.map(torch.Tensor.contiguous) for x in packed]

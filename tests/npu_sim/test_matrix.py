@@ -47,7 +47,7 @@ BOUNDS = {"dense": (2e-2, 5e-3), "laser": (2e-2, 5e-3), "fp8": (2e-2, 5e-3)}
 
 
 def ulp(x: Tensor) -> float:
-    """Distance of bfloat16 numbers around the largest one of x."""
+    """Distance of bfloat16 values around the largest of x."""
     return 2.0 ** (floor(log2(x.float().abs().max().item())) - 7)
 
 

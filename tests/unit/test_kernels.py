@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,9 @@ from torch import Tensor
 
 from wan.device import Device
 from wan.kernels.sdpa import SdpaKernel, padded_heads
-from wan.kernels.select import Exported, select
-from wan.settings.attention import Attention, RainFusion
+from wan.kernels.select import DENSE, Exported, select
+from wan.settings.attention import ALGORITHMS, Attention
+from wan.settings.devices import DEVICES, of_type
 
 
 def qkv(head: int, rows: int = 19, keys: int = 33) -> list[Tensor]:
@@ -49,8 +52,9 @@ def test_padded_heads(head: int) -> None:
     assert (out - plain(*tensors)[0]).abs().max() <= 2e-6
 
 
-CPU, CUDA = (Device(torch.device(name)) for name in ("cpu", "cuda"))
-RAIN, LATER = RainFusion("v3", 0.5, 0), RainFusion("v2", 0.5, 3)
+CPU, CUDA = (Device(torch.device(name), of_type(name)) for name in ("cpu", "cuda"))
+RAIN = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
+LATER = Attention(use_rainfusion=True)  # after a quarter of the steps
 EXPORTED = {("dit", 0): (torch.eye(64), torch.eye(64))}
 SDPA, TILES = "PyTorch SDPA on cpu", "PyTorch SDPA, masked in tiles"
 FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
@@ -63,15 +67,10 @@ FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
         (Attention(), CUDA, {}, "PyTorch SDPA on cuda"),
         (Attention(fa_quant="fp8"), CPU, {}, FP8),
         (Attention(fa_quant="fp8"), CPU, EXPORTED, f"{FP8}, else {SDPA}"),
-        (Attention(rainfusion=RAIN), CPU, {}, f"rainfusion v3 ({TILES})"),
-        (Attention(rainfusion=LATER), CPU, {}, f"rainfusion v2 ({TILES}), else {SDPA}"),
-        (Attention(rainfusion=RAIN), CUDA, {}, "rainfusion v3 (PyTorch FlexAttention)"),
-        (
-            Attention(fa_quant="fp8", rainfusion=RAIN),
-            CPU,
-            {},
-            f"rainfusion v3 (per-block E4M3; {TILES})",
-        ),
+        (RAIN, CPU, {}, f"rainfusion v3 ({TILES})"),
+        (LATER, CPU, {}, f"rainfusion v2 ({TILES}), else {SDPA}"),
+        (RAIN, CUDA, {}, "rainfusion v3 (PyTorch FlexAttention)"),
+        (replace(RAIN, fa_quant="fp8"), CPU, {}, f"rainfusion v3 (per-block E4M3; {TILES})"),
     ],
 )
 def test_a_selection_names_what_can_run(
@@ -81,7 +80,16 @@ def test_a_selection_names_what_can_run(
     assert select(attention, device, 64, torch.float32, exported).describe() == said
 
 
+def test_the_kernels_are_those_that_settings_promise() -> None:
+    promised = {(a.name, DEVICES[name].type) for a in ALGORITHMS.values() for name in a.devices}
+    assert promised == DENSE.keys()
+    for name, where in promised:
+        if where != "npu":  # those are made in tests/npu_sim
+            kernel = DENSE[name, where](Device(torch.device(where), of_type(where)))
+            assert kernel.can_return_lse == ALGORITHMS[name].has_lse
+
+
 def test_a_kernel_that_does_not_exist_on_the_device() -> None:
     for algorithm, device in (("laser", CPU), ("nonsense", CUDA)):
         with pytest.raises(ValueError, match=f"no dense kernel '{algorithm}' on a {device.type}"):
-            select(Attention(algorithm=algorithm), device, 64, torch.float32, {})
+            select(Attention(attention_algo=algorithm), device, 64, torch.float32, {})

@@ -62,7 +62,7 @@ def same(a: Payload, b: Payload) -> bool:
     return a.rows == b.rows and all(torch.equal(*pair) for pair in zip(*bits, strict=True))
 
 
-def e4m3_numbers() -> np.ndarray:
+def e4m3_values() -> np.ndarray:
     """The values of codes 0 to 126 (127 is nan): 4 bits of exponent, bias 7, 3 of mantissa."""
     codes = np.arange(127)
     exponent, mantissa = codes >> 3, codes & 7
@@ -72,9 +72,9 @@ def e4m3_numbers() -> np.ndarray:
 
 def rounded(x: np.ndarray) -> np.ndarray:
     """Nearest E4M3 value; halfway, the one of even code; above 448, 448."""
-    numbers, size = e4m3_numbers(), np.abs(x.astype(np.float64))
-    above = np.searchsorted(numbers, size).clip(1, 126)
-    low, high = numbers[above - 1], numbers[above]
+    values, size = e4m3_values(), np.abs(x.astype(np.float64))
+    above = np.searchsorted(values, size).clip(1, 126)
+    low, high = values[above - 1], values[above]
     up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
     return np.copysign(np.where(up, high, low), x)
 
@@ -108,9 +108,9 @@ def test_blocks_are_quantised_as_the_definition_says(
     assert np.array_equal(found.scale.numpy(), scale)
 
 
-def test_rounding_is_half_to_even_and_the_largest_number_is_448() -> None:
-    numbers = np.concatenate([e4m3_numbers(), np.array([448.0])])
-    x = np.concatenate([(numbers[:-1] + numbers[1:]) / 2, numbers]).astype(np.float32)
+def test_rounding_is_half_to_even_and_the_largest_value_is_448() -> None:
+    values = np.concatenate([e4m3_values(), np.array([448.0])])
+    x = np.concatenate([(values[:-1] + values[1:]) / 2, values]).astype(np.float32)
     found = quantise(torch.from_numpy(x).view(1, 1, 1, -1), 128)  # its scale is 1
     assert found.scale.item() == 1
     assert np.array_equal(found.values.float().numpy().ravel(), rounded(x))
@@ -118,7 +118,7 @@ def test_rounding_is_half_to_even_and_the_largest_number_is_448() -> None:
 
 
 @pytest.mark.parametrize("units", [1, 100, 300, 600, 700, 5000])
-def test_numbers_near_the_smallest_ones_stay_numbers(units: int) -> None:
+def test_values_near_the_smallest_ones_stay_finite(units: int) -> None:
     x = torch.full((1, 3, 1, 2), units * 2.0**-149)
     found = quantise(x, 128)
     assert np.array_equal(found.values.float().numpy(), naive(x, 128)[0])
@@ -192,7 +192,7 @@ HEAD_RANGES = st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)).map(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head", [16, 64, 128])
-def test_rotated_numbers_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
+def test_rotated_rows_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) -> None:
     x = randoms((1, ROWS, HEADS, head), 1, dtype, seed=head)[0]
     rotation = hadamard(head, dtype)
     whole = rotate(x, rotation)
@@ -257,7 +257,7 @@ def test_a_mask_must_fit() -> None:
 def test_the_error_of_fp8_attention(
     head: int, dtype: torch.dtype, record_property: pytest.RecordProperty
 ) -> None:
-    """Against exact attention, and against attention on the very numbers that FP8 left."""
+    """Against exact attention, and against attention on the very values that FP8 left."""
     q, k, v = randoms((1, 2100, 1, head), 3, dtype, seed=head)
     found = run(method(head, dtype), q, k, v).double()
     exact = attention(q, k, v)
@@ -400,7 +400,7 @@ def test_attention_on_other_devices(dtype: torch.dtype) -> None:
     assert error < (2e-6 if dtype == torch.float32 else 1e-2)
 
 
-def test_no_number_is_read_on_the_host() -> None:
+def test_no_value_is_read_on_the_host() -> None:
     """Tensors of the meta device have none, and go the way of GPUs."""
     x = torch.empty(1, 512, 2, 64, dtype=torch.bfloat16, device="meta")
     for before_exchange in (False, True):

@@ -110,7 +110,7 @@ def test_order(frames: int, height: int, width: int) -> None:
 
 @pytest.mark.parametrize("grid", [(0, 8, 8), (2, -1, 8), (2, 8)])
 def test_order_refuses(grid: tuple) -> None:
-    with pytest.raises(ValueError, match="three positive numbers"):
+    with pytest.raises(ValueError, match="three positive sizes"):
         window_order(grid)
 
 
@@ -245,7 +245,7 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_refresh(name: str) -> None:
-    cache = MaskCache(start_step=3, refresh=4)
+    cache = MaskCache(lambda steps: 3, refresh=4)
     for step, other, made in SCHEDULES[name]:
         here = call((1, 1, 1), index=step, **other)
         found = cache.get(here, (1, 1, 2, 2))
@@ -258,7 +258,7 @@ def test_refresh(name: str) -> None:
 def test_masks_in_memory() -> None:
     """Those of one expert; none where each step makes its own, or after their last use."""
     for refresh, kept in ((2, 3), (1, 0)):
-        cache, made = MaskCache(0, refresh), []
+        cache, made = MaskCache(lambda steps: 0, refresh), []
         for expert, layer in product(("high", "low"), range(3)):
             here = call((1, 1, 1), expert=expert, layer=layer)
             assert cache.get(here, (1, 2, 5, 7)) is None
@@ -290,12 +290,12 @@ def test_attention(grid: tuple[int, int, int], sparsity: float) -> None:
 
 @pytest.mark.parametrize("grid", [(3, 10, 20), (2, 16, 16), (5, 13, 14)])
 def test_fp8(grid: tuple[int, int, int]) -> None:
-    """Against its own quantised numbers to rounding; against no quantisation within its error."""
+    """Against its own quantised values to rounding; against no quantisation within its error."""
     q, k, v = qkv(grid)
     mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
     found = run(RainFusionAttention("v3", 0.6, 0, quantiser=fp8()), q, k, v, call(grid))
-    numbers = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
-    exact = masked(*(x.dequantised(torch.float64) for x in numbers), mask, 256)
+    left = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
+    exact = masked(*(x.dequantised(torch.float64) for x in left), mask, 256)
     assert (found - exact).abs().max() <= 2e-6
     error = found - masked(q, k, v, mask, 256)
     assert 1e-4 < error.square().mean().sqrt() < 0.06 * found.square().mean().sqrt()

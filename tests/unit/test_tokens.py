@@ -1,4 +1,4 @@
-"""Who computes which tokens, which K/V blocks travel when, how parts of a softmax are merged."""
+"""Who computes which tokens, which K/V blocks are sent when, how parts of a softmax are merged."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str, size: int) -> 
     """And no two blocks take the same link at once: there is no tag that tells them apart."""
     plans = [hops(ring_type, rank, size) for rank in range(size)]
     assert {len(plan) for plan in plans} == {size - 1}, "all ranks step together"
-    for moment in zip(*plans, strict=True):
-        sent = [(me, to, b) for me, hop in enumerate(moment) for to, b in hop.sends]
-        got = [(frm, me, b) for me, hop in enumerate(moment) for frm, b in hop.receives]
+    for together in zip(*plans, strict=True):
+        sent = [(me, to, b) for me, hop in enumerate(together) for to, b in hop.sends]
+        got = [(frm, me, b) for me, hop in enumerate(together) for frm, b in hop.receives]
         assert sorted(sent) == sorted(got)
         assert len({(frm, to) for frm, to, _ in sent}) == len(sent)
 

@@ -92,11 +92,13 @@ def start_all_to_all_4D(
     async_op: bool = True,
     after: Pending | None = None,
 ) -> Pending:
-    """`all_to_all_4D` as a handle; with async_op the exchange runs beside what follows.
+    """`all_to_all_4D` as a handle.
 
     One contiguous copy per direction: going, heads are packed by rank (the tokens then arrive in
     order); coming back, each rank's heads are put between the others' (batch 1; else one more).
-    after: an exchange that a compiler must not start this one before; eager calls run as they come.
+
+    async_op: it runs beside what follows. after: an exchange that a compiler must not start this
+    one before; eager calls run as they come.
     """
     if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
         raise ValueError(

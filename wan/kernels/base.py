@@ -20,15 +20,17 @@ Grid = tuple[int, int, int]
 class StepInfo:
     """One forward pass of one expert and, inside self-attention, which call of it this is.
 
-    index: 0-based sampling step; count: number of sampling steps.
-    branch: "cond" or "uncond", the guidance branch.
-    expert: "high_noise", "low_noise" or "dit" (models with a single network).
-    grid: tokens along frame, height and width.
-    valid_len: number of real tokens; tokens behind it are padding.
-    sample: which of the samples that a model computes one after the other.
-    layer: index of the block; None outside the blocks.
-    first_head: global index of the first head that this rank attends with.
-    first_row: place of this rank's first query row in the whole sequence.
+    Attributes:
+        index: Sampling step, from 0.
+        count: Number of sampling steps.
+        branch: "cond" or "uncond", the guidance branch.
+        expert: "high_noise", "low_noise" or "dit" (models with a single network).
+        grid: Tokens along frame, height and width.
+        valid_len: Number of real tokens; tokens behind it are padding.
+        sample: Which of the samples that a model computes one after the other.
+        layer: Index of the block; None outside the blocks.
+        first_head: Global index of the first head that this rank attends with.
+        first_row: Place of this rank's first query row in the whole sequence.
     """
 
     index: int
@@ -67,9 +69,10 @@ class Kernel(Protocol):
 class Payload:
     """A tensor of queries, keys or values together with its scales, where it is quantised.
 
-    values: [B,S,N,D], any strides. scale: float32 [B,ceil(S/rows),N,1], None for values that stand
-    for themselves; the values of a quantised one stand for values * scale. rows: tokens that share
-    a scale.
+    Attributes:
+        values: [B,S,N,D], any strides; with a scale they stand for values * scale.
+        scale: float32 [B,ceil(S/rows),N,1]; None where the values stand for themselves.
+        rows: Tokens that share a scale.
     """
 
     values: Tensor
@@ -87,10 +90,7 @@ class Payload:
         return Payload(values, None if self.scale is None else change(self.scale), self.rows)
 
     def cut(self, first: int, last: int) -> Payload:
-        """Tokens first to last (excluded), as views.
-
-        Raises ValueError where `first` is not the beginning of a block of rows.
-        """
+        """Tokens first to last (excluded), as views; ValueError where first is inside a block."""
         if first % self.rows:
             raise ValueError(f"a cut must begin at a multiple of {self.rows} rows, not at {first}")
         scale = self.scale

@@ -28,10 +28,10 @@ def window_order(grid: Grid) -> Tensor:
     Where they do not fill a frame, the first frame keeps its raster order, and each later frame is
     its windows, then the rows below them (full width), then the columns beside them.
 
-    Raises ValueError for a grid that is not three positive numbers.
+    Raises ValueError for a grid that is not three positive sizes.
     """
     if len(grid) != 3 or min(grid) < 1:
-        raise ValueError(f"grid must be three positive numbers (frames, height, width), got {grid}")
+        raise ValueError(f"grid must be three positive sizes (frames, height, width), got {grid}")
     _, height, width = grid
     raster = torch.arange(math.prod(grid)).view(grid)
     rows, columns = height - height % WINDOW, width - width % WINDOW

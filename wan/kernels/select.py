@@ -63,9 +63,13 @@ DENSE: dict[tuple[str, str], Callable[[Device], Kernel]] = {
 class Selected:
     """What computes attention in a run.
 
-    dense: self-attention's kernel where none of `methods` applies. text: that of cross-attention.
-    order: in which tokens stand, None: as in the raster. ops: fused small operations. clock:
-    entered around self-attention.
+    Attributes:
+        dense: Self-attention's kernel where none of `methods` applies.
+        text: Cross-attention's kernel.
+        methods: In the order in which they are asked.
+        order: The order of the tokens of a grid; None: raster order.
+        ops: Fused small operations.
+        clock: Entered around self-attention.
     """
 
     dense: Kernel
@@ -94,9 +98,17 @@ def select(
     dtype: torch.dtype,
     exported: Exported,
 ) -> Selected:
-    """What a checked run needs. dtype: of q, k, v. exported: empty without a quantised checkpoint.
+    """What a checked run needs.
 
-    Raises ValueError where a kernel does not exist on the device.
+    Args:
+        attention: What was asked for.
+        device: Where it runs.
+        head_dim: Channels of a head.
+        dtype: Of q, k, v.
+        exported: Rotations of a quantised checkpoint; empty without one.
+
+    Raises:
+        ValueError: A kernel does not exist on the device.
     """
     npu, cap = device.type == "npu", attention.fa_freq_cap
     return Selected(

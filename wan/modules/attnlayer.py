@@ -56,14 +56,16 @@ class _Incoming(NamedTuple):
 class FAPowerCapAttention:
     """Self-attention over all tokens of the video, each rank holding some of them.
 
-    args: any object with `comm_type`, a key of `schedule.MODES`. ulysses_pg: the ranks that
-    exchange heads for tokens. fa_alltoall_overlap: hide exchanges under attention; comes before
-    comm_type. kernel: dense attention, default the one of the tensors' device. ring: the ranks that
-    pass K/V round, default none. methods: other ways to compute, of which the first that applies is
-    taken; the dense kernel where none does. clock: entered around every call.
     For inference: exchanges have no gradient.
 
-    Raises ValueError for another comm_type.
+    Args:
+        args: Any object with `comm_type`, a key of `schedule.MODES`; ValueError for another value.
+        ulysses_pg: The ranks that exchange heads for tokens.
+        fa_alltoall_overlap: Hide exchanges under attention; comes before comm_type.
+        kernel: Dense attention; None: PyTorch's, on whatever device the tensors are.
+        ring: The ranks that pass K/V round.
+        methods: The first that applies to a call computes it; where none does, the dense kernel.
+        clock: Entered around every call.
     """
 
     def __init__(
@@ -96,10 +98,22 @@ class FAPowerCapAttention:
         step: StepInfo | None = None,
         layer: int | None = None,
     ) -> Tensor:
-        """[B,s,N,D] in and out: this rank's tokens, all heads, after QK-norm and RoPE.
+        """Attention of this rank's tokens to all tokens.
 
-        valid_len: real tokens of the whole sequence; what lies behind them is never attended to,
-        and its rows of the result are zeros. Raises ValueError where P does not divide N.
+        Args:
+            query: [B,s,N,D], all heads, after QK-norm and RoPE; key and value likewise.
+            key: As query.
+            value: As query, without norm and RoPE.
+            valid_len: Real tokens of the whole sequence; what lies behind them is never attended
+                to, and its rows of the result are zeros. None: all are real.
+            step: Where in the run this call is, for methods.
+            layer: Index of the block, for methods.
+
+        Returns:
+            [B,s,N,D] in the dtype of query.
+
+        Raises:
+            ValueError: P does not divide N, or a method needs step and layer and is not told.
         """
         heads = query.shape[2]
         if heads % self.world_size:
@@ -110,17 +124,20 @@ class FAPowerCapAttention:
         if self.methods:
             step = self._located(step, layer, query.shape[1])
         method = next((method for method in self.methods if method.applies(step)), None)
-        qkv, call = (query, key, value), _Call(query.dtype, valid_len, method, step)
         with self.clock:
-            if self.fa_alltoall_overlap:
-                return self._run_fa_alltoall_overlap(qkv, call)
-            if self.comm_type == 1:
-                return self._run_insertcomm(qkv, call)
-            if self.comm_type == 2:
-                return self._run_blockattn(qkv, call)
-            if self.comm_type == 0:
-                return self._run_baseline(qkv, call)
-            return self._run(qkv, call, self.mode)  # a row without a published name
+            return self._dispatch((query, key, value), _Call(query.dtype, valid_len, method, step))
+
+    def _dispatch(self, qkv: Tensors, call: _Call) -> Tensor:
+        """By the published names of the modes; a row that has none runs as it stands."""
+        if self.fa_alltoall_overlap:
+            return self._run_fa_alltoall_overlap(qkv, call)
+        if self.comm_type == 1:
+            return self._run_insertcomm(qkv, call)
+        if self.comm_type == 2:
+            return self._run_blockattn(qkv, call)
+        if self.comm_type == 0:
+            return self._run_baseline(qkv, call)
+        return self._run(qkv, call, self.mode)
 
     def _located(self, step: StepInfo | None, layer: int | None, rows: int) -> StepInfo | None:
         """Which call this is, as far as the caller says; first_head is set chunk by chunk."""

@@ -48,8 +48,11 @@ class BlockSizes:
 class ForwardInfo:
     """What all blocks of one forward pass are told.
 
-    rope: the table's rows of this device's tokens. valid_len: real tokens of the whole sequence.
-    step: where in the run this is, for attention layers and caches.
+    Attributes:
+        runs: Lengths of this device's runs of tokens.
+        rope: The table's rows of this device's tokens.
+        valid_len: Real tokens of the whole sequence.
+        step: Where in the run this is, for attention layers and caches.
     """
 
     runs: Runs
@@ -84,7 +87,18 @@ class WanAttentionBlock(nn.Module):
         kv: TextKV | None,
         info: ForwardInfo,
     ) -> tuple[Tensor, TextKV]:
-        """The new float32 residual stream (x itself in inference) and the text K/V it used."""
+        """One block.
+
+        Args:
+            x_BLC: Residual stream, float32; in inference it is updated in place.
+            e0_BR6C: Modulation of each run by its timestep, float32.
+            context_BTC: Embedded text, in the dtype of the matrix products.
+            kv: The text's keys and values of this layer; None: computed here.
+            info: What all blocks are told.
+
+        Returns:
+            The residual stream, and the text's keys and values.
+        """
         dtype, runs = context_BTC.dtype, info.runs
         modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)

@@ -95,11 +95,14 @@ class LocalTokens:
 
 @dataclass(frozen=True)
 class Collaborators:
-    """What the blocks of a model share; the defaults serve a single device.
+    """What a model is given beside its sizes; the defaults serve a single device.
 
-    attention: self-attention over all tokens. kernel: dense attention, used for the text. tokens:
-    which tokens this device computes. ops: small operations that are replaced. text_kv_cache:
-    whether the text's keys and values are kept from step to step.
+    Attributes:
+        attention: Self-attention over all tokens.
+        kernel: Dense attention, used for the text.
+        tokens: Which tokens this device computes.
+        ops: Small operations that are replaced.
+        text_kv_cache: Whether the text's keys and values are kept from step to step.
     """
 
     attention: Attention = field(default_factory=lambda: LocalAttention(SdpaKernel()))

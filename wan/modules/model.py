@@ -35,10 +35,9 @@ MODEL_TYPES = ("t2v", "i2v", "ti2v")
 class WanModel(nn.Module):
     """Predicts the flow velocity of noisy video latents.
 
-    The arguments are the official ones (config.json). collaborators: what several devices, other
-    kernels and caches need; without it the model serves a single device.
-
-    Raises ValueError for a model type, window or head count that the network does not have.
+    The arguments are the official ones (config.json); ValueError for a model type, window or head
+    count that does not exist. collaborators: what several devices, other kernels and caches need;
+    without them the model serves a single device.
     """
 
     def __init__(
@@ -109,11 +108,16 @@ class WanModel(nn.Module):
     ) -> list[Tensor]:
         """Velocities, float32 [out_dim, F, H, W] for each sample.
 
-        x: noisy latents, [C, F, H, W] each; y: i2v conditioning, concatenated to x on channels.
-        t: timesteps 0..1000, [B] or one per token, [B, >= tokens]; on the host, or it is fetched.
-        context: text embeddings, [length <= text_len, text_dim] each.
-        seq_len: the official padded length; it must hold the tokens; padding is not computed.
-        step: where in the run this call is, for attention layers and caches.
+        Args:
+            x: Noisy latents, [C, F, H, W] each.
+            t: Timesteps 0..1000, [B] or one per token, [B, >= tokens]; on the host, or fetched.
+            context: Text embeddings, [length <= text_len, text_dim] each.
+            seq_len: The official padded length; it must hold the tokens; padding is not computed.
+            y: i2v conditioning, concatenated to x on channels.
+            step: Where in the run this call is, for attention layers and caches.
+
+        Raises:
+            ValueError: The arguments do not fit each other or the network.
         """
         if y is not None:
             x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]

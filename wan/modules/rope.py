@@ -65,7 +65,7 @@ class RopeTables:
         device: torch.device,
         shard: Callable[[Tensor, tuple[int, int, int]], Tensor],
     ) -> RopeTable:
-        """The rows of this device's tokens; `shard` cuts them out of the whole grid's table."""
+        """The rows of this device's tokens; `shard` takes them from the whole grid's table."""
         key = (grid, device, shard)
         if self._table is None or self._key != key:
             cos, sin = rope_table(grid, self.head_dim)

@@ -40,7 +40,14 @@ def pipelined(chunks: int) -> Iterator[Event]:
 
 @dataclass(frozen=True)
 class Mode:
-    """One row. chunks: the most head chunks of a call. blocks: query blocks of each chunk."""
+    """How a call of the attention layer is divided.
+
+    Attributes:
+        name: For logs and records.
+        chunks: Most head chunks of a call.
+        blocks: Query blocks of each chunk.
+        order: Of exchanges and attention.
+    """
 
     name: str
     chunks: int
@@ -128,8 +135,11 @@ def valid_rows(tokens: int, rank: int, rows: int) -> int:
 class TokenPlan:
     """Equal, consecutive shards of a sequence; what is missing at its end is padding.
 
-    tokens: real tokens. ranks: how many share them. multiple: a shard's length is a multiple of
-    this (the row blocks of quantised exchanges and sparse masks).
+    Attributes:
+        tokens: Real tokens.
+        ranks: How many share them.
+        multiple: A shard's length is a multiple of this (the row blocks of quantised exchanges and
+            sparse masks).
     """
 
     tokens: int
