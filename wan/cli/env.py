@@ -45,7 +45,13 @@ def world_size(environ: Mapping[str, str] = os.environ) -> int:
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process among all that torchrun started; 0 without torchrun."""
-    return _index("RANK", environ)
+    found, world = _index("RANK", environ), world_size(environ)
+    if found >= world:
+        raise InputError(
+            f"RANK is {found}, but WORLD_SIZE is {world}, so ranks are 0 to {world - 1}: start "
+            "with torchrun."
+        )
+    return found
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:

@@ -7,54 +7,122 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import wan
 from wan import log
-from wan.cli import env, flags
+from wan.checkpoint.files import fingerprint
+from wan.cli import env, failures, flags
 from wan.cli import extend_prompt as prompt_extend
 from wan.cli.resolve import Run, resolve
 from wan.log import logger
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, exit_code
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
+    from wan.distributed.launch import Once, Prepared
     from wan.distributed.mesh import Team
     from wan.pipeline.pipeline import Pipeline
 
+_OWN = ("ckpt_dir", "quant_dit_path", "save_file", "image", "base_seed")  # may differ between ranks
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted."""
-    try:
-        log.setup(env.rank() == 0)
-        if "--plan" in (sys.argv if argv is None else argv):
-            return _plan(argv)
-        if env.world_size() > 1:
-            _load_torch()
-            from wan.distributed import launch
+    """Run the command line.
 
-            return launch.run(lambda: _resolved(argv), generate)
-        generate(_resolved(argv))
-    except InputError as error:
-        print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if env.rank() == 0:
-            print("generate.py: interrupted; no video was written.", file=sys.stderr)
-        return 130
+    Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted, 143 terminated.
+    """
+    speaks = True
+    try:
+        with failures.terminable():
+            speaks = env.rank() == 0
+            log.setup(speaks)
+            if "--plan" in (sys.argv if argv is None else argv):
+                return _plan(argv)
+            if env.world_size() > 1:
+                return _launch(argv)
+            generate(_resolved(argv, _alone))
+    except BaseException as error:
+        sentence = failures.describe(error)
+        if sentence is None:
+            raise
+        if speaks or isinstance(error, InputError):
+            failures.say(sentence)
+        return exit_code(error)
     return 0
 
 
-def _resolved(argv: Sequence[str] | None) -> Run:
+def _launch(argv: Sequence[str] | None) -> int:
+    """One rank of several."""
+    _load_torch()
+    from wan.distributed import launch
+
+    return launch.run(lambda once: _prepared(argv, once), generate, failures.describe, failures.say)
+
+
+def _prepared(argv: Sequence[str] | None, once: Once) -> Prepared[Run]:
+    from wan import device as devices
+    from wan.distributed.launch import Prepared
+    from wan.settings import devices as on_device
+
+    run = _resolved(argv, once)
+    device = devices.resolve(run.execution.device, env.local_rank())
+    on_device.check(
+        run.execution,
+        run.attention,
+        run.quantised,
+        run.checkpoint.head_dim,
+        device.type,
+        device.chip,
+    )
+    p = run.parallel
+    return Prepared(
+        seed=run.request.seed,
+        seeded=partial(_seeded, run),
+        device=device,
+        sizes=(p.cfg_size, p.ring_size, p.ulysses_size),
+        timeout=timedelta(minutes=p.dist_timeout),
+        facts=_facts(run, device.type),
+    )
+
+
+def _seeded(run: Run, seed: int) -> Run:
+    request = replace(run.request, seed=seed)
+    return replace(run, request=request, settings=run.settings | {"base_seed": seed})
+
+
+def _facts(run: Run, device: str) -> dict[str, Any]:
+    """What has to be equal on all ranks, under the names a user knows."""
+    settings = run.settings | asdict(run.parallel)
+    quantised = None if run.quantised is None else run.quantised.files()
+    return {
+        **{f"--{name}": value for name, value in settings.items() if name not in _OWN},
+        "--quant_alltoall": run.attention.quant_alltoall,
+        "--fa_freq_cap": run.attention.freq_cap,
+        "--fa_freq_restore": run.attention.freq_restore,
+        "the content of --quant_dit_path": quantised and fingerprint(quantised),
+        "the video's size": run.request.video_size,
+        "the device": device,
+        "the checkpoint's content": fingerprint(run.checkpoint.files()),
+        "the version of wan": wan.__version__,
+    }
+
+
+def _resolved(argv: Sequence[str] | None, once: Once) -> Run:
     with _paths_refused():
-        return resolve(flags.parse(argv), _make_demo, prompt_extend.check_available)
+        return resolve(flags.parse(argv), partial(_make_demo, once), prompt_extend.check_available)
+
+
+def _alone(make: Callable[[], None]) -> None:
+    make()
 
 
 def _plan(argv: Sequence[str] | None) -> int:
@@ -135,15 +203,12 @@ def _load_torch() -> None:
         ) from error
 
 
-def _make_demo(task: str, folder: Path) -> None:
-    """One process per machine makes the demo checkpoint; the others wait for it."""
+def _make_demo(once: Once, task: str, folder: Path) -> None:
+    """One rank per machine makes the demo checkpoint; the others wait for it."""
     _load_torch()
     from wan.pipeline import build
 
-    if env.local_rank() == 0:
-        build.demo_checkpoint(task, folder)
-    while not folder.is_dir():  # torchrun ends this process if the maker fails
-        time.sleep(0.1)
+    once(lambda: build.demo_checkpoint(task, folder))
 
 
 def _extended(run: Run, image: Image | None, pipeline: Pipeline, team: Team | None) -> Run:

@@ -1,239 +1,371 @@
-"""What ranks tell each other through the store before any collective: the same decision for all.
+"""Several ranks, one run: they meet at a store, prepare, agree, work, and end together.
 
-A collective hangs when one rank does not come. A rank that must refuse therefore says so here, and
-every rank reads what every other one said before it goes on.
-
-Several processes under torchrun: one decision at the start, one orderly end.
-
-Nothing here is a collective until every rank has said that it can run. On a failing path none is
-called at all: the rank says what happened and ends, which ends the others.
+Nothing here is a collective before every rank has said that it can run, because a collective hangs
+where one rank does not come. On a failing path none is called at all: a rank says what happened and
+ends, which ends the others.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Generic, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-import wan
-from wan import device as devices
-from wan.checkpoint.files import fingerprint
-from wan.cli import env
-from wan.cli.resolve import Run
 from wan.device import Device
-from wan.distributed import launch as agreement
 from wan.distributed import mesh
-from wan.distributed.mesh import Team
-from wan.settings import devices as on_device
-from wan.settings.errors import InputError
+from wan.distributed.mesh import Place, Team
+from wan.distributed.watch import Peer, Watch, own_peer, within
+from wan.settings.errors import InputError, Terminated, exit_code
+
+T = TypeVar("T")
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+Say = Callable[[str], None]
+Describe = Callable[[BaseException], str | None]
+Once = Callable[[Callable[[], None]], None]
+"""Calls a function on local rank 0 of each machine; the others come back when it has prepared."""
+_POLL = 0.1  # seconds
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[T]):
+    """What one rank has found out by itself; nothing is built yet.
+
+    Attributes:
+        seed: What this rank would take; that of rank 0 is everybody's.
+        seeded: The run with the seed that all share.
+        device: Where this rank computes.
+        sizes: Of the mesh: (cfg, ring, ulysses).
+        timeout: For every collective.
+        facts: What has to be equal on all ranks, under the names a user knows.
+    """
+
+    seed: int
+    seeded: Callable[[int], T]
+    device: Device
+    sizes: tuple[int, int, int]
+    timeout: timedelta
+    facts: Mapping[str, Json]
+
+
+class StartError(InputError):
+    """The run cannot begin; every rank finds so by itself, and one per machine says it."""
+
+    def __init__(self, sentence: str, code: int = 2) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that other ranks are waited for: until it is said, said again, and in all."""
+
+    first: float = 30
+    every: float = 60
+    limit: float = 600
+
+    def until(
+        self, done: Callable[[], bool], lacking: Callable[[], str], remedy: str, say: Say
+    ) -> None:
+        """Wait until `done`. lacking: what has not come, as the beginning of a sentence.
+
+        Raises:
+            StartError: When the limit has passed.
+        """
+        start, notice = time.monotonic(), self.first
+        while not done():
+            waited = time.monotonic() - start
+            if waited >= self.limit:
+                raise StartError(f"{lacking()} within {_span(self.limit)}; {remedy}.")
+            if waited >= notice:
+                say(f"{lacking()} after {_span(notice)}; still waiting.")
+                notice += self.every
+            time.sleep(_POLL)
+
+
+PATIENT = Patience()
+
+
+def run(
+    prepare: Callable[[Once], Prepared[T]],
+    work: Callable[[T, Team], None],
+    describe: Describe,
+    say: Say,
+    patience: Patience = PATIENT,
+) -> int:
+    """Prepare on every rank, agree with the others, and carry out.
+
+    Args:
+        prepare: Called before anything is known of the others. What it raises ends all ranks.
+        work: Called on all ranks, if all can run and are to run the same.
+        describe: The sentence for an error that a user can act upon; None for a defect.
+        say: Shows the user one line.
+        patience: How long other ranks are waited for before the work.
+
+    Returns:
+        The exit code: 0, or that of a run that was not begun. A rank that fails later does not
+        return: it ends its process.
+    """
+    here = mesh.place()
+    voice = say if here.local_rank == 0 else _silent  # one per machine
+    try:
+        store = _open_store(here, patience, voice)
+    except StartError as reason:
+        voice(str(reason))
+        return reason.code
+    watch = Watch(here, store.clone(), say)  # type: ignore[attr-defined]
+    code = 0
+    try:
+        agreement = _Agreement(here, store, patience, voice)
+        prepared, said = agreement.reach(prepare, describe)
+        watch.know([statement.peer for statement in said])
+        team = mesh.join(store, here, prepared.device, prepared.sizes, prepared.timeout)
+        work(prepared.seeded(said[0].seed), team)
+    except StartError as reason:
+        voice(str(reason))
+        code = reason.code
+    except SystemExit:  # the help was asked for
+        raise
+    except BaseException as error:
+        _end(here, watch, error, describe, say)
+    watch.leave()
+    return code
+
+
+def _open_store(here: Place, patience: Patience, say: Say) -> dist.Store:
+    """The key-value store at MASTER_ADDR and MASTER_PORT: torchrun's, or held by rank 0.
+
+    PyTorch's own way to it waits for all ranks, and says nothing.
+    """
+    if here.holds_store:
+        try:
+            return dist.TCPStore(
+                "localhost", here.port, is_master=True, wait_for_workers=False, multi_tenant=True
+            )
+        except dist.DistError as error:
+            raise StartError(
+                f"Port {here.port} (MASTER_PORT) cannot be opened for the other ranks; most likely "
+                "it is taken: choose a free --master_port."
+            ) from error
+    try:
+        socket.getaddrinfo(here.address, here.port)
+    except (OSError, UnicodeError) as error:
+        raise StartError(
+            f"MASTER_ADDR is {here.address!r}, and no machine of that name is known ({error}); "
+            "give the name or address of the machine of rank 0."
+        ) from error
+    where = f"{here.address}:{here.port} (MASTER_ADDR and MASTER_PORT)"
+    refusal = ""
+
+    def answers() -> bool:
+        nonlocal refusal
+        try:
+            socket.create_connection((here.address, here.port), timeout=5).close()
+        except OSError as error:
+            refusal = f" ({error.strerror or error})"
+            return False
+        return True
+
+    patience.until(
+        answers,
+        lambda: f"{where}, where the ranks meet, has not answered{refusal}",
+        "start rank 0 there, or give its machine and a port that is open",
+        say,
+    )
+    store = within(
+        patience.first,
+        lambda: dist.TCPStore(here.address, here.port, wait_for_workers=False),
+        None,
+    )
+    if store is None:
+        raise StartError(f"What answers at {where} is no rank 0; choose another --master_port.")
+    return store
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One rank at the start. error: why it cannot run. facts: what must be equal everywhere.
+    """One rank before the work.
 
-    offers: what is only said, such as the seed that others take from the main rank.
+    Attributes:
+        peer: Who says it.
+        error: Why it cannot run.
+        code: Its exit code then.
+        facts: What has to be equal everywhere.
+        seed: Its own; that of rank 0 is everybody's.
     """
 
-    host: str
-    error: str | None
-    facts: Mapping[str, Any]
-    offers: Mapping[str, Any]
+    peer: Peer
+    error: str | None = None
+    code: int = 0
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    seed: int = 0
 
 
-def exchange(
-    store: dist.Store,
-    rank: int,
-    world: int,
-    *,
-    error: str | None,
-    facts: Mapping[str, Any],
-    offers: Mapping[str, Any],
-) -> list[Statement]:
-    """Every rank's statement, by rank; returns when all have made theirs.
+@dataclass(frozen=True)
+class _Agreement:
+    """How the ranks come to the same decision through the store."""
 
-    Raises torch.distributed.DistStoreError when the store's timeout passes first.
-    """
-    own = Statement(socket.gethostname(), error, facts, offers)
-    store.set(f"statement/{rank}", json.dumps(asdict(own)))
-    store.wait([f"statement/{other}" for other in range(world)])
-    found = [Statement(**json.loads(store.get(f"statement/{other}"))) for other in range(world)]
-    if store.add("statements/read", 1) == world:
-        store.set("statements/done", "")
-    if rank == 0:  # it may be the one that holds the store
-        store.wait(["statements/done"])
-    return found
+    here: Place
+    store: dist.Store
+    patience: Patience
+    say: Say
+
+    def reach(
+        self, prepare: Callable[[Once], Prepared[T]], describe: Describe
+    ) -> tuple[Prepared[T], list[Statement]]:
+        """What this rank has prepared, and every rank's statement, by rank.
+
+        Raises:
+            StartError: On every rank with the same sentence, if one cannot run or differs; and
+                where one has not come.
+        """
+        peer = own_peer(self.here.rank)
+        ready = f"prepared/{peer.machine or peer.host}"
+        self.store.set(f"here/{peer.rank}", "")
+        prepared = None
+        try:
+            prepared = prepare(lambda make: self._once(ready, make))
+            own = Statement(peer, None, 0, prepared.facts, prepared.seed)
+        except Exception as error:  # a defect, too: the others are not left waiting for this rank
+            sentence = describe(error)
+            if sentence is None:
+                traceback.print_exc()
+            own = Statement(peer, sentence or f"{_named(error)}.", exit_code(error))
+        if self.here.local_rank == 0:
+            self.store.set(ready, own.error or "")
+        try:
+            said = self._exchange(own)
+        except dist.DistError as lost:
+            raise StartError(
+                "The rank that held the others' store has ended; start again."
+            ) from lost
+        refusal = verdict(said)
+        if refusal is not None or prepared is None:
+            raise StartError(refusal or "", next((s.code for s in said if s.error), 2))
+        return prepared, said
+
+    def _once(self, ready: str, make: Callable[[], None]) -> None:
+        if self.here.local_rank == 0:
+            make()
+            return
+        self.patience.until(
+            lambda: self.store.check([ready]),
+            lambda: "Local rank 0 of this machine has not prepared the run",
+            "start all ranks of a machine alike",
+            self.say,
+        )
+        error = self.store.get(ready).decode()
+        if error:
+            raise InputError(error)
+
+    def _exchange(self, own: Statement) -> list[Statement]:
+        """Everybody's statement, when all have made theirs."""
+        store, world = self.store, self.here.world
+        store.set(f"statement/{own.peer.rank}", json.dumps(asdict(own)))
+        keys = [f"statement/{rank}" for rank in range(world)]
+        remedy = f"start all {world} ranks"
+        self.patience.until(lambda: store.check(keys), self._absent, remedy, self.say)
+        said = [_statement(store.get(key)) for key in keys]
+        store.add("read", 1)
+        if self.here.holds_store:
+            self.patience.until(
+                lambda: store.add("read", 0) == world,
+                lambda: "Not all ranks have read what the others say",
+                remedy,
+                self.say,
+            )
+        return said
+
+    def _absent(self) -> str:
+        """Who has not made a statement: started yet, or not."""
+        world = self.here.world
+        lacking = [r for r in range(world) if not self.store.check([f"statement/{r}"])]
+        never = [r for r in lacking if not self.store.check([f"here/{r}"])]
+        busy = [r for r in lacking if r not in never]
+        found = {"started": never, "prepared the run": busy}
+        return " and ".join(
+            f"{_ranks(ranks)} of {world} {'has' if len(ranks) == 1 else 'have'} not {what}"
+            for what, ranks in found.items()
+            if ranks
+        )
 
 
 def verdict(statements: Sequence[Statement]) -> str | None:
-    """Why the run cannot start, in one sentence that is the same on every rank; None if it can."""
-    for rank, statement in enumerate(statements):
+    """Why the run cannot begin, in one sentence that is the same on every rank; None if it can."""
+    for statement in statements:
         if statement.error is not None:
             alone = any(other.error != statement.error for other in statements)
-            return _who(rank, statement) + statement.error if alone else statement.error
+            return _who(statement) + statement.error if alone else statement.error
     main = statements[0]
-    for rank, statement in enumerate(statements):
+    for statement in statements:
         for name in sorted(main.facts.keys() | statement.facts.keys()):
             ours, theirs = (s.facts.get(name, "not given") for s in (main, statement))
             if ours != theirs:
                 return (
-                    f"{_who(rank, statement)}{name} is {theirs}, but {ours} on rank 0; "
+                    f"{_who(statement)}{name} is {theirs}, but {ours} on rank 0; "
                     "start all ranks alike."
                 )
     return None
 
 
-def _who(rank: int, statement: Statement) -> str:
-    return f"rank {rank} on {statement.host}: "
-
-
-_START = timedelta(minutes=10)  # until the slowest rank has looked at its checkpoint
-_OWN = ("ckpt_dir", "quant_dit_path", "save_file", "image", "base_seed")  # may differ
-
-
-def run(resolve: Callable[[], Run], work: Callable[[Run, Team], None]) -> int:
-    """Resolve, agree with the other ranks, and carry out; returns the exit code.
-
-    Exit codes as for one process. A rank that fails does not return: it ends its process.
-    """
-    rank = env.rank()
+def _end(here: Place, watch: Watch, error: BaseException, describe: Describe, say: Say) -> NoReturn:
+    """Say why this rank ends, unless another rank does, and end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
+    watch.stop()
     try:
-        store = _open_store()
-        # A connection of its own, so that no other wait gets its short timeout.
-        last_words: dist.Store = store.clone()  # type: ignore[attr-defined]
-        last_words.set_timeout(timedelta(seconds=5))
-        request, device = _agreed(store, resolve)
-    except InputError as error:
-        if env.local_rank() == 0:  # one voice per machine
-            _say(str(error))
-        return 2
-    try:
-        p = request.parallel
-        timeout = timedelta(minutes=p.dist_timeout)
-        store.set_timeout(timeout)  # groups on accelerators meet through it when first used
-        sizes = (p.cfg_size, p.ring_size, p.ulysses_size)
-        work(request, mesh.join(store, device, sizes, timeout))
-    except BaseException as error:
-        _end(last_words, rank, error)
-    return 0
+        sentence = describe(error)
+        # What may be another rank's doing: torchrun's signal, and what collectives raise.
+        doubtful = isinstance(error, Terminated if sentence else RuntimeError)
+        why = watch.lost(error) if doubtful else watch.told()
+        if why is not None:
+            if why:
+                say(why)
+        elif sentence is not None:
+            if watch.first(here.rank):
+                say(sentence)
+        else:
+            traceback.print_exception(error)
+            say(f"rank {here.rank} failed: {_named(error)}")
+            watch.first(here.rank)  # after the reason is out
+        sys.stdout.flush()
+        watch.leave()
+    finally:  # also if nobody listens any more
+        # No destructors: they wait for the other ranks.
+        os._exit(1 if watch.interrupted else exit_code(error))
 
 
-def _open_store() -> dist.Store:
-    try:
-        return mesh.open_store(_START)
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"The other processes cannot be reached ({reason}); start all of them with torchrun "
-            "and choose a free --master_port."
-        ) from error
+def _statement(stored: bytes) -> Statement:
+    fields = json.loads(stored)
+    return Statement(**{**fields, "peer": Peer(**fields["peer"])})
 
 
-def _agreed(store: dist.Store, resolve: Callable[[], Run]) -> tuple[Run, Device]:
-    """This rank's run and device. InputError, the same everywhere, if any rank cannot.
-
-    The main rank's seed is everybody's.
-    """
-    resolved: tuple[Run, Device] | None = None
-    error, facts, offers = None, {}, {}
-    try:
-        request = resolve()
-        resolved = request, _device(request)
-        facts, offers = _facts(*resolved), {"seed": request.request.seed}
-    except InputError as reason:
-        error = str(reason)
-    except Exception as reason:  # a defect of ours: the others are not left waiting for this rank
-        traceback.print_exc()
-        error = f"{type(reason).__name__}: {reason}."
-    try:
-        said = agreement.exchange(
-            store, env.rank(), env.world_size(), error=error, facts=facts, offers=offers
-        )
-    except dist.DistStoreError as late:
-        raise InputError(f"Not all processes have come in {_START}; start all of them.") from late
-    refusal = agreement.verdict(said)
-    if refusal is not None or resolved is None:
-        raise InputError(refusal or "")
-    request, device = resolved
-    seed = said[0].offers["seed"]
-    request = replace(
-        request,
-        request=replace(request.request, seed=seed),
-        settings={**request.settings, "base_seed": seed},
-    )
-    return request, device
+def _who(statement: Statement) -> str:
+    return f"rank {statement.peer.rank} on {statement.peer.host}: "
 
 
-def _device(request: Run) -> Device:
-    device = devices.resolve(request.execution.device, env.local_rank())
-    on_device.check(
-        request.execution,
-        request.attention,
-        request.quantised,
-        request.checkpoint.head_dim,
-        device.type,
-        device.chip,
-    )
-    return device
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = [*map(str, ranks[:8]), *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])]
+    *some, last = shown
+    return f"Ranks {', '.join(some)} and {last}" if some else f"Rank {last}"
 
 
-def _facts(request: Run, device: Device) -> dict[str, Any]:
-    """What has to be equal on all ranks, under the names a user knows."""
-    settings = {f"--{k}": v for k, v in request.settings.items() if k not in _OWN}
-    topology = {f"--{k}": v for k, v in asdict(request.parallel).items()}
-    quantised = None if request.quantised is None else request.quantised.files()
-    return {
-        **settings,
-        **topology,
-        "--quant_alltoall": request.attention.quant_alltoall,
-        "--fa_freq_cap": request.attention.freq_cap,
-        "--fa_freq_restore": request.attention.freq_restore,
-        "the content of --quant_dit_path": quantised and fingerprint(quantised),
-        "the video's size": request.request.video_size,
-        "the device": device.type,
-        "the checkpoint's content": fingerprint(request.checkpoint.files()),
-        "the version of wan": wan.__version__,
-    }
+def _span(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} minutes"
 
 
-def _end(store: dist.Store, rank: int, error: BaseException) -> None:
-    """Say what happened (the rank that failed first in full, the others in a line), and end."""
-    try:
-        first = store.compare_set("failed", "", str(rank)).decode()
-    except Exception:  # the store's machine may be the one that is gone
-        first = "another"
-    if isinstance(error, KeyboardInterrupt):
-        if rank == 0:
-            _say("interrupted; no video was written.")
-    elif first != str(rank) and isinstance(error, InputError):
-        pass  # most likely what the first one has said
-    elif first != str(rank):
-        _say(f"rank {rank} ends because rank {first} failed.")
-    elif isinstance(error, InputError):
-        _say(str(error))
-    elif _is_lost_peer(error):
-        _say(f"rank {rank} lost another rank ({str(error).strip().splitlines()[0]}).")
-    else:
-        traceback.print_exception(error)
-        _say(f"rank {rank} failed: {type(error).__name__}: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    codes = {InputError: 2, KeyboardInterrupt: 130}
-    os._exit(codes.get(type(error), 1))  # no destructors: they wait for the other ranks
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    words = ("Connection closed", "Connection reset", "Timed out waiting", "Broken pipe")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def _say(text: str) -> None:
-    print(f"generate.py: {' '.join(text.split())}", file=sys.stderr, flush=True)
+def _silent(_: str) -> None:
+    pass

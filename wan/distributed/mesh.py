@@ -1,7 +1,7 @@
-"""Processes started by torchrun: their store, their groups, and what passes between whole ranks.
+"""The ranks of a run: where this one stands, their mesh of groups, and what passes between all.
 
-Ranks form a mesh (cfg, ring, ulysses), ulysses innermost: its all-to-all is the largest traffic and
-gets the neighbouring, fastest links.
+The mesh has the axes (cfg, ring, ulysses), ulysses innermost: its all-to-all is the largest traffic
+and gets the neighbouring, fastest links.
 """
 
 from __future__ import annotations
@@ -16,29 +16,65 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from wan import torch_private
 from wan.device import Device
+from wan.settings.errors import InputError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 T = TypeVar("T")
 
 
-def open_store(timeout: timedelta) -> dist.Store:
-    """The key-value store under torchrun's MASTER_ADDR and MASTER_PORT.
+@dataclass(frozen=True)
+class Place:
+    """This process among those of a run, as torchrun (or another launcher) put it into variables.
 
-    Raises RuntimeError or ValueError where it cannot be reached or the port is taken.
+    Attributes:
+        rank: Among all ranks.
+        world: Ranks in all.
+        local_rank: Among those of this machine.
+        address: The machine where the ranks meet.
+        port: The port where they meet.
+        torchrun: The parent process is torchrun's agent.
+        holds_store: The others come to this rank; under torchrun all come to its agent.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))
-    store.set_timeout(timeout)
-    return store
+
+    rank: int
+    world: int
+    local_rank: int
+    address: str
+    port: int
+    torchrun: bool
+    holds_store: bool
+
+
+def place() -> Place:
+    """Where this process stands. `wan.cli.env` has checked the variables that count ranks.
+
+    Raises:
+        InputError: For a missing or malformed MASTER_ADDR or MASTER_PORT.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address:
+        raise InputError("WORLD_SIZE is set, but MASTER_ADDR is not: start with torchrun.")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise InputError(f"MASTER_PORT is {port!r}; it must be 1 to 65535: start with torchrun.")
+    rank, agent = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    return Place(
+        rank,
+        int(os.environ["WORLD_SIZE"]),
+        int(os.environ["LOCAL_RANK"]),
+        address,
+        int(port),
+        torchrun="TORCHELASTIC_RUN_ID" in os.environ,
+        holds_store=rank == 0 and agent != "True",
+    )
 
 
 @dataclass(frozen=True)
 class Team:
-    """All processes of a run, in their topology."""
+    """All ranks of a run, in their mesh."""
 
     mesh: DeviceMesh
     device: Device
@@ -52,16 +88,18 @@ class Team:
     def group(self, *axes: str) -> dist.ProcessGroup:
         """This rank's group along one axis, or along several together (their order kept)."""
         mesh = self.mesh[axes]
-        return self._bounded(mesh if len(axes) == 1 else mesh._flatten("_".join(axes))).get_group()
+        if len(axes) > 1:
+            mesh = torch_private.flatten(mesh, "_".join(axes))
+        return self._bounded(mesh).get_group()
 
     def world_mesh(self) -> DeviceMesh:
         """All ranks in one row, for sharded weights."""
-        return self._bounded(self.mesh._flatten("world"))
+        return self._bounded(torch_private.flatten(self.mesh, "world"))
 
     def _bounded(self, mesh: DeviceMesh) -> DeviceMesh:
         """DeviceMesh gives its groups PyTorch's default timeout, not that of the whole group."""
         if self.timeout is not None:
-            _set_pg_timeout(self.timeout, mesh.get_group())
+            torch_private.set_timeout(mesh.get_group(), self.timeout)
         return mesh
 
     def from_main(self, make: Callable[[], Tensor]) -> Tensor:
@@ -101,14 +139,15 @@ class Team:
 
 
 def join(
-    store: dist.Store, device: Device, sizes: tuple[int, int, int], timeout: timedelta
+    store: dist.Store, here: Place, device: Device, sizes: tuple[int, int, int], timeout: timedelta
 ) -> Team:
     """Form the process group and the mesh of (cfg, ring, ulysses) sizes; every rank calls it."""
+    store.set_timeout(timeout)  # groups on accelerators meet through it when first used
     dist.init_process_group(
         BACKENDS[device.type],
         store=dist.PrefixStore("wan", store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        rank=here.rank,
+        world_size=here.world,
         timeout=timeout,
         device_id=device.torch_device if device.type == "cuda" else None,
     )
@@ -122,5 +161,5 @@ def form(device: Device, sizes: tuple[int, int, int], timeout: timedelta | None 
 
 
 def running() -> int:
-    """Processes in the default group; 1 where there is none."""
+    """Ranks in the default group; 1 where there is none."""
     return dist.get_world_size() if dist.is_initialized() else 1

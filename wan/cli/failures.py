@@ -1,0 +1,74 @@
+"""How a run ends that does not succeed: which errors are one sentence, and what SIGTERM does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from wan.settings.errors import InputError, Terminated
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def describe(error: BaseException) -> str | None:
+    """One sentence for what a user can act upon; None for everything else, which is our defect."""
+    if isinstance(error, InputError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; no video was written."
+    if isinstance(error, Terminated):
+        return "terminated; no video was written."
+    if is_out_of_memory(error):
+        return (
+            "Out of memory; choose a smaller --size or --frame_num, or use --offload_model true; "
+            "--plan says what a run needs."
+        )
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        where = "" if error.filename is None else f" where {error.filename} is written"
+        return f"The disk is full{where}; make space and start again."
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether host or device had no memory left.
+
+    Python and accelerators have types for it. PyTorch's CPU code has none: its allocator and its
+    mapped files raise a plain RuntimeError. Both end with what the system says of ENOMEM, which is
+    looked for here, because it is libc's text and not one that a version of PyTorch may rephrase.
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        torch = sys.modules.get("torch")  # not imported for this: there may be no memory for it
+        of_a_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+        return of_a_device or os.strerror(errno.ENOMEM) in str(error)
+    return isinstance(error, MemoryError)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated in here. Without an effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(_: int, __: FrameType | None) -> NoReturn:
+    raise Terminated
+
+
+def say(text: str) -> None:
+    """One line on stderr under the command's name."""
+    print(f"generate.py: {' '.join(text.split())}", file=sys.stderr, flush=True)
