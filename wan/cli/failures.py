@@ -71,4 +71,5 @@ def _terminate(_: int, __: FrameType | None) -> NoReturn:
 
 def say(text: str) -> None:
     """One line on stderr under the command's name."""
-    print(f"generate.py: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"generate.py: {' '.join(text.split())}\n")  # at once: several ranks may speak
+    sys.stderr.flush()

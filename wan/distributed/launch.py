@@ -287,16 +287,21 @@ class _Agreement:
 
     def _absent(self) -> str:
         """Who has not made a statement: started yet, or not."""
-        world = self.here.world
-        lacking = [r for r in range(world) if not self.store.check([f"statement/{r}"])]
-        never = [r for r in lacking if not self.store.check([f"here/{r}"])]
-        busy = [r for r in lacking if r not in never]
-        found = {"started": never, "prepared the run": busy}
-        return " and ".join(
-            f"{_ranks(ranks)} of {world} {'has' if len(ranks) == 1 else 'have'} not {what}"
-            for what, ranks in found.items()
-            if ranks
-        )
+        lacking = [r for r in range(self.here.world) if not self._has_set(f"statement/{r}")]
+        never = [rank for rank in lacking if not self._has_set(f"here/{rank}")]
+        busy = [rank for rank in lacking if rank not in never]
+        parts = [f"{self._have(never)} not started"] if never else []
+        parts += [f"{self._have(busy)} not prepared the run"] if busy else []
+        return " and ".join(parts).replace("r", "R", 1)
+
+    def _has_set(self, key: str) -> bool:
+        return self.store.check([key])
+
+    def _have(self, ranks: Sequence[int]) -> str:
+        *some, last = [*map(str, ranks[:8]), *([f"{len(ranks) - 8} more"] if ranks[8:] else [])]
+        if some:
+            return f"ranks {', '.join(some)} and {last} of {self.here.world} have"
+        return f"rank {last} of {self.here.world} has"
 
 
 def verdict(statements: Sequence[Statement]) -> str | None:
@@ -339,7 +344,9 @@ def _end(here: Place, watch: Watch, error: BaseException, describe: Describe, sa
             watch.first(here.rank)  # after the reason is out
         sys.stdout.flush()
         watch.leave()
-    finally:  # also if nobody listens any more
+    except Exception:  # a defect in here, or nobody reads any more: the process ends all the same
+        traceback.print_exc()
+    finally:
         # No destructors: they wait for the other ranks.
         os._exit(1 if watch.interrupted else exit_code(error))
 
@@ -351,12 +358,6 @@ def _statement(stored: bytes) -> Statement:
 
 def _who(statement: Statement) -> str:
     return f"rank {statement.peer.rank} on {statement.peer.host}: "
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = [*map(str, ranks[:8]), *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])]
-    *some, last = shown
-    return f"Ranks {', '.join(some)} and {last}" if some else f"Rank {last}"
 
 
 def _span(seconds: float) -> str:

@@ -214,6 +214,7 @@ class Watch:
 
     def _sentence(self, ranks: list[int], reason: str = "") -> str:
         """About ranks that have gone; empty where another rank says it."""
+        self._left.update(ranks)  # nobody has to wait for them any more
         word = self._word(ranks[0])
         if word not in (f"{ranks[0]} {self._here.rank}", ""):
             return ""
