@@ -324,17 +324,17 @@ def test_ranks_that_have_left_are_not_missed(tmp_path: Path) -> None:
 
 
 def speak_slowly(go: str) -> int:
-    """Rank 1 fails, and is held up when it says why."""
+    """Rank 0 fails, and is held up when it says why."""
 
     def slowly(text: str) -> None:
         told("about to speak")
         Path(go).read_text()
         say(text)
 
-    def work(_: int, team: Team) -> None:
-        if rank() == 1:
+    def work(*_: object) -> None:
+        if rank() == 0:
             raise TypeError("a defect")
-        collect(team)
+        signal.pause()
 
     with terminable():
         return launch.run(lambda _: prepared(), work, describe, slowly)
@@ -345,13 +345,13 @@ def test_nothing_ends_a_rank_before_it_has_said_why(tmp_path: Path) -> None:
     go = tmp_path / "go"
     os.mkfifo(go)
     with Ranks(launcher(2), speak_slowly, str(go)) as ranks:
-        ranks.until(1, "about to speak")
-        ranks.processes[0].join(2)
-        assert ranks.processes[0].exitcode is None, ranks.said()
-        os.kill(ranks.processes[1].pid, signal.SIGTERM)  # torchrun, had another rank ended
+        ranks.until(0, "about to speak")
+        ranks.processes[1].join(2)
+        assert ranks.processes[1].exitcode is None, ranks.said()
+        os.kill(ranks.processes[0].pid, signal.SIGTERM)  # torchrun, had another rank ended
         go.write_text("now")
         assert ranks.ended(30) == [1, 1], ranks.said()
-    assert ranks.lines() == ["rank 1 failed: TypeError: a defect"]
+    assert ranks.lines() == ["rank 0 failed: TypeError: a defect"]
 
 
 def agent(kind: str) -> int:

@@ -171,7 +171,7 @@ class Watch:
             why = self.lost(Terminated())
             if why:
                 self._say(why)
-            os._exit(1)
+            pass
 
     def _is_orphan(self) -> bool:
         """Only torchrun stays as long as its ranks; other launchers may start them and leave."""
