@@ -1,8 +1,8 @@
-"""Real gloo ranks for tests: pools of processes that stay up, and torchrun.
+"""Real ranks for tests: pools of processes that stay up, ranks started one by one, and torchrun.
 
-A pool's ranks are forked from a server that only ever imports (never from pytest's own process,
-whose OpenMP threads a fork would lose), use one thread each and are joined in one process group.
-Every call has a time limit; whatever goes wrong, every rank's traceback is shown and the pool goes.
+All but torchrun's are forked from a server that only ever imports (never from pytest's own process,
+whose OpenMP threads a fork would lose) and use one thread each. Every call has a time limit;
+whatever goes wrong, what every rank has said is shown and the ranks go.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from __future__ import annotations
 import atexit
 import multiprocessing as mp
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).parents[1]
+GENERATE = str(REPO / "generate.py")
+TORCHRUN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 _POOLS: dict[int, Pool] = {}
@@ -106,15 +110,116 @@ def _close() -> None:
         pool.kill()
 
 
+class Ranks:
+    """Processes that call `work(*args)`, each in a launcher's variables, and what they write.
+
+    work must be importable by name; what it returns is the exit code.
+    """
+
+    def __init__(
+        self, variables: Sequence[Mapping[str, str]], work: Callable[..., int], *args: Any
+    ) -> None:
+        self.texts = [""] * len(variables)
+        self._news = threading.Condition()
+        self.processes: list[Any] = []
+        self._readers: list[threading.Thread] = []
+        for rank, environ in enumerate(variables):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(target=_rank, args=(theirs, dict(environ), work, args))
+            process.start()
+            theirs.close()
+            reader = threading.Thread(target=self._read, args=(rank, ours), daemon=True)
+            reader.start()
+            self.processes.append(process)
+            self._readers.append(reader)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def until(self, rank: int, word: str, timeout: float = 60) -> None:
+        """Wait until a rank has written a word."""
+        with self._news:
+            assert self._news.wait_for(lambda: word in self.texts[rank], timeout), self.said()
+
+    def ended(self, timeout: float = 60) -> list[int]:
+        """Exit codes, when all have ended (negative: the signal that ended them)."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0.1))
+        for reader in self._readers:  # the last of those who write has ended
+            reader.join(max(deadline - time.monotonic(), 0.1))
+        codes = [process.exitcode for process in self.processes]
+        running = None in codes or any(reader.is_alive() for reader in self._readers)
+        assert not running, f"still running after {timeout} s\n{self.said()}"
+        return codes
+
+    def lines(self, prefix: str = "generate.py: ") -> list[str]:
+        """What all ranks have told the user, by rank."""
+        return [
+            line.removeprefix(prefix)
+            for text in self.texts
+            for line in text.splitlines()
+            if line.startswith(prefix)
+        ]
+
+    def said(self) -> str:
+        return "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(self.texts))
+
+    def _read(self, rank: int, pipe: Any) -> None:
+        while part := os.read(pipe.fileno(), 1 << 16):
+            with self._news:
+                self.texts[rank] += part.decode(errors="replace")
+                self._news.notify_all()
+
+
+def launcher(world: int, **more: str) -> list[dict[str, str]]:
+    """The variables of each rank of one machine, as a launcher sets them; more: for all."""
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [{**common, "RANK": str(r), "LOCAL_RANK": str(r), **more} for r in range(world)]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _rank(pipe: Any, environ: dict[str, str], work: Callable[..., int], args: Any) -> None:
+    import torch
+
+    for stream in (1, 2):
+        os.dup2(pipe.fileno(), stream)
+    pipe.close()
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    sys.exit(work(*args))
+
+
+def exec_torchrun(*argv: object) -> int:
+    """As the work of `Ranks`: torchrun's agent, whose ranks write where it writes."""
+    os.execv(sys.executable, _command(argv))
+
+
 def torchrun(ranks: int, *argv: object, timeout: float = 180, **env: str) -> Any:
     """generate.py under torchrun; the finished process, with text output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={ranks}", str(REPO / "generate.py"), *map(str, argv)]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=REPO,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )
+    options = ["--standalone", f"--nproc_per_node={ranks}", GENERATE]
+    try:
+        return subprocess.run(
+            _command([*options, *argv]),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=REPO,
+            env={**os.environ, **TORCHRUN, **env},
+        )
+    except subprocess.TimeoutExpired as late:
+        said = [(out or b"").decode(errors="replace") for out in (late.stdout, late.stderr)]
+        raise AssertionError(f"still running after {timeout} s\n" + "\n".join(said)) from None
+
+
+def _command(argv: Sequence[object]) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *map(str, argv)]

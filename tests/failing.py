@@ -1,6 +1,6 @@
-"""generate.py with a fault on one rank: `failing.py KIND RANK arguments...`, under torchrun.
+"""generate.py with a fault in the second step: `failing.py KIND RANK arguments...`.
 
-KIND: raise (an exception in the second step), kill (kill -9 there), sleep (stay there for long).
+KIND: raise (an exception), kill (kill -9), memory (more than there is), wait (until a signal).
 """
 
 from __future__ import annotations
@@ -8,27 +8,39 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from wan.cli import main as generate
-from wan.pipeline import denoise as sampler
-
-kind, rank = sys.argv[1], sys.argv[2]
-original = sampler.guided_velocity
 
 
-def faulty(*args: Any, **kwargs: Any) -> Any:
-    step = args[4]("cond")
-    if os.environ["RANK"] == rank and step.index == 1:
-        print(f"fault on rank {rank}", flush=True)
-        if kind == "raise":
-            raise RuntimeError("this rank was told to fail")
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(120)
-    return original(*args, **kwargs)
+def fail(kind: str) -> None:
+    os.write(1, b"fault\n")  # at once, whatever comes next
+    if kind == "raise":
+        raise RuntimeError("this rank was told to fail")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "memory":
+        torch.empty(1 << 60, dtype=torch.uint8)
+    signal.pause()
 
 
-sampler.guided_velocity = faulty
-sys.exit(generate.main(sys.argv[3:]))
+def main(kind: str, rank: str, *arguments: str) -> int:
+    """Exit code of generate.py, which counts forwards of the DiT (two in a step) on one rank."""
+    forwards = 0
+
+    def count(module: torch.nn.Module, _: object) -> None:
+        nonlocal forwards
+        forwards += type(module).__name__ == "WanModel"
+        if forwards == 3:
+            forwards = 0
+            fail(kind)
+
+    if os.environ.get("RANK", "0") == rank:
+        register_module_forward_pre_hook(count)
+    return generate.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

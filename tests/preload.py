@@ -3,8 +3,21 @@
 import torch
 import torch.distributed.device_mesh
 import torch.nn.functional
+from diffusers import AutoencoderKLWan, DPMSolverMultistepScheduler, UniPCMultistepScheduler
+from transformers import AutoTokenizer, UMT5EncoderModel
 
+import wan.cli.main
+import wan.distributed.launch
 import wan.modules.attnlayer
 import wan.modules.model
+import wan.pipeline.build
 
-__all__ = ["torch", "wan"]
+__all__ = [
+    "AutoTokenizer",
+    "AutoencoderKLWan",
+    "DPMSolverMultistepScheduler",
+    "UMT5EncoderModel",
+    "UniPCMultistepScheduler",
+    "torch",
+    "wan",
+]

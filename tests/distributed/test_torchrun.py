@@ -1,27 +1,30 @@
-"""Whole runs under torchrun against a run of one process, and how they fail."""
+"""Whole runs of several ranks against a run of one process, and how they fail.
+
+Ranks are forked where only they matter, and started by torchrun where its part matters, too.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.dist import REPO, torchrun
+from tests import failing
+from tests.dist import REPO, TORCHRUN, Ranks, exec_torchrun, free_port, launcher, torchrun
 from wan.cli import main as generate
 
 pytestmark = pytest.mark.dist
 QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "3", "--base_seed", "7"]
 QUICK += ["--save_latents"]
 FAILING = str(REPO / "tests" / "failing.py")
+GENERATE = str(REPO / "generate.py")
 
 
 def latents(video: Path) -> Any:
@@ -42,17 +45,17 @@ def alone(tiny, picture, tmp_path_factory: pytest.TempPathFactory):
         key = (task, *more)
         if key not in made:
             out = base / f"{len(made)}.mp4"
-            assert generate.main([*arguments, "--save_file", str(out)]) == 0
+            with Ranks([{}], generate.main, [*arguments, "--save_file", str(out)]) as process:
+                assert process.ended() == [0], process.said()
             made[key] = latents(out)
         return arguments, made[key]
 
     return run
 
 
-def check(done: Any, video: Path, expected: Any, exact: bool = False) -> None:
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    difference = (latents(video) - expected).abs().max().item()
-    assert difference <= (0 if exact else 1e-4), difference
+def check(codes: list[int], said: str, video: Path, expected: Any) -> None:
+    assert not any(codes), said
+    assert (latents(video) - expected).abs().max().item() <= 1e-4
     assert sorted(p.suffix for p in video.parent.glob(f"{video.stem}.*")) == [
         ".json",
         ".mp4",
@@ -60,17 +63,47 @@ def check(done: Any, video: Path, expected: Any, exact: bool = False) -> None:
     ]
 
 
+def generate_each(arguments: list[list[str]]) -> int:
+    """As a rank: generate.py with the arguments of its own."""
+    return generate.main(arguments[int(os.environ["RANK"])])
+
+
 def test_a_full_topology(alone, tmp_path: Path) -> None:
     """Guidance halves, all weights sharded, InsertComm; the record says so."""
     arguments, expected = alone("t2v-A14B")
     out = tmp_path / "v.mp4"
     flags = ["--cfg_size", "2", "--dit_fsdp", "--t5_fsdp", "--comm_type", "1"]
-    done = torchrun(4, *arguments, *flags, "--save_file", out)
-    check(done, out, expected)
-    assert done.stdout.count("InsertComm, 10 x 2 heads per rank; ulysses 2 x ring 1 x cfg 2") == 1
-    assert done.stdout.count("Chosen: --cfg_size 2 --ring_size 1 --ulysses_size 2") == 1
+    flags += ["--save_file", str(out)]
+    with Ranks(launcher(4), generate_each, [[*arguments, *flags]] * 4) as ranks:
+        codes = ranks.ended(180)
+    check(codes, ranks.said(), out, expected)
+    said = ranks.texts[0]
+    assert said.count("InsertComm, 10 x 2 heads per rank; ulysses 2 x ring 1 x cfg 2") == 1
+    assert said.count("Chosen: --cfg_size 2 --ring_size 1 --ulysses_size 2") == 1
     used = json.loads(out.with_suffix(".json").read_text())["used"]
     assert used["comm_type"] == 1 and used["cfg_size"] == 2 and used["dit_fsdp"]
+
+
+def two_machines(arguments: list[list[str]]) -> int:
+    """As one of two machines: torchrun with one rank."""
+    node = os.environ["NODE"]
+    base = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", node]
+    base += ["--master_addr", "127.0.0.1", "--master_port", os.environ["PORT"]]
+    return exec_torchrun(*base, GENERATE, *arguments[int(node)])
+
+
+def test_two_machines(alone, tmp_path: Path) -> None:
+    arguments, expected = alone("t2v-A14B")
+    arguments = [*arguments, "--comm_type", "2", "--save_file"]
+    out, other = tmp_path / "v.mp4", tmp_path / "other" / "v.mp4"
+    variables = [
+        {**TORCHRUN, "NODE": node, "PORT": port} for port in [free_port()] for node in "01"
+    ]
+    each = [[*arguments, str(out)], [*arguments, str(other)]]
+    with Ranks(variables, two_machines, each) as agents:
+        codes = agents.ended(180)
+    check(codes, agents.said(), out, expected)
+    assert not other.parent.exists(), "only rank 0 writes"
 
 
 TABLE = [
@@ -95,7 +128,8 @@ TABLE = [
 def test_topologies(task: str, ranks: int, flags: list[str], alone, tmp_path: Path) -> None:
     arguments, expected = alone(task)
     out = tmp_path / "v.mp4"
-    check(torchrun(ranks, *arguments, *flags, "--save_file", out), out, expected)
+    done = torchrun(ranks, *arguments, *flags, "--save_file", out)
+    check([done.returncode], done.stdout + done.stderr, out, expected)
 
 
 @pytest.mark.slow
@@ -103,130 +137,147 @@ def test_one_guidance_scale_is_1(alone, tmp_path: Path) -> None:
     arguments, expected = alone("t2v-A14B", "--sample_guide_scale", "1,4")
     out = tmp_path / "v.mp4"
     done = torchrun(2, *arguments, "--cfg_size", "2", "--save_file", out)
-    check(done, out, expected)
+    check([done.returncode], done.stdout + done.stderr, out, expected)
     assert "Guidance is 1 for the low-noise expert" in done.stdout
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def two_machines(first: list[object], second: list[object]) -> list[subprocess.Popen[str]]:
-    """Two torchrun agents on the loopback device, one rank each."""
-    port = free_port()
-    base = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
-    base += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
-    return [
-        subprocess.Popen(
-            [*base, "--node_rank", str(node), "generate.py", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=REPO,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for node, arguments in enumerate((first, second))
-    ]
-
-
-def test_two_machines(alone, tmp_path: Path) -> None:
-    arguments, expected = alone("t2v-A14B")
-    out = tmp_path / "v.mp4"
-    common, other = [*arguments, "--comm_type", "2", "--save_file"], tmp_path / "other" / "v.mp4"
-    agents = two_machines([*common, out], [*common, other])
-    ended = [agent.communicate(timeout=120) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], ended
-    assert (latents(out) - expected).abs().max() <= 1e-4
-    assert not other.parent.exists(), "only the main rank writes"
-
-
-@pytest.mark.parametrize("wrong", ["folder", "argument", "weights"])
-def test_ranks_that_differ_are_named(wrong: str, alone, tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ("folder", "does not exist"),
+        ("argument", "--sample_shift is 4.0, but "),
+        ("weights", "content"),
+    ],
+)
+def test_ranks_that_differ_are_named(wrong: str, word: str, alone, tmp_path: Path) -> None:
     """A folder missing on one machine, other arguments or other weights: one sentence, no video."""
     arguments, _ = alone("t2v-A14B")
-    out = tmp_path / "v.mp4"
+    arguments = [*arguments, "--save_file", str(tmp_path / "v.mp4")]
+    folder = tmp_path / "other"
     if wrong == "weights":
         from wan.pipeline.tiny import make_checkpoint
 
-        folder: object = make_checkpoint("t2v-A14B", tmp_path / "other", seed=1)
-    else:
-        folder = tmp_path / "nowhere"
-    extra = ["--sample_shift", "4"] if wrong == "argument" else ["--ckpt_dir", folder]
-    common = [*arguments, "--save_file", out]
-    agents = two_machines(common, [*common, *extra])
-    texts = [agent.communicate(timeout=90)[1] for agent in agents]
-    assert all(agent.returncode for agent in agents)
-    said = [line for text in texts for line in text.splitlines() if "generate.py: " in line[:13]]
-    assert len(said) == 2 and said[0] == said[1], texts
-    assert "rank 1 on" in said[0], said
-    words = {
-        "folder": "does not exist",
-        "argument": "--sample_shift is 4.0, but ",
-        "weights": "content",
-    }
-    assert words[wrong] in said[0] and not list(tmp_path.glob("v.*"))
-
-
-@pytest.mark.parametrize("kind", ["raise", "kill", "sleep"])
-def test_one_failing_rank_ends_all(kind: str, alone, tmp_path: Path) -> None:
-    """Exception, kill -9 and Ctrl-C: all ranks end in time, nothing is left over."""
-    arguments, _ = alone("t2v-A14B")
-    out = tmp_path / "v.mp4"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node=2", FAILING, kind, "1", *arguments, "--save_file", str(out)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=REPO,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
-        start_new_session=True,
-    )
-    text = ""
-    assert process.stdout is not None
-    for line in process.stdout:
-        text += line
-        if "fault on rank" in line:
-            break
-    start = time.monotonic()
-    if kind == "sleep":
-        time.sleep(1)
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-    text += process.communicate(timeout=40)[0]
-    assert time.monotonic() - start < 30 and process.returncode != 0, text
-    if kind == "raise":
-        assert "rank 1 failed: RuntimeError: this rank was told to fail" in text, text
-        assert text.count("RuntimeError: this rank was told to fail") == 2, text  # and a traceback
-    assert not list(tmp_path.glob("v*")), text
-    survivors = subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, text=True)
-    assert survivors.stdout == "", survivors.stdout
+        make_checkpoint("t2v-A14B", folder, seed=1)
+    more = ["--sample_shift", "4"] if wrong == "argument" else ["--ckpt_dir", str(folder)]
+    variables = [{**rank, "LOCAL_RANK": "0"} for rank in launcher(2)]  # of two machines
+    with Ranks(variables, generate_each, [arguments, [*arguments, *more]]) as ranks:
+        assert ranks.ended() == [2, 2], ranks.said()
+    one, other = ranks.lines()
+    assert one == other and one.startswith("rank 1 on ") and word in one
+    assert not list(tmp_path.glob("v.*"))
 
 
 def test_refused_once_by_all(tmp_path: Path) -> None:
-    done = torchrun(2, "--sample_steps", "0", "--save_file", tmp_path / "v.mp4")
-    said = [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
-    assert done.returncode != 0 and len(said) == 1 and "--sample_steps is 0" in said[0]
-    assert "Traceback" not in done.stderr.split("ChildFailedError")[0].split("generate.py: ")[0]
+    refused = ["--sample_steps", "0", "--save_file", str(tmp_path / "v.mp4")]
+    with Ranks(launcher(2), generate_each, [refused, refused]) as ranks:
+        assert ranks.ended() == [2, 2], ranks.said()
+    (said,) = ranks.lines()
+    assert said.startswith("--sample_steps is 0") and "Traceback" not in ranks.said()
 
 
-def test_port_in_use(tmp_path: Path) -> None:
-    """Ranks started by hand: rank 0 holds the store and finds its port taken."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        env["MASTER_PORT"] = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [sys.executable, "generate.py"],
-            capture_output=True,
-            text=True,
-            cwd=REPO,
-            env={**os.environ, **env},
-            timeout=60,
-        )
-    said = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and said[-1].startswith("generate.py: "), done.stderr
-    assert "--master_port" in said[-1] and "Traceback" not in done.stderr
+def test_a_demo_checkpoint_that_cannot_be_made(tmp_path: Path) -> None:
+    """One rank makes it for all of a machine; the others do not wait for ever."""
+    cache = tmp_path / "cache"
+    cache.touch()  # a file where a folder is needed
+    arguments = ["--task", "ti2v-5B", "--save_file", str(tmp_path / "v.mp4")]
+    variables = launcher(2, XDG_CACHE_HOME=str(cache))
+    with Ranks(variables, generate_each, [arguments, arguments]) as ranks:
+        assert ranks.ended() == [2, 2], ranks.said()
+    (said,) = ranks.lines()
+    assert str(cache) in said and "Traceback" not in ranks.said()
+
+
+def test_a_rank_beyond_the_world() -> None:
+    done = subprocess.run(
+        [sys.executable, GENERATE],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "WORLD_SIZE": "2", "RANK": "7", "LOCAL_RANK": "1"},
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("generate.py: RANK is 7, but WORLD_SIZE")
+    assert done.stderr.count("\n") == 1
+
+
+def fail(kind: str, arguments: list[str]) -> int:
+    return failing.main(kind, "0", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "sentence", "code"),
+    [
+        ("memory", None, "Out of memory; ", 1),
+        ("wait", signal.SIGTERM, "terminated; no video was written.", 143),
+        ("wait", signal.SIGINT, "interrupted; no video was written.", 130),
+    ],
+)
+def test_one_process_that_ends_early(
+    kind: str, number: signal.Signals | None, sentence: str, code: int, alone, tmp_path: Path
+) -> None:
+    arguments, _ = alone("t2v-A14B")
+    with Ranks([{}], fail, kind, [*arguments, "--save_file", str(tmp_path / "v.mp4")]) as process:
+        if number is not None:
+            process.until(0, "fault")
+            os.kill(process.processes[0].pid, number)
+        assert process.ended() == [code], process.said()
+    (said,) = process.lines()
+    assert said.startswith(sentence) and "Traceback" not in process.said()
+    assert not list(tmp_path.iterdir())
+
+
+# What torchrun does to ranks that fail, or its user to torchrun
+
+DEFECT = "rank 1 failed: RuntimeError: "
+ENDINGS = {
+    "raise": (None, DEFECT),
+    "kill": (None, "Rank 1 ended unexpectedly (killed, or out of memory); no video was written."),
+    "memory": (None, "Out of memory; "),
+    "interrupt": (signal.SIGINT, "interrupted; no video was written."),
+    "terminate": (signal.SIGTERM, "terminated; no video was written."),
+    "kill torchrun": (signal.SIGKILL, "torchrun has ended unexpectedly; no video was written."),
+}
+
+
+def check_ending(sentence: str, number: signal.Signals | None, *argv: object) -> None:
+    """All ranks end, and one sentence is said."""
+    with Ranks([TORCHRUN], exec_torchrun, "--standalone", "--nproc_per_node=2", *argv) as agent:
+        agent.until(0, "fault", 300)
+        if number is not None:
+            os.kill(agent.processes[0].pid, number)
+        (code,) = agent.ended(300)  # with its ranks; long, because the machine may be busy
+    (said,) = agent.lines()
+    assert code and said.startswith(sentence), agent.said()
+    reasons = agent.texts[0].count("RuntimeError: ")  # a traceback and the sentence
+    assert reasons == (2 if sentence == DEFECT else 0), agent.said()
+
+
+@pytest.mark.parametrize("fault", ["defect", "die"])
+def test_torchrun_ends_ranks_with_toy_work(fault: str) -> None:
+    sentence = ENDINGS["raise" if fault == "defect" else "kill"][1]
+    check_ending(sentence, None, "-m", "tests.distributed.test_launch", fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDINGS)
+def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
+    """Nothing is left over."""
+    arguments, _ = alone("t2v-A14B")
+    number, sentence = ENDINGS[how]
+    kind = how if number is None else "wait"
+    check_ending(
+        sentence, number, FAILING, kind, "1", *arguments, "--save_file", tmp_path / "v.mp4"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["defect", "die"])
+def test_torchrun_ends_ranks_on_a_busy_machine(fault: str) -> None:
+    """With eight times as many busy processes as cores."""
+    loop = [sys.executable, "-c", "import os; own = os.getppid()\nwhile os.getppid() == own: pass"]
+    busy = [subprocess.Popen(loop) for _ in range(8 * (os.cpu_count() or 1))]
+    try:
+        test_torchrun_ends_ranks_with_toy_work(fault)
+    finally:
+        for process in busy:
+            process.kill()
