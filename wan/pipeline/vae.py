@@ -117,6 +117,13 @@ def autoencoder(**sizes: Any) -> Any:
     return AutoencoderKLWan(**sizes)
 
 
+def published(version: str) -> Any:
+    """The autoencoder of Wan "2.1" or "2.2"."""
+    if version == "2.1":
+        return autoencoder(base_dim=96, decoder_base_dim=96, z_dim=16)
+    return autoencoder(base_dim=160, decoder_base_dim=256, **VAE_22)
+
+
 def in_float32(_: str, __: torch.dtype) -> torch.dtype:
     """The dtype that the weights are kept in."""
     return torch.float32
