@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -54,9 +54,7 @@ def flash_attention_on_cpu(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp [B,N,S]; the public function returns no log-sum-exp."""
-    return _aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BNSD, k_BNSD, v_BNSD, attn_mask=bias
-    )
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q_BNSD, k_BNSD, v_BNSD, attn_mask=bias)
 
 
 def flash_attention_on_cuda(
@@ -97,11 +95,29 @@ def fake_process_group(rank: int, ranks: int) -> None:
     dist.init_process_group("planned", store=FakeStore(), rank=rank, world_size=ranks)
 
 
-def on_fake_tensors() -> AbstractContextManager[Any]:
-    """What is made in it is on the CPU, but has no data; the public "meta" is no device to FSDP."""
+@contextmanager
+def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
+    """A network from the meta device as it is loaded, but without data; yields what follows its
+    calls. FSDP takes no meta tensors, the public ones without data, but fake ones.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) if sharded else nullcontext():
+        live = Live("cpu" if sharded else "meta", resized=sharded)
+        network.to_empty(device=live.device)
+        live.leave_out(_own(network))
+        yield live
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """Of this rank's parameters and buffers."""
+    return sum(x.nbytes for x in _own(network))
+
+
+def _own(network: nn.Module) -> list[Tensor]:
+    """Without importing DTensor, which takes long."""
+    tensors = [*network.parameters(), *network.buffers()]
+    return [getattr(x, "_local_tensor", x) for x in tensors]
 
 
 class WithoutData(TorchFunctionMode):
@@ -111,7 +127,8 @@ class WithoutData(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and args[0].is_meta:  # it would hold all scores
             mask = (kwargs or {}).get("attn_mask")
             bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(args[0].dtype)
-            return flash_attention_on_cpu(*args, bias)[0]
+            q, k, v = args
+            return flash_attention_on_cpu(q, k, v, bias)[0]
         if func is Tensor.__bool__:  # asked of a prompt's mask: is nothing padded?
             return False
         return func(*args, **(kwargs or {}))

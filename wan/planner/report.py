@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from wan.planner.measure import Parts, Planner, Sent
+from wan.cli.memory import gpu_memory
+from wan.cli.resolve import Run
+from wan.planner.measure import Planner
 from wan.planner.topology import nearest
 from wan.settings.errors import InputError
+
+
+def show(run: Run) -> None:
+    """Print the plan of a run; InputError where the run does not fit its device."""
+    planner = Planner(run.setup, run.request)
+    print(*run.notices, *lines(planner, run.settings["task"]), sep="\n", flush=True)
+    memory = run.device_memory or planner.device.can.memory
+    if memory is None and planner.device.type == "cuda":
+        memory = min(gpu_memory("total"), default=None)
+    print(check(planner, memory))
 
 
 def lines(planner: Planner, task: str) -> list[str]:
     """The plan, a fact a line. task: as it was asked for."""
     setup, request, parallel = planner.setup, planner.request, planner.setup.parallel
     folder, (width, height) = setup.checkpoint.folder, request.video_size
-    tokens = planner.tokens(parallel)
-    stages = planner.stages()
-    return [
-        f"Plan: {task}, {width}*{height}, {request.frame_num} frames, {planner.precision}, on "
-        f"{planner.device.can.name}, {_count(parallel.world_size, 'rank')}; "
-        + (f"sizes of {folder}" if folder else "sizes as published (no checkpoint folder)"),
+    tokens, need = planner.tokens(parallel), planner.need()
+    found = [
+        f"Plan: {task}, {width}*{height}, {request.frame_num} frames, {planner.precision}, "
+        f"{_count(parallel.world_size, 'rank')} ({planner.device.can.name}); sizes "
+        + (f"of {folder}" if folder else "as published (no checkpoint folder)"),
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
         f"{tokens.shard_len} per rank",
-        planner.attention_line,
+        planner.forwards(parallel)[0].attention,
         *_traffic(planner),
-        f"Memory of the fullest rank: {_size(planner.need())}",
-        *(f"  {name} {_size(parts.total())}: {_parts(parts)}" for name, parts in stages.items()),
-        "  not counted: the driver's context, buffers of the communication library, what kernels "
-        "take for themselves, fragments",
+        f"Memory of the fullest rank: {_size(need)}",
     ]
+    for name, parts in planner.stages().items():
+        words = [f"{part} {_size(size)}" for part, size in parts.most_common() if size >= 1e6]
+        found.append(f"  {name} {_size(parts.total())}: {', '.join(words)}")
+    return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
 
 
 def check(planner: Planner, memory: int | None) -> str:
@@ -42,8 +54,8 @@ def check(planner: Planner, memory: int | None) -> str:
     found = nearest(planner, memory)
     remedy = "no topology and no flag would help: choose a smaller --size or --frame_num"
     if found is not None:
-        ranks = _count(found.ranks, "rank")
-        remedy = f"it fits with {found.flags} on {ranks} ({_size(found.need)})"
+        flags, ranks, least = found
+        remedy = f"it fits with {flags} on {_count(ranks, 'rank')} ({_size(least)})"
     raise InputError(
         f"The run needs {_size(need)} on its fullest rank ({stage}), and a device has "
         f"{_size(memory)}; {remedy}."
@@ -51,38 +63,28 @@ def check(planner: Planner, memory: int | None) -> str:
 
 
 def _traffic(planner: Planner) -> list[str]:
-    """What each layer sends, in dense and in sparse steps."""
-    parallel = planner.setup.parallel
-    forward, *_ = planner.forwards(parallel)
+    """What each layer gives to other ranks, in dense and in sparse steps."""
+    forward, *_ = planner.forwards(planner.setup.parallel)
     kinds = ("",) if len(forward.sent) == 1 else (" in dense steps", " in sparse steps")
-    calls = planner.config["num_layers"] * len(planner.branches(parallel))
+    calls = planner.setup.checkpoint.config["num_layers"]
+    calls *= len(planner.branches(planner.setup.parallel))
+    verbs = {
+        "alltoall_base_": "All-to-all (ranks exchange heads for tokens, and back)",
+        "send": "Ring (keys and values are passed on)",
+        "_allgather_base_": "Ring (keys and values are gathered)",
+    }
     found = []
     for kind, sent in zip(kinds, forward.sent, strict=True):
-        exchanged = [size for name, size in sent if name.startswith("alltoall")]
-        if exchanged:
-            found.append(
-                f"All-to-all (ranks exchange heads for tokens and back){kind}: "
-                f"{_count(len(exchanged), 'exchange')} of {_sizes(exchanged)} per layer, together "
-                f"{_size(sum(exchanged))}; {_size(sum(exchanged) * calls)} per step and rank, of "
-                f"which {parallel.ulysses_size - 1}/{parallel.ulysses_size} leave the rank"
-            )
-        passed = [size for name, size in sent if name == "send"]
-        gathered = [size for name, size in sent if "allgather" in name]
-        for verb, sizes in (("passed on", passed), ("gathered", gathered)):
+        for operation, words in verbs.items():
+            sizes = [size for name, size in sent if name == operation]
+            each = " or ".join(_size(size) for size in sorted(set(sizes), reverse=True))
             if sizes:
+                tensors, total = _count(len(sizes), "tensor"), sum(sizes)
                 found.append(
-                    f"Ring (keys and values of other ranks){kind}: {_count(len(sizes), 'tensor')} "
-                    f"of {_sizes(sizes)} {verb} per layer, together {_size(sum(sizes))}"
+                    f"{words}{kind}: {tensors} of {each} per layer, together {_size(total)}; "
+                    f"{_size(total * calls)} per step and rank"
                 )
-    return found or ["Nothing is exchanged in attention."]
-
-
-def _sizes(sent: list[int]) -> str:
-    return " or ".join(_size(size) for size in sorted(set(sent), reverse=True))
-
-
-def _parts(parts: Parts) -> str:
-    return ", ".join(f"{part} {_size(size)}" for part, size in parts.most_common() if size >= 1e6)
+    return found or ["All-to-all: none. Ring: none."]
 
 
 def _count(number: int, noun: str) -> str:

@@ -35,8 +35,10 @@ def acts_as(device_type: str) -> str:
 def acting_as(device_type: str) -> Iterator[None]:
     """All tensors, which are without data, stand for those of a device of this type (`--plan`)."""
     _acting.append(device_type)
-    yield
-    _acting.pop()
+    try:
+        yield
+    finally:
+        _acting.pop()
 
 
 def keeps_fp32(name: str) -> bool:

@@ -10,7 +10,7 @@ Legend: B batch, S rows, N heads, D head size.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import ceil
 from types import ModuleType
@@ -25,7 +25,7 @@ _LASER_ROWS, _LASER_HEAD = 256, 128  # the laser kernel pads to multiples of the
 
 
 @contextmanager
-def vendor_planned() -> Iterator[None]:
+def vendor() -> Iterator[None]:
     """In it, the kernels of this folder import these operators."""
     modules = {name: ModuleType(name) for name in _OPERATORS}
     for name, module in modules.items():
@@ -35,10 +35,12 @@ def vendor_planned() -> Iterator[None]:
             setattr(modules[parent], child, module)
     real = {name: sys.modules[name] for name in modules if name in sys.modules}
     sys.modules |= modules
-    yield
-    for name in modules:
-        del sys.modules[name]
-    sys.modules |= real
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+        sys.modules |= real
 
 
 def _fusion_attention(
@@ -46,7 +48,8 @@ def _fusion_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, heads = q_BSND.shape[1:3]
     size = (len(q_BSND), heads, rows, _LSE)
-    return torch.empty_like(q_BSND), *(q_BSND.new_empty(size, dtype=torch.float32) for _ in "ms")
+    most, total = (q_BSND.new_empty(size, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(q_BSND), most, total
 
 
 def _attention_forward(q: Tensor, k: Tensor, v: Tensor, *, op_type: str, **_: Any) -> Tensor:
@@ -108,11 +111,15 @@ _OPERATORS: dict[str, dict[str, Any]] = {
 }
 
 
-class PlannedLinear(nn.Module):
-    """A quantised layer: its tensors as stored, the input in 8 bits with a scale per token.
+def quantise(network: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Replace the layers of an export in a network. sizes: name of a layer -> its stored bytes."""
+    for name, nbytes in sizes.items():
+        layer: Any = network.get_submodule(name)
+        network.set_submodule(name, _QuantisedLinear(nbytes, layer.out_features))
 
-    nbytes: of its tensors. outputs: channels of the result.
-    """
+
+class _QuantisedLinear(nn.Module):
+    """Its tensors as stored, the input in 8 bits with a scale per token, the result."""
 
     def __init__(self, nbytes: int, outputs: int) -> None:
         super().__init__()

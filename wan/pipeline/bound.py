@@ -25,7 +25,7 @@ _ENCODE = {"2.1": (3_800, 12_100, 14_100, 48), "2.2": (1_900, 6_400, 7_300, 96)}
 
 
 def stages(setup: Setup, request: Request) -> dict[str, int]:
-    """What the fullest rank holds at least in each stage, named as `wan.planner.measure` does."""
+    """What the fullest rank holds at least in each stage, named as by `wan.planner.measure`."""
     keeps = not setup.execution.offload_model
     networks = len(setup.preset.experts) if keeps else 1
     text, gathered = _text_encoder(setup)
@@ -53,7 +53,7 @@ def device(setup: Setup) -> Capabilities:
 
 
 def _text_encoder(setup: Setup) -> tuple[int, int]:
-    """Its weights on the rank that has it; what FSDP gathers at a time: the table, sent and placed."""
+    """Its weights on the rank that has it; what FSDP gathers: the word table, sent and placed."""
     path, parallel = setup.checkpoint.text_encoder, setup.parallel
     if setup.execution.t5_cpu and device(setup).type != "cpu":
         return 0, 0
@@ -71,8 +71,7 @@ def _dit(setup: Setup, request: Request) -> tuple[int, int]:
     fp32 = e if execution.convert_model_dtype else 4
     block = (8 * c + 2 * f) * c * e
     if setup.quantised is not None:
-        linears = next(iter(setup.quantised.experts.values())).linears.values()
-        block = sum(i.nbytes for layer in linears for i in layer.tensors.values()) // layers
+        block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     contexts = 2 if request.guided and parallel.cfg_size == 1 else 1
     contexts *= execution.text_kv_cache
