@@ -1,118 +1,118 @@
-"""Which forwards `plan_memory.py` measures, and what is planned for them."""
+"""Which runs `plan_memory.py` plans and measures, and the checkpoints they need."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest.mock import patch
 
-import torch
+from PIL import Image
 
-from benchmarks.live_bytes import WHOLE
-from wan.modules.schedule import MODES
-from wan.planner.forward import Forward
-from wan.planner.network import Network, text_bytes
-from wan.settings.attention import Attention, RainFusion
-from wan.settings.parallel import Parallel
+from wan.pipeline import tiny
 
-Grid = tuple[int, int, int]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DENSE = Attention()
-PARTS = ("patch embedding", "self-attention", "cross-attention", "feed-forward", "head")
-METHODS = {
-    "FP8": Attention(fa_quant="fp8"),
-    "FP8 exchanged": Attention(fa_quant="fp8", quant_alltoall=True),
-    "RainFusion": Attention(rainfusion=RainFusion("v2", 0.64, 0)),
-    "RainFusion FP8": Attention("fused", "fp8", rainfusion=RainFusion("v3", 0.64, 0)),
+HEAD_DIMS = {"t2v-1.3B": 64, "t2v-A14B": 32, "i2v-A14B": 32, "ti2v-5B": 32}
+LARGE_TEXT = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 8, "num_heads": 16}
+LARGE = ("--size", "512*512", "--frame_num", "25", "--sample_steps", "2")
+ONE = ("--sample_guide_scale", "1")  # guidance branch
+MODES = {
+    "baseline": (),
+    "InsertComm": ("--comm_type", "1"),
+    "BlockAttn": ("--comm_type", "2"),
+    "overlap": ("--fa_alltoall_overlap",),
 }
+FP8 = ("--fa_quant", "fp8")
+RAIN = ("--use_rainfusion", "--sparse_start_step", "0")
+FSDP = ("--dit_fsdp", "--t5_fsdp")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measured configuration. grid: latent tokens (frames, height, width)."""
+    """A run on CPUs.
+
+    loop: only denoising runs; else all stages do. text: sizes of the text encoder that differ from
+    the tiny one's.
+    """
 
     name: str
-    parallel: Parallel
-    precision: str
-    grid: Grid
-    net: Network
-    cached: bool = True
-    attention: Attention = DENSE
+    flags: tuple[str, ...]
+    task: str = "t2v-1.3B"
+    loop: bool = False
+    text: Mapping[str, int] = field(default_factory=dict)
+    image: bool = False
 
-    @property
-    def forward(self) -> Forward:
-        tokens = prod(self.grid)
-        e = DTYPES[self.precision].itemsize
-        return Forward(
-            self.net,
-            tokens,
-            4 * tokens,
-            self.parallel,
-            e,
-            slice_elements=1 << 20,
-            attention=self.attention,
-            device="cpu",
-        )
-
-    def planned(self) -> dict[str, int]:
-        """Bytes beyond weights and inputs: the whole forward's peak, and those of its parts."""
-        moments = {moment.name: moment.total for moment in self.forward.moments()}
-        parts = {name: moments[name] for name in PARTS}
-        return {
-            n: size + self.text() for n, size in {WHOLE: max(moments.values()), **parts}.items()
-        }
-
-    def text(self) -> int:
-        return text_bytes(self.net, self.forward.e, contexts=1, cached=self.cached)
+    def argv(self, folder: Path) -> list[str]:
+        """The command line, with what it needs made in `folder`."""
+        made = folder / f"{self.task}-{len(self.text)}"
+        if not made.is_dir():
+            recipe = replace(tiny.RECIPES[self.task], head_dim=HEAD_DIMS[self.task])
+            with patch.dict(tiny.RECIPES, {self.task: recipe}):
+                with patch.dict(tiny.TEXT_SIZES, self.text):
+                    tiny.make_checkpoint(self.task, made)
+        argv = ["--plan", "--device", "cpu", "--task", self.task, "--ckpt_dir", str(made)]
+        if self.image:
+            Image.new("RGB", (512, 512)).save(folder / "image.png")
+            argv += ["--image", str(folder / "image.png")]
+        return [*argv, *self.flags]
 
 
-def parallels() -> list[tuple[str, Parallel]]:
-    """Every mode on 1, 2 and 4 processes, without and with a ring."""
-    found = [("one process", Parallel())]
-    for ring, ulysses in ((1, 2), (2, 1), (1, 4), (2, 2), (4, 1)):
-        base = Parallel(ring * ulysses, 1, ring, ulysses)
-        for mode, row in MODES.items():
-            if mode == 0 or ulysses > 1:
-                found.append((f"{ring} x {ulysses} {row.name}", replace(base, comm_type=mode)))
-        if ulysses > 1:
-            overlap = replace(base, fa_alltoall_overlap=True)
-            found.append((f"{ring} x {ulysses} overlap", overlap))
-        if ring > 2:
-            found.append(
-                (f"{ring} x {ulysses} bidirectional", replace(base, ring_type="bidirectional"))
-            )
-    return found
+def ranks(ring: int, ulysses: int) -> tuple[str, ...]:
+    return ("--ring_size", str(ring), "--ulysses_size", str(ulysses))
 
 
-def cases(net: Network, grid: Grid) -> list[Case]:
-    f, h, w = grid
-    padded = (f - 1, h - 1, w - 1)  # odd, where the grid is even: not divisible among the cards
-    found = [
-        Case(name, parallel, precision, grid, net)
-        for (name, parallel), precision in itertools.product(parallels(), DTYPES)
-    ]
-    for precision in DTYPES:
-        one, mode1 = Parallel(), Parallel(4, 1, 2, 2, comm_type=1)
-        found.append(Case("one process, no text cache", one, precision, grid, net, False))
-        found.append(Case("2 x 2 InsertComm, padded", mode1, precision, padded, net))
-    return found + [case for name in METHODS for case in method_cases(name, grid, net)]
+def cases() -> Iterator[Case]:
+    for name, flags in {**dict(loops()), **dict(methods())}.items():
+        yield Case(name, (*LARGE, *flags), loop=True)
+    yield from runs()
 
 
-def method_cases(name: str, grid: Grid, net: Network) -> list[Case]:
-    """One way of attending: one card, chunks, blocks of queries, a ring, overlap, padding."""
-    base, attention = Parallel(4, 1, 2, 2), METHODS[name]
-    f, h, w = grid
-    layouts = [
-        ("one process", Parallel(), grid),
-        ("1 x 2 baseline", Parallel(2, 1, 1, 2), grid),
-        ("1 x 4 InsertComm", Parallel(4, 1, 1, 4, comm_type=1), grid),
-        ("1 x 2 BlockAttn", Parallel(2, 1, 1, 2, comm_type=2), grid),
-        ("2 x 2 baseline", base, grid),
-        ("1 x 2 overlap", Parallel(2, 1, 1, 2, fa_alltoall_overlap=True), grid),
-        ("2 x 2 InsertComm, padded", replace(base, comm_type=1), (f - 1, h - 1, w - 1)),
-    ]
-    return [
-        Case(f"{name}: {layout}", parallel, precision, tokens, net, attention=attention)
-        for (layout, parallel, tokens), precision in itertools.product(layouts, DTYPES)
-        if parallel.ulysses_size > 1 or not attention.quant_alltoall
-    ]
+def loops() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Modes, rings, dtypes, padding, branches, sharded weights."""
+    yield "one rank", ONE
+    yield "one rank bf16", (*ONE, "--precision", "bf16")
+    yield "one rank, two branches, no text cache", ("--text_kv_cache", "false")
+    for name, mode in MODES.items():
+        yield f"1 x 2 {name}", (*ranks(1, 2), *mode, *ONE)
+        yield f"1 x 2 {name} bf16", (*ranks(1, 2), *mode, *ONE, "--precision", "bf16")
+        yield f"1 x 4 {name}", (*ranks(1, 4), *mode, *ONE)
+        yield f"2 x 2 {name}", (*ranks(2, 2), *mode, *ONE)
+    yield "ring of 2", (*ranks(2, 1), *ONE)
+    yield "ring of 2 bf16", (*ranks(2, 1), *ONE, "--precision", "bf16")
+    yield "ring of 4", (*ranks(4, 1), *ONE)
+    yield "line of 4", (*ranks(4, 1), *ONE, "--ring_type", "bidirectional")
+    yield "2 x 2 InsertComm, padded", (*ranks(2, 2), *ONE, "--comm_type", "1", "--size", "528*496")
+    yield "2 x 1 x 2, two branches", ("--cfg_size", "2", *ranks(1, 2))
+    yield "1 x 2 FSDP", (*ranks(1, 2), "--dit_fsdp", *ONE)
+    yield "2 x 2 FSDP bf16", (*ranks(2, 2), "--dit_fsdp", *ONE, "--precision", "bf16")
+
+
+def methods() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """FP8, exchanged in FP8, block-sparse, and both."""
+    both = (*RAIN, "--rainfusion_type", "v3", *FP8)
+    for name, flags in (("FP8", FP8), ("RainFusion", RAIN), ("RainFusion FP8", both)):
+        yield f"{name} one rank", (*flags, *ONE)
+        yield f"{name} one rank bf16", (*flags, *ONE, "--precision", "bf16")
+        yield f"{name} 1 x 2 BlockAttn", (*ranks(1, 2), *flags, "--comm_type", "2", *ONE)
+        yield f"{name} 2 x 2 InsertComm", (*ranks(2, 2), *flags, "--comm_type", "1", *ONE)
+    exchanged = (*FP8, "--quant_alltoall", *ONE)
+    yield "FP8 exchanged 1 x 2", (*ranks(1, 2), *exchanged)
+    yield "FP8 exchanged 2 x 2 bf16", (*ranks(2, 2), *exchanged, "--precision", "bf16")
+
+
+def runs() -> Iterator[Case]:
+    """Whole runs: tasks, memory policies, text encoder and VAE."""
+    size = ("--size", "512*512", "--frame_num", "17", "--sample_steps")
+    two = (*size, "2", *ranks(1, 2))
+    four = (*size, "4", *ranks(1, 2), "--offload_model")
+    yield Case("t2v", (*size, "2", *ONE))
+    yield Case("t2v, large text encoder", (*size, "1", *ONE), text=LARGE_TEXT)
+    bf16 = ("--precision", "bf16")
+    yield Case("t2v, large text encoder bf16", (*size, "1", *ONE, *bf16), text=LARGE_TEXT)
+    yield Case("t2v FSDP, large text encoder", (*two, *FSDP, *ONE), text=LARGE_TEXT)
+    yield Case("t2v, two experts, one at a time", (*four, "true"), "t2v-A14B")
+    yield Case("t2v, two experts at once", (*four, "false"), "t2v-A14B")
+    yield Case("i2v", two, "i2v-A14B", image=True)
+    yield Case("i2v, all at once", (*four, "false"), "i2v-A14B", image=True)
+    yield Case("ti2v", two, "ti2v-5B")
+    yield Case("ti2v, image", two, "ti2v-5B", image=True)
+    yield Case("t2v, tiled decoding", (*size, "1", *ONE, "--vae_tiling"))

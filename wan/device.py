@@ -14,14 +14,17 @@ from wan.settings.errors import InputError
 
 @dataclass(frozen=True)
 class Device:
-    """A device and what the rest of the code asks of it. can: its row of the table of devices."""
+    """A device and what the rest of the code asks of it.
+
+    can: its row of the table of devices, which a plan chooses for tensors without data.
+    """
 
     torch_device: torch.device
     can: Capabilities
 
     @property
     def type(self) -> str:
-        return self.torch_device.type
+        return self.can.type
 
     @property
     def default_precision(self) -> torch.dtype:

@@ -5,14 +5,23 @@ Checked with torch 2.13. Nothing else in `wan` uses a private name of PyTorch.
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 
@@ -41,9 +50,11 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def flash_attention_on_cpu(q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor) -> tuple[Tensor, Tensor]:
+def flash_attention_on_cpu(
+    q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp [B,N,S]; the public function returns no log-sum-exp."""
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q_BNSD, k_BNSD, v_BNSD)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q_BNSD, k_BNSD, v_BNSD, attn_mask=bias)
 
 
 def flash_attention_on_cuda(
@@ -72,3 +83,126 @@ def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
 def times_changed(x: Tensor) -> int:
     """How often a tensor was written in place; 0 in inference mode, where nobody counts."""
     return 0 if x.is_inference() else x._version
+
+
+def fake_process_group(rank: int, ranks: int) -> None:
+    """A default group in which nothing is sent, for planning; no public one takes meta tensors."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+
+    if not hasattr(dist.Backend, "PLANNED"):
+        types = ["cpu", "meta"]
+        dist.Backend.register_backend("planned", _create_fake_pg, extended_api=True, devices=types)
+    dist.init_process_group("planned", store=FakeStore(), rank=rank, world_size=ranks)
+
+
+@contextmanager
+def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
+    """A network from the meta device as it is loaded, but without data; yields what follows its
+    calls. FSDP takes no meta tensors, the public ones without data, but fake ones.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) if sharded else nullcontext():
+        live = Live("cpu" if sharded else "meta", resized=sharded)
+        network.to_empty(device=live.device)
+        live.leave_out(_own(network))
+        yield live
+
+
+def weight_bytes(network: nn.Module) -> int:
+    """Of this rank's parameters and buffers."""
+    return sum(x.nbytes for x in _own(network))
+
+
+def _own(network: nn.Module) -> list[Tensor]:
+    """Without importing DTensor, which takes long."""
+    tensors = [*network.parameters(), *network.buffers()]
+    return [getattr(x, "_local_tensor", x) for x in tensors]
+
+
+class WithoutData(TorchFunctionMode):
+    """Answers, for planning, what PyTorch cannot tell of tensors without data."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and args[0].is_meta:  # it would hold all scores
+            mask = (kwargs or {}).get("attn_mask")
+            bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(args[0].dtype)
+            q, k, v = args
+            return flash_attention_on_cpu(q, k, v, bias)[0]
+        if func is Tensor.__bool__:  # asked of a prompt's mask: is nothing padded?
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensor storages that are made under it, while they live, by what made them.
+
+    Storages are followed by weak references, so whoever frees them, on any thread, is seen; the
+    public memory profiler hears of the calling thread only.
+
+    Attributes:
+        device: Type of the tensors that count.
+        held: What lives now.
+        peak: What lived when the most did.
+        sent: The operations between ranks in self-attention: c10d's name, bytes of the tensor.
+    """
+
+    def __init__(self, device: str, *, resized: bool = False) -> None:
+        """resized: storages also change their size while they live, as FSDP's do."""
+        super().__init__()
+        self.device, self._resized = device, resized
+        self.held, self.peak = Counter[str](), Counter[str]()
+        self.sent: list[tuple[str, int]] = []
+        self._within = ["activations"]
+        self._known: dict[int, Any] = {}
+        self._sizes: dict[int, tuple[str, int]] = {}
+
+    def leave_out(self, given: Iterable[Tensor]) -> None:
+        """Storages that are not to be counted, such as weights."""
+        self._known |= {x.untyped_storage()._cdata: x for x in given}
+
+    def watch(self, module: nn.Module, part: str) -> None:
+        """What the module's calls make is a part; what FSDP gathers before them is another."""
+
+        def called(*_: Any) -> None:
+            self._within[-1] = part
+
+        before = module.register_forward_pre_hook
+        before(lambda *_: self._within.append("gathered weights"), prepend=True)
+        before(called)
+        module.register_forward_hook(lambda *_: self._within.remove(part))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(x, Tensor) and x.device.type == self.device:
+                self._follow(getattr(x, "_local_tensor", x).untyped_storage())  # of a DTensor
+        if self._resized:
+            for key, (_, size) in list(self._sizes.items()):
+                storage = self._known[key]()
+                if storage is not None and storage.nbytes() != size:
+                    self._count(key, storage.nbytes())
+        if func.namespace == "c10d" and self._within[-1] == "self-attention":
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            self.sent.append((func._opname, tensors[-1].nbytes))
+        if self.held.total() > self.peak.total():
+            self.peak = +self.held
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or not storage.resizable():  # memory of a mapped file, or of NumPy
+            return
+
+        def freed(_: Any) -> None:
+            self._count(key, 0)
+            del self._known[key], self._sizes[key]
+
+        self._known[key] = weakref.ref(storage, freed)
+        self._sizes[key] = self._within[-1], 0
+        self._count(key, storage.nbytes())
+
+    def _count(self, key: int, size: int) -> None:
+        part, before = self._sizes[key]
+        self._sizes[key] = part, size
+        self.held[part] += size - before

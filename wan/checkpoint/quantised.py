@@ -73,6 +73,14 @@ class Export:
     linears: dict[str, Layer]
     attentions: dict[int, Layer]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each linear layer as stored."""
+        return {
+            name: sum(info.nbytes for info in layer.tensors.values())
+            for name, layer in self.linears.items()
+        }
+
 
 @dataclass(frozen=True)
 class QuantisedDit:

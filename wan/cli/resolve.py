@@ -131,7 +131,7 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
     task = values.get("task", "t2v-A14B")
     preset = PRESETS[ALIASES.get(task, task)]
     world = _planned_world(values) if plan else env.world_size()
-    image = _image(values, preset)
+    image = _image(values, preset, plan)
     image_size = None if image is None else image.size
     extension = _extension(values, image is not None)
     if "save_file" in values and not plan:
@@ -167,7 +167,7 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
         decode_latents=values.get("decode_latents"),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
         settings=_record(values | {"task": task, "ckpt_dir": folder}, setup, request, output),
-        notices=(*_about(request, folder if is_demo else None, defaults), *notices),
+        notices=(*_about(request, folder if is_demo and not plan else None, defaults), *notices),
     )
 
 
@@ -327,7 +327,7 @@ def _check_parts(checkpoint: Checkpoint, values: Values) -> None:
         checkpoint.require(part)
 
 
-def _image(values: Values, preset: Preset) -> Image | None:
+def _image(values: Values, preset: Preset, plan: bool) -> Image | None:
     if "decode_latents" in values:
         return None
     if "image" in values:
@@ -336,7 +336,7 @@ def _image(values: Values, preset: Preset) -> Image | None:
                 f"Task {preset.task} takes no --image; use i2v-A14B or ti2v-5B, or drop the image."
             )
         return images.read(values["image"])
-    if preset.kind == "i2v":
+    if preset.kind == "i2v" and not plan:
         raise InputError(f"Task {preset.task} starts from an image; give one with --image.")
     return None
 

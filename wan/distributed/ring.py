@@ -22,6 +22,7 @@ from wan.distributed.exchange import (
     group_size,
     process_group,
 )
+from wan.settings.numerics import acts_as
 from wan.settings.parallel import RING_TYPES
 
 Block = tuple[int, Tensor, Tensor]
@@ -137,7 +138,7 @@ class Merged:
 
     def add(self, out_BSND: Tensor, lse_BNS: Tensor) -> None:
         """One more part; its keys are disjoint from the others'. lse: natural log, float32."""
-        lse = lse_BNS.double() if lse_BNS.device.type == "cpu" else lse_BNS.float()
+        lse = lse_BNS.double() if acts_as(lse_BNS.device.type) == "cpu" else lse_BNS.float()
         if self._out is None or self._lse is None:
             self._out, self._lse = out_BSND, lse
             return

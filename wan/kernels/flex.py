@@ -32,6 +32,8 @@ class FlexBlocks:
         self._attend: Callable[..., Tensor] = flex_attention
         if device.type == "cuda":
             self._attend = torch.compile(flex_attention)
+        elif device.type == "meta":
+            self._attend = workspace
         self._dtype = dtype
 
     def __call__(
@@ -40,6 +42,13 @@ class FlexBlocks:
         q_BNSD, k_BNSD, v_BNSD = (x.dequantised(self._dtype).transpose(1, 2) for x in (q, k, v))
         blocks = flex_mask(mask_BNqk, q_BNSD.shape[2], k_BNSD.shape[2], k_rows)
         return self._attend(q_BNSD, k_BNSD, v_BNSD, block_mask=blocks).transpose(1, 2)
+
+
+def workspace(q_BNSD: Tensor, *_: Tensor, block_mask: BlockMask) -> Tensor:
+    """What the compiled kernel makes, for a plan's tensors without data: no scores."""
+    lse_BNS = q_BNSD.new_empty(q_BNSD.shape[:3], dtype=torch.float32)
+    del lse_BNS
+    return torch.empty_like(q_BNSD)
 
 
 def flex_mask(mask_BNqk: Tensor, queries: int, keys: int, k_rows: int) -> BlockMask:

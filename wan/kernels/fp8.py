@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wan.kernels.base import QKV, AttendRows, Payload, StepInfo
 from wan.kernels.reference import tiled_attention
-from wan.settings.numerics import KV_ROWS, Q_ROWS
+from wan.settings.numerics import KV_ROWS, Q_ROWS, acts_as
 
 E4M3_MAX = 448.0
 HADAMARD_SEED = 1234  # mindiesd's
@@ -154,7 +154,7 @@ def rotate(x_BSND: Tensor, rotation_DD: Tensor) -> Tensor:
     On CPUs as products of 128 rows each: the bits of one large product depend on how many rows and
     heads are in it, and modes divide them differently.
     """
-    if x_BSND.device.type != "cpu":
+    if acts_as(x_BSND.device.type) != "cpu":
         return torch.matmul(x_BSND, rotation_DD)
     batch, rows, heads, head = x_BSND.shape
     padded_BSND = pad_rows(x_BSND, -rows % Q_ROWS)
@@ -193,7 +193,7 @@ class DequantisedAttention:
     name = "PyTorch SDPA, dequantised"
 
     def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor:
-        if q.values.device.type == "cpu":
+        if acts_as(q.values.device.type) == "cpu":
             q_BSND, k_BSND, v_BSND = (x.dequantised(torch.float32) for x in (q, k, v))
             return tiled_attention(q_BSND, k_BSND, v_BSND).to(dtype)
         return attend_dequantised(q, k, v, dtype)

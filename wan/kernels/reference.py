@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.settings.numerics import Q_ROWS
+from wan.settings.numerics import Q_ROWS, acts_as
 
 
 def tiled_attention(
@@ -35,7 +35,7 @@ def tiled_attention(
     rows, keys = q_BSND.shape[1], k_BSND.shape[1]
     tiles = -(-rows // Q_ROWS)
     _check_mask(block_mask_BNqk, tiles, -(-keys // k_rows))
-    inner = torch.float32 if q_BSND.device.type == "cpu" else q_BSND.dtype
+    inner = torch.float32 if acts_as(q_BSND.device.type) == "cpu" else q_BSND.dtype
     k_BNSD, v_BNSD = (x.transpose(1, 2).to(inner).contiguous() for x in (k_BSND, v_BSND))
     out_BSND = q_BSND.new_empty(q_BSND.shape[:3] + v_BSND.shape[3:])
     for tile in range(tiles):

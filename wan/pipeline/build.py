@@ -71,7 +71,7 @@ def pipeline(
     if setup.quantised is not None and setup.attention.fp8:
         exported = rotations(setup.quantised)
     selected = select(setup.attention, device, checkpoint.head_dim, compute, exported)
-    parts = _Parts(setup, device, _collaborators(setup, selected, team), team)
+    parts = _Parts(setup, device, collaborators(setup, selected, team), team)
     stages = Stages(device.synchronize)
 
     def timed(load: Callable[[], T]) -> T:
@@ -101,7 +101,7 @@ def pipeline(
         offload=execution.offload_model,
         stages=stages,
         kernel=selected.describe(),
-        sharing=_sharing(setup.parallel, team),
+        sharing=sharing(setup.parallel, team),
     )
 
 
@@ -151,7 +151,7 @@ class _Parts:
         self, setup: Setup, device: Device, collaborators: Collaborators, team: Team | None
     ) -> None:
         self._setup, self._device = setup, device.torch_device
-        self._dit_place, self._t5_place = _places(setup.parallel, team)
+        self._dit_place, self._t5_place = places(setup.parallel, team)
         checkpoint = setup.checkpoint
         self._dits = {
             name: Blueprint(
@@ -277,7 +277,7 @@ def quantised_layers(export: Export, device: torch.device, compute: torch.dtype)
     return on_npu if device.type == "npu" else anywhere
 
 
-def _collaborators(setup: Setup, selected: Selected, team: Team | None) -> Collaborators:
+def collaborators(setup: Setup, selected: Selected, team: Team | None) -> Collaborators:
     """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
     several = team is not None and parallel.sequence_size > 1
@@ -299,7 +299,7 @@ def _collaborators(setup: Setup, selected: Selected, team: Team | None) -> Colla
     return Collaborators(layer, selected.text, tokens, selected.ops, text_cache)
 
 
-def _places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
+def places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
     """Where the rows of the DiT's and of the text encoder's weights go."""
     dit: Place = WHOLE
     encoder: Place = WHOLE
@@ -310,16 +310,16 @@ def _places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
     return dit, encoder
 
 
-def _sharing(parallel: Parallel, team: Team | None) -> Sharing:
+def sharing(parallel: Parallel, team: Team | None) -> Sharing:
     """How the ranks come to what only one of them makes, and to the two guidance branches."""
     if team is None:
         return ONE_PROCESS
-    sharing = Sharing(latents=team.from_main)
+    found = Sharing(latents=team.from_main)
     if not parallel.t5_fsdp:
-        sharing = replace(sharing, text=team.from_main)
+        found = replace(found, text=team.from_main)
     if parallel.cfg_size == 2:
-        sharing = replace(sharing, branches=team.both_branches)
-    return sharing
+        found = replace(found, branches=team.both_branches)
+    return found
 
 
 def _weight_files(setup: Setup) -> dict[str, list[Path]]:

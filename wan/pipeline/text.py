@@ -128,6 +128,19 @@ def umt5(**sizes: int) -> Any:
     return model
 
 
+def published() -> Any:
+    """The encoder of umt5-xxl, which all published checkpoints have."""
+    return umt5(
+        vocab_size=256384,
+        d_model=4096,
+        d_kv=64,
+        d_ff=10240,
+        num_layers=24,
+        num_heads=64,
+        relative_attention_num_buckets=32,
+    )
+
+
 def dtypes(compute: torch.dtype) -> DTypeOf:
     """The dtype that the weights are kept in: as stored where float32 is computed in."""
     return lambda _, stored: stored if compute == torch.float32 else compute

@@ -6,7 +6,9 @@ as officially.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,27 @@ def autoencoder(**sizes: Any) -> Any:
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(**sizes)
+
+
+def published(version: str) -> Any:
+    """The autoencoder of Wan "2.1" or "2.2"."""
+    if version == "2.1":
+        return autoencoder(base_dim=96, decoder_base_dim=96, z_dim=16)
+    return autoencoder(base_dim=160, decoder_base_dim=256, **VAE_22)
+
+
+def tiles(network: Any, sides: Sequence[int], frames: int) -> tuple[int, int, int]:
+    """For planning a decoding in tiles: pixels of a tile's side; bytes of all tiles, which live
+    while the last one is decoded and while they are joined, in three copies of the video; of these.
+
+    sides: of the video.
+    """
+    side, step = network.tile_sample_min_height, network.tile_sample_stride_height
+    if max(sides) <= side:
+        return max(sides), 0, 0
+    areas = [sum(min(side, whole - i) for i in range(0, whole, step)) for whole in sides]
+    pixel = 3 * frames * 4
+    return side, prod(areas) * pixel, 3 * prod(sides) * pixel
 
 
 def in_float32(_: str, __: torch.dtype) -> torch.dtype:

@@ -1,0 +1,65 @@
+"""What memory this machine has left for a run, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def free_memory(device_type: str) -> int | None:
+    """Bytes that a run on a device of this type may take; None where that is not known.
+
+    Of several GPUs the emptiest counts.
+    """
+    if device_type == "cuda":
+        return max(gpu_memory("free"), default=None)
+    return host_memory() if device_type == "cpu" else None
+
+
+def gpu_memory(kind: str) -> list[int]:
+    """Bytes "free" or in "total" of each NVIDIA GPU here, as its driver's own program says.
+
+    Empty where there is no such program, no GPU, or no answer within five seconds.
+    """
+    command = ["nvidia-smi", f"--query-gpu=memory.{kind}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return [int(line) * 2**20 for line in done.stdout.split("\n") if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+_V2 = ("memory.max", "memory.current", "file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+
+
+def host_memory(root: Path = Path("/")) -> int | None:
+    """What Linux has available, and no more than this process's control groups leave.
+
+    root: where proc and sys are. None on other systems.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        folder = top / path.strip("/")
+        for group in (folder, *folder.parents):  # in a container, only the top may be there
+            if group.is_relative_to(top):
+                found += _left(group, *(_V1 if controllers else _V2))
+    return min(found, default=None)
+
+
+def _left(group: Path, limit: str, usage: str, cached: str) -> list[int]:
+    """What a control group leaves; its page cache makes room. Empty: no limit, or not there."""
+    try:
+        most, used = (int((group / name).read_text()) for name in (limit, usage))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such file, or "max"
+        return []
+    return [most - used + int(stat.get(cached, 0))]

@@ -1,0 +1,113 @@
+"""What a run takes at least, in closed form: no torch, some milliseconds, at most 15 % too little.
+
+A run that needs more than is free is refused before a weight is read; `--plan` measures.
+
+Legend: C channels, F channels of the feed-forward, e bytes of an element in the matrix products.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+from wan.checkpoint.files import folder_tensors
+from wan.pipeline.setup import Setup
+from wan.settings import devices
+from wan.settings.devices import Capabilities
+from wan.settings.errors import InputError
+from wan.settings.request import Request
+
+_TEXT_ENCODER, _WORDS = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16, and its word table
+_VAE = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
+# Bytes per pixel of one, two, three latent frames, and what each further one adds: as measured.
+_DECODE = {"2.1": (6_900, 18_300, 19_500, 48), "2.2": (5_800, 18_900, 21_600, 48)}
+_ENCODE = {"2.1": (3_800, 12_100, 14_100, 48), "2.2": (1_900, 6_400, 7_300, 96)}
+
+
+def stages(setup: Setup, request: Request) -> dict[str, int]:
+    """What the fullest rank holds at least in each stage, named as by `wan.planner.measure`."""
+    keeps = not setup.execution.offload_model
+    networks = len(setup.preset.experts) if keeps else 1
+    text, gathered = _text_encoder(setup)
+    weights, running = _dit(setup, request)
+    vae, encoding, decoding = _vae(setup, request)
+    found, stays = {"text encoder": text + gathered}, keeps * text
+    if encoding:
+        found["image encoder"] = stays + vae + encoding
+    found["denoising"] = stays + keeps * vae * bool(encoding) + networks * weights + running
+    found["decoding"] = stays + keeps * networks * weights + vae + decoding
+    return found
+
+
+def device(setup: Setup) -> Capabilities:
+    """What --device and --chip mean; "auto" is the first accelerator that can run the setup."""
+    rows = devices.candidates(setup.execution.device, setup.chip)
+    for row in rows:
+        if setup.execution.device != "auto" or row.type != "cpu":
+            try:
+                setup.check_device(row)
+            except InputError:
+                continue
+            return row
+    return rows[-1]
+
+
+def _text_encoder(setup: Setup) -> tuple[int, int]:
+    """Its weights on the rank that has it; what FSDP gathers: the word table, sent and placed."""
+    path, parallel = setup.checkpoint.text_encoder, setup.parallel
+    if setup.execution.t5_cpu and device(setup).type != "cpu":
+        return 0, 0
+    size = _TEXT_ENCODER if path is None else _stored(path)
+    if not parallel.t5_fsdp:
+        return size, 0
+    return size // parallel.world_size, 2 * _WORDS * size // _TEXT_ENCODER
+
+
+def _dit(setup: Setup, request: Request) -> tuple[int, int]:
+    """A network's weights on a rank; what is beside those at hand while it runs."""
+    config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
+    c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
+    e = {"bf16": 2, "fp32": 4}[execution.dit_precision_on(device(setup).type)]
+    fp32 = e if execution.convert_model_dtype else 4
+    block = (8 * c + 2 * f) * c * e
+    if setup.quantised is not None:
+        block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
+    outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
+    contexts = 2 if request.guided and parallel.cfg_size == 1 else 1
+    contexts *= execution.text_kv_cache
+    text = contexts * config["text_len"] * c * e * (1 + 2 * layers)
+    tokens = -(-prod(request.grid) // parallel.sequence_size)
+    beside = text + 5 * prod(request.latent_shape) * 4
+    activations = tokens * (4 * c + e * max(5 * c, 2 * c + f))
+    weights = layers * block + outside
+    if not parallel.dit_fsdp:
+        return weights, beside + activations
+    gathered = outside + 2 * block + max(outside, activations)
+    return weights // parallel.world_size, beside + gathered
+
+
+def _vae(setup: Setup, request: Request) -> tuple[int, int, int]:
+    """Weights; what is beside them while an image is encoded (0: none is), and while decoding."""
+    version, path = setup.preset.vae, setup.checkpoint.vae
+    weights = _VAE[version] if path is None else _stored(path)
+    channels = min(1.0, (weights / _VAE[version]) ** 0.5)  # of those of the published one
+    pixels = prod(request.video_size)
+
+    def running(bytes_per_pixel: tuple[int, ...], frames: int) -> int:
+        *few, more = bytes_per_pixel
+        each = few[min(frames, 3) - 1] + max(0, frames - 3) * more
+        return int(each * channels * pixels)
+
+    frames = request.latent_shape[1]
+    encoded = {"i2v": frames, "ti2v": int(request.image_size is not None)}.get(setup.preset.kind, 0)
+    encoding = running(_ENCODE[version], encoded) if encoded else 0
+    if setup.execution.vae_tiling:
+        return weights, encoding, 3 * request.frame_num * pixels * 4
+    return weights, encoding, running(_DECODE[version], frames)
+
+
+def _stored(path: Path) -> int:
+    """Bytes of weights in files; a .pth is an uncompressed archive of them."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(info.nbytes for info in (folder_tensors(path) or {}).values())

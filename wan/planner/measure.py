@@ -1,0 +1,267 @@
+"""What a run holds, stage by stage: its own layers run on tensors without data.
+
+Nothing is computed and nothing is sent: tensors are on the "meta" device, and the process group is
+a fake one, in which this process plays one rank of the run. What lives is followed by its storages.
+FSDP refuses the meta device, so sharded networks run on fake tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from wan.checkpoint.load import WHOLE, DTypeOf, Place, dit_dtypes
+from wan.device import Device, resolve
+from wan.distributed import mesh
+from wan.kernels.base import StepInfo
+from wan.kernels.npu import planned as npu
+from wan.kernels.select import select
+from wan.modules.model import WanModel
+from wan.modules.schedule import TokenPlan
+from wan.pipeline import bound, build, text, vae
+from wan.pipeline.setup import Setup
+from wan.settings.numerics import acting_as
+from wan.settings.parallel import Parallel
+from wan.settings.request import Request
+from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
+
+META = torch.device("meta")
+Parts = Counter[str]
+"""Bytes by the part of the run that made them."""
+Sent = list[tuple[str, int]]  # (c10d's name of an operation, bytes that a rank gives to it)
+_PARTS = {  # of a block
+    "": "norms",
+    "self_attn": "self-attention",
+    "cross_attn": "cross-attention",
+    "cross_attn.k": "text K/V",
+    "cross_attn.v": "text K/V",
+    "ffn": "feed-forward",
+}
+_LATENTS = 7  # when a network is called: the solver's, and the other branch's; a test counts them
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A rank's forwards of a DiT, bytes."""
+
+    weights: int  # this rank's
+    kept: Parts  # what lives from one forward to the next
+    beside: Parts  # what lived beside these and the latents when the most did
+    sent: tuple[Sent, ...]  # by a layer, in each kind of step
+    attention: str  # how it is carried out
+
+
+class Planner:
+    """What a run holds on its fullest rank, for any topology of it; each part is measured once."""
+
+    def __init__(self, setup: Setup, request: Request) -> None:
+        self.setup, self.request = setup, request
+        self.device = Device(META, bound.device(setup))
+        self.precision = setup.execution.dit_precision_on(self.device.type)
+        self.dtype = build.DTYPES[setup.execution.precision_on(self.device.type)]
+        self.holds_frame = setup.preset.kind == "ti2v" and request.image_size is not None
+        self._text, self._vae = cache(self._text_encoder), cache(self._autoencoder)
+        self._rank = cache(self._forward)
+
+    def stages(self, setup: Setup | None = None) -> dict[str, Parts]:
+        """What lives on the fullest rank when the most does, for each stage in their order.
+
+        setup: the planned one with another topology or memory policy.
+        """
+        setup = self.setup if setup is None else setup
+        execution, parallel = setup.execution, setup.parallel
+        stays, found = Parts(), dict[str, Parts]()
+
+        def stage(name: str, weights: Parts, beside: Parts) -> None:
+            found[name] = stays + weights + beside
+            if not execution.offload_model:
+                stays.update(weights)
+
+        if self.device.type == "cpu" or not execution.t5_cpu:
+            stage("text encoder", *self._text(parallel.world_size if parallel.t5_fsdp else 1))
+        weights, encoding, decoding = self._vae(execution.vae_tiling)
+        if encoding:
+            stage("image encoder", weights, encoding)
+        forward = max(self.forwards(parallel), key=lambda forward: forward.beside.total())
+        networks = 1 if execution.offload_model else len(setup.preset.experts)
+        resident = Parts({"DiT weights": forward.weights}) + forward.kept
+        resident = Parts({part: networks * size for part, size in resident.items()})
+        latents = Parts(latents=_LATENTS * prod(self.request.latent_shape) * 4)
+        stage("denoising", resident, forward.beside + latents)
+        stage("decoding", weights - stays, decoding)
+        return found
+
+    def need(self, setup: Setup | None = None) -> int:
+        """The most that the fullest rank holds."""
+        return max(parts.total() for parts in self.stages(setup).values())
+
+    def branches(self, parallel: Parallel) -> tuple[str, ...]:
+        """The guidance branches that a rank computes."""
+        return ("cond", "uncond")[: 2 if self.request.guided and parallel.cfg_size == 1 else 1]
+
+    def tokens(self, parallel: Parallel) -> TokenPlan:
+        """How the ranks share the tokens."""
+        ranks = parallel.sequence_size
+        multiple = self.setup.attention.row_multiple(parallel.ring_size) if ranks > 1 else 1
+        return TokenPlan(prod(self.request.grid), ranks, multiple)
+
+    def forwards(self, parallel: Parallel) -> list[Forward]:
+        """Of the first rank, the last one if it is padded, and one amid a line of ranks."""
+        tokens, last = self.tokens(parallel), parallel.ring_size - 1
+        places = {0, last if tokens.padded > tokens.tokens else 0}
+        places.add(parallel.ring_size // 2 if parallel.ring_type == "bidirectional" else 0)
+        alike = replace(parallel, t5_fsdp=False)  # to the loop
+        return [self._rank(alike, place * parallel.ulysses_size) for place in sorted(places)]
+
+    def _forward(self, parallel: Parallel, rank: int) -> Forward:
+        """Of as few blocks as show all; what one keeps is then counted for all of them."""
+        setup = replace(self.setup, parallel=parallel)
+        compute, checkpoint = build.DTYPES[self.precision], setup.checkpoint
+        with self._played(parallel, rank) as team, npu.vendor():
+            selected = select(setup.attention, self.device, checkpoint.head_dim, compute, {})
+            shared = build.collaborators(setup, selected, team)
+            expert, files = next(iter(checkpoint.experts.items()))
+            with META:
+                network = WanModel(**files.config, collaborators=shared)
+                if setup.quantised is not None:
+                    export = setup.quantised.experts[expert]
+                    if self.device.type == "npu":
+                        npu.quantise(network, export.sizes)
+                    else:
+                        build.quantised_layers(export, META, compute)(network, {})
+            place, _ = build.places(parallel, team)
+            dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
+            with _loaded(network, network.blocks, dtypes, place) as (live, weights):
+                sent = self._called(network, live, self.branches(parallel))
+                beside, kept = live.peak - live.held, +live.held
+        count, run = checkpoint.config["num_layers"], len(network.blocks)
+        kept["text K/V"] = kept["text K/V"] * count // run
+        if setup.attention.use_rainfusion:
+            kept["masks"] = kept.pop("self-attention", 0) * count // run
+        line = build.attention_line(setup, selected)
+        return Forward(weights, +kept, beside, sent, line)
+
+    def _called(self, network: WanModel, live: Live, branches: tuple[str, ...]) -> tuple[Sent, ...]:
+        """A forward of each branch in each kind of step; what a layer sends in each kind."""
+        live.watch(network, "embeddings")
+        live.watch(network.text_embedding, "text")
+        live.watch(network.head, "head")
+        for block in network.blocks:
+            for name, part in _PARTS.items():
+                live.watch(block.get_submodule(name), part)
+        setup, request, config = self.setup, self.request, self.setup.checkpoint.config
+        (channels, *size), grid, steps = request.latent_shape, request.grid, request.sample_steps
+        sizes = [(channels, *size), (config["in_dim"] - channels, *size)]
+        x, y = (torch.empty(size, device=live.device) for size in sizes)
+        given = (config["text_len"], config["text_dim"])
+        texts = [torch.empty(given, dtype=self.dtype, device=live.device) for _ in branches]
+        live.leave_out([x, y, *texts])
+        t, sent = torch.tensor([500.0]), list[Sent]()
+        if self.holds_frame and live.device == "meta":  # its tokens are at timestep 0
+            t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
+        first = setup.attention.start_step(steps) if setup.attention.use_rainfusion else 0
+        for index in sorted({0, first}):
+            live.sent.clear()
+            for branch, text_LC in zip(branches, texts, strict=True):
+                step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
+                with live:
+                    network([x], t, [text_LC], prod(grid), [y] if len(y) else None, step=step)
+            sent.append(live.sent[: len(live.sent) // len(branches) // len(network.blocks)])
+        return tuple(sent)
+
+    def _text_encoder(self, ranks: int) -> tuple[Parts, Parts]:
+        """The weights, and what lives beside them while a prompt is encoded."""
+        checkpoint = self.setup.checkpoint
+        path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
+        parallel = Parallel(ranks, 1, 1, ranks, t5_fsdp=ranks > 1)
+        with self._played(parallel) as team:
+            with META:
+                network: Any = text.published() if path is None else text.blueprint(path).make()
+            _, place = build.places(parallel, team)
+            blocks, dtypes = network.encoder.block, text.dtypes(self.dtype)
+            with _loaded(network, blocks, dtypes, place) as (live, weights):
+                text.TextEncoder(network, None, dtype=self.dtype, text_len=length)  # upcasts it
+                ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
+                with live:
+                    network(ids, torch.ones_like(ids))
+        return Parts({"text encoder weights": weights}), live.peak
+
+    def _autoencoder(self, tiling: bool) -> tuple[Parts, Parts, Parts]:
+        """The weights, and what lives beside them while an image is encoded and while decoding."""
+        request, preset, path = self.request, self.setup.preset, self.setup.checkpoint.vae
+        with META:
+            network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
+        model = vae.VideoVAE(network.eval().requires_grad_(False))
+        (channels, frames, *size), sides = request.latent_shape, request.video_size[::-1]
+        tile, tiles, joined = max(sides), 0, 0
+        if tiling:
+            tile, tiles, joined = vae.tiles(network, sides, request.frame_num)
+        size = [min(side, tile * side // whole) for side, whole in zip(size, sides, strict=True)]
+
+        def decode(frames: int) -> None:
+            model.decode(torch.empty(channels, frames, *size))
+
+        def encode(frames: int) -> None:
+            video = torch.empty(3, (frames - 1) * preset.vae_stride[0] + 1, *sides)
+            given = video.clone() if self.device.type == "cpu" else None  # what it was made of
+            model.encode(video)
+            del given
+
+        def followed(work: Callable[[int], None], frames: int) -> Parts:
+            """From the third latent frame on, each adds the same: four are enough."""
+            peaks = []
+            for few in (min(frames, 3), min(frames, 4)):
+                live = Live("meta")
+                live.leave_out(network.parameters())
+                with self._played(Parallel()), META, live:
+                    work(few)
+                peaks.append(live.peak)
+            more = max(0, frames - 4) * (peaks[1].total() - peaks[0].total())
+            return peaks[1] + Parts(activations=more)
+
+        encoded = {"i2v": frames, "ti2v": int(self.holds_frame)}.get(preset.kind)
+        encoding = followed(encode, encoded) if encoded else Parts()
+        most = max(joined, followed(decode, frames).total())
+        weights = Parts({"VAE weights": weight_bytes(network)})
+        return weights, encoding, Parts(activations=most, tiles=tiles)
+
+    @contextmanager
+    def _played(self, parallel: Parallel, rank: int = 0) -> Iterator[mesh.Team | None]:
+        """The team in which this process plays a rank; None for a run of one process."""
+        logging.disable(logging.INFO)  # which progress bars go by
+        several = parallel.world_size > 1
+        with torch.no_grad(), WithoutData(), acting_as(self.device.type), ExitStack() as after:
+            after.callback(logging.disable, logging.NOTSET)
+            if several:
+                fake_process_group(rank, parallel.world_size)
+                after.callback(dist.destroy_process_group)
+            yield mesh.form(resolve("cpu"), parallel.sizes) if several else None
+
+
+@contextmanager
+def _loaded(
+    network: nn.Module, blocks: nn.ModuleList, dtype_of: DTypeOf, place: Place
+) -> Iterator[tuple[Live, int]]:
+    """The network for inference, without data, and with as few of its blocks as show all.
+
+    Yields what follows its calls, and the bytes of this rank's weights, all blocks counted.
+    """
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.to(dtype_of(name, torch.bfloat16))
+    is_whole = place is WHOLE
+    rest = blocks[2 if is_whole else 3 :]
+    del blocks[2 if is_whole else 3 :]
+    place.prepare(network.eval().requires_grad_(False))
+    with without_memory(network, sharded=not is_whole) as live:
+        others = weight_bytes(rest) if is_whole else len(rest) * weight_bytes(blocks[-1])
+        yield live, weight_bytes(network) + others

@@ -1,0 +1,84 @@
+"""The nearest run that fits into a device's memory: fewest flags, then another topology, then both.
+
+Candidates are measured only where their bound (`wan.pipeline.bound`) leaves them possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from itertools import combinations
+from typing import Any
+
+from wan.pipeline import bound
+from wan.pipeline.setup import Setup
+from wan.planner.measure import Planner
+from wan.settings.errors import InputError
+from wan.settings.parallel import SIZES, Parallel, legal, resolve, size_flags
+
+MOST_RANKS = 512  # and at most eight times as many as there are
+
+
+def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
+    """The first candidate that fits: its flags, ranks, and bytes of the fullest one."""
+    for flags, setup in _candidates(planner, memory):
+        if max(bound.stages(setup, planner.request).values()) <= memory:
+            need = planner.need(setup)
+            if need <= memory:
+                return flags, setup.parallel.world_size, need
+    return None
+
+
+def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
+    """The present topology with one flag more, two, ..., all; others with none; others with all."""
+    present, others = planner.setup, list(_topologies(planner))
+    flags = _flags(planner, present, memory)
+    for count in range(1, len(flags) + 1):
+        for chosen in combinations(flags, count):
+            yield " ".join(chosen), _changed(present, chosen)
+    yield from others
+    for words, setup in others:
+        flags = _flags(planner, setup, memory)
+        yield " ".join((words, *flags)), _changed(setup, flags)
+
+
+def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
+    """Every other topology that the given flags allow: as many ranks, then more."""
+    present, heads = planner.setup.parallel, planner.setup.checkpoint.heads
+    given = {f.name: getattr(present, f.name) for f in fields(Parallel)}
+    kept = {f.name: given[f.name] for f in fields(Parallel) if given[f.name] != f.default}
+    kept["compile"] = planner.setup.execution.compile
+    world = present.world_size
+    for ranks in range(world, max(world, min(8 * world, MOST_RANKS)) + 1):
+        for sizes in sorted(legal(ranks, heads), key=lambda sizes: sizes[0] != present.cfg_size):
+            try:
+                other, _ = resolve(kept | dict(zip(SIZES, sizes, strict=True)), ranks, heads)
+                setup = replace(planner.setup, parallel=other)
+                setup.check_request(planner.request)
+            except InputError:
+                continue
+            if other != present:
+                yield size_flags(*sizes), setup
+
+
+def _flags(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
+    """Those that take memory from a stage that is too large, and are not given."""
+    execution, parallel, several = setup.execution, setup.parallel, setup.parallel.world_size > 1
+    large = {name for name, parts in planner.stages().items() if parts.total() > memory}
+    text = "text encoder" in large or not execution.offload_model
+    text = text and not (execution.t5_cpu or parallel.t5_fsdp)
+    offers = {
+        "--offload_model true": not execution.offload_model,
+        "--vae_tiling": "decoding" in large and not execution.vae_tiling,
+        "--dit_fsdp": several and not parallel.dit_fsdp and setup.quantised is None,
+        "--t5_fsdp": several and text,
+        "--t5_cpu": not several and text and planner.device.type != "cpu",
+    }
+    return tuple(flag for flag, offered in offers.items() if offered)
+
+
+def _changed(setup: Setup, flags: Iterable[str]) -> Setup:
+    on: dict[str, Any] = {flag.split()[0].removeprefix("--"): True for flag in flags}
+    sharded = {name: on.pop(name) for name in ("dit_fsdp", "t5_fsdp") if name in on}
+    parallel, execution = replace(setup.parallel, **sharded), replace(setup.execution, **on)
+    return replace(setup, parallel=parallel, execution=execution)
