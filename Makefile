@@ -32,9 +32,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: its exact version decides which of its builds the rest is resolved with.
-$(VENV)/.run: requirements.txt | $(VENV)/bin/python
+$(VENV)/.run: requirements.txt pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet "$$(grep -o '^torch==[0-9.]*' requirements.txt)"
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet -e .
 	touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.run

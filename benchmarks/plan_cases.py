@@ -46,9 +46,11 @@ class Case:
         made = folder / f"{self.task}-{len(self.text)}"
         if not made.is_dir():
             recipe = replace(tiny.RECIPES[self.task], head_dim=HEAD_DIMS[self.task])
-            with patch.dict(tiny.RECIPES, {self.task: recipe}):
-                with patch.dict(tiny.TEXT_SIZES, self.text):
-                    tiny.make_checkpoint(self.task, made)
+            with (
+                patch.dict(tiny.RECIPES, {self.task: recipe}),
+                patch.dict(tiny.TEXT_SIZES, self.text),
+            ):
+                tiny.make_checkpoint(self.task, made)
         argv = ["--plan", "--device", "cpu", "--task", self.task, "--ckpt_dir", str(made)]
         if self.image:
             Image.new("RGB", (512, 512)).save(folder / "image.png")

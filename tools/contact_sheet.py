@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import imageio
+import imageio_ffmpeg
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -26,9 +26,9 @@ _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 def read_frames(video: Path) -> list[Image.Image]:
     """The frames of a video, in RGB."""
-    reader: Any = imageio.get_reader(video)
-    with reader:
-        return [Image.fromarray(frame) for frame in reader.iter_data()]
+    reader: Any = imageio_ffmpeg.read_frames(str(video))
+    size = next(reader)["size"]  # it yields what it knows of the video first
+    return [Image.frombytes("RGB", size, frame) for frame in reader]
 
 
 def prompt_of(video: Path) -> str:

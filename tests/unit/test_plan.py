@@ -98,29 +98,34 @@ def test_what_hd_on_eight_devices_takes(hd: Planner) -> None:
     assert beside == pytest.approx(held + working, rel=0.05)
 
 
+class Recorder:
+    """Stands for the experts, and notes what lives when it is called."""
+
+    def __init__(self, live: Live) -> None:
+        self.live, self.held = live, list[int]()
+
+    def get(self, _: str) -> Recorder:
+        return self
+
+    def prefetch(self, _: str) -> None: ...
+
+    def __call__(self, x: list[Tensor], *_: object, **__: object) -> list[Tensor]:
+        self.held.append(self.live.held.total())
+        return [torch.zeros_like(x[0])]
+
+
 def test_latents_in_the_loop(hd: Planner) -> None:
     """As many as the plan takes for granted live when the network is called, at most."""
     for solver in ("unipc", "dpm++"):
         request = replace(hd.request, sample_solver=solver, size=(64, 64), sample_steps=5)
-        live, most = Live("cpu"), 0
-
-        class Network:
-            def get(self, _: str) -> object:
-                return self
-
-            def prefetch(self, _: str) -> None: ...
-
-            def __call__(self, x: list[Tensor], *_: object, **__: object) -> list[Tensor]:
-                nonlocal most
-                most = max(most, live.held.total())
-                return [torch.zeros_like(x[0])]
-
+        live = Live("cpu")
+        network = Recorder(live)
         with live:
             empty = torch.zeros(0)
-            denoise(request, Conditions(torch.zeros(request.latent_shape), empty, empty), Network())
+            denoise(request, Conditions(torch.zeros(request.latent_shape), empty, empty), network)
         one = 4 * prod(request.latent_shape)
         assert hd.stages()["denoising"]["latents"] / 1e6 == pytest.approx(7 * LATENT_MB)
-        assert 5 * one < most <= 7 * one
+        assert 5 * one < max(network.held) <= 7 * one
 
 
 def test_modes_and_rings_hold_what_they_should(hd: Planner) -> None:

@@ -1,0 +1,34 @@
+"""The attention layer alone, in any program that shards tokens over ranks.
+
+    torchrun --nproc_per_node=2 examples/attention_layer.py
+
+Each rank holds half of the tokens with all their heads, and gets its tokens' attention to all.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from wan.modules.attnlayer import FAPowerCapAttention
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    whole = torch.randn(3, 1, 256, 8, 64)  # q, k, v: [B, tokens, heads, channels of a head]
+    q, k, v = whole.chunk(ranks, dim=2)[rank]
+
+    insert_comm = FAPowerCapAttention(SimpleNamespace(comm_type=1), dist.group.WORLD)
+    baseline = FAPowerCapAttention(SimpleNamespace(comm_type=0), dist.group.WORLD)
+    same = torch.equal(insert_comm(q, k, v), baseline(q, k, v))
+    print(f"rank {rank}: tokens {q.shape[1]} of {whole.shape[2]}, equal to the baseline: {same}")
+    dist.barrier()  # gloo aborts where a rank leaves before the others
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
