@@ -1,10 +1,19 @@
-"""`python -m wan`: the same command as `generate.py`."""
+"""`python -m wan`: the same command as `generate.py` and `wan-generate`."""
 
 from __future__ import annotations
 
 import sys
 
-from wan.cli.main import main
+
+def run() -> int:
+    """`wan.cli.main.main`; also who interrupts its import is answered in one sentence."""
+    try:
+        from wan.cli.main import main
+    except KeyboardInterrupt:
+        print("generate.py: interrupted; no video was written.", file=sys.stderr)
+        return 130
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

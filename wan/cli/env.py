@@ -59,6 +59,11 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return _index("LOCAL_RANK", environ)
 
 
+def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
+    """Number of processes that torchrun started on this machine."""
+    return _count("LOCAL_WORLD_SIZE", 1, environ)
+
+
 def refused(environ: Mapping[str, str] = os.environ) -> None:
     """InputError for variables whose effect cannot be had here, however the run was started."""
     for name, (harmless, instead) in _REFUSED.items():

@@ -3,7 +3,39 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+
+from wan.pipeline import bound
+from wan.pipeline.setup import Setup
+from wan.settings.errors import InputError
+from wan.settings.request import Request
+
+_NPUS = Path("/dev/davinci_manager")  # the driver's; it names no memory
+
+
+def check(setup: Setup, request: Request, ranks_here: int) -> None:
+    """InputError for a run that takes more than is free, as far as both are known.
+
+    ranks_here: how many ranks share this machine's memory.
+    """
+    device = setup.execution.device
+    if device == "auto":
+        device = "npu" if _NPUS.exists() else "cuda" if gpu_memory("free") else "cpu"
+    free = free_memory(device)
+    if free is None:
+        return
+    setup = replace(setup, execution=replace(setup.execution, device=device))
+    needs = bound.stages(setup, request)
+    if device == "cpu":  # all of them denoise, one decodes
+        needs["denoising"] *= ranks_here
+    stage, need = max(needs.items(), key=lambda item: item[1])
+    if need > free:
+        where = "this machine has" if device == "cpu" else "a device has"
+        raise InputError(
+            f"The run needs at least {need / 1e9:.1f} GB ({stage}), and {where} {free / 1e9:.1f} "
+            "GB free; choose a smaller --size or --frame_num, or see what fits with --plan."
+        )
 
 
 def free_memory(device_type: str) -> int | None:

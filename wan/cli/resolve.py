@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from wan.checkpoint import quantised
 from wan.checkpoint.files import fingerprint, read_json, safetensors_metadata
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
-from wan.cli import env
+from wan.cli import env, memory
 from wan.cli.extend_prompt import Extension
 from wan.cli.flags import FLAGS, read
 from wan.cli.output import Output, check_writable, generated_name
@@ -153,6 +153,8 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
     setup, request, notices = _decide(values, preset, checkpoint, world, image_size)
     if not plan:
         _check_parts(checkpoint, values)
+    if not plan and "decode_latents" not in values:
+        memory.check(setup, request, env.local_world_size())
     output = Output(
         save_file=values.get("save_file") or Path(generated_name(task, request)),
         fps=values.get("fps", preset.fps),
@@ -167,7 +169,10 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
         decode_latents=values.get("decode_latents"),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
         settings=_record(values | {"task": task, "ckpt_dir": folder}, setup, request, output),
-        notices=(*_about(request, folder if is_demo and not plan else None, defaults), *notices),
+        notices=(
+            *_about(request, output, folder if is_demo and not plan else None, defaults),
+            *notices,
+        ),
     )
 
 
@@ -377,8 +382,8 @@ def _named(part: Execution | Attention | Request | Output) -> dict[str, Any]:
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
-def _about(request: Request, demo: Path | None, defaults: Values) -> list[str]:
-    """Lines about the checkpoint and the video's size."""
+def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:
+    """Lines about the checkpoint, the video's size and a video that is there already."""
     lines, preset = [], request.preset
     if demo is not None:
         expect = "It is randomly initialised, so the video is noise; it shows that everything runs."
@@ -391,4 +396,6 @@ def _about(request: Request, demo: Path | None, defaults: Values) -> list[str]:
     if size not in preset.trained_sizes and request.size != defaults.get("size"):
         trained = ", ".join(preset.trained_sizes)
         lines.append(f"{size} is not a size {preset.task} was trained on ({trained}).")
+    if output.save_file.exists():
+        lines.append(f"{output.save_file} exists and will be replaced.")
     return lines

@@ -95,8 +95,8 @@ def _vae(setup: Setup, request: Request) -> tuple[int, int, int]:
 
     def running(bytes_per_pixel: tuple[int, ...], frames: int) -> int:
         *few, more = bytes_per_pixel
-        each = few[min(frames, 3) - 1] + max(0, frames - 3) * more
-        return int(each * channels * pixels)
+        each = few[min(frames, 3) - 1] * channels + max(0, frames - 3) * more
+        return int(each * pixels)
 
     frames = request.latent_shape[1]
     encoded = {"i2v": frames, "ti2v": int(request.image_size is not None)}.get(setup.preset.kind, 0)
