@@ -1,4 +1,4 @@
-"""One picture of several videos: a strip of frames each, with its prompt underneath.
+"""One image of several videos: a strip of frames each, with its prompt underneath.
 
     python tools/contact_sheet.py --out sheet.png [--gif all.gif] a.mp4 b.mp4 ...
 
