@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from PIL import Image
 
 from wan.pipeline.tiny import make_checkpoint
 
+# A shell that starts tests in the background has them, and what they start, ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 Tiny = Callable[..., Path]
 
 

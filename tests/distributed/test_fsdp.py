@@ -22,8 +22,8 @@ from tests.dist import run
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import WHOLE, Blueprint, Source, Sources, dit_dtypes, stored
 from wan.distributed.fsdp import Sharded, local_rows
+from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.modules.textcache import TextKVCache
 from wan.pipeline import text
 from wan.pipeline.text import TextEncoder, umt5_blocks
 
@@ -44,10 +44,12 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def dit(folder: Path, compute: torch.dtype, convert_all: bool, sharded: bool) -> WanModel:
+def dit(
+    folder: Path, compute: torch.dtype, convert_all: bool, sharded: bool, cached: bool = True
+) -> WanModel:
     files = next(iter(describe(folder).experts.values()))
-    cache = TextKVCache() if sharded else None
-    make = partial(WanModel, **files.config, text_cache=cache)
+    shared = Collaborators(text_kv_cache=sharded and cached)
+    make = partial(WanModel, **files.config, collaborators=shared)
     return Blueprint("DiT", make, files.tensors, folder).load(
         device=CPU,
         dtype_of=dit_dtypes(compute, convert_all),
@@ -65,7 +67,7 @@ def kv_of_blocks(model: WanModel) -> list[bool]:
     """Filled while the model runs: whether a block was given its text K/V."""
     given: list[bool] = []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[4] is not None))
+        block.register_forward_pre_hook(lambda _, inputs: given.append(inputs[3] is not None))
     return given
 
 
@@ -152,8 +154,7 @@ def whole_parts(network: nn.Module, parts: list[nn.Module]) -> list[tuple[int, s
 
 
 def keep_only_the_share(folder: Path) -> None:
-    model = dit(folder, torch.bfloat16, False, sharded=True)
-    model.text_cache = None
+    model = dit(folder, torch.bfloat16, False, sharded=True, cached=False)
     encoder, umt5 = text_encoder(folder, torch.float32, sharded=True)
     umt5_parts = umt5_blocks(umt5)
     context = torch.zeros(5, 64)

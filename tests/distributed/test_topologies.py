@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests import dist
 from wan.modules.schedule import MODES
 from wan.settings.errors import InputError
-from wan.settings.parallel import Parallel, resolve
+from wan.settings.parallel import Parallel, check_guidance, resolve
 
 pytestmark = pytest.mark.dist
 HEADS, TOKENS = 12, 36  # of the grid below; not divisible by 8
@@ -33,8 +33,7 @@ def velocities(parallel: Parallel | None) -> Any:
     collaborators = Collaborators()
     branches = both_here
     if parallel is not None:
-        sizes = (parallel.cfg_size, parallel.ring_size, parallel.ulysses_size)
-        team = form(devices.resolve("cpu"), sizes)
+        team = form(devices.resolve("cpu"), parallel.sizes)
         branches = team.both_branches if parallel.cfg_size == 2 else both_here
         collaborators = Collaborators(
             FAPowerCapAttention(
@@ -95,7 +94,8 @@ def expected() -> Any:
 )
 def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
     try:
-        parallel, _ = resolve(flags, world, HEADS, (3.0, 4.0))
+        parallel, _ = resolve(flags, world, HEADS)
+        check_guidance(parallel, (3.0, 4.0), HEADS)
     except InputError as error:
         assert "\n" not in str(error)
         return

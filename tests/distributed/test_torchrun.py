@@ -78,7 +78,7 @@ def test_a_full_topology(alone, tmp_path: Path) -> None:
         codes = ranks.ended(180)
     check(codes, ranks.said(), out, expected)
     said = ranks.texts[0]
-    assert said.count("InsertComm, 10 x 2 heads per rank; ulysses 2 x ring 1 x cfg 2") == 1
+    assert said.count("InsertComm, 10 head chunks of 2 per rank; ulysses 2 x ring 1 x cfg 2") == 1
     assert said.count("Chosen: --cfg_size 2 --ring_size 1 --ulysses_size 2") == 1
     used = json.loads(out.with_suffix(".json").read_text())["used"]
     assert used["comm_type"] == 1 and used["cfg_size"] == 2 and used["dit_fsdp"]

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import wan
 from wan import log
@@ -41,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with failures.terminable(), _readable():
             speaks = env.rank() == 0
             log.setup(speaks)
-            given = flags.parse(argv)
-            if "plan" in given:
-                return _plan(given)
+            argv = sys.argv[1:] if argv is None else argv
+            if "--plan" in argv:
+                return _plan(argv)
             if env.world_size() > 1:
-                return _launch(given)
-            generate(_resolved(given, lambda make: make()))
+                return _launch(argv)
+            generate(_resolved(argv, lambda make: make()))
     except BaseException as error:
         sentence = failures.describe(error)
         if sentence is None:
@@ -67,19 +67,19 @@ def _readable() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
-def _resolved(given: dict[str, Any], once: Once, plan: bool = False) -> Run:
+def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
     try:
-        return resolve(given, partial(_make_demo, once), plan)
+        return resolve(flags.parse(argv), partial(_make_demo, once), plan)
     except OSError as error:  # a path that the system itself refuses: too long, no permission, ...
         path = error.filename or "A path"
         raise InputError(f"{path} cannot be used ({error.strerror}); give another one.") from error
 
 
-def _plan(given: dict[str, Any]) -> int:
+def _plan(argv: Sequence[str]) -> int:
     """Say what a run would take; under torchrun the main rank speaks for all."""
     if env.rank() > 0:
         return 0
-    run = _resolved(given, lambda make: make(), plan=True)
+    run = _resolved(argv, lambda make: make(), plan=True)
     _load_torch()
     from wan.planner import report
 
@@ -87,14 +87,14 @@ def _plan(given: dict[str, Any]) -> int:
     return 0
 
 
-def _launch(given: dict[str, Any]) -> int:
+def _launch(argv: Sequence[str]) -> int:
     """One rank of several."""
     _load_torch()
     from wan import device as devices
     from wan.distributed import launch
 
     def prepare(once: Once) -> Prepared[Run]:
-        run = _resolved(given, once)
+        run = _resolved(argv, once)
         device = devices.resolve(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.can)
         return launch.Prepared(
