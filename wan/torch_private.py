@@ -80,6 +80,11 @@ def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
     return torch._int_mm(a_LI, b_IO)
 
 
+def gelu_in_place(x: Tensor) -> Tensor:
+    """The tanh form; the public function has no form in place."""
+    return _aten.gelu_(x, approximate="tanh")
+
+
 def times_changed(x: Tensor) -> int:
     """How often a tensor was written in place; 0 in inference mode, where nobody counts."""
     return 0 if x.is_inference() else x._version

@@ -152,9 +152,11 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
     values = defaults | values
     setup, request, notices = _decide(values, preset, checkpoint, world, image_size)
     if not plan:
-        _check_parts(checkpoint, values)
-    if not plan and "decode_latents" not in values:
-        memory.check(setup, request, env.local_world_size())
+        decodes = "decode_latents" in values
+        for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer"):
+            checkpoint.require(part)
+        if not decodes:
+            memory.check(setup, request, env.local_world_size())
     output = Output(
         save_file=values.get("save_file") or Path(generated_name(task, request)),
         fps=values.get("fps", preset.fps),
@@ -324,12 +326,6 @@ def _checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:
         return official, False
     trained = _DEMOS / preset.task
     return trained if trained.is_dir() else env.cache_dir() / f"demo-{preset.task}-v1", True
-
-
-def _check_parts(checkpoint: Checkpoint, values: Values) -> None:
-    parts = ("vae",) if "decode_latents" in values else ("vae", "text_encoder", "tokenizer")
-    for part in parts:
-        checkpoint.require(part)
 
 
 def _image(values: Values, preset: Preset, plan: bool) -> Image | None:

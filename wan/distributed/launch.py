@@ -146,16 +146,22 @@ def _open_store(here: Place, patience: Patience, say: Say) -> dist.Store:
 
     PyTorch's own way to it waits for all ranks, and says nothing.
     """
-    if here.holds_store:
-        try:
-            return dist.TCPStore(
-                "localhost", here.port, is_master=True, wait_for_workers=False, multi_tenant=True
-            )
-        except dist.DistError as error:
-            raise StartError(
-                f"Port {here.port} (MASTER_PORT) cannot be opened for the other ranks; most likely "
-                "it is taken: choose a free --master_port."
-            ) from error
+    return _own_store(here) if here.holds_store else _found_store(here, patience, say)
+
+
+def _own_store(here: Place) -> dist.Store:
+    try:
+        return dist.TCPStore(
+            "localhost", here.port, is_master=True, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistError as error:
+        raise StartError(
+            f"Port {here.port} (MASTER_PORT) cannot be opened for the other ranks; most likely "
+            "it is taken: choose a free --master_port."
+        ) from error
+
+
+def _found_store(here: Place, patience: Patience, say: Say) -> dist.Store:
     try:
         socket.getaddrinfo(here.address, here.port)
     except (OSError, UnicodeError) as error:

@@ -27,6 +27,7 @@ from wan.modules.interfaces import Collaborators
 from wan.modules.rope import RopeTable, apply_rope
 from wan.modules.textcache import TextKV
 from wan.settings.numerics import slice_elements
+from wan.torch_private import gelu_in_place
 
 Runs = tuple[int, ...]
 """Lengths of this device's runs of tokens."""
@@ -246,7 +247,7 @@ class TanhGELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return F.gelu(x, approximate="tanh")
-        return torch.ops.aten.gelu_(x, approximate="tanh")
+        return gelu_in_place(x)
 
 
 def gated_add(x_BLC: Tensor, y_BLC: Tensor, gate_BRC: Tensor, runs: Sequence[int]) -> Tensor:

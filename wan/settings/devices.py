@@ -180,10 +180,9 @@ def _wishes(
         "use --attention_algo fused",
     )
     if attention.fp8:
-        sizes = "" if not head_dim else f" with heads of {head_dim} channels"
         yield _Wish("--fa_quant fp8", lambda row: row.fp8_heads != (), method=True)
         yield _Wish(
-            f"--fa_quant fp8{sizes}",
+            f"--fa_quant fp8 with heads of {head_dim} channels",
             lambda row: row.fp8_heads is None or head_dim in row.fp8_heads,
         )
     if attention.use_rainfusion:
