@@ -24,7 +24,8 @@ from typing import Any
 
 REPO = Path(__file__).parents[1]
 GENERATE = str(REPO / "generate.py")
-TORCHRUN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+_PATHS = (str(REPO), *filter(None, [os.environ.get("PYTHONPATH")]))  # that of simulated NPUs, too
+TORCHRUN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_PATHS)}
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 _POOLS: dict[int, Pool] = {}
