@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from wan import device
-from wan.pipeline import denoise as sampler
 from wan.pipeline.conditioning import prepare
+from wan.pipeline.denoise import denoise
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.solvers import sigma_table
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request
+from wan.settings.request import make_request
 
 
 class Recorder:
@@ -35,12 +35,13 @@ class Recorder:
 
 
 def test_the_next_expert_is_announced_one_step_before_the_switch() -> None:
-    preset = PRESETS["t2v-A14B"]
-    request = Request(preset, "", "n", None, (32, 32), 1, 6, 12.0, "unipc", (1.0, 1.0), 0.875, 0)
+    values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 6}
+    values |= {"sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
+    request = make_request(PRESETS["t2v-A14B"], values)
     context = torch.zeros(1, 4)
-    conditions = prepare(request, context, context, None, lambda v: v, torch.device("cpu"))
+    conditions = prepare(request, (context, context), None, lambda v: v, torch.device("cpu"))
     source = Recorder()
-    sampler.denoise(request, conditions, source)
+    denoise(request, conditions, source)
     _, timesteps = sigma_table("unipc", 6, 12.0)
     high = int((timesteps >= 875).sum())
     assert 0 < high < 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import imageio
@@ -14,41 +15,29 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from wan.kernels.base import StepInfo
 from wan.pipeline import conditioning
-from wan.pipeline.denoise import Conditions, expert_at, guided_velocity
+from wan.pipeline.denoise import Conditions, expert_at, guide, velocity
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.solvers import sigma_table
 from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8, whole_file
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request
+from wan.settings.request import Request, make_request
 
 
-def request(task: str, **changes: object) -> Request:
-    values = {
-        "preset": PRESETS[task],
-        "prompt": "",
-        "negative_prompt": "",
-        "image_size": None,
-        "size": (96, 64),
-        "frame_num": 9,
-        "sample_steps": 4,
-        "sample_shift": 5.0,
-        "sample_solver": "unipc",
-        "guide_scale": (4.0, 4.0),
-        "boundary": PRESETS[task].boundary,
-        "seed": 3,
-    }
-    return Request(**{**values, **changes})
+def request(task: str, image_size: tuple[int, int] | None = None, frame_num: int = 9) -> Request:
+    values = {"prompt": "", "size": (96, 64), "frame_num": frame_num, "base_seed": 3}
+    return make_request(PRESETS[task], values, image_size)
 
 
-def picture(width: int, height: int) -> Image.Image:
+def noise(width: int, height: int) -> Image.Image:
     pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def prepare(r: Request, image: Image.Image | None, encode) -> Conditions:
-    context = torch.zeros(1, 4)
-    return conditioning.prepare(r, context, context, image, encode, torch.device("cpu"))
+    contexts = (torch.zeros(1, 4), torch.zeros(1, 4))
+    return conditioning.prepare(r, contexts, image, encode, torch.device("cpu"))
 
 
 def test_noise_is_the_first_draw_of_the_seed() -> None:
@@ -58,8 +47,8 @@ def test_noise_is_the_first_draw_of_the_seed() -> None:
 
 
 def test_i2v_channels() -> None:
-    """4 mask channels (1 for the given frame), then the encoded [picture, grey, grey, ...]."""
-    r, image, seen = request("i2v-A14B", image_size=(200, 150)), picture(200, 150), []
+    """4 mask channels (1 for the given frame), then the encoded [image, grey, grey, ...]."""
+    r, image, seen = request("i2v-A14B", image_size=(200, 150)), noise(200, 150), []
 
     def encode(video: torch.Tensor) -> torch.Tensor:
         seen.append(video)
@@ -80,7 +69,7 @@ def test_i2v_channels() -> None:
 
 def test_ti2v_covers_and_crops() -> None:
     """Scaled by the larger ratio with Lanczos, then the centre."""
-    image = picture(100, 100)
+    image = noise(100, 100)
     frame = conditioning.cover(image, (96, 64))
     resized = np.array(image.resize((96, 96), Image.Resampling.LANCZOS))[16:80]
     expected = torch.from_numpy(resized).permute(2, 0, 1).float() / 255 * 2 - 1
@@ -91,7 +80,7 @@ def test_ti2v_covers_and_crops() -> None:
 def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
     r = request("ti2v-5B", image_size=(96, 64), frame_num=13)
     first = torch.full((48, 1, 4, 6), 7.0)
-    conditions = prepare(r, picture(96, 64), lambda video: first)
+    conditions = prepare(r, noise(96, 64), lambda video: first)
     assert conditions.y is None and (conditions.start[:, :1] == 7).all()
     plain = prepare(request("ti2v-5B", frame_num=13), None, None).start
     assert torch.equal(conditions.start[:, 1:], plain[:, 1:])
@@ -123,26 +112,33 @@ def test_boundary_itself_is_high_noise() -> None:
     assert expert_at(999, None) == ("dit", 0)
 
 
-def test_guidance_formula() -> None:
-    conditions = Conditions(
-        start=torch.zeros(1),
-        context=torch.tensor(2.0),
-        negative_context=torch.tensor(0.5),
-        y=None,
-        timesteps=lambda t: t,
-        impose=lambda x: x,
-    )
+@pytest.mark.parametrize("branches", [None, lambda branch: (branch("cond"), branch("uncond"))])
+def test_guidance_formula(branches) -> None:
+    results = {"cond": torch.full((2,), 2.0), "uncond": torch.full((2,), 0.5)}
+    given = {} if branches is None else {"branches": branches}
+    assert guide(results.get, 4, **given).tolist() == [6.5, 6.5]
+    asked = []
+    assert guide(lambda name: asked.append(name) or results[name], 1, **given) is results["cond"]
+    assert asked == ["cond"], "without guidance the other branch is not computed"
 
-    def model(x, t, context, seq_len, y, *, step):
-        return [context[0] * torch.ones(2)]
 
-    class Step:
-        valid_len = 1
+@pytest.mark.parametrize("y", [None, torch.tensor(5.0)])
+@pytest.mark.parametrize(("branch", "context"), [("cond", 2.0), ("uncond", 0.5)])
+def test_what_the_model_is_told(branch: str, context: float, y: torch.Tensor | None) -> None:
+    prompts = {"context": torch.tensor(2.0), "negative_context": torch.tensor(0.5)}
+    conditions = Conditions(start=torch.zeros(1), **prompts, y=y)
+    latents, t, told = torch.ones(2), torch.tensor([1]), []
+    step = StepInfo(3, 4, "cond", "low_noise", (1, 2, 3), 6)
 
-    guided = guided_velocity(
-        model, torch.zeros(2), conditions, torch.tensor([1]), lambda _: Step(), 4
-    )
-    assert guided.tolist() == [6.5, 6.5]
+    def model(*args, **kwargs):
+        told.append((args, kwargs))
+        return [torch.full((2,), 7.0)]
+
+    assert velocity(model, latents, t, conditions, step, branch).tolist() == [7, 7]
+    [(([x], given_t, [text], length, given_y), kwargs)] = told
+    assert x is latents and given_t is t and text == context and length == 6
+    assert given_y is None if y is None else given_y[0] is y
+    assert kwargs == {"step": replace(step, branch=branch)}
 
 
 @pytest.mark.parametrize(("offload", "loads"), [(True, "abab"), (False, "ab")])

@@ -14,33 +14,32 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers as tf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from wan.cli import extend_prompt as prompt_extend
-from wan.cli.extend_prompt import PromptExtendError, check_available, extend_prompt
+from wan.cli import extend_prompt
+from wan.cli.extend_prompt import Extension
 from wan.settings.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 RED, BLUE = (Image.new("RGB", (64, 48), colour) for colour in ("red", "blue"))
 LOST = "Prompt extension failed, the original prompt is used: "
 
 
-def ask(prompt: str, **changes: Any) -> str:
-    usual: dict[str, Any] = {
-        "task_kind": "t2v",
-        "image": None,
-        "method": "dashscope",
-        "model": None,
-    }
-    usual |= {"target_lang": "en", "seed": 7, "device": "cpu"}
-    return extend_prompt(prompt, **(usual | changes))
+def ask(
+    prompt: str, *, method: str = "dashscope", model: Any = None, lang: str = "en", **changes: Any
+) -> str:
+    usual: dict[str, Any] = {"task_kind": "t2v", "image": None, "seed": 7, "device": "cpu"}
+    extension = Extension(method, model and str(model), lang)
+    return extension(prompt, **(usual | changes))
 
 
 def local(prompt: str, model: Any, **changes: Any) -> str:
-    return ask(prompt, method="local_qwen", model=model and str(model), **changes)
+    return ask(prompt, method="local_qwen", model=model, **changes)
 
 
 @pytest.fixture
@@ -94,8 +93,23 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     modules[2].__dict__["DashScopeException"] = CLIENT_ERROR
     monkeypatch.setenv("DASH_API_KEY", "sk-test")
     monkeypatch.delenv("DASH_API_URL", raising=False)
-    monkeypatch.setattr(prompt_extend.time, "sleep", made.pauses.append)
+    monkeypatch.setattr(extend_prompt.time, "sleep", made.pauses.append)
     return made
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The models that the hub was asked for; its cache is empty, and it has none named absent."""
+    asked: list[str] = []
+
+    def model_info(_: Any, name: str, *, timeout: float) -> None:
+        asked.append(name)
+        if "absent" in name or timeout > 10:
+            raise ConnectionError("no such model")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return asked
 
 
 def test_a_text_question(service: Service, log: Any) -> None:
@@ -111,24 +125,24 @@ def test_a_text_question(service: Service, log: Any) -> None:
     assert not log.messages
 
 
-def test_a_picture_question(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_question(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DASH_API_URL", "https://example.test/api/v1")
     service.replies = [answer([{"text": "A red "}, {"text": "cat."}])]
     assert ask("a cat", image=Image.new("RGBA", (2000, 1000), (255, 0, 0, 255))) == "A red cat."
     [(kind, model, options)] = service.asked
     assert (kind, model) == ("MultiModalConversation", "qwen-vl-max")
     assert options["base_address"] == "https://example.test/api/v1"
-    system, [picture, words] = service.messages()
-    assert [list(part) for part in (*system, picture)] == [["text"], ["image"]]
+    system, [image, words] = service.messages()
+    assert [list(part) for part in (*system, image)] == [["text"], ["image"]]
     assert words == {"text": "Request: a cat"}
-    head, data = picture["image"].split(",")
+    head, data = image["image"].split(",")
     assert head == "data:image/png;base64"
     sent = Image.open(io.BytesIO(base64.b64decode(data)))
     assert (sent.size, sent.mode, sent.getpixel((9, 9))) == ((724, 362), "RGB", (255, 0, 0))
 
 
 @pytest.mark.parametrize("size", [(40, 30), (512, 512), (513, 512), (300_000, 1), (1, 300_000)])
-def test_only_large_pictures_shrink(service: Service, size: tuple[int, int]) -> None:
+def test_only_large_images_shrink(service: Service, size: tuple[int, int]) -> None:
     ask("a cat", image=Image.new("L", size))
     data = service.messages()[1][0]["image"].split(",")[1]
     sent = Image.open(io.BytesIO(base64.b64decode(data))).size
@@ -163,7 +177,7 @@ def test_our_own_mistakes_are_not_swallowed(service: Service) -> None:
 @pytest.mark.parametrize("lang", ["zh", "en"])
 def test_system_texts(service: Service, lang: str) -> None:
     def system(kind: str, image: Any, prompt: str = "a cat") -> str:
-        ask(prompt, task_kind=kind, image=image, target_lang=lang)
+        ask(prompt, task_kind=kind, image=image, lang=lang)
         system, user = service.messages()
         text = system if isinstance(system, str) else system[0]["text"]
         assert any("\u4e00" <= c <= "\u9fff" for c in text) == (lang == "zh")
@@ -178,63 +192,65 @@ def test_system_texts(service: Service, lang: str) -> None:
     assert system("ti2v", RED, "") == system("t2v", RED, "") == describe
 
 
-def test_the_module_loads_without_the_heavy_libraries() -> None:
+def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     code = """if True:
-        import sys, wan.prompt_extend
-        wan.prompt_extend.check_available("local_qwen", None)
+        import sys
+        from wan.cli.extend_prompt import Extension
+        Extension(prompt_extend_model=sys.argv[1]).check(has_image=False)
         assert not {"torch", "transformers", "PIL", "dashscope"} & set(sys.modules)"""
-    root = Path(prompt_extend.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+    root = Path(extend_prompt.__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=root)
+
+
+def refused(method: str, model: str | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):  # shown as a sentence, no traceback
+        Extension(method, model).check(has_image=False)
 
 
 def test_what_is_not_available(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(method: str, message: str) -> None:
-        with pytest.raises(InputError, match=message):  # shown as a sentence, no traceback
-            ask("a cat", method=method)
-
-    refused("gpt", r"method 'gpt'; choose one of local_qwen, dashscope\.")
+    Extension("dashscope").check(has_image=False)
     monkeypatch.setenv("DASH_API_URL", "example.test")
-    refused("dashscope", r"DASH_API_URL is 'example\.test'; give an address")
+    refused("dashscope", None, r"DASH_API_URL is 'example\.test'; give an address")
     monkeypatch.delenv("DASH_API_KEY")
-    refused("dashscope", r"needs an API key; set .* DASH_API_KEY")
+    refused("dashscope", None, r"needs an API key; set .* DASH_API_KEY")
     for method, package in (("dashscope", "dashscope"), ("local_qwen", "transformers")):
         monkeypatch.setitem(sys.modules, package, None)
-        refused(method, f"needs the package {package}, which is not installed; run 'pip install")
+        words = f"needs the package {package}, which is not installed; run 'pip install {package}'"
+        refused(method, None, words)
     assert not service.asked
 
 
-def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(model: str, message: str) -> None:
-        with pytest.raises(PromptExtendError, match=message):
-            check_available("local_qwen", model)
-
+def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     for absent in ("./nowhere", "~/nowhere", str(tmp_path / "nowhere"), "../nowhere"):
-        refused(absent, r"nowhere' does not exist; give .* Qwen2\.5_14B")
+        refused("local_qwen", absent, r"nowhere' does not exist; give .* Qwen2\.5_14B")
     present = ("./model", "~/model", "model", str(tmp_path / "model"))
     for folder in present:
-        refused(folder, r"model' has no config\.json; give the folder")
+        refused("local_qwen", folder, r"model' has no config\.json; give the folder")
     (tmp_path / "model" / "config.json").touch()
-    for fine in (*present, None, "Qwen2.5_3B", "Qwen/Qwen2.5-1.5B-Instruct"):
-        check_available("local_qwen", fine)
-    refused(" ", "model is empty; name one")
+    for folder in present:
+        Extension("local_qwen", folder).check(has_image=False)
+    refused("local_qwen", " ", "model is empty; name a model or drop the flag")
+    refused("dashscope", " ", "model is empty; name a model or drop the flag")
+    assert not hub
 
 
-@pytest.mark.usefixtures("service")
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("prompt", "kind", "message"),
     [
-        ({"task_kind": "s2v"}, "'s2v'; choose one of t2v, i2v, ti2v"),
-        ({"target_lang": "fr"}, "'fr'; choose one of zh, en"),
-        ({"task_kind": "i2v"}, "i2v got no image; give one with --image"),
-        ({"prompt": " "}, "empty prompt and no image; give a --prompt"),
+        ("a cat", "i2v", "i2v got no image; give one with --image"),
+        (" ", "t2v", "empty prompt and no image; give a --prompt"),
     ],
 )
-def test_questions_that_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(PromptExtendError, match=message):
-        ask(**({"prompt": "a cat"} | changes))
+def test_questions_that_cannot_be_asked(
+    prompt: str, kind: str, message: str, service: Service
+) -> None:
+    with pytest.raises(InputError, match=message):
+        ask(prompt, task_kind=kind)
+    assert not service.asked
 
 
 # Local models: real transformers models and tokenizers, tiny and random.
@@ -249,15 +265,6 @@ TEMPLATE = """\
 {% endif %}"""
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """For models of this size, more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_tokenizer() -> Any:
@@ -361,14 +368,14 @@ def test_local_seeds_and_memory(text_model: Path, monkeypatch: pytest.MonkeyPatc
     finally:
         gc.enable()
     assert texts[0] == texts[1] != texts[2]
-    assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers changed"
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random state changed"
     assert not alive
 
 
 def test_local_chat(text_model: Path, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[Any] = []
     monkeypatch.setattr(tf.Qwen2ForCausalLM, "to", lambda _, place: places.append(place))
-    text = local("一只 cat", text_model, target_lang="zh", device="cpu:0")
+    text = local("一只 cat", text_model, lang="zh", device="cpu:0")
     [run] = runs
     tokenizer = make_tokenizer()
     assert text == tokenizer.decode(run.new, skip_special_tokens=True).strip() != ""
@@ -383,7 +390,7 @@ def test_local_vision(vision_model: Path, runs: Any) -> None:
     for image in (RED, BLUE):
         assert local("a cat", vision_model, task_kind="i2v", image=image)
     red, blue = (run.pixel_values[0, :, 9, 9] for run in runs)
-    assert red.argmax() == 0 and blue.argmax() == 2, "the picture reaches the model"
+    assert red.argmax() == 0 and blue.argmax() == 2, "the image reaches the model"
     user = make_tokenizer().decode(runs[0].input_ids[0]).split("<|im_end|>\n")[1]
     # 28*28 pixels in patches of 14*14 are 4 tokens.
     assert user == "<|im_start|>user\n" + 4 * "<|image_pad|>" + "Request: a cat"
@@ -412,14 +419,37 @@ def test_local_silence_gives_the_original_prompt(tmp_path: Path, log: Any) -> No
     ],
 )
 def test_local_names_and_no_network(
-    monkeypatch: pytest.MonkeyPatch, model: str | None, image: Any, source: str
+    monkeypatch: pytest.MonkeyPatch,
+    hub: list[str],
+    log: Any,
+    model: str | None,
+    image: Any,
+    source: str,
 ) -> None:
     def no_network(name: str) -> None:
         raise OSError(f"no network for {name}")
 
+    log.set_level(logging.INFO)
+    Extension("local_qwen", model).check(has_image=image is not None)
+    assert hub == [source]
+    assert log.messages == [f"Prompt extension fetches {source} from the model hub."]
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
-    with pytest.raises(PromptExtendError, match=rf"\(no network for {source}\); give the local"):
+    with pytest.raises(InputError, match=rf"\(no network for {source}\); give the local"):
         local("a cat", model, image=image)
+
+
+@pytest.mark.parametrize("name", ["me/absent", "a/b/c", "two words", "a--b"])
+def test_a_model_that_the_hub_does_not_give(name: str, hub: list[str]) -> None:
+    """Also what is no name at all there."""
+    refused("local_qwen", name, f"model {name} is not on this machine, and the model hub does not")
+
+
+def test_a_model_that_was_fetched_before(
+    hub: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path))
+    Extension("local_qwen", "Qwen2.5_3B").check(has_image=False)
+    assert not hub
 
 
 def test_local_missing_package(vision_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +457,7 @@ def test_local_missing_package(vision_model: Path, monkeypatch: pytest.MonkeyPat
         raise ImportError("needs the\nTorchvision library")
 
     monkeypatch.setattr(tf.AutoProcessor, "from_pretrained", missing)
-    with pytest.raises(PromptExtendError, match=r"\(needs the Torchvision library\); install that"):
+    with pytest.raises(InputError, match=r"\(needs the Torchvision library\); install that"):
         local("a cat", vision_model, image=RED)
 
 
@@ -450,5 +480,5 @@ def test_local_models_that_cannot_be_used(
         (folder / file).unlink()
     else:
         (folder / file).write_bytes(content)
-    with pytest.raises(PromptExtendError, match=f"cannot be used .*{message}.*_extend_model"):
+    with pytest.raises(InputError, match=f"cannot be used .*{message}.*_extend_model"):
         local("a cat", folder, image=image)

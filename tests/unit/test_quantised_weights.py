@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.pipelines import on_cpu
 from tools import quantize_dit
 from tools.quantize_dit import quantize
 from wan.checkpoint.layout import describe
@@ -27,11 +28,9 @@ from wan.checkpoint.load import rotations
 from wan.checkpoint.quantised import QuantisedDit, check_device, resolve
 from wan.kernels.int8_linear import W8A8Linear, padded_product, per_token
 from wan.modules.model import WanModel
-from wan.pipeline import build
 from wan.settings.errors import InputError
-from wan.settings.execution import Execution
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request
+from wan.settings.request import make_request
 
 REPO = Path(__file__).parents[2]
 DESCRIPTION = "quant_model_description_w8a8_dynamic.json"
@@ -125,7 +124,8 @@ def test_layer_sees_each_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = linear(x)
     for part in (slice(0, 1), slice(5, 29)):
         assert torch.equal(linear(x[:, part]), whole[:, part])
-    monkeypatch.setitem(sys.modules["wan.kernels.int8_linear"]._ELEMENTS, "cpu", 24 * 10)  # 10 rows
+    ten_rows = 24 * 10
+    monkeypatch.setattr("wan.kernels.int8_linear.int8_slice_elements", lambda _: ten_rows)
     assert torch.equal(linear(x), whole)
 
 
@@ -602,9 +602,8 @@ def test_which_entry_counts(case: str, broken: Path, tiny: Any) -> None:
 
 
 def loaded(checkpoint: Path, folder: Path | None, precision: str = "fp32") -> WanModel:
-    quantised = None if folder is None else read(folder, checkpoint)
-    execution = Execution(device="cpu", precision=precision)
-    return build.pipeline(describe(checkpoint), execution, quantised=quantised).experts.get("dit")
+    given = {} if folder is None else {"quant_dit_path": folder}
+    return on_cpu("t2v-1.3B", checkpoint, precision=precision, **given).experts.get("dit")
 
 
 def velocity(model: WanModel) -> Tensor:
@@ -648,16 +647,13 @@ def test_float_weights_of_quantised_layers_are_not_read(
 
 def test_whole_run(tiny: Any, export: Export) -> None:
     """Both experts, the text cache, --convert_model_dtype: latents close to the float run's."""
-    request = Request(
-        PRESETS["t2v-A14B"], "", "n", None, (32, 32), 1, 4, 12.0, "unipc", (3.0, 4.0), 0.875, 0
-    )
-    execution = Execution(device="cpu", convert_model_dtype=True)
-    checkpoint = describe(tiny("t2v-A14B"))
+    values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 4, "base_seed": 0}
+    request = make_request(PRESETS["t2v-A14B"], values)
     latents = []
-    for quantised in (None, read(export("t2v-A14B"), tiny("t2v-A14B"))):
-        pipeline = build.pipeline(checkpoint, execution, quantised=quantised)
+    for given in ({}, {"quant_dit_path": export("t2v-A14B")}):
+        pipeline = on_cpu("t2v-A14B", tiny("t2v-A14B"), convert_model_dtype=True, **given)
         generator = torch.Generator().manual_seed(7)
-        texts = torch.randn(2, 5, pipeline.text_dim, generator=generator)
+        texts = torch.randn(2, 5, pipeline.text_size[1], generator=generator)
         latents.append(
             pipeline.latents(request, prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
         )

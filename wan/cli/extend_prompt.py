@@ -140,12 +140,14 @@ def _check_hub(source: str) -> None:
     """A model that has to be fetched; the hub's own clients would try for half a minute."""
     import huggingface_hub
 
-    if Path(source).exists() or huggingface_hub.try_to_load_from_cache(source, "config.json"):
+    if Path(source).exists():
         return
-    logger.info("Prompt extension fetches %s from the model hub.", source)
     try:
+        if huggingface_hub.try_to_load_from_cache(source, "config.json"):
+            return
+        logger.info("Prompt extension fetches %s from the model hub.", source)
         huggingface_hub.HfApi().model_info(source, timeout=10)
-    except Exception as error:  # of several network libraries; all mean that it cannot be had
+    except Exception as error:  # no name of the hub's, no network, ...: it cannot be had
         raise InputError(
             f"The prompt extension model {source} is not on this machine, and the model hub does "
             "not give it; give the local folder of an Instruct model with --prompt_extend_model."
