@@ -5,7 +5,8 @@ Legend: N steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,18 @@ class Solver:
     Attributes:
         scheduler: The class of diffusers that takes its steps.
         start: The first sigma before the shift: UniPC starts just below 1, where training does.
+        options: What its constructor is told, so that the network predicts a flow's velocity.
     """
 
     scheduler: str
-    start: float
+    start: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
+_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
 SOLVERS = {
-    "unipc": Solver("UniPCMultistepScheduler", float(np.float32(1 - 1 / TRAIN_TIMESTEPS))),
-    "dpm++": Solver("DPMSolverMultistepScheduler", 1.0),
+    "unipc": Solver("UniPCMultistepScheduler", float(np.float32(1 - 1 / TRAIN_TIMESTEPS)), _FLOW),
+    "dpm++": Solver("DPMSolverMultistepScheduler", options=_FLOW),
 }
 
 
@@ -49,8 +53,8 @@ def make_solver(name: str, steps: int, shift: float) -> Any:
     """A scheduler of diffusers on the official table (their own tables differ)."""
     import diffusers
 
-    kind = getattr(diffusers, SOLVERS[name].scheduler)
-    solver = kind(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
+    row = SOLVERS[name]
+    solver = getattr(diffusers, row.scheduler)(**row.options)
     solver.set_timesteps(steps)
     solver.sigmas, solver.timesteps = sigma_table(name, steps, shift)
     # Steps are counted, not looked up: with many steps neighbouring timesteps truncate to the same
