@@ -117,7 +117,7 @@ def denoise(
                 step,
             )
             guided = guide(branch, request.sample_guide_scale[scale], branches)
-            latents = solver.step(guided, timestep, latents, return_dict=False)[0]
+            latents = solver.step(guided, timestep.float(), latents, return_dict=False)[0]
             latents = conditions.impose(latents)
             bar.update()
     return latents
