@@ -30,6 +30,7 @@ from wan.settings.execution import Execution
 from wan.settings.parallel import SIZES
 from wan.settings.presets import ALIASES, PRESETS, Preset
 from wan.settings.request import Request, make_request
+from wan.settings.values import path as read_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,8 +60,9 @@ _FROM_CHECKPOINT = (
     "prompt",
     "negative_prompt",
 )
-_PATHS = ("ckpt_dir", "image", "quant_dit_path", "save_file")  # absolute in records
-_OWN = (*_PATHS, "base_seed")  # may differ between ranks
+_PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]
+"""Absolute in records; may differ between ranks."""
+_OWN = (*_PATHS, "base_seed")
 
 
 @dataclass(frozen=True)
