@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from wan.settings.errors import InputError, Terminated
+from wan.settings.errors import InputError, Terminated, WriteError
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def describe(error: BaseException) -> str | None:
     """One sentence for what a user can act upon; None for everything else, which is our defect."""
-    if isinstance(error, InputError):
+    if isinstance(error, (InputError, WriteError)):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; no video was written."

@@ -7,34 +7,18 @@ Torch is not imported with this file, since latents are checked before it is.
 from __future__ import annotations
 
 import json
-import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
-from wan.checkpoint.files import safetensors_header
+from wan.checkpoint.files import safetensors_header, whole_file
 from wan.log import logger
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, WriteError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` that becomes `path` when the block ends without an error."""
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def to_uint8(frames_3FHW: Tensor) -> Tensor:
@@ -51,7 +35,7 @@ def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
         fps: frames per second.
 
     Raises:
-        OSError: in one sentence, when not every frame could be written; no file is left then.
+        WriteError: when not every frame could be written; no file is left then.
     """
     try:
         with whole_file(path) as temporary:
@@ -60,7 +44,7 @@ def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
             if found != wanted or not wanted:
                 raise OSError(f"the encoder kept {found} of {wanted} frames")
     except OSError as error:
-        raise OSError(
+        raise WriteError(
             f"{path} could not be written ({error.strerror or error}); "
             "free space there, or give another --save_file."
         ) from error

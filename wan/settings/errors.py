@@ -5,6 +5,10 @@ class InputError(ValueError):
     """Says what was given, what is allowed and what to do. The command line exits with code 2."""
 
 
+class WriteError(OSError):
+    """Says which file could not be written, why, and what to do. Exit code 1."""
+
+
 class Terminated(BaseException):
     """SIGTERM has come. Raised where the main thread is, so that what is half written is removed.
 
