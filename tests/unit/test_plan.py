@@ -28,7 +28,7 @@ from wan.torch_private import Live
 GB = 1e9
 HD = ("--size", "1280*720", "--frame_num", "81")
 EIGHT = ("--ulysses_size", "8", "--comm_type", "1")
-SMALL = ("--device", "cpu", "--size", "64*96", "--frame_num", "9", "--sample_steps", "5")
+SMALL = ("--device", "cpu", "--size", "256*256", "--frame_num", "9", "--sample_steps", "5")
 LATENT_MB = 16 * 21 * 90 * 160 * 4 / 1e6  # of HD, float32
 
 
@@ -166,16 +166,19 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT)
     plain = planner(*argv, "--chip", "A2").need()
     assert plain < planner(*argv, "--chip", "A2", "--attention_algo", "laser").need()
-    assert planner(*argv, "--chip", "A5", "--fa_quant", "fp8", "--quant_alltoall").need() > plain
+    fp8 = ("--chip", "A5", "--fa_quant", "fp8")
+    assert plain < (quantised := planner(*argv, *fp8).need())
+    assert planner(*argv, *fp8, "--quant_alltoall").need() < quantised
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
     assert planner(*argv, "--chip", "A5", *v3).stages()["denoising"]["masks"] > 1e6
     new = {name for name in set(sys.modules) - before if name.startswith(("torch_npu", "mindiesd"))}
     assert not new
 
 
-def test_cpu_slices_are_smaller(hd: Planner) -> None:
-    on_cpu = planner("--task", "t2v-A14B", *HD, *EIGHT, "--device", "cpu", "--precision", "bf16")
-    assert on_cpu.need() < hd.need()
+def test_cpu_slices_are_smaller() -> None:
+    """Where the float32 copies of a norm are part of the most."""
+    argv = ("--task", "ti2v-5B", "--ulysses_size", "4", "--precision", "bf16", "--device")
+    assert planner(*argv, "cpu").need() < planner(*argv, "cuda").need()
 
 
 def living(found: Run) -> tuple[int, int]:
@@ -185,6 +188,7 @@ def living(found: Run) -> tuple[int, int]:
     pipeline = build.pipeline(found.setup, device("cpu"), team)
     texts = torch.zeros(2, *pipeline.text_size)
     live = Live("cpu")
+    live.leave_out([texts])
     with live:
         pipeline.latents(found.request, found.image, *texts)
     return live.peak.total(), live.held.total()
