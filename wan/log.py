@@ -15,9 +15,16 @@ from typing import Any
 logger = logging.getLogger("wan")
 
 
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Who reads our output may leave early (`| head`); that is no failure."""
+        if not isinstance(sys.exception(), BrokenPipeError):
+            super().handleError(record)
+
+
 def setup(main_rank: bool = True) -> None:
     """Send messages to stdout: INFO and up on the main rank, errors only on the others."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Handler(sys.stdout)
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(message)s", "%H:%M:%S"))
     logger.handlers = [handler]
     logger.propagate = False

@@ -28,7 +28,7 @@ from wan.torch_private import Live
 GB = 1e9
 HD = ("--size", "1280*720", "--frame_num", "81")
 EIGHT = ("--ulysses_size", "8", "--comm_type", "1")
-SMALL = ("--device", "cpu", "--size", "64*96", "--frame_num", "9", "--sample_steps", "2")
+SMALL = ("--device", "cpu", "--size", "256*256", "--frame_num", "9", "--sample_steps", "5")
 LATENT_MB = 16 * 21 * 90 * 160 * 4 / 1e6  # of HD, float32
 
 
@@ -117,7 +117,7 @@ class Recorder:
 def test_latents_in_the_loop(hd: Planner) -> None:
     """As many as the plan takes for granted live when the network is called, at most."""
     for solver in ("unipc", "dpm++"):
-        request = replace(hd.request, sample_solver=solver, size=(64, 64), sample_steps=5)
+        request = replace(hd.request, sample_solver=solver, size=(128, 128), sample_steps=5)
         live = Live("cpu")
         network = Recorder(live)
         with live:
@@ -125,7 +125,7 @@ def test_latents_in_the_loop(hd: Planner) -> None:
             denoise(request, Conditions(torch.zeros(request.latent_shape), empty, empty), network)
         one = 4 * prod(request.latent_shape)
         assert hd.stages()["denoising"]["latents"] / 1e6 == pytest.approx(7 * LATENT_MB)
-        assert 5 * one < max(network.held) <= 7 * one
+        assert 6 <= max(network.held) // one <= 7  # beside the solver's tables
 
 
 def test_modes_and_rings_hold_what_they_should(hd: Planner) -> None:
@@ -166,16 +166,19 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT)
     plain = planner(*argv, "--chip", "A2").need()
     assert plain < planner(*argv, "--chip", "A2", "--attention_algo", "laser").need()
-    assert planner(*argv, "--chip", "A5", "--fa_quant", "fp8", "--quant_alltoall").need() > plain
+    fp8 = ("--chip", "A5", "--fa_quant", "fp8")
+    assert plain < (quantised := planner(*argv, *fp8).need())
+    assert planner(*argv, *fp8, "--quant_alltoall").need() < quantised
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
     assert planner(*argv, "--chip", "A5", *v3).stages()["denoising"]["masks"] > 1e6
     new = {name for name in set(sys.modules) - before if name.startswith(("torch_npu", "mindiesd"))}
     assert not new
 
 
-def test_cpu_slices_are_smaller(hd: Planner) -> None:
-    on_cpu = planner("--task", "t2v-A14B", *HD, *EIGHT, "--device", "cpu", "--precision", "bf16")
-    assert on_cpu.need() < hd.need()
+def test_cpu_slices_are_smaller() -> None:
+    """Where the float32 copies of a norm are part of the most."""
+    argv = ("--task", "ti2v-5B", "--ulysses_size", "4", "--precision", "bf16", "--device")
+    assert planner(*argv, "cpu").need() < planner(*argv, "cuda").need()
 
 
 def living(found: Run) -> tuple[int, int]:
@@ -183,10 +186,11 @@ def living(found: Run) -> tuple[int, int]:
     ranks = torch.distributed.get_world_size()
     team = mesh.form(device("cpu"), found.setup.parallel.sizes) if ranks > 1 else None
     pipeline = build.pipeline(found.setup, device("cpu"), team)
-    embedding = torch.zeros(pipeline.text_size)
+    texts = torch.zeros(2, *pipeline.text_size)
     live = Live("cpu")
+    live.leave_out([texts])
     with live:
-        pipeline.latents(found.request, found.image, embedding, embedding)
+        pipeline.latents(found.request, found.image, *texts)
     return live.peak.total(), live.held.total()
 
 
@@ -221,7 +225,7 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--offload_model", "false"), "fits with --offload_model true on 8 ranks (30.73 GB)"),
+        (("--offload_model", "false"), "fits with --offload_model true on 8 ranks (30.72 GB)"),
         (("--device_memory", "30"), "fits with --dit_fsdp on 8 ranks"),
         (("--device_memory", "2"), "choose a smaller --size or --frame_num"),
     ],
@@ -255,12 +259,12 @@ def test_what_is_said(hd: Planner) -> None:
         "Plan: t2v-14B, 1280*720, 81 frames, bf16, 8 ranks (CUDA GPU)",
         "75600 + 0 padding, 9450 per rank",
         "20 tensors of 19.35 MB per layer, together 0.39 GB; 30.97 GB per step and rank",
-        "Memory of the fullest rank: 30.73 GB",
+        "Memory of the fullest rank: 30.72 GB",
         "decoding 19.39 GB: activations 18.88 GB, VAE weights 0.51 GB",
     ):
         assert fact in text
     assert check(hd, None).startswith("Not compared")
-    assert check(hd, 64 * 10**9) == "Fits: 30.73 GB of 64.00 GB per rank."
+    assert check(hd, 64 * 10**9) == "Fits: 30.72 GB of 64.00 GB per rank."
 
 
 def test_fp8_exchanges_carry_scales() -> None:

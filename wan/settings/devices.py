@@ -122,6 +122,8 @@ def check(
 ) -> None:
     """InputError where none of the devices can run such a DiT; it says what to use instead.
 
+    Of several devices, what the one that could do the most says.
+
     Args:
         rows: The devices that may be meant.
         attention: What the flags ask for.
@@ -130,8 +132,10 @@ def check(
         weights: Algorithms of quantised linear layers.
     """
     found = [_refusal(row, attention, execution, head_dim, weights) for row in rows]
-    if found and None not in found:
-        raise InputError(found[0] or "")
+    refusals = [refusal for refusal in found if refusal is not None]
+    if refusals and len(refusals) == len(rows):
+        _, sentence = max(refusals, key=lambda refusal: refusal[0])
+        raise InputError(sentence)
 
 
 def _refusal(
@@ -140,20 +144,21 @@ def _refusal(
     execution: Execution,
     head_dim: int,
     weights: tuple[str, ...],
-) -> str | None:
+) -> tuple[int, str] | None:
+    """How many wishes are met before one that is not, and what is wrong with that."""
     precision = execution.dit_precision_on(row.type)
     if precision not in row.precisions:
-        return (
+        return -1, (
             f"{_an(row.name)} computes in float16 only, which is not supported; use "
             f"{_an(either(_names(lambda row: precision in row.precisions)))}."
         )
-    for wish in _wishes(attention, execution, head_dim, weights):
+    for met, wish in enumerate(_wishes(attention, execution, head_dim, weights)):
         if not wish.met(row):
             having = _names(wish.met)
             needs = f"needs {_an(either(having))}; this device is" if having else "does not work on"
-            return f"{wish.flag} {needs} {_an(row.name)}: {wish.instead}."
+            return met, f"{wish.flag} {needs} {_an(row.name)}: {wish.instead}."
         if wish.method and precision not in row.methods_in:
-            return (
+            return met, (
                 f"{wish.flag} takes 16-bit tensors only on an NPU: use --precision bf16, or "
                 f"{wish.instead}."
             )
