@@ -4,7 +4,7 @@
     video = WanT2V("t2v-A14B", "./Wan2.2-T2V-A14B").generate("a cat", size=(832, 480))
 
 The constructor takes what decides how networks are loaded and run, `generate` what one video is;
-besides the official keywords both take those of the command line (`wan.cli.flags.Flag.python`).
+besides the official keywords both take the command line's (`wan.cli.flags.Flag.python`).
 What differs from the official classes: networks are loaded when first needed; with
 `offload_model=True`, the official default, every network is released after its stage and read again
 by the next call: give False to keep what fits.
@@ -108,8 +108,8 @@ class _Generator:
             convert_model_dtype: As --convert_model_dtype.
             **settings: Flags of the command line, without dashes, that decide how networks are
                 loaded and run: ulysses_size, comm_type, fa_quant, compile, ... None: not given.
-                Environment variables that stand for flags have no effect; those that are refused
-                there are refused here.
+                Environment variables that stand for flags have no effect; what is refused
+                there is refused here.
 
         Raises:
             InputError: A ValueError, for folders and settings that do not fit.

@@ -1,4 +1,4 @@
-"""What a tensor is called where: official names, and those of diffusers and transformers.
+"""What a tensor is called where: names of the official code, diffusers and transformers.
 
 Each network has one table of (official, library) name parts. A part that starts with a dot is
 replaced anywhere in a name, any other only at its beginning; both end at a dot or with the name.

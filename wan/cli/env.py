@@ -55,7 +55,7 @@ def rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process among those of its machine, which is also the index of its device."""
+    """This process among the processes of its machine, which is also the index of its device."""
     return _index("LOCAL_RANK", environ)
 
 

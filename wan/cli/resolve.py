@@ -186,7 +186,7 @@ def make_setup(
     """What a pipeline is built for, and notices.
 
     Args:
-        values: Those of other subjects are ignored.
+        values: Other subjects' are ignored.
         preset: The task.
         checkpoint: Of the task.
         world: Ranks that share each video.

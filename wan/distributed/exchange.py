@@ -27,7 +27,7 @@ Group = dist.ProcessGroup | Alone | None
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """The group as torch.distributed takes it, for those who know that it has several ranks."""
+    """The group as torch.distributed takes it, where it is known to have several ranks."""
     return None if group is Alone.ALONE else group
 
 

@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those of a run, as torchrun (or another launcher) put it into variables.
+    """This process among the ranks of a run, as torchrun (or another launcher) put it into variables.
 
     Attributes:
         rank: Among all ranks.
         world: Ranks in all.
-        local_rank: Among those of this machine.
+        local_rank: Among the ranks of this machine.
         address: The machine where the ranks meet.
         port: The port where they meet.
         torchrun: The parent process is torchrun's agent.

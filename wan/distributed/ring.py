@@ -2,7 +2,7 @@
 
 Legend: B batch, S rows, N heads, D head size, R ranks in the ring. Each rank starts with the K/V
 block of its own tokens. A hop is started before the blocks at hand are attended to, so it runs
-beside that computation; beside its own block a rank holds those at hand and those arriving only.
+beside that computation; beside its own block a rank holds only blocks at hand and blocks arriving.
 """
 
 from __future__ import annotations

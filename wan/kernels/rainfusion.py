@@ -105,7 +105,7 @@ class RainFusionAttention:
     blocks that is left out, 0 <= sparsity < 1. start_step: the first sparse step, or a function of
     the number of steps. refresh: steps for which a mask is used.
     kernel: what computes. quantiser: blocks are scored before they are quantised; blocks of keys
-    are then those of its scales. place: the form in which the kernel wants keys and values.
+    are then its scales' rows. place: the form in which the kernel wants keys and values.
 
     Raises ValueError for values outside what is said here.
     """

@@ -64,7 +64,7 @@ def _text_encoder(setup: Setup) -> tuple[int, int]:
 
 
 def _dit(setup: Setup, request: Request) -> tuple[int, int]:
-    """A network's weights on a rank; what is beside those at hand while it runs."""
+    """A network's weights on a rank; what is beside them while it runs."""
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
     e = {"bf16": 2, "fp32": 4}[execution.dit_precision_on(device(setup).type)]
@@ -90,7 +90,7 @@ def _vae(setup: Setup, request: Request) -> tuple[int, int, int]:
     """Weights; what is beside them while an image is encoded (0: none is), and while decoding."""
     version, path = setup.preset.vae, setup.checkpoint.vae
     weights = _VAE[version] if path is None else _stored(path)
-    channels = min(1.0, (weights / _VAE[version]) ** 0.5)  # of those of the published one
+    channels = min(1.0, (weights / _VAE[version]) ** 0.5)  # share of the published one's
     pixels = prod(request.video_size)
 
     def running(bytes_per_pixel: tuple[int, ...], frames: int) -> int:

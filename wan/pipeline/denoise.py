@@ -54,7 +54,7 @@ class Conditions:
     Attributes:
         start: The initial latents, float32 [Z,f,h,w].
         context: Text embeddings of the prompt, [length, text_dim].
-        negative_context: Those of the negative prompt.
+        negative_context: Of the negative prompt.
         y: i2v's channels beside the latents, [20,f,h,w].
         timesteps: What the model is told at a timestep t: [1], or one per token.
         impose: Puts back into latents what is given, such as ti2v's first frame.
@@ -132,7 +132,7 @@ def velocity(
         model: The expert of the step.
         latents: [Z,f,h,w].
         t: Timesteps as the model takes them.
-        conditions: Those of the run.
+        conditions: What the network is told.
         step: Which step; its branch is replaced.
         branch: The branch.
     """

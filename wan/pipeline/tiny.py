@@ -1,6 +1,6 @@
 """Complete checkpoint folders with tiny, randomly initialised networks, for tests and first tries.
 
-Files and names are those of the published folders (official, or `*-Diffusers`); only the sizes
+Files and names are as in the published folders (official, or `*-Diffusers`); only the sizes
 differ. The networks make noise, but noise with sane statistics, so a whole run can be checked. One
 seed means the same tensors in both layouts and the same bytes in every run. As published, the DiT
 of t2v-1.3B is one file and the others are sharded; the text encoder is stored as bfloat16, the VAE

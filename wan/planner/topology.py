@@ -62,7 +62,7 @@ def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
 
 
 def _flags(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
-    """Those that take memory from a stage that is too large, and are not given."""
+    """Flags that take memory from a stage that is too large, and are not given."""
     execution, parallel, several = setup.execution, setup.parallel, setup.parallel.world_size > 1
     large = {name for name, parts in planner.stages().items() if parts.total() > memory}
     text = "text encoder" in large or not execution.offload_model

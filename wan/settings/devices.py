@@ -2,7 +2,7 @@
 
 Sources for NPUs: mindiesd 3.1.0 (its device table, its operators' own checks, the kernel manifests
 and strings of its binaries), the operator reference of torch-npu, and the vendor's data sheets for
-memory. Facts about kernels that CANN itself brings (block-sparse attention, rotary) are those two
+memory. Facts about kernels that CANN itself brings (block-sparse attention, rotary) are these two
 packages' word; none was measured.
 """
 

@@ -74,12 +74,12 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
     Sizes that are absent are chosen: as much Ulysses as heads and ranks allow, the rest ring.
 
     Args:
-        values: Checked settings under their flags' names; those of other subjects are ignored.
+        values: Checked settings under their flags' names; other subjects' are ignored.
         world: Ranks that were started.
         heads: Attention heads of the network.
 
     Raises:
-        InputError: For sizes that do not fit, with those that would, and for flags that
+        InputError: For sizes that do not fit, with sizes that would, and for flags that
             contradict each other or have no effect.
     """
     cfg, ring, ulysses = _choose(values, world, heads)

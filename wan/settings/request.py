@@ -97,7 +97,7 @@ def make_request(
 
     Args:
         preset: The task.
-        values: Checked settings under their flags' names; those of other subjects are ignored.
+        values: Checked settings under their flags' names; other subjects' are ignored.
         image_size: As in `Request`.
         boundary: Replaces the preset's where the task has two experts.
     """
