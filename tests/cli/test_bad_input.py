@@ -86,7 +86,6 @@ SIMPLE = {
     "t5 fsdp": (["--t5_fsdp"], "torchrun"),
     "tensor parallel": (["--tp_size=2"], "--tp_size is not available"),
     "vae parallel": (["--vae_parallel"], "--vae_tiling"),
-    "quantised demo": (["--task", "ti2v-5B", "--quant_dit_path", "x"], "add its --ckpt_dir"),
     "speech flag": (["--audio", "x.wav"], "s2v-14B"),
     "i2v without image": (["--task", "i2v-A14B"], "give one with --image"),
     "t2v with image": (["--image", "x.png"], "takes no --image"),
@@ -112,6 +111,11 @@ SIMPLE = {
     "latents missing": (["--decode_latents", "no.safetensors"], "cannot be read"),
     "both continuations": (["--from_json", "a", "--decode_latents", "b"], "exclude each other"),
     "prompt extension method": (["--prompt_extend_method", "gpt"], "local_qwen or dashscope"),
+    "prompt extension language": (["--prompt_extend_target_lang", "fr"], "it must be zh or en"),
+    "prompt extension name": (
+        ["--use_prompt_extend", "--prompt_extend_model", "two words"],
+        "two words is not on this machine",
+    ),
     "prompt extension folder": (
         ["--use_prompt_extend", "--prompt_extend_model", "./no-such-model"],
         "no-such-model",
@@ -153,10 +157,11 @@ def test_arguments(name: str, capfd: pytest.CaptureFixture[str]) -> None:
 def test_refusals_need_no_torch(tmp_path: Path) -> None:
     """All of the table in one fresh interpreter: torch is never imported, each takes < 3 s."""
     script = (
-        "import json, sys, time, generate\n"
+        "import json, sys, time\n"
+        "from wan.cli.main import main\n"
         "for argv in json.loads(sys.argv[1]):\n"
         "    start = time.perf_counter()\n"
-        "    assert generate.main(argv) == 2, argv\n"
+        "    assert main(argv) == 2, argv\n"
         "    assert time.perf_counter() - start < 3, argv\n"
         "assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)\n"
     )

@@ -145,7 +145,7 @@ def _refusal(
     head_dim: int,
     weights: tuple[str, ...],
 ) -> tuple[int, str] | None:
-    """How many wishes are met before one that is not, and what is wrong with that."""
+    """How many wishes the device meets, and what is wrong with the next or the last one."""
     precision = execution.dit_precision_on(row.type)
     if precision not in row.precisions:
         return -1, (
@@ -158,7 +158,7 @@ def _refusal(
             needs = f"needs {_an(either(having))}; this device is" if having else "does not work on"
             return met, f"{wish.flag} {needs} {_an(row.name)}: {wish.instead}."
         if wish.method and precision not in row.methods_in:
-            return met, (
+            return met + 1, (
                 f"{wish.flag} takes 16-bit tensors only on an NPU: use --precision bf16, or "
                 f"{wish.instead}."
             )
