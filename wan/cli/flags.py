@@ -39,8 +39,8 @@ class Flag:
             video is.
         needs: The flag without which it has no effect.
         python: "load" for keywords of the classes' constructors (what decides how networks are
-            loaded and run), "video" for keywords of `generate` (what one video is; some have official
-            names there), None for what exists on the command line only.
+            loaded and run), "video" for `generate`'s (what one video is; some have official names
+            there), None for what exists on the command line only.
     """
 
     name: str

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the ranks of a run, as torchrun (or another launcher) put it into variables.
+    """This process in a run, as torchrun (or another launcher) put it into variables.
 
     Attributes:
         rank: Among all ranks.

@@ -108,8 +108,8 @@ def latents_shape(path: Path) -> tuple[int, ...]:
         raise InputError(f"{path} holds no latents of generate.py; give a .latents.safetensors.")
     if found.dtype != "F32" or len(found.shape) != 4 or not all(found.shape):
         raise InputError(
-            f"{path} holds latents of dtype {found.dtype} and shape {list(found.shape)}; generate.py's "
-            "are F32 [channels, frames, height, width], each at least 1."
+            f"{path} holds latents of dtype {found.dtype} and shape {list(found.shape)}; "
+            "generate.py's are F32 [channels, frames, height, width], each at least 1."
         )
     return found.shape
 

@@ -33,7 +33,7 @@ def acts_as(device_type: str) -> str:
 
 @contextmanager
 def acting_as(device_type: str) -> Iterator[None]:
-    """All tensors, which are without data, stand for tensors on a device of this type (`--plan`)."""
+    """Tensors, all without data, stand for tensors on a device of this type (`--plan`)."""
     _acting.append(device_type)
     try:
         yield
