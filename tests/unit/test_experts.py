@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,39 @@ class Recorder:
         self.calls.append(f"prefetch {name}")
 
 
-def test_the_next_expert_is_announced_one_step_before_the_switch() -> None:
+def six_steps(source: Any) -> None:
     values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 6}
     values |= {"sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
     request = make_request(PRESETS["t2v-A14B"], values)
     context = torch.zeros(1, 4)
     conditions = prepare(request, (context, context), None, lambda v: v, torch.device("cpu"))
-    source = Recorder()
     denoise(request, conditions, source)
+
+
+class Network(torch.nn.Module):
+    def forward(self, x: list[torch.Tensor], *_: Any, **__: Any) -> list[torch.Tensor]:
+        return [torch.zeros_like(x[0])]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_one_network_has_gone_before_the_next_is_loaded(offload: bool) -> None:
+    made: list[weakref.ref[Network]] = []
+    there: list[int] = []
+
+    def load(_: str) -> Any:
+        there.append(sum(network() is not None for network in made))
+        network = Network()
+        made.append(weakref.ref(network))
+        return network
+
+    experts = Experts(load, offload=offload)
+    six_steps(experts)
+    assert there == [0, 0 if offload else 1]
+
+
+def test_the_next_expert_is_announced_one_step_before_the_switch() -> None:
+    source = Recorder()
+    six_steps(source)
     _, timesteps = sigma_table("unipc", 6, 12.0)
     high = int((timesteps >= 875).sum())
     assert 0 < high < 6

@@ -108,15 +108,12 @@ def denoise(
                 experts.prefetch(upcoming)
             bar.set_postfix_str(name, refresh=False)
             step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
-            branch = partial(
-                velocity,
-                experts.get(name),
-                latents,
-                conditions.timesteps(timestep),
-                conditions,
-                step,
+            told = (latents, conditions.timesteps(timestep), conditions, step)
+            guided = guide(
+                partial(velocity, experts.get(name), *told),  # no name keeps it from its release
+                request.sample_guide_scale[scale],
+                branches,
             )
-            guided = guide(branch, request.sample_guide_scale[scale], branches)
             latents = solver.step(guided, timestep.float(), latents, return_dict=False)[0]
             latents = conditions.impose(latents)
             bar.update()
