@@ -15,7 +15,7 @@ from typing import Any
 logger = logging.getLogger("wan")
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class _Handler(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Who reads our output may leave early (`| head`); that is no failure."""
         if not isinstance(sys.exception(), BrokenPipeError):
