@@ -33,6 +33,7 @@ SIMPLE = {
     "size not whole tokens": (["--size", "100*100"], "multiples of 16: try 96*96"),
     "size for 5B": (["--task", "ti2v-5B", "--size", "1280*720"], "32: try 1280*704"),
     "size beyond positions": (["--size", "16400*16"], "1024 positions"),
+    "size beyond memory": (["--size", "16384*16384"], "GB free; choose a smaller --size or"),
     "frames not 4n+1": (["--frame_num", "80"], "use 77 or 81"),
     "frames zero": (["--frame_num", "0"], "from 1 to"),
     "frames negative": (["--frame_num", "-3"], "from 1 to"),
@@ -510,6 +511,33 @@ def test_decoding_refuses_what_it_would_ignore(
     assert "has 48 channels, the 2.1 VAE of this task decodes 16" in refused(argv, capfd)
     save_file({"latents": torch.zeros(16, 0, 4, 4)}, path, metadata=metadata)
     assert "each at least 1" in refused(argv, capfd)
+
+
+INTERRUPTED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
+module, sys.argv[1:] = sys.argv[1], ["--plan"]
+class Finder:
+    def find_spec(self, name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from wan.__main__ import run
+sys.exit(run())
+"""
+
+
+@pytest.mark.parametrize("module", ["wan.cli.resolve", "torch"])
+def test_an_interrupted_import(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, module],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": str(REPO)},
+    )
+    assert done.returncode == 130
+    assert done.stderr == "generate.py: interrupted; no video was written.\n" and not done.stdout
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from wan import log
 from wan.kernels.base import StepInfo
 from wan.pipeline import conditioning
 from wan.pipeline.denoise import Conditions, expert_at, guide, velocity
@@ -274,11 +276,24 @@ def test_a_full_disk_while_latents_are_written(tmp_path: Path) -> None:
 
 
 def test_stages_inside_stages_are_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wan.log import Stages
-
     clock = iter([0.0, 1.0, 4.0, 10.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    stages = Stages()
+    stages = log.Stages()
     with stages("text"), stages("loading"):
         pass
     assert stages.seconds == {"loading": 3.0, "text": 7.0}
+
+
+def test_messages_to_who_left_early(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """As `| head` does: the run goes on, and nothing is said of it; other faults are told."""
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(log.logger, name, getattr(log.logger, name))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), open(writer, "w") as gone, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", gone)
+        log.setup()
+        log.logger.info("lost")
+        lost = capfd.readouterr().err
+        log.logger.info("%d", "no number")
+    assert not lost and "TypeError" in capfd.readouterr().err

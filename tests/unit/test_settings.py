@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 
 from wan.cli import flags
 from wan.cli.env import cache_dir, rank, world_size
-from wan.cli.output import generated_name
+from wan.cli.extend_prompt import Extension
+from wan.cli.output import Output, generated_name
 from wan.cli.resolve import Run, resolve
+from wan.pipeline import solvers
+from wan.settings.attention import Attention
 from wan.settings.errors import InputError
+from wan.settings.execution import Execution
+from wan.settings.parallel import Parallel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
-from wan.settings.request import make_request, size_covered, size_from_area
+from wan.settings.request import SOLVERS, Request, make_request, size_covered, size_from_area
 
 
 def resolved(*argv: object) -> Run:
@@ -148,7 +153,7 @@ def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([399360, 901120, 921600]))
-def test_sizes_for_any_picture_fit_the_task_or_are_refused(w: int, h: int, area: int) -> None:
+def test_sizes_for_any_image_fit_the_task_or_are_refused(w: int, h: int, area: int) -> None:
     for rule, task in ((size_from_area, "i2v-A14B"), (size_covered, "ti2v-5B")):
         preset = PRESETS[task]
         try:
@@ -208,3 +213,132 @@ def test_latents_with_hostile_settings(value: str, tmp_path: Path) -> None:
     save_file({"latents": torch.zeros(1, 1, 1, 1)}, path, metadata={"settings": value})
     with pytest.raises(InputError, match="no settings in it"):
         resolved("--decode_latents", path)
+
+
+# Flag -> (a value that is not its default as text, the same read, flags that it goes with).
+TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
+EXTEND = ("--use_prompt_extend",)
+CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
+    "prompt": ("a dog", "a dog", ()),
+    "negative_prompt": ("blur", "blur", ()),
+    "size": ("832*480", (832, 480), ()),
+    "frame_num": ("5", 5, ()),
+    "base_seed": ("3", 3, ()),
+    "sample_solver": ("dpm++", "dpm++", ()),
+    "sample_steps": ("7", 7, ()),
+    "sample_shift": ("3", 3.0, ()),
+    "sample_guide_scale": ("2,5", (2.0, 5.0), ()),
+    "noise_device": ("device", "device", ()),
+    "device": ("cpu", "cpu", ()),
+    "precision": ("fp32", "fp32", ()),
+    "convert_model_dtype": ("true", True, ()),
+    "offload_model": ("false", False, ()),
+    "t5_cpu": ("true", True, ()),
+    "text_kv_cache": ("false", False, ()),
+    "compile": ("true", True, ()),
+    "vae_tiling": ("true", True, ()),
+    "attention_algo": ("laser", "laser", NPU),
+    "fa_quant": ("fp8", "fp8", ()),
+    "quant_alltoall": ("true", True, ("--fa_quant", "fp8", *TWO)),
+    "use_rainfusion": ("true", True, ()),
+    "sparsity": ("0.5", 0.5, RAIN),
+    "sparse_start_step": ("2", 2, RAIN),
+    "rainfusion_type": ("v3", "v3", RAIN),
+    "mask_refresh_interval": ("4", 4, RAIN),
+    "fused_ops": ("layer_norm,rope", ("rope", "layer_norm"), NPU),
+    "fa_freq_cap": ("1400", 1400, NPU),
+    "fa_freq_restore": ("1500", 1500, ("--fa_freq_cap", "1400", *NPU)),
+    "cfg_size": ("2", 2, ()),
+    "ring_size": ("2", 2, ()),
+    "ulysses_size": ("2", 2, ()),
+    "ring_type": ("bidirectional", "bidirectional", ("--ring_size", "2")),
+    "comm_type": ("1", 1, TWO),
+    "fa_alltoall_overlap": ("true", True, TWO),
+    "t5_fsdp": ("true", True, TWO),
+    "dit_fsdp": ("true", True, TWO),
+    "dist_timeout": ("5", 5.0, TWO),
+    "prompt_extend_method": ("dashscope", "dashscope", EXTEND),
+    "prompt_extend_model": ("me/model", "me/model", EXTEND),
+    "prompt_extend_target_lang": ("en", "en", EXTEND),
+    "save_file": ("/tmp/v.mp4", Path("/tmp/v.mp4"), ()),
+    "fps": ("5", 5.0, ()),
+    "save_latents": ("true", True, ()),
+}
+ELSEWHERE = {  # set something that is no field of the same name
+    *("task", "image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
+    *("plan", "device_memory", "chip", "decode_latents", "from_json"),
+}
+
+
+def planned(*argv: object, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Without any file, so that no default comes from a checkpoint."""
+    monkeypatch.setattr(Extension, "check", lambda *_: None)
+    return resolve(flags.parse(["--plan", *map(str, argv)]), lambda *_: None, plan=True)
+
+
+def fields_of(run: Run) -> dict[str, object]:
+    setup = run.setup
+    parts = (run.request, setup.execution, setup.parallel, setup.attention, run.output)
+    found = {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
+    return found | (vars(run.extension) if run.extension else {})
+
+
+def test_every_flag_sets_a_field_of_its_name() -> None:
+    kinds = (Request, Execution, Parallel, Attention, Output, Extension)
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    assert flags.FLAGS.keys() - names == ELSEWHERE
+    assert flags.FLAGS.keys() - CASES.keys() == ELSEWHERE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_given_value_reaches_the_run_and_its_record(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, value, more = CASES[name]
+    assert fields_of(planned(*more, monkeypatch=monkeypatch))[name] != value, "it is the default"
+    run = planned(*more, f"--{name}", text, monkeypatch=monkeypatch)
+    assert fields_of(run)[name] == value
+    record = flags.read(json.loads(json.dumps(run.settings)), "{}")
+    assert record.get(name) == (value if flags.FLAGS[name].record else None)
+
+
+SWITCHES = [n for n in CASES if isinstance(CASES[n][1], bool) and flags.FLAGS[n].record]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_of_a_record_is_turned_back(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, value, more = CASES[name]
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"settings": {name: value}}))
+    given = ("--from_json", path, *more)
+    assert fields_of(planned(*given, monkeypatch=monkeypatch))[name] is value
+    back = planned(*given, f"--{name}", str(not value), monkeypatch=monkeypatch)
+    assert fields_of(back)[name] is not value and back.settings[name] is not value
+
+
+def test_prompt_extension_of_a_record_is_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record.json"
+    settings = planned(*EXTEND, monkeypatch=monkeypatch).settings
+    del settings["ckpt_dir"]
+    path.write_text(json.dumps({"settings": settings}))
+    given = ("--from_json", path)
+    assert planned(*given, monkeypatch=monkeypatch).extension is not None
+    off = planned(*given, *EXTEND, "false", monkeypatch=monkeypatch)
+    assert off.extension is None and off.settings["use_prompt_extend"] is False
+
+
+def test_solvers_are_those_of_the_flag() -> None:
+    assert tuple(solvers.SOLVERS) == SOLVERS
+
+
+def test_a_video_that_is_there_is_announced(tiny, tmp_path: Path) -> None:
+    out = tmp_path / "v.mp4"
+    args = ("--ckpt_dir", tiny("t2v-A14B"), "--save_file", out)
+    notice = f"{out} exists and will be replaced."
+    assert notice not in resolved(*args).notices
+    out.touch()
+    assert notice in resolved(*args).notices

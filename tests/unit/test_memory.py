@@ -1,0 +1,81 @@
+"""Runs that cannot fit into this machine's memory are refused; how free memory is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wan.checkpoint.layout import published
+from wan.cli import memory
+from wan.cli.resolve import make_setup
+from wan.pipeline import bound
+from wan.pipeline.setup import Setup
+from wan.settings.errors import InputError
+from wan.settings.presets import PRESETS
+from wan.settings.request import Request, make_request
+
+
+def hd(device: str) -> tuple[Setup, Request]:
+    preset = PRESETS["t2v-A14B"]
+    setup, _ = make_setup({"device": device}, preset, published(preset), world=1)
+    return setup, make_request(preset, {"prompt": "", "size": (1280, 720)})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_least_that_a_run_takes_must_be_free(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, request = hd(device)
+    stages = bound.stages(setup, request)
+    least = max(stages.values())
+    for free, fits in ((least, True), (least - 1, False), (None, True)):
+        monkeypatch.setattr(memory, "free_memory", lambda _, free=free: free)
+        if fits:
+            memory.check(setup, request, ranks_here=1)
+            continue
+        with pytest.raises(InputError, match=r"needs at least .* GB \(denoising\).*with --plan\."):
+            memory.check(setup, request, ranks_here=1)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * stages["denoising"] - 1)
+    if device == "cuda":
+        memory.check(setup, request, ranks_here=2)
+    else:  # ranks share the memory of a machine
+        with pytest.raises(InputError, match="this machine has"):
+            memory.check(setup, request, ranks_here=2)
+
+
+def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for script, free in (("echo 10; echo 30", 30 * 2**20), ("echo none", None), ("exit 9", None)):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        assert memory.free_memory("cuda") == free
+    assert memory.free_memory("npu") is None
+
+
+GROUPS = {  # of version 2, and of version 1
+    "0::/a/b\n": ("sys/fs/cgroup/a", "memory.max", "memory.current", "file"),
+    "4:memory:/a\n3:cpu:/z\n": (
+        *("sys/fs/cgroup/memory/a", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_cache",
+    ),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_memory_of_a_host(group: str, tmp_path: Path) -> None:
+    """What a control group leaves, page cache apart, where that is less than what is available."""
+    assert memory.host_memory(tmp_path) is None
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  7 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text(group)
+    assert memory.host_memory(tmp_path) == 7 * 1024
+    folder, limit, usage, cache = GROUPS[group]
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / limit).write_text("5000\n")
+    (tmp_path / folder / usage).write_text("4000\n")
+    (tmp_path / folder / "memory.stat").write_text(f"anon 1\n{cache} 500\n")
+    assert memory.host_memory(tmp_path) == 1500
+    (tmp_path / folder / limit).write_text("max\n")
+    assert memory.host_memory(tmp_path) == 7 * 1024
