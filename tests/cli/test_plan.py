@@ -120,3 +120,11 @@ def test_under_torchrun_one_rank_speaks(tmp_path: Path) -> None:
     wrong = torchrun(2, *REAL, "--ulysses_size", "3", XDG_CACHE_HOME=str(tmp_path))
     assert wrong.returncode != 0 and wrong.stderr.count("generate.py: --") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_what_does_not_fit_is_said_once_under_torchrun(tmp_path: Path) -> None:
+    refused = torchrun(2, *REAL, "--device_memory", "20", XDG_CACHE_HOME=str(tmp_path))
+    assert refused.returncode != 0 and refused.stderr.count("generate.py: The run needs") == 1
+    assert refused.stdout.count("Plan: ") == 1
