@@ -52,10 +52,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture(scope="session")
-def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 96 x 64 PNG with a gradient and noise."""
     rng = np.random.default_rng(0)
     pixels = np.linspace(0, 200, 96)[None, :, None] + 55 * rng.random((64, 96, 3))
-    path = tmp_path_factory.mktemp("pictures") / "cat.png"
+    path = tmp_path_factory.mktemp("images") / "cat.png"
     Image.fromarray(pixels.astype(np.uint8)).save(path)
     return path

@@ -445,11 +445,11 @@ def test_folder_of_another_task(
     folder: str,
     sentence: str,
     tiny,
-    picture: Path,
+    image_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     argv = ["--task", task, "--ckpt_dir", str(tiny(folder))]
-    argv += ["--image", str(picture)] if task == "i2v-A14B" else []
+    argv += ["--image", str(image_path)] if task == "i2v-A14B" else []
     assert sentence in refused(argv, capfd)
 
 

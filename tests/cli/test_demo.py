@@ -21,7 +21,7 @@ from wan.configs import WAN_CONFIGS
 pytestmark = pytest.mark.usefixtures("one_thread")
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "examples" / "demo"
-PICTURE = REPO / "examples" / "star.png"
+IMAGE = REPO / "examples" / "star.png"
 
 
 def test_without_a_checkpoint_a_run_takes_the_demo_and_its_settings(
@@ -64,7 +64,7 @@ def test_it_draws_what_the_prompt_says() -> None:
         assert found["colour"] >= 95 and found["motion"] >= 90 and found["shape"] >= 80, found
 
 
-def test_a_video_starts_with_the_picture_it_is_given() -> None:
+def test_a_video_starts_with_the_image_it_is_given() -> None:
     model = WanI2V(WAN_CONFIGS["i2v-A14B"], DEMO / "i2v-A14B")
     found = evaluate.score_i2v(model, evaluate.Setting(8, 3.0, prompts=4, shift=5.0))
     assert found["first_frame_psnr"] >= 25 and found["colour"] == 100, found
@@ -75,8 +75,8 @@ def test_the_vae_keeps_held_out_clips() -> None:
     assert evaluate.score_vae(file, 6)["mean_psnr"] >= 30
 
 
-def test_the_example_picture_is_one_the_demo_knows() -> None:
-    with Image.open(PICTURE) as image:
+def test_the_example_image_is_one_the_demo_knows() -> None:
+    with Image.open(IMAGE) as image:
         assert image.width == image.height <= 512
         pixels = np.asarray(image.convert("RGB").resize((64, 64)))
     (seen,) = look(pixels[None])

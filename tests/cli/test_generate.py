@@ -58,11 +58,11 @@ def latents(path: Path) -> torch.Tensor:
     ],
 )
 def test_mp4_of_each_task(
-    task: str, with_image: bool, size: tuple[int, int], tiny, picture: Path, tmp_path: Path
+    task: str, with_image: bool, size: tuple[int, int], tiny, image_path: Path, tmp_path: Path
 ) -> None:
     folder = tiny(task.replace("-14B", "-A14B"))
     out = tmp_path / "new" / "folder" / "video.mp4"
-    image = ["--image", picture] if with_image else []
+    image = ["--image", image_path] if with_image else []
     run("--task", task, *image, "--ckpt_dir", folder, "--save_file", out, *QUICK)
     reader = imageio.get_reader(out)
     assert reader.get_meta_data()["size"] == size
@@ -88,11 +88,11 @@ def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B"])
-def test_both_layouts_give_the_same_video(task: str, tiny, picture: Path, tmp_path: Path) -> None:
+def test_both_layouts_give_one_video(task: str, tiny, image_path: Path, tmp_path: Path) -> None:
     files = []
     for layout in ("official", "diffusers"):
         files.append(tmp_path / f"{layout}.mp4")
-        args = ["--task", task, "--image", picture, "--ckpt_dir", tiny(task, layout)]
+        args = ["--task", task, "--image", image_path, "--ckpt_dir", tiny(task, layout)]
         run(*args, "--save_file", files[-1], *QUICK)
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -270,9 +270,9 @@ def test_many_steps_with_colliding_timesteps(tiny, tmp_path: Path) -> None:
     assert latents(tmp_path / "v.mp4").isfinite().all()
 
 
-def test_tiling_is_close_and_leaves_the_latents_alone(tiny, picture: Path, tmp_path: Path) -> None:
+def test_tiling_is_close_and_leaves_latents_alone(tiny, image_path: Path, tmp_path: Path) -> None:
     """Larger than one tile of 256 pixels; the image is encoded whole."""
-    args = ["--task", "ti2v-5B", "--image", picture, "--ckpt_dir", tiny("ti2v-5B")]
+    args = ["--task", "ti2v-5B", "--image", image_path, "--ckpt_dir", tiny("ti2v-5B")]
     args += ["--size", "512*288", "--frame_num", "1", "--sample_steps", "1", "--base_seed", "7"]
     for name, flags in (("whole", []), ("tiled", ["--vae_tiling"])):
         run(*args, *flags, "--save_latents", "--save_file", tmp_path / f"{name}.mp4")

@@ -56,7 +56,13 @@ def test_a_checkpoints_own_sizes(tiny, plan: Plan) -> None:
     assert "Tokens: 96 + 0 padding, 96 per rank" in out
 
 
-@pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B", "t2v-1.3B", "t2v-14B", "i2v-14B"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        *("i2v-A14B", "ti2v-5B", "t2v-14B"),
+        *(pytest.param(task, marks=pytest.mark.slow) for task in ("t2v-1.3B", "i2v-14B")),
+    ],
+)
 def test_every_task_without_a_checkpoint_or_image(task: str, plan: Plan) -> None:
     code, out, _ = plan("--plan", "--task", task, "--ulysses_size", 4)
     assert code == 0 and f"Plan: {task}, " in out
@@ -108,11 +114,17 @@ def test_who_reads_may_leave_early(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_under_torchrun_one_rank_speaks(tmp_path: Path) -> None:
-    done = torchrun(2, *REAL, XDG_CACHE_HOME=str(tmp_path))
+    done = torchrun(2, *REAL, "--device", "cuda", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Plan: ") == 1 and ", 2 ranks (" in done.stdout
-    refused = torchrun(2, *REAL, "--device_memory", "20", XDG_CACHE_HOME=str(tmp_path))
-    assert refused.returncode != 0 and refused.stderr.count("generate.py: The run needs") == 1
+    assert done.stdout.count("Plan: ") == 1 and ", 2 ranks (CUDA GPU)" in done.stdout
     wrong = torchrun(2, *REAL, "--ulysses_size", "3", XDG_CACHE_HOME=str(tmp_path))
     assert wrong.returncode != 0 and wrong.stderr.count("generate.py: --") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_what_does_not_fit_is_said_once_under_torchrun(tmp_path: Path) -> None:
+    refused = torchrun(2, *REAL, "--device_memory", "20", XDG_CACHE_HOME=str(tmp_path))
+    assert refused.returncode != 0 and refused.stderr.count("generate.py: The run needs") == 1
+    assert refused.stdout.count("Plan: ") == 1

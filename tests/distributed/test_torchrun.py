@@ -32,14 +32,14 @@ def latents(video: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def alone(tiny, picture, tmp_path_factory: pytest.TempPathFactory):
+def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
     """alone(task): arguments of a run, and the latents that one process makes of them."""
     base, made = tmp_path_factory.mktemp("alone"), {}
 
     def run(task: str, *more: str) -> tuple[list[str], Any]:
         arguments = ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK, *more]
         if task == "i2v-A14B":
-            arguments += ["--image", str(picture)]
+            arguments += ["--image", str(image_path)]
         if task == "ti2v-5B":  # its tokens are twice as large
             arguments += ["--size", "64*96"]
         key = (task, *more)

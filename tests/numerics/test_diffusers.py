@@ -106,13 +106,13 @@ def official_scheduler(solver: str, shift: float) -> Any:
         ("ti2v-5B", True, "dpm++"),
     ],
 )
-def test_whole_run(tiny, picture: Path, task: str, with_image: bool, solver: str) -> None:
+def test_whole_run(tiny, image_path: Path, task: str, with_image: bool, solver: str) -> None:
     """Latents of a whole run, experts, guidance pair, conditioning and solver included."""
     two = task != "ti2v-5B"
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
     facade = {"t2v": wan.WanT2V, "i2v": wan.WanI2V, "ti2v": wan.WanTI2V}[task.split("-")[0]]
-    image = Image.open(picture).convert("RGB") if with_image else None
+    image = Image.open(image_path).convert("RGB") if with_image else None
     where = {"img": image, "max_area": 96 * 64} if with_image else {"size": (96, 64)}
     ours = facade(WAN_CONFIGS[task], tiny(task)).generate(
         "",

@@ -81,11 +81,11 @@ def test_embeddings_replace_prompts(tiny) -> None:
         model.generate("", prompt_embeds=torch.zeros(4, 3), **args)
 
 
-def test_image_to_video(tiny, picture: Path) -> None:
+def test_image_to_video(tiny, image_path: Path) -> None:
     model = wan.WanI2V(WAN_CONFIGS["i2v-A14B"], tiny("i2v-A14B"))
-    video = model.generate("a cat", Image.open(picture), max_area=64 * 32, **QUICK)
+    video = model.generate("a cat", Image.open(image_path), max_area=64 * 32, **QUICK)
     assert video.shape == (3, 5, 32, 48)
-    assert torch.equal(model.generate("a cat", str(picture), max_area=64 * 32, **QUICK), video)
+    assert torch.equal(model.generate("a cat", str(image_path), max_area=64 * 32, **QUICK), video)
     with pytest.raises(InputError, match=r"img is \[\]; give a path, a PIL image, or an array"):
         model.generate("a cat", [], **QUICK)
 

@@ -74,8 +74,10 @@ def test_weights_of_published_models_to_the_byte() -> None:
     ("argv", "stage", "measured"),
     [
         (("--task", "i2v-A14B", *HD), "image encoder", 13.91),
-        (("--task", "i2v-A14B", *HD), "decoding", 18.84),
-        (("--task", "t2v-1.3B", "--size", "832*480"), "decoding", 8.17),
+        pytest.param(("--task", "i2v-A14B", *HD), "decoding", 18.84, marks=pytest.mark.slow),
+        pytest.param(
+            ("--task", "t2v-1.3B", "--size", "832*480"), "decoding", 8.17, marks=pytest.mark.slow
+        ),
         (("--task", "ti2v-5B", "--size", "1280*704", "--frame_num", "121"), "decoding", 20.70),
     ],
 )
@@ -201,7 +203,10 @@ def living(found: Run) -> tuple[int, int]:
     [
         ("--comm_type", "1"),
         ("--comm_type", "2", "--precision", "bf16", "--text_kv_cache", "false"),
-        ("--ring_size", "2", "--ulysses_size", "1", "--sample_guide_scale", "1"),
+        pytest.param(
+            ("--ring_size", "2", "--ulysses_size", "1", "--sample_guide_scale", "1"),
+            marks=pytest.mark.slow,
+        ),
         ("--fa_quant", "fp8"),
     ],
 )
@@ -291,7 +296,10 @@ def within(least: dict[str, int], stages: dict[str, int]) -> bool:
     "argv",
     [
         ("--task", "t2v-A14B", *HD, *EIGHT),
-        ("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false"),
+        pytest.param(
+            ("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false"),
+            marks=pytest.mark.slow,
+        ),
         ("--task", "ti2v-5B", "--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp"),
     ],
 )

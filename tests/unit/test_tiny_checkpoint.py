@@ -156,7 +156,7 @@ def test_diffusers_loads_its_folder(make: Make, task: str):
 
 
 @pytest.mark.parametrize("task", ["t2v-1.3B", "ti2v-5B"])
-def test_official_vae_decodes_to_pictures_that_are_not_saturated(make: Make, task: str):
+def test_official_vae_decodes_to_images_that_are_not_saturated(make: Make, task: str):
     vae = diffusers.AutoencoderKLWan.from_pretrained(make(task, "diffusers") / "vae")
     state = torch.load(make(task, "official") / f"Wan{VAE[task]}_VAE.pth", weights_only=True)
     vae.load_state_dict({keymaps.vae_diffusers_name(name): t for name, t in state.items()})
