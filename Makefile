@@ -11,11 +11,14 @@ setup: $(VENV)/.run
 demo: $(VENV)/.run
 	$(BIN)/python tools/run_demo.py
 
+# A file of tests on each core; tensors are small, and threads would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(PYTEST) $(PYTEST_FLAGS)
 
 # The Ascend code, with the real mindiesd, on a CPU that stands in for the chip.
 test-npu: $(VENV)/.dev $(VENV)/.npu_sim

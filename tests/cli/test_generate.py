@@ -87,7 +87,7 @@ def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
     assert (frames(tmp_path / "t2v-14B.mp4") == frames(tmp_path / "t2v-1.3B.mp4")).all()
 
 
-@pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B"])
+@pytest.mark.parametrize("task", ["i2v-A14B", pytest.param("ti2v-5B", marks=pytest.mark.slow)])
 def test_both_layouts_give_one_video(task: str, tiny, image_path: Path, tmp_path: Path) -> None:
     files = []
     for layout in ("official", "diffusers"):

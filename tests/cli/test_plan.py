@@ -97,6 +97,7 @@ def test_fp8_attention_on_eight_a5(plan: Plan) -> None:
     assert "fp8 attention," in out and "Fits: 30.75 GB of 128.00 GB per rank." in out
 
 
+@pytest.mark.slow
 def test_who_reads_may_leave_early(tmp_path: Path) -> None:
     """As `| head -1` does: no traceback, also none at the interpreter's end."""
     reader, writer = os.pipe()
@@ -113,6 +114,7 @@ def test_who_reads_may_leave_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_under_torchrun_one_rank_speaks(tmp_path: Path) -> None:
     done = torchrun(2, *REAL, "--device", "cuda", XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr

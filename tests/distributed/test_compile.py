@@ -66,7 +66,9 @@ def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.slow] * (mode != 1)) for mode in MODES]
+)
 def test_a_compiled_block_serves_another_length(mode: int) -> None:
     """In the same process: the second length is compiled as a symbol."""
     assert dist.run(RANKS, compile_for_two_lengths, mode) == [True] * RANKS

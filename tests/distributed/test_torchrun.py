@@ -92,6 +92,7 @@ def two_machines(arguments: list[list[str]]) -> int:
     return exec_torchrun(*base, GENERATE, *arguments[int(node)])
 
 
+@pytest.mark.slow
 def test_two_machines(alone, tmp_path: Path) -> None:
     arguments, expected = alone("t2v-A14B")
     arguments = [*arguments, "--comm_type", "2", "--save_file"]
@@ -251,7 +252,7 @@ def check_ending(sentence: str, number: signal.Signals | None, *argv: object) ->
     assert reasons == (2 if sentence == DEFECT else 0), agent.said()
 
 
-@pytest.mark.parametrize("fault", ["defect", "die"])
+@pytest.mark.parametrize("fault", ["defect", pytest.param("die", marks=pytest.mark.slow)])
 def test_torchrun_ends_ranks_with_toy_work(fault: str) -> None:
     sentence = ENDINGS["raise" if fault == "defect" else "kill"][1]
     check_ending(sentence, None, "-m", "tests.distributed.test_launch", fault)

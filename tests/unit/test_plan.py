@@ -145,6 +145,7 @@ def test_modes_and_rings_hold_what_they_should(hd: Planner) -> None:
     assert attention(**four) > 1.5 * by_mode[1]
 
 
+@pytest.mark.slow
 def test_a_ring_gathers_what_cannot_be_merged() -> None:
     argv = ("--task", "t2v-A14B", *HD, "--ring_size", "2", "--ulysses_size", "4", "--comm_type", 1)
     passed = lines(planner(*argv, "--chip", "A5"), "")
@@ -177,6 +178,7 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
     assert not new
 
 
+@pytest.mark.slow
 def test_cpu_slices_are_smaller() -> None:
     """Where the float32 copies of a norm are part of the most."""
     argv = ("--task", "ti2v-5B", "--ulysses_size", "4", "--precision", "bf16", "--device")
@@ -232,7 +234,9 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (("--offload_model", "false"), "fits with --offload_model true on 8 ranks (30.72 GB)"),
-        (("--device_memory", "30"), "fits with --dit_fsdp on 8 ranks"),
+        pytest.param(
+            ("--device_memory", "30"), "fits with --dit_fsdp on 8 ranks", marks=pytest.mark.slow
+        ),
         (("--device_memory", "2"), "choose a smaller --size or --frame_num"),
     ],
 )
@@ -245,6 +249,7 @@ def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None
     assert not given & set(str(refused.value).split("fits with")[-1].split())
 
 
+@pytest.mark.slow
 def test_only_flags_that_are_not_given_and_topologies_that_are_allowed() -> None:
     argv = ("--task", "t2v-A14B", *HD, "--comm_type", "1", "--ulysses_size", "2", "--dit_fsdp")
     with pytest.raises(InputError) as refused:
@@ -253,6 +258,7 @@ def test_only_flags_that_are_not_given_and_topologies_that_are_allowed() -> None
     assert "fsdp" not in str(refused.value) and "--ulysses_size 1 " not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_decoding_decides_where_it_is_the_most() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--dit_fsdp", "--t5_fsdp", "--device", "cuda")
     with pytest.raises(InputError, match=r"fullest rank \(decoding\).*fits with --vae_tiling on 8"):
@@ -273,6 +279,7 @@ def test_what_is_said(hd: Planner) -> None:
     assert check(hd, 64 * 10**9) == "Fits: 30.72 GB of 64.00 GB per rank."
 
 
+@pytest.mark.slow
 def test_fp8_exchanges_carry_scales() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--chip", "A5", "--fa_quant", "fp8")
     text = "\n".join(lines(planner(*argv, "--quant_alltoall"), ""))

@@ -213,6 +213,7 @@ def test_dtype_changes_no_value_and_seed_changes_all(make: Make, tmp_path: Path)
     assert not any(torch.equal(tensor, bf16[name]) for name, tensor in tensors.items())
 
 
+@pytest.mark.slow
 def test_the_script_writes_the_same_bytes(make: Make, tmp_path: Path):
     first, second = make("t2v-1.3B", "official"), tmp_path / "new" / "folder"
     command = [sys.executable, make_tiny_checkpoint.__file__, "--task", "t2v-1.3B", "--out", second]
