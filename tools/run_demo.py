@@ -59,7 +59,7 @@ def main() -> int:
     sheet, gif = options.out / "sheet.png", options.out / "demo.gif"
     contact_sheet.write(videos, sheet, gif)
     print(f"\n{len(videos)} videos in {time.monotonic() - started:.0f} s:", *videos, sep="\n  ")
-    print(f"All of them in one picture: {sheet}\nmoving: {gif}")
+    print(f"All of them in one image: {sheet}\nmoving: {gif}")
     return 0
 
 
