@@ -44,6 +44,23 @@ def test_the_least_that_a_run_takes_must_be_free(
             memory.check(setup, request, ranks_here=2)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "host", "where"), [(0, 0, "a GPU has"), (0, None, ""), (10**12, 0, "")]
+)
+def test_a_device_that_torch_chooses(
+    gpu: int, host: int | None, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU here may be one that torch cannot use: the run is refused where nothing can hold it."""
+    free = {"cuda": gpu, "cpu": host}
+    monkeypatch.setattr(memory, "gpu_memory", lambda _: [gpu])
+    monkeypatch.setattr(memory, "free_memory", free.get)
+    if not where:
+        memory.check(*hd("auto"), ranks_here=1)
+        return
+    with pytest.raises(InputError, match=where):
+        memory.check(*hd("auto"), ranks_here=1)
+
+
 def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -17,25 +17,40 @@ _NPUS = Path("/dev/davinci_manager")  # the driver's; it names no memory
 def check(setup: Setup, request: Request, ranks_here: int) -> None:
     """InputError for a run that takes more than is free, as far as both are known.
 
+    Which device "auto" is, only torch can tell: such a run must be too large for each that is here.
+
     ranks_here: how many ranks share this machine's memory.
     """
     device = setup.execution.device
-    if device == "auto":
-        device = "npu" if _NPUS.exists() else "cuda" if gpu_memory("free") else "cpu"
+    devices = (device,) if device != "auto" else _there()
+    refusals = [_refusal(setup, request, ranks_here, device) for device in devices]
+    if all(refusals):
+        raise InputError(refusals[0])
+
+
+def _there() -> tuple[str, ...]:
+    """Types of the devices of this machine, accelerators first."""
+    if _NPUS.exists():
+        return "npu", "cpu"
+    return ("cuda", "cpu") if gpu_memory("free") else ("cpu",)
+
+
+def _refusal(setup: Setup, request: Request, ranks_here: int, device: str) -> str:
+    """Why the run does not fit into the memory of a device type; empty if it may."""
     free = free_memory(device)
     if free is None:
-        return
-    setup = replace(setup, execution=replace(setup.execution, device=device))
-    needs = bound.stages(setup, request)
+        return ""
+    needs = bound.stages(replace(setup, execution=replace(setup.execution, device=device)), request)
     if device == "cpu":  # all of them denoise, one decodes
         needs["denoising"] *= ranks_here
     stage, need = max(needs.items(), key=lambda item: item[1])
-    if need > free:
-        where = "this machine has" if device == "cpu" else "a device has"
-        raise InputError(
-            f"The run needs at least {need / 1e9:.1f} GB ({stage}), and {where} {free / 1e9:.1f} "
-            "GB free; choose a smaller --size or --frame_num, or see what fits with --plan."
-        )
+    if need <= free:
+        return ""
+    where = "this machine has" if device == "cpu" else "a GPU has"
+    return (
+        f"The run needs at least {need / 1e9:.1f} GB ({stage}), and {where} {free / 1e9:.1f} GB "
+        "free; choose a smaller --size or --frame_num, or see what fits with --plan."
+    )
 
 
 def free_memory(device_type: str) -> int | None:
