@@ -203,10 +203,6 @@ def make_setup(
     attention = _made(Attention, values)
     exported = None
     if "quant_dit_path" in values:
-        if checkpoint.folder is None:
-            raise InputError(
-                "--quant_dit_path takes the rest from a checkpoint; add its --ckpt_dir."
-            )
         exported = quantised.resolve(
             values["quant_dit_path"],
             checkpoint,
