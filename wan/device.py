@@ -27,10 +27,6 @@ class Device:
         return self.can.type
 
     @property
-    def default_precision(self) -> torch.dtype:
-        return torch.float32 if self.type == "cpu" else torch.bfloat16
-
-    @property
     def _accelerator(self) -> Any:
         """torch.cuda or torch.npu, which offer the same functions; None for the CPU."""
         return None if self.type == "cpu" else torch.get_device_module(self.torch_device)
