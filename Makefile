@@ -11,8 +11,8 @@ setup: $(VENV)/.run
 demo: $(VENV)/.run
 	$(BIN)/python tools/run_demo.py
 
-# A file of tests on each core; tensors are small, and threads would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# On each core; tensors are small, and threads would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)

@@ -1,27 +1,45 @@
-"""Fixtures shared by all tests: the official vectors, and tiny checkpoints made once a session."""
+"""Fixtures shared by all tests: the official vectors, and tiny checkpoints made once a session.
+
+Torch is imported where it is used: the process that hands tests to the workers needs none.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
-
-from wan.pipeline.tiny import make_checkpoint
 
 # A shell that starts tests in the background has them, and what they start, ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 Tiny = Callable[..., Path]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files stay with a worker; all that need ranks with one, which starts pools of them once."""
+    for item in items:
+        together = "ranks" if item.get_closest_marker("dist") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(together))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a run collects garbage often: it need not look through all that is imported
+
+
+def slow(*case: object) -> Any:
+    """A case of a parametrised test that only `make test-all` runs."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small tensors, and a machine that may be busy: threads would wait for each other."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,6 +58,8 @@ def reference() -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """tiny(task, layout="official"): a complete random checkpoint folder. Do not write into it."""
+    from wan.pipeline.tiny import make_checkpoint
+
     base = tmp_path_factory.mktemp("checkpoints")
     made: dict[tuple[str, str], Path] = {}
 
@@ -54,6 +74,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.fixture(scope="session")
 def image_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 96 x 64 PNG with a gradient and noise."""
+    import numpy as np
+    from PIL import Image
+
     rng = np.random.default_rng(0)
     pixels = np.linspace(0, 200, 96)[None, :, None] + 55 * rng.random((64, 96, 3))
     path = tmp_path_factory.mktemp("images") / "cat.png"

@@ -1,5 +1,7 @@
 """What the server behind `tests.dist` imports once for all ranks; it computes nothing."""
 
+import gc
+
 import torch
 import torch.distributed.device_mesh
 import torch.nn.functional
@@ -21,3 +23,5 @@ __all__ = [
     "torch",
     "wan",
 ]
+
+gc.freeze()  # a run collects garbage often: ranks need not look through all that is imported

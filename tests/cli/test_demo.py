@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import slow
 from tools.demo import evaluate
 from tools.demo.score import look
 from wan import WanI2V, WanT2V
@@ -56,12 +57,16 @@ def test_the_files_stay_small() -> None:
     assert sum(p.stat().st_size for p in files) <= 20e6
 
 
-def test_it_draws_what_the_prompt_says() -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [evaluate.Setting(8, 1.0, prompts=10), slow(evaluate.Setting(20, 3.0, prompts=4))],
+    ids=lambda setting: f"{setting.steps} steps",
+)
+def test_it_draws_what_the_prompt_says(setting: evaluate.Setting) -> None:
     """A sample of the model rank's table; the scorer knows nothing of how clips were drawn."""
     model = WanT2V(WAN_CONFIGS["t2v-A14B"], DEMO / "t2v-A14B")
-    for setting in (evaluate.Setting(8, 1.0, prompts=10), evaluate.Setting(20, 3.0, prompts=4)):
-        found = evaluate.score_t2v(model, setting)
-        assert found["colour"] >= 95 and found["motion"] >= 90 and found["shape"] >= 80, found
+    found = evaluate.score_t2v(model, setting)
+    assert found["colour"] >= 95 and found["motion"] >= 90 and found["shape"] >= 80, found
 
 
 def test_a_video_starts_with_the_image_it_is_given() -> None:

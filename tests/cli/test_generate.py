@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import imageio
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conftest import slow
 from wan.cli import main as generate
 from wan.cli.flags import parse
 from wan.cli.resolve import resolve
@@ -49,10 +49,10 @@ def latents(path: Path) -> torch.Tensor:
     ("task", "with_image", "size"),
     [
         ("t2v-A14B", False, (64, 32)),
-        ("t2v-14B", False, (64, 32)),
+        slow("t2v-14B", False, (64, 32)),
         ("i2v-A14B", True, (48, 32)),
-        pytest.param("i2v-14B", True, (48, 32), marks=pytest.mark.slow),
-        ("ti2v-5B", False, (64, 32)),
+        slow("i2v-14B", True, (48, 32)),
+        slow("ti2v-5B", False, (64, 32)),
         ("ti2v-5B", True, (64, 32)),
         ("t2v-1.3B", False, (64, 32)),
     ],
@@ -77,7 +77,7 @@ def test_mp4_of_each_task(
 
 def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
     """A folder with one t2v network runs with the Wan 2.1 presets under t2v-14B and t2v-1.3B."""
-    args = ["--ckpt_dir", tiny("t2v-1.3B"), "--size", "32*32", "--frame_num", "1"]
+    args = ["--ckpt_dir", tiny("t2v-1.3B"), *SMALL]
     for task in ("t2v-14B", "t2v-1.3B"):
         out = tmp_path / f"{task}.mp4"
         run("--task", task, *args, "--save_file", out, "--base_seed", "7")
@@ -87,7 +87,8 @@ def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
     assert (frames(tmp_path / "t2v-14B.mp4") == frames(tmp_path / "t2v-1.3B.mp4")).all()
 
 
-@pytest.mark.parametrize("task", ["i2v-A14B", pytest.param("ti2v-5B", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B"])
 def test_both_layouts_give_one_video(task: str, tiny, image_path: Path, tmp_path: Path) -> None:
     files = []
     for layout in ("official", "diffusers"):
@@ -217,8 +218,8 @@ def test_generated_name_and_notices(
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(["--offload_model", "false"], marks=pytest.mark.slow),
-        pytest.param(["--text_kv_cache", "false"], marks=pytest.mark.slow),
+        slow(["--offload_model", "false"]),
+        slow(["--text_kv_cache", "false"]),
         ["--offload_model", "false", "--text_kv_cache", "false"],
     ],
 )
@@ -230,7 +231,7 @@ def test_flags_that_do_not_change_the_video(
     assert out.read_bytes() == plain.read_bytes()
 
 
-@pytest.mark.parametrize("flags", [["--precision", "bf16"], ["--convert_model_dtype"]])
+@pytest.mark.parametrize("flags", [["--precision", "bf16"], slow(["--convert_model_dtype"])])
 def test_bf16_is_close(flags: list[str], plain: Path, tiny, tmp_path: Path) -> None:
     out, again = tmp_path / "bf16.mp4", tmp_path / "again.mp4"
     run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, *flags, "--save_latents", "--save_file", out)
@@ -273,7 +274,7 @@ def test_many_steps_with_colliding_timesteps(tiny, tmp_path: Path) -> None:
 def test_tiling_is_close_and_leaves_latents_alone(tiny, image_path: Path, tmp_path: Path) -> None:
     """Larger than one tile of 256 pixels; the image is encoded whole."""
     args = ["--task", "ti2v-5B", "--image", image_path, "--ckpt_dir", tiny("ti2v-5B")]
-    args += ["--size", "512*288", "--frame_num", "1", "--sample_steps", "1", "--base_seed", "7"]
+    args += ["--size", "288*192", "--frame_num", "1", "--sample_steps", "1", "--base_seed", "7"]
     for name, flags in (("whole", []), ("tiled", ["--vae_tiling"])):
         run(*args, *flags, "--save_latents", "--save_file", tmp_path / f"{name}.mp4")
     assert torch.equal(latents(tmp_path / "whole.mp4"), latents(tmp_path / "tiled.mp4"))
@@ -300,12 +301,11 @@ def test_compiled_blocks_give_the_same_latents(tiny, tmp_path: Path) -> None:
     torch.testing.assert_close(eager, compiled, atol=1e-4, rtol=0)
 
 
-def test_help_is_quick_and_light(tmp_path: Path) -> None:
+def test_help_is_light(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom wan.cli.main import main\n"
         "try: main(['--help'])\nfinally: print(*sys.modules)"
     )
-    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -314,7 +314,6 @@ def test_help_is_quick_and_light(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin"},
         timeout=60,
     )
-    assert time.perf_counter() - start < 2
     words = " ".join(done.stdout.split())
     for shown in (
         "--sample_guide_scale SCALE one number",

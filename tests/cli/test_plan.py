@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import slow
 from tests.dist import GENERATE, torchrun
 from wan.cli import main as generate
 
@@ -57,11 +58,7 @@ def test_a_checkpoints_own_sizes(tiny, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "task",
-    [
-        *("i2v-A14B", "ti2v-5B", "t2v-14B"),
-        *(pytest.param(task, marks=pytest.mark.slow) for task in ("t2v-1.3B", "i2v-14B")),
-    ],
+    "task", ["ti2v-5B", *map(slow, ("t2v-14B", "t2v-1.3B", "i2v-A14B", "i2v-14B"))]
 )
 def test_every_task_without_a_checkpoint_or_image(task: str, plan: Plan) -> None:
     code, out, _ = plan("--plan", "--task", task, "--ulysses_size", 4)
@@ -89,6 +86,7 @@ def test_refusals(argv: list[str], sentence: str, plan: Plan) -> None:
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_fp8_attention_on_eight_a5(plan: Plan) -> None:
     fp8 = ["--chip", "A5", "--fa_quant", "fp8", "--device_memory", "128"]
     code, out, _ = plan(*REAL, *EIGHT, *fp8)

@@ -15,6 +15,7 @@ import torch.distributed
 from torch._dynamo.backends.common import aot_autograd
 
 from tests import dist
+from tests.conftest import slow
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
 from wan.modules.interfaces import Collaborators
@@ -34,7 +35,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("valid_len", [24, 21])
+@pytest.mark.parametrize("valid_len", [slow(24), 21])
 def test_compiled_block(mode: int, valid_len: int) -> None:
     for found in dist.run(RANKS, compile_block, mode, valid_len):
         assert found["graphs"] == 1
@@ -66,9 +67,8 @@ def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[pytest.mark.slow] * (mode != 1)) for mode in MODES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_a_compiled_block_serves_another_length(mode: int) -> None:
     """In the same process: the second length is compiled as a symbol."""
     assert dist.run(RANKS, compile_for_two_lengths, mode) == [True] * RANKS

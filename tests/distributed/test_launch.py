@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as collectives
 
+from tests.conftest import slow
 from tests.dist import Ranks, launcher
 from wan import device as devices
 from wan.cli.failures import describe, say, terminable
@@ -144,7 +145,7 @@ def test_a_missing_rank_is_named() -> None:
     assert end == "Rank 2 of 3 has not started within 2 s; start all 3 ranks."
 
 
-def slow() -> int:
+def prepare_long() -> int:
     def prepare(_: Once) -> Prepared[int]:
         if rank() == 1:
             signal.pause()
@@ -154,7 +155,7 @@ def slow() -> int:
 
 
 def test_a_rank_that_takes_long_to_prepare_is_named() -> None:
-    with Ranks(launcher(4)[:2], slow) as ranks:
+    with Ranks(launcher(4)[:2], prepare_long) as ranks:
         ranks.until(0, "Ranks 2 and 3 of 4 have not started")
         ranks.until(0, "rank 1 of 4 has not prepared the run after")
 
@@ -243,7 +244,7 @@ def test_a_killed_rank_of_another_machine_is_named() -> None:
     assert "Traceback" not in ranks.said()
 
 
-@pytest.mark.parametrize("far", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("far", [False, slow(True)])
 def test_a_defect_is_shown_with_its_traceback(far: bool) -> None:
     with Ranks(launcher(3), fail, "defect", far) as ranks:
         assert ranks.ended(30) == [1, 1, 1], ranks.said()
@@ -386,7 +387,7 @@ def hang(_: int, team: Team) -> None:
 go_on = {"compute": compute, "hang": hang}
 
 
-@pytest.mark.parametrize("kind", ["compute", pytest.param("hang", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["compute", slow("hang")])
 def test_ranks_end_when_torchrun_is_killed(kind: str) -> None:
     with Ranks([{}], agent, kind) as torchrun:
         for number in range(2):

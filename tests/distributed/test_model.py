@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
@@ -117,6 +119,7 @@ JOBS = {
     "ti2v": Job("ti2v", text_cache=True),
     "ti2v-batch": Job("ti2v", batch=2),
 }
+QUICK = {(2, "t2v-batch"), (2, "i2v"), (2, "ti2v-batch"), (4, "t2v-no-padding"), (4, "ti2v")}
 LAYOUTS = {
     2: [Topology(2, 1), Topology(1, 2)],
     4: [Topology(4, 1), Topology(2, 2, "bidirectional"), Topology(1, 4, "ring")],
@@ -124,14 +127,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_same_velocities(world: int, job: Job) -> None:
-    for largest in run(world, compare, job, LAYOUTS[world], list(ROWS)):
+@pytest.mark.parametrize(
+    ("world", "job"),
+    [case if case in QUICK else slow(*case) for case in product((2, 4), JOBS)],
+)
+def test_the_same_velocities(world: int, job: str) -> None:
+    for largest in run(world, compare, JOBS[job], LAYOUTS[world], list(ROWS)):
         assert largest > 0.5, "a model that says nothing would always agree"
 
 
-@pytest.mark.parametrize("kind", ["t2v", "ti2v"])
+@pytest.mark.parametrize("kind", ["t2v", slow("ti2v")])
 def test_eight_ranks(kind: str) -> None:
     run(8, compare, Job(kind, heads=24), LAYOUTS[8][:2], ("0", "1"))
 
@@ -148,7 +153,7 @@ def test_three_ranks_and_the_official_text_length() -> None:
     run(3, compare, job, [Topology(3, 1), Topology(1, 3, "bidirectional")], ("0", "1"))
 
 
-@pytest.mark.parametrize("kind", ["t2v", "ti2v"])
+@pytest.mark.parametrize("kind", [slow("t2v"), "ti2v"])
 def test_ranks_that_hold_only_padding(kind: str) -> None:
     """5 tokens on 4 ranks: 2, 2, 1 and none."""
     job = Job(kind, grid=(5, 1, 1))

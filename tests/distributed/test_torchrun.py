@@ -252,7 +252,8 @@ def check_ending(sentence: str, number: signal.Signals | None, *argv: object) ->
     assert reasons == (2 if sentence == DEFECT else 0), agent.said()
 
 
-@pytest.mark.parametrize("fault", ["defect", pytest.param("die", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["defect", "die"])
 def test_torchrun_ends_ranks_with_toy_work(fault: str) -> None:
     sentence = ENDINGS["raise" if fault == "defect" else "kill"][1]
     check_ending(sentence, None, "-m", "tests.distributed.test_launch", fault)

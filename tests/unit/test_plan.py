@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.conftest import slow
 from tests.dist import run
 from wan.cli import flags
 from wan.cli.resolve import Run, resolve
@@ -55,29 +56,33 @@ def hd() -> Planner:
     return planner("--task", "t2v-A14B", *HD, *EIGHT, "--device", "cuda")
 
 
-def test_weights_of_published_models_to_the_byte() -> None:
-    """Counts of parameters from the published files' headers."""
-    for task, parameters, vae in (
-        ("t2v-A14B", 14_288_491_584, 126_892_531),
+@pytest.mark.parametrize(
+    ("task", "parameters", "vae"),
+    [
+        slow("t2v-A14B", 14_288_491_584, 126_892_531),
         ("i2v-A14B", 14_288_901_184, 126_892_531),
         ("ti2v-5B", 4_999_787_712, 704_688_668),
-    ):
-        size = ("--size", "64*64", "--frame_num", "5", "--offload_model", "true")
-        for dtype, bytes_ in ((("--precision", "fp32"), 4), (("--convert_model_dtype",), 2)):
-            stages = planner("--task", task, *size, *dtype, "--device", "cuda").stages()
-            assert stages["denoising"]["DiT weights"] == bytes_ * parameters
-            assert stages["decoding"]["VAE weights"] == 4 * vae
-            assert stages["text encoder"]["text encoder weights"] == 2 * 5_680_910_336
+    ],
+)
+@pytest.mark.parametrize("full", [slow(True), False])
+def test_weights_of_published_models_to_the_byte(
+    task: str, parameters: int, vae: int, full: bool
+) -> None:
+    """Counts of parameters from the published files' headers."""
+    size = ("--size", "64*64", "--frame_num", "5", "--offload_model", "true")
+    dtype, bytes_ = (("--precision", "fp32"), 4) if full else (("--convert_model_dtype",), 2)
+    stages = planner("--task", task, *size, *dtype, "--device", "cuda").stages()
+    assert stages["denoising"]["DiT weights"] == bytes_ * parameters
+    assert stages["decoding"]["VAE weights"] == 4 * vae
+    assert stages["text encoder"]["text encoder weights"] == 2 * 5_680_910_336
 
 
 @pytest.mark.parametrize(
     ("argv", "stage", "measured"),
     [
-        (("--task", "i2v-A14B", *HD), "image encoder", 13.91),
-        pytest.param(("--task", "i2v-A14B", *HD), "decoding", 18.84, marks=pytest.mark.slow),
-        pytest.param(
-            ("--task", "t2v-1.3B", "--size", "832*480"), "decoding", 8.17, marks=pytest.mark.slow
-        ),
+        slow(("--task", "i2v-A14B", *HD), "image encoder", 13.91),
+        slow(("--task", "i2v-A14B", *HD), "decoding", 18.84),
+        slow(("--task", "t2v-1.3B", "--size", "832*480"), "decoding", 8.17),
         (("--task", "ti2v-5B", "--size", "1280*704", "--frame_num", "121"), "decoding", 20.70),
     ],
 )
@@ -130,19 +135,26 @@ def test_latents_in_the_loop(hd: Planner) -> None:
         assert 6 <= max(network.held) // one <= 7  # beside the solver's tables
 
 
-def test_modes_and_rings_hold_what_they_should(hd: Planner) -> None:
-    def attention(**changes: object) -> int:
-        parallel = replace(hd.setup.parallel, **changes)
-        return max(forward.beside.total() for forward in hd.forwards(parallel))
+def forward(hd: Planner, **changes: object) -> int:
+    """The most bytes beside weights and inputs, with other values of `Parallel`."""
+    parallel = replace(hd.setup.parallel, **changes)
+    return max(forward.beside.total() for forward in hd.forwards(parallel))
 
-    by_mode = {mode: attention(comm_type=mode) for mode in MODES}
+
+def test_modes_hold_what_they_should(hd: Planner) -> None:
+    by_mode = {mode: forward(hd, comm_type=mode) for mode in MODES}
     assert by_mode[1] < by_mode[2] < by_mode[0]
-    assert by_mode[1] < attention(comm_type=0, fa_alltoall_overlap=True)
+
+
+@pytest.mark.slow
+def test_rings_hold_what_they_should(hd: Planner) -> None:
+    chunked = forward(hd)
+    assert chunked < forward(hd, comm_type=0, fa_alltoall_overlap=True)
     ring = {"ring_size": 4, "ulysses_size": 2}
-    assert attention(**ring) > by_mode[1]
-    assert attention(**ring, ring_type="bidirectional") > attention(**ring)
+    assert forward(hd, **ring) > chunked
+    assert forward(hd, **ring, ring_type="bidirectional") > forward(hd, **ring)
     four = {"world_size": 4, "ulysses_size": 4}
-    assert attention(**four) > 1.5 * by_mode[1]
+    assert forward(hd, **four) > 1.5 * chunked
 
 
 @pytest.mark.slow
@@ -166,6 +178,14 @@ def test_sharded_weights() -> None:
 
 def test_vendors_packages_are_not_needed_and_stay_away() -> None:
     before = set(sys.modules)
+    fp8 = ("--chip", "A5", "--fa_quant", "fp8", "--quant_alltoall")
+    assert planner("--task", "t2v-A14B", *HD, *EIGHT, *fp8).need()
+    new = {name for name in set(sys.modules) - before if name.startswith(("torch_npu", "mindiesd"))}
+    assert not new
+
+
+@pytest.mark.slow
+def test_vendors_kernels_hold_what_they_should() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT)
     plain = planner(*argv, "--chip", "A2").need()
     assert plain < planner(*argv, "--chip", "A2", "--attention_algo", "laser").need()
@@ -174,8 +194,6 @@ def test_vendors_packages_are_not_needed_and_stay_away() -> None:
     assert planner(*argv, *fp8, "--quant_alltoall").need() < quantised
     v3 = ("--use_rainfusion", "--rainfusion_type", "v3", "--mask_refresh_interval", "4")
     assert planner(*argv, "--chip", "A5", *v3).stages()["denoising"]["masks"] > 1e6
-    new = {name for name in set(sys.modules) - before if name.startswith(("torch_npu", "mindiesd"))}
-    assert not new
 
 
 @pytest.mark.slow
@@ -204,11 +222,8 @@ def living(found: Run) -> tuple[int, int]:
     "argv",
     [
         ("--comm_type", "1"),
-        ("--comm_type", "2", "--precision", "bf16", "--text_kv_cache", "false"),
-        pytest.param(
-            ("--ring_size", "2", "--ulysses_size", "1", "--sample_guide_scale", "1"),
-            marks=pytest.mark.slow,
-        ),
+        slow(("--comm_type", "2", "--precision", "bf16", "--text_kv_cache", "false")),
+        slow(("--ring_size", "2", "--ulysses_size", "1", "--sample_guide_scale", "1")),
         ("--fa_quant", "fp8"),
     ],
 )
@@ -234,9 +249,7 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (("--offload_model", "false"), "fits with --offload_model true on 8 ranks (30.72 GB)"),
-        pytest.param(
-            ("--device_memory", "30"), "fits with --dit_fsdp on 8 ranks", marks=pytest.mark.slow
-        ),
+        slow(("--device_memory", "30"), "fits with --dit_fsdp on 8 ranks"),
         (("--device_memory", "2"), "choose a smaller --size or --frame_num"),
     ],
 )
@@ -303,11 +316,8 @@ def within(least: dict[str, int], stages: dict[str, int]) -> bool:
     "argv",
     [
         ("--task", "t2v-A14B", *HD, *EIGHT),
-        pytest.param(
-            ("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false"),
-            marks=pytest.mark.slow,
-        ),
-        ("--task", "ti2v-5B", "--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp"),
+        slow(("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false")),
+        slow(("--task", "ti2v-5B", "--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp")),
     ],
 )
 def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:
