@@ -43,6 +43,7 @@ if compgen -G "/dev/davinci[0-9]*" >/dev/null; then # an Ascend NPU: its recomme
     export PYTORCH_NPU_ALLOC_CONF=${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}
     export TASK_QUEUE_ENABLE=${TASK_QUEUE_ENABLE:-2}
     export CPU_AFFINITY_CONF=${CPU_AFFINITY_CONF:-1}
+    export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-600}
     export HCCL_HOST_SOCKET_PORT_RANGE=${HCCL_HOST_SOCKET_PORT_RANGE:-auto}
 fi
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from wan import host
 from wan.settings.devices import Capabilities, of_type
 from wan.settings.errors import InputError
 
@@ -58,10 +60,14 @@ class Device:
 def resolve(wish: str, index: int = 0) -> Device:
     """The device for --device auto, cpu, cuda or npu. InputError where it is not there.
 
-    auto: CUDA, else an NPU that PyTorch already sees (torch-npu registers itself), else the CPU.
+    auto: CUDA, else an NPU that PyTorch already sees (torch-npu registers itself), else the CPU;
+    refused where an accelerator is there that PyTorch does not see.
     """
     if wish == "auto":
         wish = _best()
+        unseen = hidden_accelerator() if wish == "cpu" else None
+        if unseen is not None:
+            raise InputError(f"{unseen} To run on the CPU all the same: --device cpu.")
     if wish == "cpu":
         return Device(torch.device("cpu"), of_type("cpu"))
     if wish == "cuda":
@@ -75,6 +81,39 @@ def _best() -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "npu" if hasattr(torch, "npu") and torch.npu.is_available() else "cpu"
+
+
+_VISIBLE = {
+    "nvidia[0-9]*": "CUDA_VISIBLE_DEVICES",
+    "davinci[0-9]*": "ASCEND_RT_VISIBLE_DEVICES",
+}
+
+
+def hidden_accelerator(folder: Path = Path("/dev")) -> str | None:
+    """Why an accelerator of this machine is not used; None where there is none, or none is wanted.
+
+    A run of the large models on the CPU, which nobody has asked for, would take hours and, with
+    several ranks, more memory than there is.
+
+    folder: where drivers put their devices.
+    """
+    for pattern, variable in _VISIBLE.items():
+        found = sorted(path.name for path in folder.glob(pattern))
+        if not found or host.hides(variable):
+            continue
+        if variable.startswith("ASCEND"):
+            return (
+                f"An Ascend NPU is here ({folder / found[0]}), but PyTorch sees none: install "
+                "requirements-npu.txt and source CANN's set_env.sh."
+            )
+        wheel = torch.version.cuda
+        built = f"is built for CUDA {wheel}" if wheel else "is built without CUDA"
+        return (
+            f"A CUDA GPU is here ({folder / found[0]}), but PyTorch sees none: torch "
+            f"{torch.__version__} {built}; install a wheel that fits the driver (nvidia-smi shows "
+            "its CUDA version), or a newer driver."
+        )
+    return None
 
 
 def _cuda(index: int) -> Device:

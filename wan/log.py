@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -66,12 +65,6 @@ class Stages:
             elapsed = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
             self._inner = outer_inner + elapsed
-
-
-def peak_host_memory() -> int:
-    """The process's highest resident memory so far, bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def versions(npu: bool) -> dict[str, str]:

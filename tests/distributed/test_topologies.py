@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch.profiler import profile
 
 from tests import dist
 from wan.modules.schedule import MODES
@@ -101,6 +103,24 @@ def test_topologies(world: int, flags: dict[str, Any], expected: Any) -> None:
         return
     for rank, result in enumerate(dist.run(world, velocities, parallel, timeout=60)):
         assert (result - expected).abs().max() <= 2e-5, f"rank {rank}"
+
+
+def exchanges() -> Counter[str]:
+    """What connecting a team of 1 x 2 x 2 exchanges, by the name of the operation."""
+    from wan import device as devices
+    from wan.distributed.mesh import form
+
+    team = form(devices.resolve("cpu"), (1, 2, 2))
+    with profile() as trace:
+        team.connect()
+    return Counter(e.name for e in trace.events() if e.name.startswith("gloo:"))
+
+
+def test_every_group_is_connected_before_weights_are_read() -> None:
+    for found in dist.run(4, exchanges):
+        # of the ring's, the Ulysses and their common group; the ring's neighbours beside that
+        assert found["gloo:all_to_all"] == 3 and found["gloo:send"] == found["gloo:recv"] == 1
+        assert found["gloo:_all_gather_base"] + found["gloo:all_gather"] == 3
 
 
 def timeouts() -> list[float]:

@@ -20,9 +20,9 @@ MAY_IMPORT = {
     "wan.cli": "wan",
     "wan.planner": "wan",
     "wan.pipeline": "wan.pipeline wan.checkpoint wan.modules wan.kernels wan.settings wan.device "
-    "wan.log wan.torch_private",
+    "wan.host wan.log wan.torch_private",
     "wan.pipeline.build": "wan",
-    "wan.checkpoint": "wan.checkpoint wan.settings wan.log",
+    "wan.checkpoint": "wan.checkpoint wan.settings wan.host wan.log",
     "wan.modules": "wan.modules wan.settings wan.kernels.base wan.kernels.sdpa wan.torch_private",
     "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa",
     "wan.kernels": "wan.kernels wan.settings wan.device wan.torch_private",
@@ -30,8 +30,8 @@ MAY_IMPORT = {
     "wan.modules.schedule",
     "wan.settings": "wan.settings wan.modules.schedule",
     "wan.configs": "wan.settings",
-    "wan.device": "wan.settings",
-    **dict.fromkeys(("wan.modules.schedule", "wan.log", "wan.torch_private"), ""),
+    "wan.device": "wan.settings wan.host",
+    **dict.fromkeys(("wan.modules.schedule", "wan.host", "wan.log", "wan.torch_private"), ""),
 }
 BUILDERS = {"wan.api", "wan.cli.main", "wan.planner.measure", "wan.planner.report"}
 WITHOUT_TORCH = (
@@ -39,6 +39,7 @@ WITHOUT_TORCH = (
     "wan.__main__",
     "wan.cli",
     "wan.settings",
+    "wan.host",
     "wan.log",
     "wan.modules.schedule",
     *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "quantised")),
@@ -117,7 +118,7 @@ def test_imports(path: Path) -> None:
 def test_where_things_are_asked_for(path: Path) -> None:
     """The environment, the vendor's runtimes, private names of PyTorch."""
     name, text = module(path), path.read_text()
-    if not under(name, "wan.cli.env wan.distributed.mesh wan.cli.extend_prompt"):
+    if not under(name, "wan.cli.env wan.host wan.distributed.mesh wan.cli.extend_prompt"):
         assert "os.environ" not in text and "getenv" not in text
     assert "MethodType" not in text
     if not under(name, "wan.device wan.kernels"):

@@ -65,7 +65,8 @@ TAKEN = {
     "v2": (rain("v2"), ALL - {"A5"}, "{row}: use --rainfusion_type v3"),
     "v3": (rain("v3"), ALL, ""),
     "fp8 v3": (rain("v3", "fp8"), ALL - {"A2", "A3"}, "--fa_quant fp8 needs"),
-    "fused": (Attention(fused_ops=("rope",)), NPUS, "needs an A2, A3 or A5; this device is {row}"),
+    "fused": (Attention(fused_ops=("rms_norm",)), NPUS, "needs an A2, A3 or A5; this device is"),
+    "rope": (Attention(fused_ops=("rope",)), {"A2", "A3"}, "{row}: leave rope out"),
     "clock": (Attention(fa_freq_cap=1400), NPUS, "needs an A2, A3 or A5; this device is {row}"),
 }
 
@@ -132,7 +133,7 @@ def test_refused_only_where_every_device_that_may_be_meant_refuses() -> None:
     devices.check(devices.candidates("npu"), LASER, BF16, 128)
     with pytest.raises(InputError, match="needs an A2 or A3; this device is an A5"):
         devices.check(devices.candidates("npu", "A5"), LASER, BF16, 128)
-    with pytest.raises(InputError, match="needs an A2, A3 or A5; this device is a CPU"):
+    with pytest.raises(InputError, match="needs an A2 or A3; this device is a CPU"):
         devices.check(devices.candidates("cpu"), Attention(fused_ops=("rope",)), BF16, 128)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
-import threading
+import re
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from wan import device
+from wan import device, host
 from wan.pipeline.conditioning import prepare
 from wan.pipeline.denoise import denoise
-from wan.pipeline.pipeline import Experts
+from wan.pipeline.pipeline import Experts, Lazy
 from wan.pipeline.solvers import sigma_table
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -65,38 +68,63 @@ def test_one_network_has_gone_before_the_next_is_loaded(offload: bool) -> None:
     assert there == [0, 0 if offload else 1]
 
 
-def test_the_next_expert_is_announced_one_step_before_the_switch() -> None:
+def test_the_next_expert_is_announced_when_the_first_is_there() -> None:
     source = Recorder()
     six_steps(source)
     _, timesteps = sigma_table("unipc", 6, 12.0)
     high = int((timesteps >= 875).sum())
     assert 0 < high < 6
-    steps = ["high_noise"] * (high - 1) + ["prefetch low_noise", "high_noise"]
-    assert source.calls == ["high_noise", *steps, *["low_noise"] * (6 - high)]
+    steps = ["high_noise"] * high + ["low_noise"] * (6 - high)
+    assert source.calls == ["high_noise", "prefetch low_noise", *steps]
+
+
+def cached(path: Path) -> float:
+    """Share of a file's pages in the system's cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size, page = path.stat().st_size, mmap.PAGESIZE
+    with path.open("rb") as file:
+        where = libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ, 1, file.fileno(), 0)
+    pages = (ctypes.c_ubyte * -(-size // page))()
+    assert libc.mincore(ctypes.c_void_p(where), ctypes.c_size_t(size), pages) == 0
+    libc.munmap(ctypes.c_void_p(where), ctypes.c_size_t(size))
+    return sum(state & 1 for state in pages) / len(pages)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
-def test_prefetch_reads_the_files_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files of a network that is not in memory, once each; none of one that is."""
-    asked: list[str] = []
-
-    def fadvise(fd: int, *rest: int) -> None:
-        assert rest == (0, 0, os.POSIX_FADV_WILLNEED)
-        asked.append(Path(f"/proc/self/fd/{fd}").resolve().name)
-
-    monkeypatch.setattr(os, "posix_fadvise", fadvise)
+@pytest.mark.parametrize("part", ["expert", "text"])
+def test_prefetch_reads_files_ahead(part: str, tmp_path: Path) -> None:
+    """All of them, also large ones, of which the system serves one request in part only."""
     files = [tmp_path / name for name in ("a", "b")]
     for file in files:
-        file.write_bytes(b"x")
-    load: Any = lambda name: torch.nn.Identity()  # noqa: E731
-    experts = Experts(load, offload=True, files={"high_noise": files[:1], "low_noise": files * 2})
-    experts.get("high_noise")
-    before = set(threading.enumerate())
-    experts.prefetch("high_noise")
-    experts.prefetch("low_noise")
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
-    assert asked == ["a", "b"]
+        with file.open("wb") as opened:
+            opened.write(os.urandom(48 << 20))
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert max(cached(file) for file in files) < 0.1
+    load: Any = lambda *_: torch.nn.Identity()  # noqa: E731
+    if part == "text":
+        Lazy(load, files).prefetch()
+    else:
+        experts = Experts(load, offload=True, files={"high_noise": [], "low_noise": files})
+        experts.get("high_noise")
+        experts.prefetch("low_noise")
+    until = time.monotonic() + 30
+    while min(cached(file) for file in files) < 1 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [cached(file) for file in files] == [1, 1]
+
+
+def test_files_larger_than_memory_are_not_read_ahead(tmp_path: Path, monkeypatch) -> None:
+    """Their end would push out their beginning."""
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *piece: asked.append(piece[1]), raising=False)
+    monkeypatch.setattr(host, "available_memory", lambda: 3 << 20)
+    (tmp_path / "a").write_bytes(bytes(2 << 20))
+    host.read_ahead([tmp_path / "a"])
+    assert asked == [0, 1 << 20]
+    host.read_ahead([tmp_path / "a"] * 2)
+    assert len(asked) == 2
 
 
 def test_a_local_rank_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +132,36 @@ def test_a_local_rank_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match="CUDA device 2 does not exist; 2 do"):
         device.resolve("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "words"),
+    [
+        (
+            "nvidia0",
+            "CUDA_VISIBLE_DEVICES",
+            r"GPU is here \(.*nvidia0\), but PyTorch sees none: .*",
+        ),
+        ("davinci3", "ASCEND_RT_VISIBLE_DEVICES", r"NPU is here \(.*davinci3\), but PyTorch sees"),
+    ],
+)
+def test_an_accelerator_that_pytorch_does_not_see(
+    name: str, variable: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver too old for the wheel: refused, unless the user wants none of them."""
+    (tmp_path / "nvidiactl").touch()
+    assert device.hidden_accelerator(tmp_path) is None
+    (tmp_path / name).touch()
+    said = device.hidden_accelerator(tmp_path)
+    assert said is not None and re.search(words, said)
+    for hidden in ("", "-1"):
+        monkeypatch.setenv(variable, hidden)
+        assert device.hidden_accelerator(tmp_path) is None
+
+
+def test_auto_does_not_fall_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "hidden_accelerator", lambda: "A GPU is hidden.")
+    with pytest.raises(InputError, match=r"GPU is hidden\. To run on the CPU all the same: --dev"):
+        device.resolve("auto")
+    assert device.resolve("cpu").type == "cpu"

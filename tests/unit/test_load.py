@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from wan import host
 from wan.checkpoint.load import Blueprint, Source, Sources, stored
 from wan.settings.errors import InputError
 
@@ -206,3 +208,50 @@ def test_two_tensors_of_one_name(tmp_path: Path) -> None:
     file = write({"x.weight": torch.ones(1), "weight": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(InputError, match=r"has weight again, which is x\.weight there|x.weight"):
         stored(file, lambda name: name.removeprefix("x."))
+
+
+class Copies(TorchDispatchMode):
+    """Notes the devices and dtypes of each copy: (from, to)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[tuple[str, torch.dtype], tuple[str, torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+            source = args[-1]
+            self.seen.append(((source.device.type, source.dtype), (out.device.type, out.dtype)))
+        return out
+
+
+def test_a_device_converts_what_it_gets(tmp_path: Path) -> None:
+    """A CPU's conversion would take longer than the link to the device. meta stands for one."""
+    plain = plan(write(ones(), tmp_path / "weights.safetensors"))
+    with Copies() as copies:
+        plain.load(device=torch.device("meta"), dtype_of=lambda *_: torch.bfloat16)
+    stored, held = torch.float32, torch.bfloat16
+    each = [(("cpu", stored), ("meta", stored)), (("meta", stored), ("meta", held))]
+    assert copies.seen[-4:] == each * 2
+
+
+def test_loading_uses_this_ranks_share_of_the_cores(tmp_path: Path, monkeypatch) -> None:
+    file, seen = write(ones(), tmp_path / "weights.safetensors"), []
+
+    def adapt(_: nn.Module, sources: Sources) -> Sources:
+        def read(stored: Source, rows: slice) -> Tensor:
+            seen.append(torch.get_num_threads())
+            return stored.read(rows)
+
+        return {name: replace(s, read=partial(read, s)) for name, s in sources.items()}
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        monkeypatch.setattr(host, "cores", lambda: 3)
+        load(file, adapt=adapt)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says, which allows one thread
+        load(file, adapt=adapt)
+        assert seen == [1, 1, 3, 3] and torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from wan import host
 from wan.checkpoint.layout import published
 from wan.cli import memory
 from wan.cli.resolve import make_setup
@@ -83,16 +84,16 @@ GROUPS = {  # of version 2, and of version 1
 @pytest.mark.parametrize("group", GROUPS)
 def test_memory_of_a_host(group: str, tmp_path: Path) -> None:
     """What a control group leaves, page cache apart, where that is less than what is available."""
-    assert memory.host_memory(tmp_path) is None
+    assert host.available_memory(tmp_path) is None
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:  7 kB\n")
     (tmp_path / "proc" / "self" / "cgroup").write_text(group)
-    assert memory.host_memory(tmp_path) == 7 * 1024
+    assert host.available_memory(tmp_path) == 7 * 1024
     folder, limit, usage, cache = GROUPS[group]
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / folder / limit).write_text("5000\n")
     (tmp_path / folder / usage).write_text("4000\n")
     (tmp_path / folder / "memory.stat").write_text(f"anon 1\n{cache} 500\n")
-    assert memory.host_memory(tmp_path) == 1500
+    assert host.available_memory(tmp_path) == 1500
     (tmp_path / folder / limit).write_text("max\n")
-    assert memory.host_memory(tmp_path) == 7 * 1024
+    assert host.available_memory(tmp_path) == 7 * 1024

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wan.kernels.base import AttendRows, Payload, StepInfo
-from wan.kernels.flex import FlexBlocks, flex_mask
+from wan.kernels.flex import FlexBlocks, compiled_for_each_shape, flex_mask
 from wan.kernels.fp8 import Fp8Quantiser, Rotations, sylvester
 from wan.kernels.rainfusion import MaskCache, RainFusionAttention
 from wan.kernels.rainfusion_masks import (
@@ -386,3 +386,17 @@ def test_flex_as_the_kernel_of_fp8() -> None:
     )
     last = Payload(q[:, 256:])
     assert (by_flex(last, 256) - by_tiles(last, 256)).abs().max() <= 2e-6
+
+
+def test_no_shape_falls_back_to_the_eager_kernel() -> None:
+    """PyTorch's own limit is eight."""
+    compiled: list[bool] = []
+
+    def attend(x: Tensor) -> Tensor:
+        compiled.append(torch.compiler.is_compiling())
+        return x + 1
+
+    call = compiled_for_each_shape(attend, backend="eager", dynamic=False)
+    for length in range(1, 13):
+        assert torch.equal(call(torch.zeros(length)), torch.ones(length))
+    assert compiled == [True] * 12

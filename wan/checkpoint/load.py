@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from wan.checkpoint.files import TensorInfo, folder_tensors, network_tensors, safetensors_header
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
+from wan.host import all_cores
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
@@ -180,7 +181,7 @@ def fill(
         if name in empty
     }
     total = sum(tensor.nbytes for tensor, _ in kept.values())
-    with progress(total, f"loading {label}", "B") as bar:
+    with progress(total, f"loading {label}", "B") as bar, all_cores():
         for name, (tensor, rows) in kept.items():
             _copy(tensor, sources[name], rows, bar)
 
@@ -203,7 +204,9 @@ def _copy(target: Tensor, source: Source, rows: slice, bar: Any) -> None:
     for first in range(start, stop, step):
         last = min(first + step, stop)
         part = target[first - start : last - start]
-        part.copy_(source.read(slice(first, last)))
+        # Brought over as it is stored and converted there: a CPU takes longer than the link. From
+        # memory that is not pinned the call returns when the values have been taken.
+        part.copy_(source.read(slice(first, last)).to(part.device, non_blocking=True))
         bar.update(part.nbytes)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
-from wan import log
+from wan import host, log
 from wan.checkpoint.files import whole_file
 from wan.cli import env, failures, flags
 from wan.cli.output import latents_survive
@@ -230,7 +230,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | No
             **asdict(run.setup.parallel),
         },
         "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
-        "peak_memory_bytes": {"device": device.peak_memory(), "host": log.peak_host_memory()},
+        "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
         "versions": {"wan": wan.__version__} | log.versions(device.type == "npu"),
     }
     text = json.dumps(record, indent=1, ensure_ascii=False)
@@ -260,7 +260,7 @@ def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: s
 def _summary(run: Run, pipeline: Pipeline, record: Path | None) -> None:
     device = pipeline.device.peak_memory()
     parts = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
-    memory = f"host {log.peak_host_memory() / 2**30:.2f} GiB"
+    memory = f"host {host.peak_memory() / 2**30:.2f} GiB"
     if device is not None:
         memory = f"device {device / 2**30:.2f} GiB, {memory}"
     logger.info("Seconds: %s. Peak memory: %s.", ", ".join(parts), memory)

@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+from wan import host
 from wan.pipeline import bound
 from wan.pipeline.setup import Setup
 from wan.settings.errors import InputError
@@ -60,7 +61,7 @@ def free_memory(device_type: str) -> int | None:
     """
     if device_type == "cuda":
         return max(gpu_memory("free"), default=None)
-    return host_memory() if device_type == "cpu" else None
+    return host.available_memory() if device_type == "cpu" else None
 
 
 def gpu_memory(kind: str) -> list[int]:
@@ -74,39 +75,3 @@ def gpu_memory(kind: str) -> list[int]:
         return [int(line) * 2**20 for line in done.stdout.split("\n") if line.strip()]
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
-
-
-_V2 = ("memory.max", "memory.current", "file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
-
-
-def host_memory(root: Path = Path("/")) -> int | None:
-    """What Linux has available, and no more than this process's control groups leave.
-
-    root: where proc and sys are. None on other systems.
-    """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for _, controllers, path in (line.split(":", 2) for line in groups):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
-        folder = top / path.strip("/")
-        for group in (folder, *folder.parents):  # in a container, only the top may be there
-            if group.is_relative_to(top):
-                found += _left(group, *(_V1 if controllers else _V2))
-    return min(found, default=None)
-
-
-def _left(group: Path, limit: str, usage: str, cached: str) -> list[int]:
-    """What a control group leaves; its page cache makes room. Empty: no limit, or not there."""
-    try:
-        most, used = (int((group / name).read_text()) for name in (limit, usage))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such file, or "max"
-        return []
-    return [most - used + int(stat.get(cached, 0))]

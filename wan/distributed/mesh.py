@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,9 +98,32 @@ class Team:
 
     def _bounded(self, mesh: DeviceMesh) -> DeviceMesh:
         """DeviceMesh gives its groups PyTorch's default timeout, not that of the whole group."""
-        if self.timeout is not None:
+        if self.timeout is not None and self.device.type != "npu":  # HCCL has its own limits
             torch_private.set_timeout(mesh.get_group(), self.timeout)
         return mesh
+
+    def connect(self) -> None:
+        """One small exchange of each kind in every group, so that all links are set up now.
+
+        Vendors' libraries do that at a group's first use, for which ranks that have loaded weights
+        at different speeds may come too late.
+        """
+        for axes in (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses")):
+            group = self.group(*axes)
+            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+            if ranks == 1:
+                continue
+            sent = torch.zeros(ranks, device=self.device.torch_device)
+            dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+            dist.all_gather_single(torch.empty_like(sent), sent[:1], group)
+            if axes == ("ring",):
+                right, left = (rank + 1) % ranks, (rank - 1) % ranks
+                each = ((dist.isend, sent, right), (dist.irecv, torch.empty_like(sent), left))
+                hops = [dist.P2POp(verb, x, group=group, group_peer=peer) for verb, x, peer in each]
+                for work in dist.batch_isend_irecv(hops):
+                    work.wait()
+        dist.barrier()
+        self.device.synchronize()
 
     def from_main(self, make: Callable[[], Tensor]) -> Tensor:
         """The main rank's make() on every rank and on its device; the others do not call theirs."""
@@ -151,12 +174,21 @@ def join(
         timeout=timeout,
         device_id=device.torch_device if device.type == "cuda" else None,
     )
-    return form(device, sizes, timeout)
+    team = form(device, sizes, timeout)
+    team.connect()
+    return team
 
 
 def form(device: Device, sizes: tuple[int, int, int], timeout: timedelta | None = None) -> Team:
     """The mesh of (cfg, ring, ulysses) sizes over a process group that exists."""
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("cfg", "ring", "ulysses"))
+    axes = ("cfg", "ring", "ulysses")
+    override: Any = None
+    if device.type == "cuda":
+        # What runs beside attention must not queue behind all of its blocks. An axis as large as
+        # the world gets a communicator of its own, too: FSDP's gathers use the world's.
+        first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        override = dict.fromkeys(axes, first)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=axes, backend_override=override)
     return Team(mesh, device, dist.get_rank(), timeout)
 
 

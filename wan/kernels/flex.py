@@ -18,6 +18,8 @@ from wan.kernels.base import Payload
 from wan.kernels.rainfusion_masks import kept_first
 from wan.settings.numerics import Q_ROWS
 
+_SHAPES = 256  # more than any process has
+
 
 class FlexBlocks:
     """Implements `wan.kernels.rainfusion.BlockSparseKernel`.
@@ -31,7 +33,7 @@ class FlexBlocks:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._attend: Callable[..., Tensor] = flex_attention
         if device.type == "cuda":
-            self._attend = torch.compile(flex_attention)
+            self._attend = compiled_for_each_shape(flex_attention)
         elif device.type == "meta":
             self._attend = workspace
         self._dtype = dtype
@@ -42,6 +44,23 @@ class FlexBlocks:
         q_BNSD, k_BNSD, v_BNSD = (x.dequantised(self._dtype).transpose(1, 2) for x in (q, k, v))
         blocks = flex_mask(mask_BNqk, q_BNSD.shape[2], k_BNSD.shape[2], k_rows)
         return self._attend(q_BNSD, k_BNSD, v_BNSD, block_mask=blocks).transpose(1, 2)
+
+
+def compiled_for_each_shape(
+    function: Callable[..., Tensor], **how: object
+) -> Callable[..., Tensor]:
+    """A compiled function that never falls back to the eager one, which would hold all scores.
+
+    PyTorch gives up after eight shapes, and a process has more: two experts' prompts, several
+    requests, last chunks and blocks. how: further arguments of `torch.compile`.
+    """
+    compiled = torch.compile(function, fullgraph=True, **how)  # type: ignore[call-overload]
+
+    def call(*args: object, **kwargs: object) -> Tensor:
+        with torch.compiler.config.patch(recompile_limit=_SHAPES):  # type: ignore[attr-defined]
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def workspace(q_BNSD: Tensor, *_: Tensor, block_mask: BlockMask) -> Tensor:

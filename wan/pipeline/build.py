@@ -90,7 +90,7 @@ def pipeline(
     text_dtype = t5_dtype or DTYPES[execution.precision_on(device.type)]
     return Pipeline(
         device=device,
-        text=Lazy(lambda: timed(lambda: parts.text_encoder(text_dtype))),
+        text=Lazy(lambda: timed(lambda: parts.text_encoder(text_dtype)), parts.text_files()),
         vae=Lazy(lambda: timed(parts.video_vae)),
         experts=Experts(
             lambda name: timed(lambda: parts.dit(name, compute)),
@@ -173,7 +173,8 @@ class _Parts:
         if self._vae is not None and is_main:
             self._vae.check()
         self._tokenizer: object = None
-        if self._encoder is not None and (is_main or setup.parallel.t5_fsdp):
+        self._reads_text = is_main or setup.parallel.t5_fsdp
+        if self._encoder is not None and self._reads_text:
             self._encoder.check()
             if checkpoint.tokenizer is not None:
                 self._tokenizer = text.load_tokenizer(checkpoint.tokenizer)
@@ -214,6 +215,12 @@ class _Parts:
             for block in model.blocks:
                 block.compile()
         return model
+
+    def text_files(self) -> set[Path]:
+        """What is read for the text encoder by this rank."""
+        if self._encoder is None or not self._reads_text:
+            return set()
+        return {info.file for info in self._encoder.tensors.values()}
 
     def text_encoder(self, compute: torch.dtype) -> TextEncoder:
         """compute: its dtype."""

@@ -39,7 +39,7 @@ class Denoiser(Protocol):
 class ExpertSource(Protocol):
     """Hands out networks by name, loading and releasing them as it sees fit.
 
-    prefetch: the network will be asked for after the next step.
+    prefetch: the network will be asked for later in the run.
     """
 
     def get(self, name: str) -> Denoiser: ...
@@ -77,6 +77,12 @@ def expert_at(timestep: int, boundary: float | None) -> tuple[str, int]:
     return "low_noise", 0
 
 
+def first_expert(request: Request) -> str:
+    """The network that a run begins with."""
+    solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
+    return expert_at(int(solver.timesteps[0]), request.boundary)[0]
+
+
 Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 """Gets a function of the branch's name; returns the "cond" and the "uncond" result."""
 
@@ -99,13 +105,13 @@ def denoise(
     solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
     latents, tokens = conditions.start, prod(request.grid)
     plan = [expert_at(int(timestep), request.boundary) for timestep in solver.timesteps]
-    experts.get(plan[0][0])  # before the bar, so that its pace is that of the steps
+    first, *others = dict.fromkeys(name for name, _ in plan)
+    experts.get(first)  # before the bar, so that its pace is that of the steps
+    for name in others:
+        experts.prefetch(name)
     with torch.no_grad(), progress(request.sample_steps, "sampling", "step") as bar:
         for index, timestep in enumerate(solver.timesteps):
             name, scale = plan[index]
-            upcoming, _ = plan[min(index + 1, len(plan) - 1)]
-            if upcoming != name:
-                experts.prefetch(upcoming)
             bar.set_postfix_str(name, refresh=False)
             step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
             told = (latents, conditions.timesteps(timestep), conditions, step)

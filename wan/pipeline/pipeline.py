@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +13,12 @@ from typing import Generic, TypeVar
 from PIL import Image
 from torch import Tensor
 
+from wan import host
 from wan.device import Device
 from wan.log import Stages
 from wan.modules.model import WanModel
 from wan.pipeline import conditioning
-from wan.pipeline.denoise import Branches, both_here, denoise
+from wan.pipeline.denoise import Branches, both_here, denoise, first_expert
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
@@ -66,8 +66,7 @@ class Experts:
         No memory of the process or the device is taken; loading then runs at memory speed.
         """
         if name not in self._loaded and name not in self._kept:
-            files = sorted(set(self._files.get(name, ())))
-            threading.Thread(target=_read_ahead, args=(files,), daemon=True).start()
+            _read_ahead(self._files.get(name, ()))
 
     def release(self) -> None:
         freed = [weakref.ref(model) for model in self._loaded.values()]
@@ -77,22 +76,26 @@ class Experts:
 
 
 def _read_ahead(files: Iterable[Path]) -> None:
-    if not hasattr(os, "posix_fadvise"):  # not on macOS
-        return
-    for path in files:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    names = sorted(set(files))
+    threading.Thread(target=host.read_ahead, args=(names,), daemon=True).start()
 
 
 T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """A part that is made when first needed and can be released."""
+    """A part that is made when first needed and can be released.
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
+    files: its weights, which `prefetch` has read ahead as `Experts.prefetch` does.
+    """
+
+    def __init__(self, make: Callable[[], T], files: Iterable[Path] = ()) -> None:
+        self._make, self._files = make, files
         self._value: T | None = None
+
+    def prefetch(self) -> None:
+        if self._value is None:
+            _read_ahead(self._files)
 
     def get(self) -> T:
         if self._value is None:
@@ -175,6 +178,9 @@ class Pipeline:
             prompt_embeds: [length, text_dim], used instead of the prompt.
             negative_prompt_embeds: Likewise.
         """
+        if prompt_embeds is None:
+            self.text.prefetch()
+        self.experts.prefetch(first_expert(request))
         with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
             negative = context  # never looked at without guidance

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from wan.settings.attention import FUSED_OPS, Attention
 from wan.settings.errors import InputError
@@ -80,6 +81,8 @@ DEVICES = {
             fp8_heads=(64, 128),
             rainfusion=("v3",),
             sparse_precise=4,
+            # The rotation of neighbouring channels is documented for A2 and A3 only.
+            fused_ops=tuple(name for name in FUSED_OPS if name != "rope"),
             weights=("integer", "MX"),
         ),
         _npu("Duo", (200, 205), precisions=(), rainfusion=(), weights=()),
@@ -191,18 +194,18 @@ def _wishes(
             lambda row: row.fp8_heads is None or head_dim in row.fp8_heads,
         )
     if attention.use_rainfusion:
-        kind = attention.rainfusion_type
-        other = "v3" if kind == "v2" else "v2"
+        kind, other = attention.rainfusion_type, "v3" if attention.rainfusion_type == "v2" else "v2"
         yield _Wish("--use_rainfusion", lambda row: bool(row.rainfusion), method=True)
         yield _Wish(
             f"--rainfusion_type {kind}",
             lambda row: kind in row.rainfusion,
             f"use --rainfusion_type {other}",
         )
-    if attention.fused_ops:
+    for name in attention.fused_ops:
         yield _Wish(
-            "--fused_ops (or FAST_LAYERNORM=1, ROPE_OPT=1)",
-            lambda row: set(attention.fused_ops) <= set(row.fused_ops),
+            f"--fused_ops {name} (or FAST_LAYERNORM=1, ROPE_OPT=1)",
+            partial(lambda name, row: name in row.fused_ops, name),
+            f"leave {name} out",
         )
     if attention.fa_freq_cap is not None:
         yield _Wish("--fa_freq_cap", lambda row: row.clock)

@@ -1,0 +1,102 @@
+"""What this machine gives a process: memory, CPU cores, the system's file cache.
+
+Importing it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PIECE = 1 << 20  # bytes; of one request to read ahead, Linux serves a few hundred kB to some MB
+
+
+def peak_memory() -> int:
+    """The process's highest resident memory so far, bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cores() -> int:
+    """CPU cores of this process's share, at least one: those it may use, by its machine's ranks."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max((usable or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+
+
+def hides(variable: str) -> bool:
+    """Whether a vendor's variable, such as CUDA_VISIBLE_DEVICES, is set to no device."""
+    return os.environ.get(variable, "0").strip() in ("", "-1")
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """PyTorch on the CPU uses this process's share of the cores.
+
+    For what a rank computes on the CPU beside an accelerator; torchrun allows each rank one thread.
+    Without a launcher PyTorch uses all cores, or what its user has said.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        torch.set_num_threads(max(before, cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def read_ahead(files: Iterable[Path]) -> None:
+    """Have the system read files into its cache; returns when it has been asked for all of them.
+
+    No memory of the process is taken. Nothing is asked for where the files are larger than what is
+    free: their end would push out their beginning.
+    """
+    paths = list(files)
+    sizes = [path.stat().st_size for path in paths]
+    if not hasattr(os, "posix_fadvise") or sum(sizes) > (available_memory() or 0):  # macOS
+        return
+    for path, size in zip(paths, sizes, strict=True):
+        with path.open("rb") as file:
+            for first in range(0, size, _PIECE):
+                os.posix_fadvise(file.fileno(), first, _PIECE, os.POSIX_FADV_WILLNEED)
+
+
+_V2 = ("memory.max", "memory.current", "file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes Linux has available, and no more than this process's control groups leave.
+
+    root: where proc and sys are. None on other systems.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        folder = top / path.strip("/")
+        for group in (folder, *folder.parents):  # in a container, only the top may be there
+            if group.is_relative_to(top):
+                found += _left(group, *(_V1 if controllers else _V2))
+    return min(found, default=None)
+
+
+def _left(group: Path, limit: str, usage: str, cached: str) -> list[int]:
+    """What a control group leaves; its page cache makes room. Empty: no limit, or not there."""
+    try:
+        most, used = (int((group / name).read_text()) for name in (limit, usage))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such file, or "max"
+        return []
+    return [most - used + int(stat.get(cached, 0))]
