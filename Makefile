@@ -20,7 +20,7 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(PYTEST) $(PYTEST_FLAGS)
 
-# The Ascend code, with the real mindiesd, on a CPU that stands in for the chip.
+# The Ascend code, with the real mindiesd, on a CPU that stands in for the NPU.
 test-npu: $(VENV)/.dev $(VENV)/.npu_sim
 	MINDIE_LOG_TO_FILE=false MINDIE_LOG_TO_STDOUT=false OMP_NUM_THREADS=1 \
 	PYTHONPATH=$(CURDIR)/tests/npu_sim/stand_in:$(CURDIR)/$(VENV)/npu_sim \
@@ -44,7 +44,7 @@ $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
-# Without what they depend on: torch-npu itself needs CANN, the chip's own software.
+# Without what they depend on: torch-npu itself needs CANN, the NPU's own software.
 $(VENV)/.npu_sim: tests/npu_sim/requirements.txt | $(VENV)/bin/python
 	rm -rf $(VENV)/npu_sim
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/npu_sim -r $<

@@ -127,9 +127,11 @@ def measured(case: Case, planned: Run) -> dict[str, list[int]]:
         ]
         for process in ranks:
             process.start()
-        found = [answers.get() for _ in ranks]
         for process in ranks:
             process.join()
+            if process.exitcode:
+                raise SystemExit(f"a rank of {case.name} ended with {process.exitcode}")
+        found = [answers.get() for _ in ranks]
     names = {name for one in found for name in one}
     return {
         name: [max(one[name][which] for one in found if name in one) for which in (0, 1)]

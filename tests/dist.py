@@ -49,7 +49,8 @@ class Pool:
     """`world` processes in one gloo group."""
 
     def __init__(self, world: int) -> None:
-        store = tempfile.mktemp(prefix="wan-store-")
+        self._folder = tempfile.TemporaryDirectory(prefix="wan-store-")
+        store = f"{self._folder.name}/store"
         ends = [_CONTEXT.Pipe() for _ in range(world)]
         self.pipes = [ours for ours, _ in ends]
         self.ranks = [
@@ -80,6 +81,7 @@ class Pool:
     def kill(self) -> None:
         for process in self.ranks:
             process.kill()
+        self._folder.cleanup()
 
 
 def _serve(pipe: Any, rank: int, world: int, store: str) -> None:

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 REPO = Path(__file__).resolve().parents[1]
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
@@ -220,16 +220,15 @@ def _latents(out: Path) -> Tensor | None:
 
 
 def _frames(out: Path) -> Tensor | None:
-    import imageio
     import numpy as np
     import torch
+
+    from tools.contact_sheet import read_frames
 
     path = Path(f"{out}.mp4")
     if not path.is_file():
         return None
-    reader: Any = imageio.get_reader(path)
-    with reader:
-        return torch.from_numpy(np.stack(list(reader.iter_data())))
+    return torch.from_numpy(np.stack([np.asarray(frame) for frame in read_frames(path)]))
 
 
 def _paths(case: Case, folder: Path, side: str) -> dict[str, Path]:

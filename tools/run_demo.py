@@ -20,6 +20,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(REPO))
 
 from tools import contact_sheet  # noqa: E402
+from wan.modules.schedule import MODES  # noqa: E402
 
 PROMPTS = (
     "a large red triangle moves right on a brown background",
@@ -44,7 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "demo")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--comm_type", type=int, choices=(0, 1, 2), default=1)
+    parser.add_argument("--comm_type", type=int, choices=tuple(MODES), default=1)
     options = parser.parse_args()
     started = time.monotonic()
     runs = [("t2v", prompt) for prompt in PROMPTS] + [("i2v", I2V_PROMPT)]

@@ -171,6 +171,11 @@ class _Generator:
         unknown = [name for name in call["settings"] if not _is(name, "video")]
         if unknown:
             raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
+        twins = [name for name in call["settings"] if _KEYWORDS.get(name) in call]
+        if twins:
+            raise InputError(f"{twins[0]} is called {_KEYWORDS[twins[0]]} here; use that keyword.")
+        if "image" in call["settings"]:
+            raise InputError("image has no effect on a text-to-video model; remove it.")
         flags = {keyword: flag for flag, keyword in _KEYWORDS.items()}
         named = {
             flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
@@ -295,9 +300,10 @@ class WanT2V(_Generator):
             prompt_embeds: [length, text_dim], used instead of the prompt.
             negative_prompt_embeds: Likewise.
             output_type: "pt": the video; "latent": what the VAE would decode.
+            **settings: Flags of a video without a keyword here, by their names (docs/cli.md).
 
         Returns:
-            The video, float32 [3,F,H,W] in [-1, 1], or the latents [16,f,h,w]. Of several ranks
+            The video, float32 [3,F,H,W] in [-1, 1], or the latents [Z,f,h,w]. Of several ranks
             only the first one gets the video, the others None.
 
         Raises:

@@ -7,7 +7,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -126,9 +125,7 @@ SIMPLE = {
 
 def refused(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     """The one line that generate.py says; everything else about a refusal is asserted here."""
-    start = time.perf_counter()
     assert generate.main(argv) == 2
-    assert time.perf_counter() - start < 3
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("generate.py: "), lines
     assert lines[0].endswith((".", "!")) and "Traceback" not in lines[0]
@@ -156,14 +153,12 @@ def test_arguments(name: str, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_refusals_need_no_torch(tmp_path: Path) -> None:
-    """All of the table in one fresh interpreter: torch is never imported, each takes < 3 s."""
+    """All of the table in one fresh interpreter: torch is never imported."""
     script = (
-        "import json, sys, time\n"
+        "import json, sys\n"
         "from wan.cli.main import main\n"
         "for argv in json.loads(sys.argv[1]):\n"
-        "    start = time.perf_counter()\n"
         "    assert main(argv) == 2, argv\n"
-        "    assert time.perf_counter() - start < 3, argv\n"
         "assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)\n"
     )
     argvs = [argv for argv, _ in SIMPLE.values()]

@@ -63,7 +63,7 @@ def test_the_files_stay_small() -> None:
     ids=lambda setting: f"{setting.steps} steps",
 )
 def test_it_draws_what_the_prompt_says(setting: evaluate.Setting) -> None:
-    """A sample of the model rank's table; the scorer knows nothing of how clips were drawn."""
+    """A sample of the model card's table; the scorer knows nothing of how clips were drawn."""
     model = WanT2V(WAN_CONFIGS["t2v-A14B"], DEMO / "t2v-A14B")
     found = evaluate.score_t2v(model, setting)
     assert found["colour"] >= 95 and found["motion"] >= 90 and found["shape"] >= 80, found

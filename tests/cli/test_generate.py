@@ -203,6 +203,16 @@ def test_save_latents(plain: Path, tmp_path: Path) -> None:
     assert kept.exists() and frames(out).shape == frames(plain).shape
 
 
+def test_latents_that_cannot_be_put_away_stay(tiny, tmp_path: Path, capfd) -> None:
+    """A folder has their name by then: what the log names is still there."""
+    out = tmp_path / "v.mp4"
+    out.with_suffix(".latents.safetensors").mkdir()
+    run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file", out)
+    (said,) = (line for line in capfd.readouterr().out.splitlines() if "latents stay in" in line)
+    (kept,) = (path for path in tmp_path.glob("v.*safetensors") if path.is_file())
+    assert str(kept) in said and load_file(kept)["latents"].shape == (16, 2, 4, 8)
+
+
 def test_generated_name_and_notices(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:

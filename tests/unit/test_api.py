@@ -136,6 +136,8 @@ def test_an_edited_boundary_counts(tiny) -> None:
         ({"offload_model": "perhaps"}, "^offload_model is perhaps; it must be true or false"),
         ({"prompt_embeds": [1.0]}, "^prompt_embeds must be a floating-point tensor"),
         ({"noise_device": "cpu"}, "noise_device is not a known keyword of generate"),
+        ({"image": "cat.png"}, "^image has no effect on a text-to-video model; remove it"),
+        ({"prompt": "a dog"}, "^prompt is called input_prompt here; use that keyword"),
         ({"input_prompt": None}, "must be text"),
     ],
 )
@@ -168,7 +170,7 @@ def test_sparse_attention_may_start_after_the_usual_steps(tiny) -> None:
         model.generate("a", size=(64, 32), frame_num=5, sampling_steps=45)
 
 
-def test_a_request_too_short_for_laser(tiny) -> None:
+def test_laser_needs_an_npu(tiny) -> None:
     """No NPU is here: a constructor for one is refused, in its own words."""
     with pytest.raises(
         ValueError, match=r"^attention_algo laser needs an A2 or A3; this device is"

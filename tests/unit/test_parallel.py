@@ -126,5 +126,6 @@ def test_alone() -> None:
     assert resolve({}, 1, 40) == (Parallel(), ())
 
 
-def test_the_ring_knows_the_flags_types() -> None:
-    assert ring.RING_TYPES == RING_TYPES
+@pytest.mark.parametrize("ring_type", RING_TYPES)
+def test_the_ring_knows_the_flags_types(ring_type: str) -> None:
+    assert len(ring.hops(ring_type, 1, 4)) == 3

@@ -53,7 +53,7 @@ class Setting:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What `wan.cli.main` of every task takes."""
+        """What `generate` of every class takes."""
         return {
             "frame_num": self.frames,
             "shift": self.shift,

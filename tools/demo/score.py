@@ -26,7 +26,6 @@ class Seen:
     colour: str
     shape: str
     motion: str
-    centre: tuple[float, float]  # x, y of its mean position, as fractions of the picture
 
 
 def look(video: NDArray[np.uint8]) -> list[Seen]:
@@ -94,9 +93,7 @@ def _largest_part(mask: Bools) -> Bools:
 
 
 def _seen(colour: str, masks: Bools) -> Seen:
-    ways = [_centre(mask) for mask in masks if mask.sum() >= _SMALLEST]
-    centre_x, centre_y = np.mean(ways, axis=0)
-    return Seen(colour, _shape(masks), _motion(masks), (float(centre_x), float(centre_y)))
+    return Seen(colour, _shape(masks), _motion(masks))
 
 
 def _centre(mask: Bools) -> tuple[float, float]:

@@ -78,7 +78,7 @@ N = TypeVar("N", bound=nn.Module)
 Adapt = Callable[[nn.Module, Sources], Sources]
 """Changes a network on the meta device that fits its files, or what is read into it: gets it and a
 source for each of its tensors, and returns the sources of what is on the meta device afterwards
-(and perhaps of more). Quantised layers and LoRA are adaptations."""
+(and perhaps of more). Quantised layers are one."""
 
 
 def as_stored(_: nn.Module, sources: Sources) -> Sources:

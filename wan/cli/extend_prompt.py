@@ -37,7 +37,7 @@ LOCAL_MODELS = {
 _MAX_NEW_TOKENS = 512
 _TRIES = 4
 _PAUSE_S = 1.0  # times the number of failed tries: an overloaded service needs time
-_TIMEOUT_S = 60  # of one try; the other ranks wait, and NCCL gives up after 10 minutes
+_TIMEOUT_S = 60  # of one try; the other ranks wait as long as --dist_timeout, 30 minutes
 
 
 class _NoAnswerError(Exception):

@@ -207,7 +207,8 @@ def _put_away(run: Run, latents: Path) -> None:
         return
     try:
         with whole_file(run.output.latents) as temporary:
-            shutil.move(latents, temporary)
+            shutil.copyfile(latents, temporary)
+        latents.unlink(missing_ok=True)
     except OSError as error:
         logger.error("The latents stay in %s (%s).", latents, error.strerror or error)
 

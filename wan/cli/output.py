@@ -58,7 +58,8 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"--save_file {path} is a folder; add a file name.")
     if len(os.fsencode(path.name)) > 200:
-        raise InputError(f"--save_file has a name of {len(path.name)} characters; shorten it.")
+        size = len(os.fsencode(path.name))
+        raise InputError(f"--save_file has a name of {size} bytes; 200 are allowed: shorten it.")
     record = path.with_suffix(".json")
     if record.exists() and "settings" not in read_json(record):
         raise InputError(

@@ -27,7 +27,7 @@ from wan.settings import parallel
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.parallel import SIZES
+from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
 from wan.settings.request import Request, make_request
 from wan.settings.values import path as read_path
@@ -229,7 +229,8 @@ def _decide(
     image_size: tuple[int, int] | None,
 ) -> tuple[Setup, Request, tuple[str, ...]]:
     if "decode_latents" in values:  # there is no attention
-        denoising = {field.name for field in fields(Attention)} | {"quant_dit_path"}
+        denoising = {field.name for kind in (Attention, Parallel) for field in fields(kind)}
+        denoising.add("quant_dit_path")
         values = {name: value for name, value in values.items() if name not in denoising}
         _check_latents(values["decode_latents"], preset)
         if world > 1:

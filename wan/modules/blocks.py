@@ -53,7 +53,7 @@ class ForwardInfo:
         runs: Lengths of this device's runs of tokens.
         rope: The table's rows of this device's tokens.
         valid_len: Real tokens of the whole sequence.
-        step: Where in the run this is, for attention layers and caches.
+        step: Where in the run this is, for attention layers.
     """
 
     runs: Runs

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wan.modules.schedule import MODES, OVERLAP, Mode
+from wan.modules.schedule import Mode, mode_of
 from wan.settings.errors import InputError
 
 RING_TYPES = ("ring", "bidirectional")
@@ -44,7 +44,7 @@ class Parallel:
     @property
     def mode(self) -> Mode:
         """How attention is split into pieces."""
-        return OVERLAP if self.fa_alltoall_overlap else MODES[self.comm_type]
+        return mode_of(self.comm_type, self.fa_alltoall_overlap)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
