@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,28 @@ def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None
     clock = [call.facts.get("freq", call.name) for call in calls]
     once = [1400, "npu_fusion_attention", 1650]
     assert clock == [1650] + once * 2 + [1400, 1650] + [1650, 1650]
+
+
+def test_clock_is_restored_after_a_kill(tmp_path: Path) -> None:
+    """By the process that outlives the rank, within seconds; not after an orderly end."""
+    work = (
+        "import torch_npu, os, sys; from wan.kernels.npu.clock import FrequencyCap\n"
+        "with FrequencyCap(1400, 1650): sys.argv[1:] and os.kill(os.getpid(), 9)"
+    )
+    log = tmp_path / "log.0"
+
+    def clocks(*argv: str) -> list[int]:
+        log.unlink(missing_ok=True)
+        env = os.environ | {"NPU_SIM_LOG": str(tmp_path / "log")}
+        subprocess.run([sys.executable, "-c", work, *argv], env=env, timeout=120)
+        until = time.monotonic() + (60 if argv else 1)
+        while (len(log.read_text().splitlines()) < 3 or not argv) and time.monotonic() < until:
+            time.sleep(0.1)
+        facts = [json.loads(line)["facts"] for line in log.read_text().splitlines()]
+        return [fact["freq"] for fact in facts if "freq" in fact]
+
+    assert clocks("kill") == [1650, 1400, 1650]
+    assert clocks() == [1650, 1400, 1650]
 
 
 def test_clock_is_restored_when_torchrun_ends_a_rank(tmp_path: Path) -> None:
