@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,6 +28,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from tools.safetensors_stream import write
 from wan.checkpoint.files import whole_folder
 from wan.checkpoint.layout import DitFiles, describe
 from wan.checkpoint.load import Source, mapped
@@ -36,12 +36,11 @@ from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNA
 from wan.cli.flags import Parser
 from wan.kernels.fp8 import hadamard
 from wan.kernels.int8_linear import per_token
-from wan.log import progress, setup
+from wan.log import setup
 from wan.settings.errors import InputError
 
 LINEAR = re.compile(r"(blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02]))\.weight")
 SELF_ATTENTION = re.compile(r"(blocks\.\d+\.self_attn)\.q\.weight")
-SIZES = {torch.int8: ("I8", 1), torch.float32: ("F32", 4), torch.bfloat16: ("BF16", 2)}
 
 Shape = tuple[int, ...]
 Make = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -93,7 +92,8 @@ def _write_export(folder: Path, dit: DitFiles, label: str, rotation: Tensor | No
             makers.append(partial(_rotations, attention[1], rotation))
     entries |= {name: FP8_DYNAMIC if name.endswith("_rot") else EVERYWHERE for name in form}
     weights = folder / f"quant_model_weight_{EVERYWHERE.lower()}.safetensors"
-    _write_tensors(weights, form, makers, label)
+    tensors = (made for make in makers for made in make())
+    write(weights, form, tensors, f"quantising {label}")
     description = folder / next(iter(DESCRIPTIONS))
     description.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     for path in (weights, description):
@@ -122,30 +122,6 @@ def _quantised(name: str, source: Source, bias: Source | None) -> Iterator[tuple
 def _rotations(layer: str, rotation: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield f"{layer}.q_rot", rotation
     yield f"{layer}.k_rot", rotation
-
-
-def _write_tensors(
-    path: Path, form: dict[str, tuple[torch.dtype, Shape]], makers: list[Make], label: str
-) -> None:
-    """A safetensors file whose header is known before any tensor is made.
-
-    Wider dtypes first, as the format's own writer does, so that every tensor is aligned.
-    """
-    header: dict[str, Any] = {}
-    end = 0
-    for name in sorted(form, key=lambda name: -SIZES[form[name][0]][1]):
-        dtype, shape = form[name]
-        start, end = end, end + torch.Size(shape).numel() * SIZES[dtype][1]
-        header[name] = {"dtype": SIZES[dtype][0], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file, progress(end, f"quantising {label}", "B") as bar:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for make in makers:
-            for name, tensor in make():
-                file.seek(8 + len(text) + header[name]["data_offsets"][0])
-                file.write(tensor.contiguous().view(torch.uint8).numpy().data)
-                bar.update(tensor.nbytes)
 
 
 def _folder(raw: str) -> Path:

@@ -70,9 +70,9 @@ class FrequencyCap:
 
 def _guard(restore: int) -> subprocess.Popen[bytes]:
     """In a session of its own, so that what ends this one's processes does not end it."""
-    import torch
+    import torch_npu
 
-    device = str(torch.npu.current_device())
+    device = str(torch_npu.npu.current_device())
     command = [sys.executable, "-m", __name__, device, str(restore)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 

@@ -1,0 +1,40 @@
+"""A safetensors file written tensor by tensor, for tools whose result is larger than memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan.log import progress
+
+Form = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor."""
+
+_SIZES = {torch.int8: ("I8", 1), torch.float32: ("F32", 4), torch.bfloat16: ("BF16", 2)}
+
+
+def write(path: Path, form: Form, tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
+    """The header is written first: every tensor of `form` must come, in any order.
+
+    Wider dtypes lie first, as the format's own writer has them, so that every tensor is aligned.
+    label: of the progress bar.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name in sorted(form, key=lambda name: -_SIZES[form[name][0]][1]):
+        dtype, shape = form[name]
+        start, end = end, end + torch.Size(shape).numel() * _SIZES[dtype][1]
+        header[name] = {"dtype": _SIZES[dtype][0], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file, progress(end, label, "B") as bar:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            file.write(tensor.contiguous().view(torch.uint8).numpy().data)
+            bar.update(tensor.nbytes)
