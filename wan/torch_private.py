@@ -129,11 +129,12 @@ class WithoutData(TorchFunctionMode):
     """Answers, for planning, what PyTorch cannot tell of tensors without data."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and args[0].is_meta:  # it would hold all scores
-            mask = (kwargs or {}).get("attn_mask")
-            bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(args[0].dtype)
-            q, k, v = args
-            return flash_attention_on_cpu(q, k, v, bias)[0]
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            q, mask = given["query"], given.get("attn_mask")
+            if q.is_meta:  # it would hold all scores
+                bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+                return flash_attention_on_cpu(q, given["key"], given["value"], bias)[0]
         if func is Tensor.__bool__:  # asked of a prompt's mask: is nothing padded?
             return False
         return func(*args, **(kwargs or {}))
