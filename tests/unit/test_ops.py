@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from wan.kernels.base import SmallOps
-from wan.modules.blocks import layer_norm, modulated_norm, rms_norm
+from wan.modules.blocks import gated_add, layer_norm, modulated_norm, residual_add, rms_norm
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 from wan.modules.rope import apply_rope, rope_angles, rope_table
+from wan.torch_private import Live
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = {
@@ -109,3 +110,18 @@ def test_each_operation_decides_the_result(name: str) -> None:
 
     assert {field.name for field in fields(SmallOps)} == PLAIN.keys()
     assert not torch.allclose(velocity(model(**{name: other})), velocity(model()), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_residual_stream_takes_any_dtype(dtype: torch.dtype, gated: bool, monkeypatch) -> None:
+    """More than a slice of tokens: the bits of one operation, no float32 copy of them all."""
+    x, y, gate = torch.randn(1, 64, 48), torch.randn(1, 64, 48).to(dtype), torch.randn(1, 1, 48)
+    expected = torch.addcmul(x, y.float(), gate) if gated else x + y
+    monkeypatch.setattr("wan.modules.blocks.slice_elements", lambda _: 48 * 10)
+    live = Live("cpu")
+    live.leave_out([x, y, gate])
+    with torch.no_grad(), live:
+        found = gated_add(x, y, gate, [64]) if gated else residual_add(x, y)
+    assert torch.equal(found, expected) and found.data_ptr() == x.data_ptr()
+    assert live.peak.total() <= 2 * 48 * 10 * 4  # this slice and the next

@@ -15,7 +15,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from wan.kernels.base import PLAIN, SmallOps, StepInfo
 from wan.modules.interfaces import Collaborators
 from wan.modules.rope import RopeTable, apply_rope
 from wan.modules.textcache import TextKV
-from wan.settings.numerics import slice_elements
+from wan.settings.numerics import acts_as, slice_elements
 from wan.torch_private import gelu_in_place
 
 Runs = tuple[int, ...]
@@ -257,13 +257,35 @@ def gated_add(x_BLC: Tensor, y_BLC: Tensor, gate_BRC: Tensor, runs: Sequence[int
     if torch.is_grad_enabled():
         return torch.cat([torch.addcmul(x, y, gate) for x, y, gate in parts], dim=1)
     for x, y, gate in parts:
-        x.addcmul_(y, gate)
+        for x_part, y_part in in_place(x, y):
+            x_part.addcmul_(y_part, gate)
     return x_BLC
 
 
 def residual_add(x_BLC: Tensor, y_BLC: Tensor) -> Tensor:
     """x + y, where x is the float32 residual stream."""
-    return x_BLC + y_BLC if torch.is_grad_enabled() else x_BLC.add_(y_BLC)
+    if torch.is_grad_enabled():
+        return x_BLC + y_BLC
+    for x_part, y_part in in_place(x_BLC, y_BLC):
+        x_part.add_(y_part)
+    return x_BLC
+
+
+def in_place(x_BLC: Tensor, y_BLC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both, to change x by y; in slices with y converted where PyTorch would convert all of it."""
+    whole = x_BLC.dtype == y_BLC.dtype or acts_as(x_BLC.device.type) != "cpu"
+    if whole or torch.compiler.is_compiling():
+        yield x_BLC, y_BLC
+        return
+    size = slice_tokens(x_BLC)
+    for first in range(0, x_BLC.shape[1], size):
+        part = slice(first, first + size)
+        yield x_BLC[:, part], y_BLC[:, part].to(x_BLC.dtype)
+
+
+def slice_tokens(x_BLC: Tensor) -> int:
+    """How many tokens are handled at a time."""
+    return max(1, slice_elements(x_BLC.device.type) // (x_BLC.shape[0] * x_BLC.shape[2]))
 
 
 def by_slices(
@@ -283,7 +305,7 @@ def by_slices(
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return compute(x_BLC, *rows_L).to(dtype)
-    size = max(1, slice_elements(x_BLC.device.type) // (x_BLC.shape[0] * x_BLC.shape[2]))
+    size = slice_tokens(x_BLC)
     reuse = overwrite and x_BLC.dtype == dtype
     out_BLC = x_BLC if reuse else torch.empty_like(x_BLC, dtype=dtype)
     for first in range(0, x_BLC.shape[1], size):
