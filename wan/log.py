@@ -7,7 +7,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -74,11 +74,23 @@ def peak_host_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def versions(npu: bool) -> dict[str, str]:
-    """Of Python and of the packages that a video depends on, for its record."""
+def versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
+    """Of Python and of the packages that a video depends on, for its record.
+
+    device_type: torch's. packages: what computes attention beside PyTorch.
+    """
     names = ["torch", "diffusers", "transformers", "safetensors", "imageio-ffmpeg", "ftfy"]
-    names += ["torch-npu", "mindiesd"] if npu else []
-    return {"python": platform.python_version()} | {name: _version(name) for name in names}
+    names += ["torch-npu", "mindiesd"] if device_type == "npu" else []
+    found = {"python": platform.python_version()}
+    found |= {name: _version(name) for name in (*names, *packages)}
+    return found | ({"cudnn": _cudnn()} if device_type == "cuda" else {})
+
+
+def _cudnn() -> str:
+    """As PyTorch writes it (91600: 9.16.0); its kernels differ, and not by PyTorch's version."""
+    import torch
+
+    return str(torch.backends.cudnn.version() or "not available")
 
 
 def _version(name: str) -> str:
