@@ -28,8 +28,8 @@ test-npu: $(VENV)/.dev $(VENV)/.npu_sim
 
 # The attention kernels of xfuser, the real one, as far as they compute on a CPU.
 test-xfuser: $(VENV)/.dev $(VENV)/.xfuser
-	LOG_LEVEL=warning PYTHONPATH=$(CURDIR)/tests/xfuser/rig:$(CURDIR)/$(VENV)/xfuser \
-	$(PYTEST) tests/xfuser $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/xfuser/rig:$(CURDIR)/$(VENV)/xfuser \
+	$(BIN)/python -m pytest tests/xfuser $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -141,7 +141,7 @@ def dense(attention: Attention, device: Device, head_dim: int, dtype: torch.dtyp
             f"There is no dense kernel {name!r} on a {device.type} device; there are {known}."
         )
     if device.torch_device.type == "meta":  # a plan: neither a GPU nor xfuser is asked
-        if backend.member is not None or name == "cudnn":
+        if backend.member is not None:
             return PlannedKernel(f"{backend.name} backend", backend.has_lse)
         if device.type == "cuda":
             return SdpaKernel(device.type)
