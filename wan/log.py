@@ -90,7 +90,8 @@ def _cudnn() -> str:
     """As PyTorch writes it (91600: 9.16.0); its kernels differ, and not by PyTorch's version."""
     import torch
 
-    return str(torch.backends.cudnn.version() or "not available")
+    version = None if torch.version.hip else torch.backends.cudnn.version()  # there MIOpen's
+    return str(version or "not available")
 
 
 def _version(name: str) -> str:

@@ -68,8 +68,8 @@ def load(backend: Backend, device: torch.device, head: int, dtype: torch.dtype) 
         if not _is_there(module):
             what = "-r requirements-cuda.txt" if module == "xfuser" else " ".join(backend.install)
             raise InputError(
-                f"{flag} needs the Python module {module}, which is not installed: run "
-                f"pip install {what}, {instead}."
+                f"{flag} needs the Python module {module}, which is not installed or does not "
+                f"load: run pip install {what}, {instead}."
             )
     member, function = _registered(backend, flag)
     error = _trial(function, device, head, dtype, backend.low_precision)
@@ -86,7 +86,7 @@ def _is_there(module: str) -> bool:
     """Whether it could be imported; what it is part of is."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:
+    except (ImportError, OSError):
         return False
 
 
