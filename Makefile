@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all test-npu check clean
+.PHONY: setup demo test test-all test-npu test-xfuser check clean
 
 setup: $(VENV)/.run
 
@@ -25,6 +25,11 @@ test-npu: $(VENV)/.dev $(VENV)/.npu_sim
 	MINDIE_LOG_TO_FILE=false MINDIE_LOG_TO_STDOUT=false OMP_NUM_THREADS=1 \
 	PYTHONPATH=$(CURDIR)/tests/npu_sim/stand_in:$(CURDIR)/$(VENV)/npu_sim \
 	$(BIN)/python -m pytest -m "not slow" tests/npu_sim $(PYTEST_FLAGS)
+
+# The attention kernels of xfuser, the real one, as far as they compute on a CPU.
+test-xfuser: $(VENV)/.dev $(VENV)/.xfuser
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/xfuser/rig:$(CURDIR)/$(VENV)/xfuser \
+	$(BIN)/python -m pytest tests/xfuser $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -48,6 +53,12 @@ $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
 $(VENV)/.npu_sim: tests/npu_sim/requirements.txt | $(VENV)/bin/python
 	rm -rf $(VENV)/npu_sim
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/npu_sim -r $<
+	touch $@
+
+# Without what they depend on: PyTorch is here, and the rest is not imported.
+$(VENV)/.xfuser: tests/xfuser/requirements.txt | $(VENV)/bin/python
+	rm -rf $(VENV)/xfuser
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/xfuser -r $<
 	touch $@
 
 clean:

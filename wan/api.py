@@ -26,7 +26,7 @@ from torch import Tensor
 from wan import device as devices
 from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.cli import env
-from wan.cli.flags import FLAGS, read
+from wan.cli.flags import FLAGS, check_given, read
 from wan.cli.resolve import check_needs, make_setup
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
@@ -216,6 +216,7 @@ def _settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     off = {name for name, value in keywords.items() if value is False and not _is_switch(name)}
     given = {n: v for n, v in keywords.items() if v is not None and n not in off}
     found = read(given, "--{}")
+    check_given(found)
     check_needs(found)
     return found
 

@@ -6,7 +6,7 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -67,11 +67,24 @@ class Stages:
             self._inner = outer_inner + elapsed
 
 
-def versions(npu: bool) -> dict[str, str]:
-    """Of Python and of the packages that a video depends on, for its record."""
+def versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
+    """Of Python and of the packages that a video depends on, for its record.
+
+    device_type: torch's. packages: what computes attention beside PyTorch.
+    """
     names = ["torch", "diffusers", "transformers", "safetensors", "imageio-ffmpeg", "ftfy"]
-    names += ["torch-npu", "mindiesd"] if npu else []
-    return {"python": platform.python_version()} | {name: _version(name) for name in names}
+    names += ["torch-npu", "mindiesd"] if device_type == "npu" else []
+    found = {"python": platform.python_version()}
+    found |= {name: _version(name) for name in (*names, *packages)}
+    return found | ({"cudnn": _cudnn()} if device_type == "cuda" else {})
+
+
+def _cudnn() -> str:
+    """As PyTorch writes it (91600: 9.16.0); its kernels differ, and not by PyTorch's version."""
+    import torch
+
+    version = None if torch.version.hip else torch.backends.cudnn.version()  # there MIOpen's
+    return str(version or "not available")
 
 
 def _version(name: str) -> str:

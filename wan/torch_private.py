@@ -75,6 +75,16 @@ def efficient_attention_on_cuda(
     return found[0], found[1][..., : q_BNSD.shape[2]]  # the kernel pads rows to 32
 
 
+def cudnn_attention_on_cuda(
+    q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same by cuDNN, 16 bits, compute capability 8.0 and up; NVIDIA's GPUs only."""
+    found = _aten._scaled_dot_product_cudnn_attention(
+        q_BNSD, k_BNSD, v_BNSD, None, True, 0.0, False, False, scale=scale
+    )
+    return found[0], found[1].squeeze(-1)  # cuDNN's statistics are [B,N,S,1]
+
+
 def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
     """a b in int32, [L,O]; the public product of int8 matrices is int8."""
     return torch._int_mm(a_LI, b_IO)

@@ -68,6 +68,44 @@ ALONE = {
         [*LASER, "--size", "832*480", "--frame_num", "1"],
         "has one of 1560 x 1560",
     ),
+    "unknown backend": (
+        ["--attention_backend", "flash_9"],
+        "it must be auto, sdpa, cudnn, sdpa_fl",
+    ),
+    "sparse backend": (["--attention_backend", "aiter_sparge"], "it must be auto, sdpa, cudnn"),
+    "two kernels": (
+        ["--attention_backend", "sage", "--attention_algo", "fused"],
+        "names the dense kernel of NPUs, --attention_backend that of GPUs; give one of them",
+    ),
+    "FP8 twice": (
+        ["--attention_backend", "flash_3_fp8", *FP8],
+        "flash_3_fp8 quantises by itself and excludes --fa_quant fp8 (or ALGO=3); drop one",
+    ),
+    "backend in FP8": (["--attention_backend", "flash", *FP8], "is another kernel and excludes"),
+    "backend in fp32": (
+        ["--attention_backend", "cudnn", "--precision", "fp32"],
+        "takes no --precision fp32; use bf16, or --attention_backend auto",
+    ),
+    "backend in fp32 on a CPU": (
+        ["--attention_backend", "sdpa_flash", "--device", "cpu"],
+        "takes no fp32, which a run on a CPU would compute in: use --precision bf16",
+    ),
+    "backend of GPUs on a CPU": (
+        ["--attention_backend", "cudnn", "--device", "cpu"],
+        "--attention_backend cudnn needs a CUDA GPU; this device is a CPU: use --attention_backend",
+    ),
+    "backend of GPUs on an NPU": (
+        ["--attention_backend", "sage", "--device", "npu"],
+        "(an NPU's own kernels are named by --attention_algo)",
+    ),
+    "backend where all is sparse": (
+        ["--attention_backend", "flash", *RAIN, "--sparse_start_step", "0"],
+        "--attention_backend flash is the kernel of dense steps",
+    ),
+    "compiled backend": (
+        ["--attention_backend", "flash", "--compile"],
+        "--compile does not work with --attention_backend flash, which is xfuser's; drop one",
+    ),
     "unknown operation": (["--fused_ops", "rope,softmax"], "rope,rms_norm,layer_norm,scale_shift"),
     "no operation": (["--fused_ops", ""], "or none"),
     "operations on a CPU": (
@@ -189,6 +227,21 @@ def test_nothing_asked_for(tiny) -> None:
     assert run.setup.attention == Attention() and run.setup.quantised is None
     assert run.settings["attention_algo"] == "fused"
     assert run.settings["use_rainfusion"] is False and "sparsity" not in run.settings
+
+
+def test_a_record_and_a_variable_may_hold_the_other_flag(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Defaults in a record are no choice; another kernel in it, or in a variable, is one."""
+    first = resolved("--ckpt_dir", tiny("t2v-A14B"))
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"settings": first.settings}))
+    again = resolved("--from_json", path, "--attention_backend", "sdpa")
+    assert again.setup.attention == Attention(attention_backend="sdpa")
+    assert again.settings["attention_backend"] == "sdpa"
+    monkeypatch.setenv("ALGO", "1")
+    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), "--attention_backend", "sdpa"]
+    assert "--attention_algo laser (or ALGO) both name the dense kernel" in refused(argv, capfd)
 
 
 ALIASED = {"ALGO": "3", "ROPE_OPT": "1", "FAST_LAYERNORM": "1"}

@@ -56,6 +56,16 @@ def test_latents_of_all_modes(rig: Path, name: str, layout: Topology) -> None:
     check_modes(rig, name, WAYS[name], layout, list(MODES))
 
 
+def test_latents_of_pytorchs_own_kernel(rig: Path) -> None:
+    """--attention_backend sdpa, alone and merged by a ring, against the vendor's kernel."""
+    way = WAYS["dense"]
+    asked = [*arguments(rig, way), "--attention_backend", "sdpa"]
+    one = run(1, latents, asked, way.chip)[0]
+    ring = run(2, latents, [*asked, "--ring_size", "2"], way.chip)[0]
+    errors = [far(found, alone(rig, way)) for found in (one, ring)]
+    assert all(0 < error < 1e-2 for error in errors), errors
+
+
 def test_latents_of_laser(rig: Path) -> None:
     """2048 tokens, and so no second block of queries."""
     check_modes(rig, "laser", WAYS["laser"], Topology(2, 1), WHOLE)

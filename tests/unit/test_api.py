@@ -178,6 +178,18 @@ def test_laser_needs_an_npu(tiny) -> None:
         wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), attention_algo="laser")
 
 
+def test_a_backend_is_a_keyword(tiny) -> None:
+    config, folder = WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B")
+    wan.WanT2V(config, folder, device="cpu", attention_backend="sdpa")
+    for settings, sentence in (
+        ({"attention_backend": "cudnn"}, "^attention_backend cudnn needs a CUDA GPU; this"),
+        ({"attention_backend": "sdpa_math"}, "^attention_backend sdpa_math needs the Python mod"),
+        ({"attention_backend": "sdpa", "attention_algo": "fused"}, "^attention_algo names the d"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            wan.WanT2V(config, folder, device="cpu", **settings)
+
+
 @pytest.mark.parametrize(("name", "value"), [("MINDIE_SD_FA_TYPE", "x"), ("USE_SUB_HEAD", "2")])
 def test_variables_without_an_equal_here(
     tiny, monkeypatch: pytest.MonkeyPatch, name: str, value: str

@@ -13,6 +13,7 @@ from wan.modules.schedule import MODES, TokenPlan
 from wan.settings import attention as subject
 from wan.settings import values
 from wan.settings.attention import ALGORITHMS, RAINFUSION_TYPES, Attention
+from wan.settings.backends import BACKENDS
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.numerics import LASER_ROWS
@@ -22,6 +23,7 @@ LASER = Attention(attention_algo="laser")
 ATTENTIONS = st.builds(
     Attention,
     attention_algo=st.sampled_from(list(ALGORITHMS)),
+    attention_backend=st.sampled_from(("auto", "auto", *BACKENDS)),
     fa_quant=st.sampled_from(("fp8", "none")),
     quant_alltoall=st.booleans(),
     use_rainfusion=st.booleans(),
@@ -69,6 +71,12 @@ def test_what_is_accepted_has_an_effect_and_no_contradiction(
     if found.fp8:
         assert dim == 64 and found.attention_algo == "fused" and not execution.compile
         assert not found.use_rainfusion or found.rainfusion_type == "v3"
+    if found.attention_backend != "auto":
+        row = BACKENDS[found.attention_backend]
+        assert found.attention_algo == "fused" and not found.fp8
+        assert not found.use_rainfusion or found.start_step(steps) > 0, "no step is dense"
+        assert execution.precision in ("auto", *row.precisions)
+        assert not execution.compile or row.member is None
     if found.quant_alltoall:
         assert found.fp8 and not found.use_rainfusion and parallel.ulysses_size > 1
     if found.fa_freq_cap is not None:

@@ -6,6 +6,7 @@ import pytest
 
 from wan.settings import devices
 from wan.settings.attention import ALGORITHMS, Attention
+from wan.settings.backends import BACKENDS
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 
@@ -57,6 +58,9 @@ def refusal(
 
 PLAIN, LASER = Attention(), Attention(attention_algo="laser")
 FP8 = Attention(fa_quant="fp8")
+NPU_KERNELS = (
+    "this device is {row}: use --attention_backend auto (an NPU's own kernels are named by"
+)
 # What is asked for -> the devices that take it; every other device refuses with these words.
 TAKEN = {
     "plain": (PLAIN, ALL, ""),
@@ -67,6 +71,10 @@ TAKEN = {
     "fp8 v3": (rain("v3", "fp8"), ALL - {"A2", "A3"}, "--fa_quant fp8 needs"),
     "fused": (Attention(fused_ops=("rms_norm",)), NPUS, "needs an A2, A3 or A5; this device is"),
     "rope": (Attention(fused_ops=("rope",)), {"A2", "A3"}, "{row}: leave rope out"),
+    "sdpa": (Attention(attention_backend="sdpa"), ALL, ""),
+    "cudnn": (Attention(attention_backend="cudnn"), {"CUDA GPU"}, NPU_KERNELS),
+    "flash_3": (Attention(attention_backend="flash_3"), {"CUDA GPU"}, NPU_KERNELS),
+    "sdpa_math": (Attention(attention_backend="sdpa_math"), {"CPU", "CUDA GPU"}, NPU_KERNELS),
     "clock": (Attention(fa_freq_cap=1400), NPUS, "needs an A2, A3 or A5; this device is {row}"),
 }
 
@@ -114,6 +122,13 @@ def test_weights_that_each_device_takes(name: str, algorithm: str) -> None:
         ("A5", FP8, 128, FP32, "use --precision bf16"),
         ("A3", rain("v2"), 128, FP32, "use --precision bf16"),
         ("Duo", PLAIN, 128, FP32, "computes in float16 only"),
+        (
+            "CUDA GPU",
+            Attention(attention_backend="flash"),
+            128,
+            FP32,
+            "--attention_backend flash takes no fp32, which a run on a CUDA GPU would compute in",
+        ),
     ],
 )
 def test_dtypes_and_heads(
@@ -138,5 +153,5 @@ def test_refused_only_where_every_device_that_may_be_meant_refuses() -> None:
 
 
 def test_dense_kernels_name_devices_of_the_table() -> None:
-    for algorithm in ALGORITHMS.values():
+    for algorithm in (*ALGORITHMS.values(), *BACKENDS.values()):
         assert set(algorithm.devices) <= set(devices.DEVICES)

@@ -1,4 +1,4 @@
-"""The dense kernel's log-sum-exp, the padding that CUDA's operators need, what is selected."""
+"""The dense kernel's log-sum-exp, CUDA's operators and which is chosen, what is selected."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan import log
 from wan.device import Device
-from wan.kernels.sdpa import SdpaKernel, padded_heads
-from wan.kernels.select import DENSE, Exported, select
+from wan.kernels.sdpa import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    CudaKernel,
+    CudaOperator,
+    SdpaKernel,
+    check_cudnn,
+    cuda_operator,
+    padded_heads,
+)
+from wan.kernels.select import DENSE, Exported, dense, select
 from wan.settings.attention import ALGORITHMS, Attention
+from wan.settings.backends import BACKENDS
 from wan.settings.devices import DEVICES, of_type
+from wan.settings.errors import InputError
 
 
 def qkv(head: int, rows: int = 19, keys: int = 33) -> list[Tensor]:
@@ -52,7 +65,98 @@ def test_padded_heads(head: int) -> None:
     assert (out - plain(*tensors)[0]).abs().max() <= 2e-6
 
 
-CPU, CUDA = (Device(torch.device(name), of_type(name)) for name in ("cpu", "cuda"))
+@pytest.mark.parametrize("head", [8, 24, 128])
+def test_heads_that_need_no_padding_are_not_copied(head: int) -> None:
+    seen: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        seen.extend((q, k, v))
+        return q, q[..., 0]
+
+    tensors = [x.transpose(1, 2) for x in qkv(head)]
+    out, _ = padded_heads(attend, *tensors)
+    pointers = [x.data_ptr() for x in tensors]
+    assert [x.data_ptr() for x in seen] == pointers and out.data_ptr() == pointers[0]
+
+
+B, H, F32 = torch.bfloat16, torch.float16, torch.float32
+CHOICES = [  # capability, dtype, head, cuDNN -> the operator
+    ((9, 0), B, 128, 91900, CUDNN),
+    ((9, 0), H, 128, 91600, CUDNN),
+    ((10, 0), B, 64, 91900, CUDNN),
+    ((12, 0), B, 128, 91900, CUDNN),
+    ((9, 0), B, 256, 91900, FLASH),
+    ((9, 0), B, 512, 91900, EFFICIENT),
+    ((9, 0), B, 128, 91501, FLASH),  # a cuDNN with an error
+    ((9, 0), B, 128, None, FLASH),  # without cuDNN, or asked to leave it out
+    ((9, 0), F32, 128, 91900, EFFICIENT),
+    ((8, 9), B, 128, 91900, FLASH),
+    ((8, 0), H, 128, 91900, FLASH),
+    ((7, 5), H, 128, 91900, EFFICIENT),
+    ((8, 0), F32, 128, 91900, EFFICIENT),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype", "head", "cudnn", "expected"), CHOICES)
+def test_the_operator_that_computes_on_a_gpu(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head: int,
+    cudnn: int | None,
+    expected: CudaOperator,
+) -> None:
+    assert cuda_operator(capability, dtype, head, cudnn) is expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "head", "cudnn", "words"),
+    [
+        ((9, 0), 128, None, "needs cuDNN, which this PyTorch does not have"),
+        ((9, 0), 128, 91501, r"needs cuDNN 9.16 or later \(91600\); here it is 91501"),
+        ((7, 5), 128, 91900, "needs compute capability 8.0; this GPU has 7.5"),
+        ((9, 0), 256, 91900, "heads of at most 128 channels, not 256"),
+    ],
+)
+def test_where_cudnn_is_refused(
+    capability: tuple[int, int], head: int, cudnn: int | None, words: str
+) -> None:
+    check_cudnn((8, 0), 128, 91600)
+    with pytest.raises(InputError, match=f"^--attention_backend cudnn .*{words}: use --att"):
+        check_cudnn(capability, head, cudnn)
+
+
+@pytest.mark.parametrize("operator", [CUDNN, FLASH, EFFICIENT], ids=lambda operator: operator.name)
+@pytest.mark.parametrize("head", [20, 64])
+def test_operators_of_gpus_return_what_a_kernel_returns(operator: CudaOperator, head: int) -> None:
+    """Their schemas and shapes, on tensors without data: no GPU is here."""
+    q, k, v = (x.to("meta", torch.bfloat16) for x in qkv(head))
+    kernel = CudaKernel(operator)
+    out, lse = kernel.with_lse(q, k, v)
+    assert out.shape == q.shape == kernel(q, k, v).shape and out.dtype == torch.bfloat16
+    assert lse.shape == (2, 3, 19) and lse.dtype == torch.float32
+
+
+def test_both_paths_of_a_kernel_use_one_operator() -> None:
+    used: list[str] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        used.append("own")
+        return F.scaled_dot_product_attention(q, k, v, scale=scale), q[..., 0]
+
+    kernel = CudaKernel(CudaOperator("own", attend))
+    assert torch.equal(kernel(*qkv(8)), kernel.with_lse(*qkv(8))[0])
+    assert kernel.name == "own" and used == ["own", "own"]
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "npu"])
+def test_the_record_names_cudnn_on_gpus(where: str) -> None:
+    found = log.versions(where, ("hypothesis", "no-such-package"))
+    assert ("cudnn" in found) == (where == "cuda") and found["hypothesis"][0].isdigit()
+    assert found["no-such-package"] == "not installed as a package"
+
+
+CPU = Device(torch.device("cpu"), of_type("cpu"))
+CUDA = Device(torch.device("meta"), of_type("cuda"))  # as a plan has it: no GPU is here
 RAIN = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
 LATER = Attention(use_rainfusion=True)  # after a quarter of the steps
 EXPORTED = {("dit", 0): (torch.eye(64), torch.eye(64))}
@@ -81,15 +185,44 @@ def test_a_selection_names_what_can_run(
 
 
 def test_the_kernels_are_those_that_settings_promise() -> None:
-    promised = {(a.name, DEVICES[name].type) for a in ALGORITHMS.values() for name in a.devices}
-    assert promised == DENSE.keys()
-    for name, where in promised:
-        if where != "npu":  # those are made in tests/npu_sim
-            kernel = DENSE[name, where](Device(torch.device(where), of_type(where)))
-            assert kernel.can_return_lse == ALGORITHMS[name].has_lse
+    rows = [*ALGORITHMS.values(), *(b for b in BACKENDS.values() if b.member is None)]
+    promised = {(a.name, DEVICES[name].type) for a in rows for name in a.devices}
+    assert {pair for pair in promised if pair[0] != "auto"} == DENSE.keys()
+    for (_, where), make in DENSE.items():
+        if where == "cpu":  # those of NPUs are made in tests/npu_sim
+            assert make(CPU, 64, torch.float32).can_return_lse
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_in_a_plan(name: str) -> None:
+    """Neither a GPU nor xfuser is here; what is not known is said to be assumed."""
+    row = BACKENDS[name]
+    selected = select(Attention(attention_backend=name), CUDA, 64, torch.bfloat16, {})
+    assert selected.dense.can_return_lse == row.has_lse
+    assert selected.text.name == "PyTorch SDPA on cuda"
+    assumed = f"assumed {'with' if row.has_lse else 'without'} log-sum-exp)"
+    known = row.member is None
+    assert (
+        selected.describe() == "PyTorch SDPA on cuda" if known else assumed in selected.describe()
+    )
+    out, lse = selected.dense.with_lse(*(x.to("meta", torch.bfloat16) for x in qkv(64)))
+    assert out.shape == (2, 19, 3, 64) and lse.shape == (2, 3, 19)
+
+
+def test_backends_of_pytorch_on_a_cpu() -> None:
+    for name in ("auto", "sdpa"):
+        kernel = dense(Attention(attention_backend=name), CPU, 64, torch.float32)
+        assert kernel.name == SDPA and kernel.can_return_lse
+
+
+def test_a_backend_of_xfuser_where_it_is_not_installed() -> None:
+    asked = Attention(attention_backend="sdpa_math")
+    with pytest.raises(InputError, match=r"needs the Python module xfuser, .*-r requirements-cuda"):
+        dense(asked, CPU, 64, torch.float32)
 
 
 def test_a_kernel_that_does_not_exist_on_the_device() -> None:
-    for algorithm, device in (("laser", CPU), ("nonsense", CUDA)):
+    cuda = Device(torch.device("cuda"), of_type("cuda"))
+    for algorithm, device in (("laser", CPU), ("nonsense", cuda)):
         with pytest.raises(ValueError, match=f"no dense kernel '{algorithm}' on a {device.type}"):
             select(Attention(attention_algo=algorithm), device, 64, torch.float32, {})

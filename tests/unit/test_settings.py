@@ -238,6 +238,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "compile": ("true", True, ()),
     "vae_tiling": ("true", True, ()),
     "attention_algo": ("laser", "laser", NPU),
+    "attention_backend": ("cudnn", "cudnn", ("--device", "cuda")),
     "fa_quant": ("fp8", "fp8", ()),
     "quant_alltoall": ("true", True, ("--fa_quant", "fp8", *TWO)),
     "use_rainfusion": ("true", True, ()),

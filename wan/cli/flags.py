@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from wan.modules.schedule import MODES
 from wan.settings import values
 from wan.settings.attention import ALGORITHMS, FUSED_OPS, RAINFUSION_TYPES
+from wan.settings.backends import BACKENDS
 from wan.settings.devices import CHIPS
 from wan.settings.errors import InputError
 from wan.settings.execution import DEVICE_TYPES, PRECISIONS
@@ -103,7 +104,12 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         _loads("vae_tiling", switch, "decode in tiles: less memory, not exact"),
     ),
     "attention": (
-        _loads("attention_algo", choice(*ALGORITHMS), "dense kernel (default fused)"),
+        _loads("attention_algo", choice(*ALGORITHMS), "dense kernel of NPUs (default fused)"),
+        _loads(
+            "attention_backend",
+            choice(*BACKENDS),
+            "dense kernel of GPUs: PyTorch's (default auto, sdpa, cudnn) or one of xfuser's",
+        ),
         _loads("fa_quant", choice("fp8", "none"), "fp8: attention in FP8 (default none)"),
         _layout("quant_alltoall", switch, "exchange FP8 tensors"),
         _loads("use_rainfusion", switch, "block-sparse attention after the first steps"),
@@ -248,7 +254,17 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
         needs = FLAGS[name].needs
         if needs == "plan" and needs not in found:
             raise InputError(f"--{name} has no effect without --plan; add it or drop --{name}.")
+    check_given(found)
     return found
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """InputError for settings of one call that exclude each other, whatever their values."""
+    if {"attention_algo", "attention_backend"} <= given.keys():
+        raise InputError(
+            "--attention_algo names the dense kernel of NPUs, --attention_backend that of GPUs; "
+            "give one of them."
+        )
 
 
 def read(raw: Mapping[str, Any], source: str) -> dict[str, Any]:

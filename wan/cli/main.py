@@ -97,13 +97,18 @@ def _launch(argv: Sequence[str]) -> int:
         run = _resolved(argv, once)
         device = devices.resolve(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.can)
+        facts = run.facts(device.type) | {"the version of wan": wan.__version__}
+        if run.setup.attention.attention_backend != "auto":  # ranks that differ might deadlock
+            from wan.pipeline import build
+
+            facts["what computes attention"] = build.dense_kernel(run.setup, device)
         return launch.Prepared(
             seed=run.request.base_seed,
             seeded=run.with_seed,
             device=device,
             sizes=run.setup.parallel.sizes,
             timeout=timedelta(minutes=run.setup.parallel.dist_timeout),
-            facts=run.facts(device.type) | {"the version of wan": wan.__version__},
+            facts=facts,
         )
 
     return launch.run(prepare, generate, failures.describe, failures.say)
@@ -217,7 +222,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | No
     """The JSON record; where it cannot be written beside the video, in the temporary folder."""
     execution, device = run.setup.execution, pipeline.device
     _, count, height, width = frames_3FHW.shape
-    precision = execution.precision_on(device.type)
+    precision, packages = execution.precision_on(device.type), run.setup.attention.packages
     stored_bf16 = execution.convert_model_dtype  # says itself what the DiT computes in
     record = {
         "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
@@ -232,7 +237,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | No
         },
         "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
         "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
-        "versions": {"wan": wan.__version__} | log.versions(device.type == "npu"),
+        "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
     }
     text = json.dumps(record, indent=1, ensure_ascii=False)
 

@@ -1,24 +1,117 @@
 """PyTorch's scaled dot-product attention: the kernel of CPUs and CUDA GPUs, the default anywhere.
 
-For the result alone PyTorch chooses among its kernels. The log-sum-exp is no part of that public
-function, so the operators under it are called by name: on the CPU flash attention, on CUDA flash
-attention for 16-bit tensors (from Ampere on) and else the memory-efficient kernel, on NPUs the
-operator behind PyTorch's function there.
+The log-sum-exp is no part of the public function, so the operators under it are called by name. On
+CUDA one of them is chosen when the kernel is made, and computes with and without the log-sum-exp:
+cuDNN's on Hopper and later, FlashAttention from Ampere on, both for 16-bit tensors, and else the
+memory-efficient one. Elsewhere the public function computes the result alone; for the log-sum-exp
+it is flash attention on the CPU, and on NPUs the operator behind PyTorch's function there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan.settings.errors import InputError
 from wan.torch_private import (
+    cudnn_attention_on_cuda,
     efficient_attention_on_cuda,
     flash_attention_on_cpu,
     flash_attention_on_cuda,
 )
+
+Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""attend(q, k, v, scale): the result and the log-sum-exp of [B,N,S,D], heads of 8n channels."""
+
+
+@dataclass(frozen=True)
+class CudaOperator:
+    """One of PyTorch's attention operators. name: for logs and records."""
+
+    name: str
+    attend: Attend
+
+
+CUDNN = CudaOperator("PyTorch cuDNN attention", cudnn_attention_on_cuda)
+FLASH = CudaOperator("PyTorch FlashAttention", flash_attention_on_cuda)
+EFFICIENT = CudaOperator("PyTorch memory-efficient attention", efficient_attention_on_cuda)
+
+_CUDNN_FROM = 91600  # before 9.16, lengths that are no multiple of 128 could come out wrong
+_CUDNN_HEAD, _FLASH_HEAD = 128, 256  # channels of the largest heads that they take everywhere
+
+
+def cuda_operator(
+    capability: tuple[int, int], dtype: torch.dtype, head: int, cudnn: int | None
+) -> CudaOperator:
+    """The fastest of PyTorch's operators that computes such attention.
+
+    Args:
+        capability: The device's compute capability.
+        dtype: Of q, k, v.
+        head: Channels of a head.
+        cudnn: cuDNN's version as PyTorch writes it, 91600 for 9.16.0; None: not to be used.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return EFFICIENT
+    has_cudnn = cudnn is not None and cudnn >= _CUDNN_FROM
+    if has_cudnn and capability >= (9, 0) and head <= _CUDNN_HEAD:
+        return CUDNN
+    return FLASH if capability >= (8, 0) and head <= _FLASH_HEAD else EFFICIENT
+
+
+def check_cudnn(capability: tuple[int, int], head: int, cudnn: int | None) -> None:
+    """InputError where --attention_backend cudnn cannot compute; arguments as `cuda_operator`."""
+    wrong = None
+    if cudnn is None:
+        wrong = "needs cuDNN, which this PyTorch does not have"
+    elif cudnn < _CUDNN_FROM:
+        wrong = f"needs cuDNN 9.16 or later ({_CUDNN_FROM}); here it is {cudnn}"
+    elif capability < (8, 0):
+        wrong = f"needs compute capability 8.0; this GPU has {capability[0]}.{capability[1]}"
+    elif head > _CUDNN_HEAD:
+        wrong = f"takes heads of at most {_CUDNN_HEAD} channels, not {head}"
+    if wrong is not None:
+        raise InputError(f"--attention_backend cudnn {wrong}: use --attention_backend auto.")
+
+
+class CudaKernel:
+    """Implements `wan.kernels.base.Kernel` by one operator, whichever path is taken."""
+
+    can_return_lse = True
+
+    def __init__(self, operator: CudaOperator) -> None:
+        self.name, self._attend = operator.name, operator.attend
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
+        return self.with_lse(q_BSND, k_BSND, v_BSND)[0]
+
+    def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
+        out, lse = padded_heads(self._attend, q, k, v)
+        return out.transpose(1, 2), lse
+
+
+@cache
+def on_cuda(device: torch.device, dtype: torch.dtype, head: int, cudnn: bool = True) -> CudaKernel:
+    """PyTorch's kernel for such tensors on this device; chosen once. cudnn: cuDNN may be it."""
+    capability = torch.cuda.get_device_capability(device)
+    return CudaKernel(cuda_operator(capability, dtype, head, cudnn_version() if cudnn else None))
+
+
+def by_cudnn(device: torch.device, head: int) -> CudaKernel:
+    """cuDNN's kernel. InputError where there is none on this device."""
+    check_cudnn(torch.cuda.get_device_capability(device), head, cudnn_version())
+    return CudaKernel(CUDNN)
+
+
+def cudnn_version() -> int | None:
+    """As PyTorch writes it; None without. AMD's GPUs have MIOpen under its name."""
+    return torch.backends.cudnn.version() if torch.version.hip is None else None
 
 
 class SdpaKernel:
@@ -31,6 +124,8 @@ class SdpaKernel:
         self.name = f"PyTorch SDPA{where}"
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
+        if q_BSND.device.type == "cuda":
+            return on_cuda(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])(q_BSND, k_BSND, v_BSND)
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
@@ -39,28 +134,35 @@ class SdpaKernel:
             from wan.kernels.npu.dense import fusion_with_lse
 
             return fusion_with_lse(q_BSND, k_BSND, v_BSND)
+        if q_BSND.device.type == "cuda":
+            kernel = on_cuda(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])
+            return kernel.with_lse(q_BSND, k_BSND, v_BSND)
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
-        if q.device.type in ("cpu", "meta"):  # nothing is computed of the latter
-            out, lse = flash_attention_on_cpu(q, k, v)
-        else:
-            out, lse = padded_heads(_cuda_with_lse, q, k, v)
+        out, lse = flash_attention_on_cpu(q, k, v)  # also of the meta device: nothing is computed
         return out.transpose(1, 2), lse
 
 
+class PlannedKernel(SdpaKernel):
+    """Stands for a kernel that cannot be asked in a plan: PyTorch's, on tensors without data."""
+
+    def __init__(self, name: str, can_return_lse: bool) -> None:
+        super().__init__()
+        self.can_return_lse = can_return_lse
+        lse = "with" if can_return_lse else "without"
+        self.name = f"{name} (planned as PyTorch SDPA, assumed {lse} log-sum-exp)"
+
+
 def padded_heads(
-    attend: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]],
-    q_BNSD: Tensor,
-    k_BNSD: Tensor,
-    v_BNSD: Tensor,
+    attend: Attend, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """attend(q, k, v, scale) with heads padded to a multiple of 8, which CUDA's operators need."""
+    """attend(q, k, v, scale) with heads of a multiple of 8 channels, which CUDA's operators need.
+
+    Only heads that are none are copied, into padded ones.
+    """
     head = q_BNSD.shape[-1]
+    scale = head**-0.5
+    if head % 8 == 0:
+        return attend(q_BNSD, k_BNSD, v_BNSD, scale)
     q, k, v = (F.pad(x, (0, -head % 8)) for x in (q_BNSD, k_BNSD, v_BNSD))
-    out, lse = attend(q, k, v, head**-0.5)
+    out, lse = attend(q, k, v, scale)
     return out[..., :head], lse
-
-
-def _cuda_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    if q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (8, 0):
-        return efficient_attention_on_cuda(q, k, v, scale)
-    return flash_attention_on_cuda(q, k, v, scale)

@@ -1,6 +1,7 @@
 """Which kernels and methods a run's attention is made of: what was asked for, on what is there.
 
-A new dense kernel is its own file and a row of `DENSE`.
+A new dense kernel is its own file and a row of `DENSE`; xfuser's are rows of
+`wan.settings.backends`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wan.device import Device
+from wan.kernels import xfuser
 from wan.kernels.base import (
     PLAIN,
     QKV,
@@ -43,19 +45,24 @@ from wan.kernels.npu.fp8 import NpuBlockQuantise, NpuFp8Attention, placed_head_f
 from wan.kernels.npu.small_ops import fused
 from wan.kernels.rainfusion import REFERENCE, BlockSparseKernel, RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
-from wan.kernels.sdpa import SdpaKernel
+from wan.kernels.sdpa import PlannedKernel, SdpaKernel, by_cudnn, on_cuda
 from wan.settings.attention import Attention
 
 Exported = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of its queries and keys, as a quantised checkpoint brings them."""
 
 
-# (--attention_algo, device type) -> what makes the kernel.
-DENSE: dict[tuple[str, str], Callable[[Device], Kernel]] = {
-    ("fused", "cpu"): lambda device: SdpaKernel(device.type),
-    ("fused", "cuda"): lambda device: SdpaKernel(device.type),
-    ("fused", "npu"): lambda device: FusedKernel(),
-    ("laser", "npu"): lambda device: LaserKernel(device.can),
+# (--attention_algo or one of PyTorch's own --attention_backend, device type) -> what makes the
+# kernel for a device, heads of so many channels, and a dtype.
+DENSE: dict[tuple[str, str], Callable[[Device, int, torch.dtype], Kernel]] = {
+    ("fused", "cpu"): lambda device, head, dtype: SdpaKernel(device.type),
+    ("fused", "cuda"): lambda device, head, dtype: on_cuda(device.torch_device, dtype, head),
+    ("fused", "npu"): lambda device, head, dtype: FusedKernel(),
+    ("laser", "npu"): lambda device, head, dtype: LaserKernel(device.can),
+    ("sdpa", "cpu"): lambda device, head, dtype: SdpaKernel(device.type),
+    ("sdpa", "cuda"): lambda device, head, dtype: on_cuda(device.torch_device, dtype, head, False),
+    ("sdpa", "npu"): lambda device, head, dtype: SdpaKernel(device.type),
+    ("cudnn", "cuda"): lambda device, head, dtype: by_cudnn(device.torch_device, head),
 }
 
 
@@ -108,12 +115,12 @@ def select(
         exported: Rotations of a quantised checkpoint; empty without one.
 
     Raises:
-        ValueError: A kernel does not exist on the device.
+        ValueError: A kernel does not exist on the device, or does not compute there.
     """
     npu, cap = device.type == "npu", attention.fa_freq_cap
     return Selected(
-        dense=_dense(attention.attention_algo, device),
-        text=_dense("fused", device),  # texts are too short for the laser kernel
+        dense=dense(attention, device, head_dim, dtype),
+        text=dense(Attention(), device, head_dim, dtype),  # too short for any other kernel
         methods=(
             *_rainfusion(attention, device, head_dim, dtype, exported),
             *_fp8(attention, device, head_dim, dtype, exported),
@@ -124,13 +131,23 @@ def select(
     )
 
 
-def _dense(algorithm: str, device: Device) -> Kernel:
-    if (algorithm, device.type) not in DENSE:
+def dense(attention: Attention, device: Device, head_dim: int, dtype: torch.dtype) -> Kernel:
+    """Self-attention's dense kernel, tried where it is xfuser's; see `select`."""
+    backend = attention.backend
+    name = attention.attention_algo if backend.name == "auto" else backend.name
+    if backend.member is None and (name, device.type) not in DENSE:
         known = ", ".join(f"{name} on {where}" for name, where in DENSE)
         raise ValueError(
-            f"There is no dense kernel {algorithm!r} on a {device.type} device; there are {known}."
+            f"There is no dense kernel {name!r} on a {device.type} device; there are {known}."
         )
-    return DENSE[algorithm, device.type](device)
+    if device.torch_device.type == "meta":  # a plan: neither a GPU nor xfuser is asked
+        if backend.member is not None:
+            return PlannedKernel(f"{backend.name} backend", backend.has_lse)
+        if device.type == "cuda":
+            return SdpaKernel(device.type)
+    if backend.member is not None:
+        return xfuser.load(backend, device.torch_device, head_dim, dtype)
+    return DENSE[name, device.type](device, head_dim, dtype)
 
 
 def _rainfusion(

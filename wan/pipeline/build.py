@@ -31,7 +31,7 @@ from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
-from wan.kernels.select import Selected, select
+from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens
@@ -103,6 +103,13 @@ def pipeline(
         kernel=selected.describe(),
         sharing=sharing(setup.parallel, team),
     )
+
+
+def dense_kernel(setup: Setup, device: Device) -> str:
+    """What computes dense attention, in words; InputError where it does not compute here."""
+    compute = DTYPES[setup.execution.dit_precision_on(device.type)]
+    kernel = dense(setup.attention, device, setup.checkpoint.head_dim, compute)
+    return f"{kernel.name} {'with' if kernel.can_return_lse else 'without'} log-sum-exp"
 
 
 def attention_line(setup: Setup, selected: Selected) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from wan.modules.schedule import TokenPlan
+from wan.settings.backends import BACKENDS, Backend
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.numerics import KV_ROWS, LASER_HEAD, LASER_ROWS, Q_ROWS
@@ -52,7 +53,8 @@ class Attention:
     """What an attention layer does with one chunk of heads. Fields are named like their flags.
 
     Attributes:
-        attention_algo: A key of ALGORITHMS: the dense kernel.
+        attention_algo: A key of ALGORITHMS: the dense kernel, of NPUs.
+        attention_backend: A key of BACKENDS: the dense kernel, of CPUs and GPUs.
         fa_quant: "none" or "fp8".
         quant_alltoall: FP8 tensors are exchanged.
         use_rainfusion: Block-sparse attention (MindIE-SD's RainFusion) after the first steps.
@@ -66,6 +68,7 @@ class Attention:
     """
 
     attention_algo: str = "fused"
+    attention_backend: str = "auto"
     fa_quant: str = "none"
     quant_alltoall: bool = False
     use_rainfusion: bool = False
@@ -81,6 +84,16 @@ class Attention:
     def algorithm(self) -> Algorithm:
         """The dense kernel that was asked for."""
         return ALGORITHMS[self.attention_algo]
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that was asked for."""
+        return BACKENDS[self.attention_backend]
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What computes dense attention beside PyTorch, by names in registries."""
+        return () if self.backend.member is None else ("xfuser", *self.backend.install)
 
     @property
     def fp8(self) -> bool:
@@ -104,7 +117,11 @@ class Attention:
 
 def check(attention: Attention, execution: Execution) -> None:
     """InputError for flags that contradict each other."""
-    _refuse(_about_kernels(attention), _about_execution(attention, execution))
+    _refuse(
+        _about_kernels(attention),
+        _about_backend(attention, execution),
+        _about_execution(attention, execution),
+    )
 
 
 def check_layout(attention: Attention, parallel: Parallel, head_dim: int) -> None:
@@ -154,6 +171,33 @@ def _about_kernels(attention: Attention) -> Iterator[str]:
             f"--fa_freq_cap {attention.fa_freq_cap} lies above the {attention.fa_freq_restore} MHz "
             "that are restored afterwards; lower it or give a higher --fa_freq_restore."
         )
+
+
+def _about_backend(attention: Attention, execution: Execution) -> Iterator[str]:
+    backend = attention.backend
+    if backend.name == "auto":
+        return
+    flag = f"--attention_backend {backend.name}"
+    if attention.attention_algo != "fused":
+        yield (
+            f"{flag} and --attention_algo {attention.attention_algo} (or ALGO) both name the dense "
+            "kernel; drop one of them."
+        )
+    if attention.fp8:
+        why = "quantises by itself" if backend.low_precision else "is another kernel"
+        yield f"{flag} {why} and excludes --fa_quant fp8 (or ALGO=3); drop one of them."
+    if attention.use_rainfusion and attention.sparse_start_step == 0:
+        yield (
+            f"{flag} is the kernel of dense steps, and with --sparse_start_step 0 there are none; "
+            "drop one of them."
+        )
+    if execution.precision not in ("auto", *backend.precisions):
+        yield (
+            f"{flag} takes no --precision {execution.precision}; use {either(backend.precisions)}, "
+            "or --attention_backend auto."
+        )
+    if execution.compile and backend.member is not None:
+        yield f"--compile does not work with {flag}, which is xfuser's; drop one of them."
 
 
 def _about_execution(attention: Attention, execution: Execution) -> Iterator[str]:

@@ -22,7 +22,8 @@ from wan.settings.values import either
 class Capabilities:
     """One kind of device; of NPUs, one generation of chips.
 
-    Which devices have a dense attention kernel stands in `wan.settings.attention.ALGORITHMS`.
+    Which devices have a dense attention kernel stands in `wan.settings.attention.ALGORITHMS` and
+    in `wan.settings.backends`.
 
     Attributes:
         type: torch's device type.
@@ -160,6 +161,11 @@ def _refusal(
             having = _names(wish.met)
             needs = f"needs {_an(either(having))}; this device is" if having else "does not work on"
             return met, f"{wish.flag} {needs} {_an(row.name)}: {wish.instead}."
+        if precision not in wish.precisions:
+            return met + 1, (
+                f"{wish.flag} takes no {precision}, which a run on {_an(row.name)} would compute "
+                f"in: use --precision {either(wish.precisions)}, or {wish.instead}."
+            )
         if wish.method and precision not in row.methods_in:
             return met + 1, (
                 f"{wish.flag} takes 16-bit tensors only on an NPU: use --precision bf16, or "
@@ -176,17 +182,13 @@ class _Wish:
     met: Callable[[Capabilities], bool]
     instead: str = "drop the flag"
     method: bool = False  # bound to `methods_in`
+    precisions: tuple[str, ...] = ("bf16", "fp32")
 
 
 def _wishes(
     attention: Attention, execution: Execution, head_dim: int, weights: tuple[str, ...]
 ) -> Iterator[_Wish]:
-    algorithm = attention.algorithm
-    yield _Wish(
-        f"--attention_algo {algorithm.name} (or ALGO)",
-        lambda row: row.name in algorithm.devices,
-        "use --attention_algo fused",
-    )
+    yield from _dense_kernels(attention)
     if attention.fp8:
         yield _Wish("--fa_quant fp8", lambda row: row.fp8_heads != (), method=True)
         yield _Wish(
@@ -218,6 +220,23 @@ def _wishes(
             "use an export in W8A8_DYNAMIC",
             method=True,
         )
+
+
+def _dense_kernels(attention: Attention) -> Iterator[_Wish]:
+    """Of NPUs, and of CPUs and GPUs; one of the two is the default."""
+    algorithm = attention.algorithm
+    yield _Wish(
+        f"--attention_algo {algorithm.name} (or ALGO)",
+        lambda row: row.name in algorithm.devices,
+        "use --attention_algo fused",
+    )
+    backend = attention.backend
+    yield _Wish(
+        f"--attention_backend {backend.name}",
+        lambda row: row.name in backend.devices,
+        "use --attention_backend auto (an NPU's own kernels are named by --attention_algo)",
+        precisions=backend.precisions,
+    )
 
 
 def _family(algorithm: str) -> str:

@@ -1,0 +1,47 @@
+"""The attention layer in a program that has initialised xfuser: it takes xfuser's process groups.
+
+    torchrun --nproc_per_node=4 examples/xfuser_program.py
+
+Tokens lie as xfuser lays them: rank r of the ring and u of Ulysses has part r * ulysses + u.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from xfuser.core.distributed import (
+    get_sp_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+
+from wan.distributed.ring import Ring
+from wan.modules.attnlayer import FAPowerCapAttention
+
+
+def main() -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ulysses, backend = min(ranks, 2), "nccl" if torch.cuda.is_available() else "gloo"
+    init_distributed_environment(rank=rank, world_size=ranks, backend=backend)
+    initialize_model_parallel(ulysses_degree=ulysses, ring_degree=ranks // ulysses, backend=backend)
+
+    groups, insert_comm = get_sp_group(), SimpleNamespace(comm_type=1)
+    ring = Ring(groups.ring_group)
+    layer = FAPowerCapAttention(insert_comm, groups.ulysses_group, ring=ring)
+    torch.manual_seed(0)
+    whole = torch.randn(3, 1, 256, 8, 64)  # q, k, v: [B, tokens, heads, channels of a head]
+    whole = whole.to(torch.accelerator.current_accelerator() or "cpu")
+    found = layer(*whole.chunk(ranks, dim=2)[rank])
+
+    plain = F.scaled_dot_product_attention(*whole.transpose(2, 3)).transpose(1, 2)
+    off = (found - plain.chunk(ranks, dim=1)[rank]).abs().max()
+    print(f"rank {rank}: ulysses {layer.world_size} x ring {ring.size}, off by {off:.1e}")
+    torch.distributed.barrier()  # gloo aborts where a rank leaves before the others
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

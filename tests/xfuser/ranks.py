@@ -1,0 +1,50 @@
+"""Kernels of xfuser's registry as the tests use them, on any rank.
+
+No function of xfuser returns the log-sum-exp on a CPU. So where a test needs one, PyTorch's CPU
+operator is registered, by xfuser's own decorator, in the place of the function that calls its CUDA
+sibling; everything else is as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from xfuser.core.distributed.attention_backend import (
+    ATTENTION_FUNCTION_REGISTRY,
+    AttentionBackendType,
+    register_attention_function,
+)
+
+from wan.kernels.xfuser import XfuserKernel, load
+from wan.settings.backends import BACKENDS
+
+MATH, FLASH = AttentionBackendType.SDPA_MATH, AttentionBackendType.SDPA_FLASH
+
+
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> Any:
+    """What SDPA_FLASH calls on a GPU, by the CPU's operator."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal)
+
+
+@contextmanager
+def registered(member: Any, function: Callable[..., Any]) -> Iterator[list[tuple[int, ...]]]:
+    """The function stands in xfuser's registry; yields the shapes [B,N,S,D] of q in its calls."""
+    before, calls = ATTENTION_FUNCTION_REGISTRY[member], list[tuple[int, ...]]()
+
+    def counted(q: Tensor, *rest: Any) -> Any:
+        calls.append(tuple(q.shape))
+        return function(q, *rest)
+
+    register_attention_function(member)(counted)
+    try:
+        yield calls
+    finally:
+        ATTENTION_FUNCTION_REGISTRY[member] = before
+
+
+def kernel(name: str, head: int, dtype: torch.dtype = torch.float32) -> XfuserKernel:
+    return load(BACKENDS[name], torch.device("cpu"), head, dtype)

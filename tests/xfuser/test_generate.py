@@ -1,0 +1,141 @@
+"""Whole runs of generate.py with --attention_backend, on one process and on ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import wan
+from tests.dist import Ranks, launcher
+from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, registered
+from wan.cli import main as generate
+from wan.configs import WAN_CONFIGS
+
+QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "2", "--base_seed", "7"]
+QUICK += ["--save_latents", "--device", "cpu"]
+GATHERED = "; K/V are gathered over the ring for xfuser SDPA_MATH (SDPA with Math backend) (no log"
+
+
+def latents(video: Path) -> torch.Tensor:
+    return load_file(video.with_suffix(".latents.safetensors"))["latents"]
+
+
+def with_lse(argv: list[str]) -> int:
+    """As a rank: generate.py where SDPA_FLASH computes on CPUs, and returns the log-sum-exp."""
+    with registered(FLASH, flash_on_cpu) as calls:
+        code = generate.main(argv)
+    print(f"{len(calls)} calls of SDPA_FLASH")
+    return code
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
+    """Arguments of a run, and the latents of PyTorch's own kernel in both precisions."""
+    folder, found = tmp_path_factory.mktemp("plain"), {}
+    arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
+    for precision in ("fp32", "bf16"):
+        out = folder / f"{precision}.mp4"
+        argv = [*arguments, "--precision", precision, "--save_file", str(out)]
+        with Ranks([{}], generate.main, argv) as process:
+            assert process.ended() == [0], process.said()
+        found[precision] = latents(out)
+    return arguments, found
+
+
+RUNS = {  # world, flags, precision, what computes, what the log says
+    "alone": (1, (), "fp32", "sdpa_math", "kernel xfuser SDPA_MATH"),
+    "gathering ring": (2, ("--ring_size", "2"), "fp32", "sdpa_math", GATHERED),
+    "merging ring": (
+        4,
+        ("--ring_size", "2", "--ulysses_size", "2", "--comm_type", "1"),
+        "bf16",
+        "sdpa_flash",
+        "kernel xfuser SDPA_FLASH (SDPA with FLASH backend); no quantisation",
+    ),
+    "FSDP, BlockAttn": (
+        2,
+        ("--dit_fsdp", "--comm_type", "2"),
+        "bf16",
+        "sdpa_flash",
+        "BlockAttn, 10 head chunks of 2 per rank",
+    ),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", RUNS)
+def test_a_whole_run(name: str, plain, tmp_path: Path) -> None:
+    world, flags, precision, backend, said = RUNS[name]
+    arguments, expected = plain
+    out = tmp_path / "v.mp4"
+    argv = [*arguments, *flags, "--precision", precision, "--attention_backend", backend]
+    argv += ["--save_file", str(out)]
+    with Ranks(launcher(world) if world > 1 else [{}], with_lse, argv) as ranks:
+        assert ranks.ended(180) == [0] * world, ranks.said()
+    assert said in ranks.texts[0]
+    assert ("K/V are gathered" in ranks.texts[0]) == (said is GATHERED)
+    limit = 1e-4 if precision == "fp32" else 0.1  # of latents around 1, after two steps in bf16
+    assert (latents(out) - expected[precision]).abs().max() <= limit
+    counted = {"0 calls of SDPA_FLASH" in text for text in ranks.texts}
+    assert counted == {backend == "sdpa_math"}
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["settings"]["attention_backend"] == backend
+    assert record["used"]["kernel"].startswith(f"xfuser {backend.upper()} (")
+    assert record["versions"]["xfuser"] == "0.7.0"
+
+
+@pytest.mark.dist
+def test_modes_give_the_same_latents(plain, tmp_path: Path) -> None:
+    """Bit for bit, through the command line: InsertComm, overlap and the baseline."""
+    arguments, _ = plain
+    found = []
+    for flags in (["--comm_type", "0"], ["--comm_type", "1"], ["--fa_alltoall_overlap"]):
+        out = tmp_path / f"{len(found)}.mp4"
+        argv = [*arguments, *flags, "--attention_backend", "sdpa_flash", "--precision", "bf16"]
+        with Ranks(launcher(2), with_lse, [*argv, "--save_file", str(out)]) as ranks:
+            assert ranks.ended(180) == [0, 0], ranks.said()
+        found.append(latents(out))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_the_python_classes_take_it(tiny) -> None:
+    request = {"sampling_steps": 1, "size": (32, 32), "frame_num": 1, "seed": 7}
+    with registered(MATH, ATTENTION_FUNCTION_REGISTRY[MATH]) as calls:
+        model = wan.WanT2V(
+            WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), device="cpu", attention_backend="sdpa_math"
+        )
+        assert model.generate("a", output_type="latent", **request).shape == (16, 1, 4, 4)
+    assert len(calls) > 1
+
+
+@pytest.mark.dist
+def test_ranks_refuse_together(tiny) -> None:
+    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--attention_backend", "sdpa_efficient"]
+    with Ranks(launcher(2), generate.main, argv) as ranks:
+        assert ranks.ended() == [2, 2], ranks.said()
+    assert len(ranks.lines()) == 1 and "does not compute float32" in ranks.lines()[0]
+
+
+def only_on_rank_0(argv: list[str]) -> int:
+    """As a rank: a function whose log-sum-exp the other machine's kernel does not return."""
+
+    def without(*args: Any) -> Any:
+        return flash_on_cpu(*args)[0], None
+
+    with registered(FLASH, without if os.environ["RANK"] == "1" else flash_on_cpu):
+        return generate.main(argv)
+
+
+@pytest.mark.dist
+def test_ranks_that_found_different_kernels_do_not_begin(tiny) -> None:
+    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--precision", "bf16"]
+    argv += ["--attention_backend", "sdpa_flash", "--ring_size", "2"]
+    with Ranks(launcher(2), only_on_rank_0, argv) as ranks:
+        assert ranks.ended() == [2, 2], ranks.said()
+    assert "what computes attention" in ranks.said()

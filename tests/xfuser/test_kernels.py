@@ -1,0 +1,188 @@
+"""Functions of the real xfuser behind our `Kernel`: which is called, what a trial finds out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from xfuser.core.distributed.attention_backend import (
+    ATTENTION_FUNCTION_REGISTRY,
+    AttentionBackendType,
+)
+
+from tests.xfuser.ranks import FLASH, MATH, flash_on_cpu, kernel, registered
+from wan.kernels.xfuser import XfuserKernel
+from wan.settings.backends import BACKENDS
+from wan.settings.errors import InputError
+
+HEAD = 16
+# Of the registry, and why it is not offered; docs/attention_backends.md says the same.
+LEFT_OUT = {
+    "SDPA": "what --attention_backend sdpa is without xfuser",
+    "CUDNN": "what --attention_backend cudnn is without xfuser",
+    "NPU": "of NPUs",
+    "NVTE_FP8": "its scales follow from the calls before",
+    "AITER_MLA": "given up by xfuser",
+    "AITER_SAGE": "asks xfuser for its process groups",
+    "AITER_SAGE_V2": "asks xfuser for its process groups",
+}
+SPARSE = ("SPARGE", "SPARSE", "VSA", "FLEX_BLOCK_ATTN")
+
+
+def tensors(rows: int = 19, keys: int = 33) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return [torch.randn(2, n, 3, HEAD, generator=generator) for n in (rows, keys, keys)]
+
+
+def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.double().transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    return (logits.softmax(-1) @ v).transpose(1, 2), logits.logsumexp(-1)
+
+
+def test_all_of_the_registry_is_offered_or_left_out_for_a_reason() -> None:
+    registry = {member.name for member in ATTENTION_FUNCTION_REGISTRY}
+    offered = {backend.member for backend in BACKENDS.values() if backend.member is not None}
+    sparse = {name for name in registry if any(word in name for word in SPARSE)}
+    assert offered <= registry and not offered & sparse
+    assert registry - offered - sparse == LEFT_OUT.keys()
+
+
+def test_the_functions_own_weights_are_no_log_sum_exp() -> None:
+    """SDPA_MATH really computes on the CPU; its second value is as large as all scores."""
+    original = ATTENTION_FUNCTION_REGISTRY[MATH]
+    with registered(MATH, original) as calls:
+        found = kernel("sdpa_math", HEAD)
+        assert len(calls) == 1 and not found.can_return_lse
+        assert found.name == "xfuser SDPA_MATH (SDPA with Math backend)"
+        out = found(*tensors())
+        assert calls[1:] == [(2, 3, 19, HEAD)]
+    torch.testing.assert_close(out.double(), exact(*tensors())[0], atol=2e-6, rtol=0)
+
+
+def test_a_log_sum_exp_that_is_one() -> None:
+    with registered(FLASH, flash_on_cpu) as calls:
+        found = kernel("sdpa_flash", HEAD)
+        assert found.can_return_lse and found.name.startswith("xfuser SDPA_FLASH (")
+        out, lse = found.with_lse(*tensors())
+        assert torch.equal(found(*tensors()), out)
+    assert calls[1:] == [(2, 3, 19, HEAD)] * 2
+    expected, expected_lse = exact(*tensors())
+    assert lse.dtype == torch.float32 and lse.shape == (2, 3, 19)
+    assert (out - expected).abs().max() <= 2e-6 and (lse - expected_lse).abs().max() <= 2e-6
+
+
+def with_second(change: Callable[[Tensor], object]) -> Callable[..., Any]:
+    def function(*args: Any) -> Any:
+        out, lse = flash_on_cpu(*args)
+        return out, change(lse)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("change", "is_lse"),
+    [
+        (lambda lse: lse, True),
+        (lambda lse: F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), True),
+        (lambda lse: None, False),
+        (lambda lse: lse / 0.6931, False),  # to base 2
+        (lambda lse: lse.transpose(1, 2), False),
+        (lambda lse: lse.unsqueeze(-1), False),
+        (lambda lse: lse.bfloat16(), False),
+        (lambda lse: lse[..., :-1], False),
+        (lambda lse: lse * torch.nan, False),
+        (lambda lse: lse.exp(), False),
+    ],
+)
+def test_what_a_trial_takes_for_the_log_sum_exp(change: Any, is_lse: bool) -> None:
+    with registered(FLASH, with_second(change)):
+        found = kernel("sdpa_flash", HEAD)
+    assert found.can_return_lse == is_lse
+    if is_lse:
+        assert (found.with_lse(*tensors())[1] - exact(*tensors())[1]).abs().max() <= 2e-6
+
+
+def raising(*_: object) -> Any:
+    raise NameError("name 'flash_attn_func' is not defined.\nmore")
+
+
+def biased(*args: Any) -> Any:
+    out, lse = flash_on_cpu(*args)
+    return out * 1.05, lse
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (raising, r"\(name 'flash_attn_func' is not defined\); see whether xfuser fit it, or use"),
+        (biased, r"\(the result is off by 5\.0%\)"),
+        (with_second(lambda lse: lse), None),
+        (lambda *args: (flash_on_cpu(*args)[0].transpose(1, 2), None), r"instead of \[1, 203, 2"),
+        (lambda *args: (flash_on_cpu(*args)[0] * torch.nan, None), "the result is off by nan%"),
+        (lambda *args: (flash_on_cpu(*args)[0], None, None), "too many values to unpack"),
+    ],
+)
+def test_a_trial_refuses_what_computes_no_attention(function: Any, sentence: str | None) -> None:
+    with registered(FLASH, function):
+        if sentence is None:
+            assert isinstance(kernel("sdpa_flash", HEAD), XfuserKernel)
+            return
+        start = r"^--attention_backend sdpa_flash does not compute float32 with heads of 16 "
+        with pytest.raises(InputError, match=f"{start}.*{sentence}"):
+            kernel("sdpa_flash", HEAD)
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient"])
+def test_operators_of_gpus_do_not_compute_on_a_cpu(name: str) -> None:
+    with pytest.raises(InputError, match=r"on this cpu device \(Could not run 'aten::_scaled_dot"):
+        kernel(name, HEAD)
+
+
+def test_a_trial_is_made_once_and_leaves_the_randomness_alone() -> None:
+    with registered(FLASH, flash_on_cpu) as calls:
+        before = torch.get_rng_state()
+        kernel("sdpa_flash", HEAD), kernel("sdpa_flash", HEAD)
+        assert len(calls) == 1 and torch.equal(torch.get_rng_state(), before)
+        kernel("sdpa_flash", 2 * HEAD)
+        assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("flash", "module flash_attn, .* pip install flash-attn, or use"),
+        ("flash_3", "module flash_attn_interface, .* pip install flash-attn-3, or"),
+        ("flash_3_fp8", "module flash_attn_interface, .* pip install flash-attn-3, or"),
+        ("flash_4", r"module flash_attn\.cute, .* pip install flash-attn-4, or"),
+        ("sage", "module sageattention, .* pip install sageattention, or"),
+        ("aiter_fp8", "module aiter, .* pip install amd-aiter, or"),
+    ],
+)
+def test_a_package_that_is_missing(name: str, sentence: str) -> None:
+    with pytest.raises(
+        InputError, match=f"^--attention_backend {name} needs the Python {sentence}"
+    ):
+        kernel(name, HEAD)
+
+
+def test_a_name_that_this_xfuser_does_not_know() -> None:
+    function = ATTENTION_FUNCTION_REGISTRY.pop(FLASH)
+    try:
+        with pytest.raises(InputError, match="this xfuser has no SDPA_FLASH; run pip install -r"):
+            kernel("sdpa_flash", HEAD)
+    finally:
+        ATTENTION_FUNCTION_REGISTRY[FLASH] = function
+
+
+def test_every_function_takes_the_five_arguments_that_are_given() -> None:
+    from inspect import signature
+
+    for backend in BACKENDS.values():
+        if backend.member is not None:
+            member = AttentionBackendType[backend.member]
+            signature(ATTENTION_FUNCTION_REGISTRY[member]).bind(*range(3), 0.0, False)

@@ -1,0 +1,91 @@
+"""xfuser's functions in every mode, ring and layout of ranks, against plain attention.
+
+With the log-sum-exp a ring merges; without it gathers. Which of the two happened is counted.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist import run
+from tests.distributed.test_attention_matrix import (
+    HEAD_DIM,
+    Case,
+    compare_modes,
+    name,
+    qkv_and_reference,
+    shard,
+)
+from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
+from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, registered
+from tests.xfuser.ranks import kernel as loaded
+from wan.kernels.xfuser import XfuserKernel
+from wan.modules import schedule
+from wan.modules.schedule import TokenPlan
+
+pytestmark = pytest.mark.dist
+TOKENS = (67, 9)
+FUNCTIONS = {
+    "sdpa_flash": (FLASH, flash_on_cpu, True),  # with the log-sum-exp
+    # xfuser's own; the bits of its products depend on the number of heads
+    "sdpa_math": (MATH, ATTENTION_FUNCTION_REGISTRY[MATH], False),
+}
+
+
+def check(case: Case, backend: str) -> None:
+    """On a rank: all modes against plain attention and each other."""
+    member, function, has_lse = FUNCTIONS[backend]
+    dtype = getattr(torch, case[3])
+    with registered(member, function):
+
+        def made() -> XfuserKernel:
+            found = loaded(backend, HEAD_DIM, dtype)
+            assert found.can_return_lse == has_lse
+            return found
+
+        compare_modes(case, made, same_bits=has_lse)
+
+
+def cases() -> list[tuple[Case, str]]:
+    """Every layout of 1, 2 and 4 ranks with every function; dtypes and lengths take turns."""
+    return [
+        ((topology, 24, TOKENS[i % 2], ("float32", "bfloat16")[(i + j) % 2]), backend)
+        for i, topology in enumerate(topologies(1, 2, 4))
+        for j, backend in enumerate(FUNCTIONS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"), cases(), ids=lambda value: name(value) if len(value) == 4 else value
+)
+def test_modes(case: Case, backend: str) -> None:
+    run(case[0].world, check, case, backend)
+
+
+def calls(topology: Topology, mode: str, backend: str) -> tuple[list[tuple[int, ...]], float]:
+    """Shapes of the queries in all calls of one layer, and how far it is off."""
+    member, function, _ = FUNCTIONS[backend]
+    tokens, plan = 64, TokenPlan(64, topology.world)
+    whole, expected, _ = qkv_and_reference(24, tokens, "float32")
+    with registered(member, function) as made:
+        layer = attention_layer(topology, mode, loaded(backend, HEAD_DIM))
+        made.clear()
+        found = layer(*(shard(x, plan, 0) for x in whole))
+    return made, float((found - shard(expected, plan, 0)).abs().max())
+
+
+@pytest.mark.parametrize("backend", FUNCTIONS)
+@pytest.mark.parametrize("mode", ROWS)
+@pytest.mark.parametrize(
+    "topology", [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(2, 2, "bidirectional")]
+)
+def test_which_function_computes_and_how_often(topology: Topology, mode: str, backend: str) -> None:
+    """Once per chunk and query block; of a ring that merges, once per rank of it as well."""
+    row, ulysses = ROWS[mode], topology.ulysses
+    chunks = schedule.head_ranges(24, ulysses, row.chunks)
+    merged = topology.ring if FUNCTIONS[backend][2] else 1
+    heads = sorted((b - a) // ulysses for a, b in chunks for _ in range(row.blocks * merged))
+    for made, off in run(topology.world, calls, topology, mode, backend):
+        assert sorted(shape[1] for shape in made) == heads and off <= 2e-5
+        assert {shape[2] for shape in made} == {64 // topology.ring // row.blocks}

@@ -1,0 +1,27 @@
+"""examples/xfuser_program.py: the layer takes the process groups that xfuser has made."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+
+from tests.dist import REPO, Ranks, launcher
+
+pytestmark = pytest.mark.dist
+
+
+def program() -> int:
+    """As a rank: the example, from its beginning to its end."""
+    runpy.run_path(str(REPO / "examples" / "xfuser_program.py"), run_name="__main__")
+    return 0
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "2 x ring 1"), (4, "2 x ring 2")])
+def test_the_layer_in_a_program_of_xfuser(ranks: int, layout: str) -> None:
+    with Ranks(launcher(ranks), program) as started:
+        assert started.ended() == [0] * ranks, started.said()
+    for rank, text in enumerate(started.texts):
+        found = re.search(rf"rank {rank}: ulysses {layout}, off by (\S+)", text)
+        assert found is not None and float(found[1]) <= 2e-6, text

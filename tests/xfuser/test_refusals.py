@@ -1,0 +1,48 @@
+"""What is refused before any weight is read, where xfuser is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_bad_input import REPO, no_weights, refused
+
+__all__ = ["no_weights"]  # a fixture that holds for every test here, too
+
+CPU = ["--device", "cpu", "--size", "64*48", "--frame_num", "5", "--sample_steps", "2"]
+REFUSED = {
+    "no operator": (["sdpa_efficient"], "does not compute float32 with heads of 6 channels on"),
+    "no precision": (["sdpa_flash"], "takes no fp32, which a run on a CPU would compute in: use"),
+    "no GPU": (["flash"], "--attention_backend flash needs a CUDA GPU; this device is a CPU: use"),
+    "FP8": (["sdpa_math", "--fa_quant", "fp8"], "another kernel and excludes --fa_quant fp8"),
+    "compiled": (["sdpa_math", "--compile"], "--compile does not work with --attention_backend"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_any_weight_is_read(
+    name: str, tiny, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv, sentence = REFUSED[name]
+    common = ["--ckpt_dir", str(tiny("t2v-A14B")), *CPU, "--attention_backend"]
+    assert sentence in refused([*common, *argv], capfd)
+
+
+def test_a_pytorch_for_cpus_alone_is_refused_in_words(tiny, tmp_path: Path) -> None:
+    """The installed xfuser without the rig: it does not load."""
+    installed = Path(str(find_spec("xfuser").origin)).parents[1]
+    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), *CPU, "--attention_backend", "sdpa_math"]
+    done = subprocess.run(
+        [sys.executable, REPO / "generate.py", *argv, "--save_file", tmp_path / "v.mp4"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": f"{REPO}:{installed}", "PATH": "/usr/bin:/bin"},
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert "sdpa_math: xfuser does not load; it needs a PyTorch for CUDA or ROCm" in lines[0]

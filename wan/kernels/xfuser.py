@@ -1,0 +1,153 @@
+"""Attention kernels of xfuser's registry, behind our `Kernel`.
+
+xfuser (xDiT) keeps functions that call FlashAttention 2, 3, 4, SageAttention, AITER and others. Its
+parallel layers are not used. What a function can do is not declared there, so each is tried once,
+on the run's device, with its dtype and head size: whether it runs, whether it computes attention,
+and whether its second value is the log-sum-exp. A ring merges by that only where it is.
+
+Legend: B batch, S tokens, N heads, D head size. xfuser's functions take and return [B,N,S,D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan.settings.backends import Backend
+from wan.settings.errors import InputError
+
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+"""function(q, k, v, dropout, is_causal): the result and perhaps the log-sum-exp."""
+
+# Of a trial: two heads, and lengths that differ and are multiples of nothing, as a run's may be.
+_HEADS, _ROWS, _KEYS = 2, 203, 137
+# Largest error of a result, relative to its size, and of a log-sum-exp; of what quantises, the
+# second. A log-sum-exp to base 2 is off by 44 %, that is by 2.
+_RESULT, _LSE = (0.02, 0.3), (0.02, 0.1)
+
+
+class XfuserKernel:
+    """Implements `wan.kernels.base.Kernel` by a function of xfuser's registry.
+
+    can_return_lse: whether a trial has shown that its second value is the log-sum-exp.
+    """
+
+    def __init__(self, name: str, function: Function, can_return_lse: bool) -> None:
+        self.name, self.can_return_lse = name, can_return_lse
+        self._function = function
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
+        return _attend(self._function, q_BSND, k_BSND, v_BSND)[0]
+
+    def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
+        out, lse = _attend(self._function, q_BSND, k_BSND, v_BSND)
+        assert lse is not None, "a trial has shown that there is one"
+        return out, lse[..., : q_BSND.shape[1]]  # of the memory-efficient operator: padded to 32
+
+
+def load(backend: Backend, device: torch.device, head: int, dtype: torch.dtype) -> XfuserKernel:
+    """The kernel of a row of xfuser's, tried on the device.
+
+    Args:
+        backend: The row.
+        device: Where it will compute.
+        head: Channels of a head.
+        dtype: Of q, k, v.
+
+    Raises:
+        InputError: Where a package is missing, or the function does not compute this.
+    """
+    flag = f"--attention_backend {backend.name}"
+    instead = "or use --attention_backend auto"
+    for module in ("xfuser", *backend.modules):
+        if not _is_there(module):
+            what = "-r requirements-cuda.txt" if module == "xfuser" else " ".join(backend.install)
+            raise InputError(
+                f"{flag} needs the Python module {module}, which is not installed or does not "
+                f"load: run pip install {what}, {instead}."
+            )
+    member, function = _registered(backend, flag)
+    error = _trial(function, device, head, dtype, backend.low_precision)
+    if isinstance(error, str):
+        raise InputError(
+            f"{flag} does not compute {str(dtype).removeprefix('torch.')} with heads of {head} "
+            f"channels on this {device.type} device ({error}); see whether "
+            f"{' and '.join(('xfuser', *backend.install))} fit it, {instead}."
+        )
+    return XfuserKernel(f"xfuser {member.name} ({member.value})", function, error)
+
+
+def _is_there(module: str) -> bool:
+    """Whether it could be imported; what it is part of is."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, OSError):
+        return False
+
+
+def _registered(backend: Backend, flag: str) -> tuple[Any, Function]:
+    """xfuser's name of a function, and the function."""
+    try:
+        from xfuser.core.distributed import attention_backend as registry
+    except Exception as error:  # whatever a foreign package raises where it does not fit
+        raise InputError(
+            f"{flag}: xfuser does not load; it needs a PyTorch for CUDA or ROCm and the packages "
+            f"of requirements-cuda.txt: use --attention_backend auto ({_reason(error)})."
+        ) from error
+    member = getattr(registry.AttentionBackendType, str(backend.member), None)
+    if member not in registry.ATTENTION_FUNCTION_REGISTRY:
+        raise InputError(
+            f"{flag}: this xfuser has no {backend.member}; run pip install -r "
+            "requirements-cuda.txt, or use --attention_backend auto."
+        )
+    return member, registry.ATTENTION_FUNCTION_REGISTRY[member]
+
+
+@cache
+def _trial(
+    function: Function, device: torch.device, head: int, dtype: torch.dtype, low_precision: bool
+) -> bool | str:
+    """Whether its second value is the log-sum-exp; a text: why it does not compute attention."""
+    generator = torch.Generator().manual_seed(0)  # the run's own randomness is left alone
+    q, k, v = (
+        torch.randn(1, rows, _HEADS, head, generator=generator).to(device, dtype)
+        for rows in (_ROWS, _KEYS, _KEYS)
+    )
+    try:
+        with torch.no_grad():
+            out, lse = _attend(function, q, k, v)
+    except Exception as error:  # whatever a foreign kernel raises where it does not fit
+        return _reason(error)
+    logits = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1)) * head**-0.5
+    expected = (logits.softmax(-1) @ v.float().transpose(1, 2)).transpose(1, 2)
+    if out.shape != expected.shape:
+        return f"the result has shape {list(out.shape)} instead of {list(expected.shape)}"
+    off = float((out.float() - expected).norm() / expected.norm())
+    if not off <= _RESULT[low_precision]:
+        return f"the result is off by {off:.1%}"
+    return _is_lse(lse, logits.logsumexp(-1), _LSE[low_precision])
+
+
+def _is_lse(found: object, expected_BNS: Tensor, tolerance: float) -> bool:
+    """Whether it is the log-sum-exp in float32, maybe with more rows behind."""
+    if not isinstance(found, Tensor) or found.dtype != torch.float32 or found.dim() != 3:
+        return False
+    lse = found[..., : expected_BNS.shape[-1]]
+    return lse.shape == expected_BNS.shape and bool(((lse - expected_BNS).abs() <= tolerance).all())
+
+
+def _attend(
+    function: Function, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
+    out, lse = function(q, k, v, 0.0, False)
+    return out.transpose(1, 2).to(q_BSND.dtype), lse
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
