@@ -108,14 +108,15 @@ def _store() -> Store:
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """One outcome for the table: the main rank's lines, and the worst verdict.
 
-    A rank that is wrong gives its wrong lines too, under its number. Ranks that were ended because
+    A rank gives what is wrong only there, under its number. Ranks that were ended because
     of another one count only where that one has said nothing.
     """
     by_itself = [o for o in outcomes if not o.words.startswith(ENDED)] or list(outcomes)
     main = outcomes[0]
     lines, words, tail = list(main.lines), main.words, main.tail
+    said = {one.what for one in lines if one.verdict == WRONG}
     for rank, outcome in enumerate(outcomes[1:], 1):
-        bad = [one for one in outcome.lines if one.verdict == WRONG]
+        bad = [one for one in outcome.lines if one.verdict == WRONG and one.what not in said]
         lines += [replace(one, what=f"rank {rank}: {one.what}") for one in bad]
         if outcome.words and outcome in by_itself and (not words or main not in by_itself):
             words, tail = f"rank {rank}: {outcome.words}", outcome.tail

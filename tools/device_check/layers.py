@@ -166,9 +166,14 @@ def ring(bench: Bench) -> Iterator[Line]:
 
 def _repeated(bench: Bench, model: WanModel, given: Inputs, what: str) -> Line:
     """The host runs ahead of the device, as in a sampling loop."""
-    held = bench.peak(lambda: given.call(model))
-    more = bench.peak(lambda: [given.call(model) and None for _ in range(FORWARDS)])
-    figures = [gigabytes("one forward", held), gigabytes(f"{FORWARDS} forwards", more)]
+    count = FORWARDS if bench.large else 3
+
+    def many() -> None:
+        for _ in range(count):
+            given.call(model)
+
+    held, more = bench.peak(lambda: given.call(model)), bench.peak(many)
+    figures = [gigabytes("one forward", held), gigabytes(f"{count} forwards", more)]
     if held is not None and more is not None:
         figures.append(Figure("ratio", more / held, "", GROWN, verdict=SLOW))
     return line(what, *figures)
