@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _POLL = 0.1
 ENDED = "ended because"
+_DOUBTFUL = (ENDED, "RuntimeError", "Dist")  # also what a collective raises for another rank's sake
 GRACE = 60.0  # seconds that a rank is waited for beyond its step's limit
 
 
@@ -109,17 +110,19 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """One outcome for the table: the main rank's lines, and the worst verdict.
 
     A rank gives what is wrong only there, under its number. Ranks that were ended because
-    of another one count only where that one has said nothing.
+    of another one count only where that one has said nothing, and what a collective may have raised
+    for another rank's sake is told only where there is no other cause.
     """
     by_itself = [o for o in outcomes if not o.words.startswith(ENDED)] or list(outcomes)
     main = outcomes[0]
-    lines, words, tail = list(main.lines), main.words, main.tail
+    causes = [o for o in by_itself if o.words and not o.words.startswith(_DOUBTFUL)]
+    lines = list(main.lines)
     said = {one.what for one in lines if one.verdict == WRONG}
     for rank, outcome in enumerate(outcomes[1:], 1):
         bad = [one for one in outcome.lines if one.verdict == WRONG and one.what not in said]
         lines += [replace(one, what=f"rank {rank}: {one.what}") for one in bad]
-        if outcome.words and outcome in by_itself and (not words or main not in by_itself):
-            words, tail = f"rank {rank}: {outcome.words}", outcome.tail
-            main = outcome
+    told = next(iter(causes or [o for o in by_itself if o.words]), main)
+    rank = outcomes.index(told)
+    words, tail = f"rank {rank}: {told.words}" if rank else told.words, told.tail
     verdict = worst(outcome.verdict for outcome in by_itself)
     return Outcome(verdict, max(o.seconds for o in outcomes), tuple(lines), words, tail)

@@ -129,8 +129,10 @@ class _Check:
         """Carry out a step and hear of the other ranks'."""
         own = self._own(index, step)
         outcomes = self._peers.merged(index, own, step.limit)
-        if step.together(self._facts):
-            self._bed.clear()  # their group has come to its end, however it went
+        # After the others know: they would only see that a connection is lost. A group has come to
+        # its end with its step, and an error of a device may stay with its process.
+        if own.verdict == WRONG or step.together(self._facts):
+            self._bed.clear()
         outcome = joined(outcomes)
         if self._peers.rank == 0:
             print(report.row(step, outcome), flush=True)

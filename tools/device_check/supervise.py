@@ -25,6 +25,7 @@ from wan.settings.errors import InputError
 
 REPO = Path(__file__).resolve().parents[2]
 START = 300.0  # seconds until a worker has imported torch and found its device
+TRIES = 2  # of opening a device
 _POLL = 0.1
 _TAIL = 4000  # characters
 _LAST_WORDS = 0.5  # seconds in which a hanging worker writes where it is
@@ -164,7 +165,7 @@ class Bed:
     """
 
     def __init__(self, hello: Job) -> None:
-        self._hello = hello
+        self._hello, self._failures = hello, 0
         self._worker: Worker | None = None
 
     def __enter__(self) -> Bed:
@@ -174,9 +175,13 @@ class Bed:
         self.clear()
 
     def worker(self) -> Worker:
-        """The worker, a new one where there is none."""
+        """The worker, a new one where there is none. InputError, DeviceError: as `Worker`."""
+        if self._failures >= TRIES:
+            raise DeviceError(f"the device could not be opened {TRIES} times in a row")
         if self._worker is None:
+            self._failures += 1
             self._worker = Worker(self._hello)
+            self._failures = 0
         return self._worker
 
     def clear(self) -> None:
@@ -190,10 +195,7 @@ class Bed:
         if job["together"]:
             self.clear()
         try:
-            outcome = self.worker().run(job, step.limit, stop)
-        except DeviceError as error:
+            return self.worker().run(job, step.limit, stop)
+        except (InputError, DeviceError) as error:
             words, _, tail = str(error).partition("\n")
-            return Outcome(WRONG, START, (), words, tail)
-        if outcome.verdict == WRONG:
-            self.clear()  # an error of a device may stay with its process
-        return outcome
+            return Outcome(WRONG, 0.0, (), words, tail)
