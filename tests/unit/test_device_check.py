@@ -202,6 +202,9 @@ def test_ranks_are_joined() -> None:
     assert joined([good, broken]).words == "rank 1: ValueError: broken"
     assert joined([ended, broken, ended]).words == "rank 1: ValueError: broken"
     assert joined([ended, broken]).seconds == 3.0
+    closed = Outcome(WRONG, 1.0, (), "RuntimeError: connection closed by peer")
+    assert joined([closed, broken]).words == "rank 1: ValueError: broken"
+    assert joined([closed, closed]).words == closed.words
     assert [one.what for one in joined([good, bad]).lines] == ["a", "rank 1: a"]
     assert joined([ended, Outcome(ABSENT, 1.0, (), "no memory")]).verdict == ABSENT
     assert joined([good, Outcome(ABSENT)]).verdict == OK
@@ -259,4 +262,4 @@ def test_a_rank_that_fails_costs_the_others_one_step(tmp_path: Path) -> None:
     assert [step["verdict"] for step in steps] == [OK, WRONG, WRONG, OK]
     assert steps[1]["words"] == "rank 1: ValueError: the second rank is broken"
     assert "rank 1" in steps[2]["words"] and "SIGKILL" in steps[2]["words"]
-    assert all(step["seconds"] < 50 for step in steps), "nobody waited for the limit"
+    assert not any("did not end" in step["words"] for step in steps), "nobody waited for the limit"
