@@ -17,6 +17,7 @@ from benchmarks import common
 from tools.device_check.bench import Bench, attempted, gigabytes
 from tools.device_check.network import apart, case
 from tools.device_check.steps import Figure, Line, absent, error, line
+from wan.checkpoint.layout import published
 from wan.pipeline import vae as autoencoders
 from wan.pipeline.vae import VAE_22, VideoVAE
 from wan.planner.measure import Planner
@@ -94,9 +95,10 @@ def _video(bench: Bench, version: str, verb: str) -> Line:
     held = bench.peak(timed)
     figures = [Figure("time", taken[0], "s"), gigabytes("memory beside weights", held)]
     if held is not None and verb == "decode":
-        setup = replace(of.setup, preset=PRESETS[task])
+        preset = PRESETS[task]
+        setup = replace(of.setup, preset=preset, checkpoint=published(preset))
         planned = Planner(setup, request).stages()["decoding"]
-        most = planned.total() - planned["VAE weights"] + given.nbytes
+        most = planned.total() - planned["VAE weights"] - given.nbytes
         figures.append(Figure("measured / planned", held / most, "", PLAN))
     return line(f"{version}: {verb}, {frames} frames of {width} x {height}", *figures)
 
