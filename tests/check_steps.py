@@ -1,0 +1,123 @@
+"""Steps for tests of the device check: good ones, and ones that fail in every way.
+
+As a program: the check with these steps, for torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.device_check.steps import Figure, Line, Step, UnavailableError, line
+from wan.settings.errors import InputError
+
+HANGS = 1.5  # seconds of limit
+
+
+def good(bench: object) -> Iterator[Line]:
+    yield line("it", Figure("is", 1.0, "GB/s"))
+
+
+def raises(bench: object) -> Iterator[Line]:
+    yield line("known before", Figure("figure", 7.0))
+    raise ValueError("this is broken\nin two lines")
+
+
+def hangs(bench: object) -> Iterator[Line]:
+    yield line("known before")
+    time.sleep(60)
+
+
+def crashes(bench: object) -> Iterator[Line]:
+    yield line("known before")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def stops(bench: object) -> Iterator[Line]:
+    yield line("known before")
+    os._exit(3)
+
+
+def unavailable(bench: object) -> Iterator[Line]:
+    raise UnavailableError("it does not exist yet")
+
+
+def refused(bench: object) -> Iterator[Line]:
+    raise InputError("This device cannot do that.")
+
+
+def nan(bench: object) -> Iterator[Line]:
+    yield line("result", Figure("error", float("nan"), "", 1.0))
+
+
+def memory(bench: object) -> Iterator[Line]:
+    raise MemoryError
+
+
+def wrong_kernel(bench: object) -> Iterator[Line]:
+    """The real step, where a kernel of this machine forgets the last key."""
+    from tools.device_check import attention
+    from wan.kernels import select
+    from wan.kernels.sdpa import SdpaKernel
+
+    class Forgetful(SdpaKernel):
+        def __call__(self, q, k, v, /):
+            return super().__call__(q, k[:, :-1], v[:, :-1])
+
+    select.DENSE["fused", "cpu"] = lambda device: Forgetful()
+    yield from attention.dense(bench)  # type: ignore[arg-type]
+
+
+def second_rank_raises(bench: object) -> Iterator[Line]:
+    """The others wait in a collective."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("the second rank is broken")
+    dist.all_reduce(torch.ones(1))
+    yield line("never")
+
+
+def second_rank_dies(bench: object) -> Iterator[Line]:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    yield line("never")
+
+
+def adds(bench: object) -> Iterator[Line]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    yield line("ranks", Figure("sum", float(total), "", 1.0))
+
+
+def step(work: object, limit: float = 60, ranks: str = "one") -> Step:
+    name = work.__name__  # type: ignore[attr-defined]
+    return Step(1, name, name, f"tests.check_steps:{name}", limit, ranks)
+
+
+ALONE = tuple(
+    step(work, HANGS if work is hangs else 60)
+    for work in (good, raises, good, hangs, crashes, stops, unavailable, refused, nan, memory, good)
+)
+TOGETHER = tuple(
+    step(work, ranks="several") for work in (adds, second_rank_raises, second_rank_dies, adds)
+)
+
+if __name__ == "__main__":
+    from tools.device_check.command import main
+
+    sys.exit(main(sys.argv[1:], TOGETHER))

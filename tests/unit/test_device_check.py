@@ -1,0 +1,265 @@
+"""The device check: what is reported, whatever a step does; and that a wrong kernel is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import check_steps
+from tests.dist import REPO, TORCHRUN
+from tools.device_check.agree import ENDED, joined
+from tools.device_check.command import main
+from tools.device_check.report import table
+from tools.device_check.steps import (
+    ABSENT,
+    OK,
+    SLOW,
+    STEPS,
+    WRONG,
+    Facts,
+    Figure,
+    Line,
+    Outcome,
+    Step,
+    chosen,
+    line,
+    line_from,
+    outcome_from,
+    plain,
+    worst,
+)
+from wan.settings.errors import InputError
+
+CHECK = str(REPO / "tools" / "check_device.py")
+CPU = Facts("cpu", "CPU", False, None, 1)
+
+
+def run(*argv: str, ranks: int = 1, program: str = CHECK, timeout: float = 280) -> Any:
+    """The command in a process; under torchrun if there are several ranks."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.run(
+        [sys.executable, *(start if ranks > 1 else []), program, *argv],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **TORCHRUN},
+    )
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    return {step["name"]: step["verdict"] for step in json.loads(path.read_text())["steps"]}
+
+
+def test_first_steps(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = run("--device", "cpu", "--only", "machine,merge,groups", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(file.read_text())
+    assert verdicts(file) == {"machine": OK, "merge": OK, "groups": ABSENT}
+    assert record["verdict"] == OK and record["facts"]["type"] == "cpu"
+    assert record["environment"]["torch"] and record["environment"]["cpu"]
+    figures = {f["name"] for s in record["steps"] for o in s["lines"] for f in o["figures"]}
+    assert {"rate", "error", "host memory free", "times q"} <= figures
+    words = done.stdout
+    assert "TFLOP/s" in words and "4 parts merged: error" in words and "(<= 0.0001)" in words
+    assert "torchrun" in words and "3 steps: 2 ok, 1 not available" in words
+
+
+def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is reported as what it is, with what was known before, and the next step runs."""
+    file = tmp_path / "report.json"
+    assert main(["--device", "cpu", "--json", str(file)], check_steps.ALONE) == 1
+    steps = json.loads(file.read_text())["steps"]
+    found = [(step["name"], step["verdict"]) for step in steps]
+    assert found == [
+        ("good", OK),
+        ("raises", WRONG),
+        ("good", OK),
+        ("hangs", WRONG),
+        ("crashes", WRONG),
+        ("stops", WRONG),
+        ("unavailable", ABSENT),
+        ("refused", ABSENT),
+        ("nan", WRONG),
+        ("memory", ABSENT),
+        ("good", OK),
+    ]
+    by_name = {step["name"]: step for step in steps}
+    assert by_name["raises"]["words"] == "ValueError: this is broken"
+    assert by_name["raises"]["lines"][0]["figures"][0]["value"] == 7
+    assert "Traceback" in by_name["raises"]["tail"]
+    assert "did not end within 1.5 s" in by_name["hangs"]["words"]
+    assert "in hangs" in by_name["hangs"]["tail"]
+    assert "SIGSEGV" in by_name["crashes"]["words"] and "in crashes" in by_name["crashes"]["tail"]
+    assert by_name["stops"]["words"].endswith("exit code 3")
+    assert all(len(by_name[name]["lines"]) == 1 for name in ("hangs", "crashes", "stops"))
+    assert by_name["nan"]["lines"][0]["figures"][0]["value"] == "nan"
+    said = capsys.readouterr().out
+    assert "is 1 GB/s" in said and "wrong: raises, hangs, crashes, stops, nan" in said
+
+
+def test_wrong_kernel(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    steps = (check_steps.step(check_steps.wrong_kernel, 120),)
+    assert main(["--device", "cpu", "--json", str(file)], steps) == 1
+    (step,) = json.loads(file.read_text())["steps"]
+    assert step["words"] == "" and len(step["lines"]) > 2
+    assert {found["verdict"] for found in step["lines"]} == {WRONG}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--only", "machine,speed"], "--only 'speed' is no step; the steps are machine, "),
+        (["--only", ""], "--only '' is no step"),
+        (["--device", "tpu"], "--device"),
+        (["--json", "report.txt"], "ends in .json"),
+        (["--json", "/nowhere/at/all.json"], "No such file or directory"),
+        (["--fast"], "--fast"),
+        (["--device", "cuda", "--only", "machine"], "PyTorch sees no CUDA device here"),
+    ],
+)
+def test_bad_input(
+    argv: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and said.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_replaced_kernel_is_not_checked(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("MINDIE_SD_FA_TYPE", "1")
+    assert main([]) == 2
+    assert "MINDIE_SD_FA_TYPE" in capsys.readouterr().err
+
+
+def test_steps() -> None:
+    names = [step.name for step in STEPS]
+    assert len(set(names)) == len(names)
+    assert sorted({step.number for step in STEPS}) == list(range(1, 13))
+    assert [step.number for step in STEPS] == sorted(step.number for step in STEPS)
+    for step in STEPS:
+        module, function = step.work.split(":")
+        source = REPO / Path(*module.split(".")).with_suffix(".py")
+        assert f"\ndef {function}(bench: Bench) -> Iterator[Line]:" in source.read_text()
+    assert [step.name for step in chosen("2,vae", STEPS)] == ["attention", "lse", "vae"]
+    with pytest.raises(InputError):
+        chosen("13", STEPS)
+
+
+def test_why_a_step_does_not_apply() -> None:
+    by_name = {step.name: step for step in STEPS}
+    assert "torchrun" in (by_name["groups"].missing(CPU, False) or "")
+    assert "--full" in (by_name["loops"].missing(CPU, False) or "")
+    assert by_name["loops"].missing(CPU, True) is None
+    assert "NPUs" in (by_name["npu"].missing(CPU, False) or "")
+    bare = Facts("cpu", "CPU", False, "there is no C++ compiler", 1)
+    assert by_name["compiled"].missing(bare, False) == "there is no C++ compiler"
+    assert by_name["compiled"].missing(CPU, False) is None
+
+
+def test_figures_are_judged() -> None:
+    assert Figure("x", 2.0, "", 1.0).judged == WRONG
+    assert Figure("x", 1.0, "", 1.0).judged == OK
+    assert Figure("x", math.nan, "", 1.0).judged == WRONG
+    assert Figure("x", 1.0, "", 2.0, at_least=True, verdict=SLOW).judged == SLOW
+    assert Figure("x", 1e9).judged == OK
+    assert (
+        line("a", Figure("x", 2.0, "", 1.0, verdict=SLOW), Figure("y", 0.0, "", 1.0)).verdict
+        == SLOW
+    )
+    assert worst([OK, ABSENT]) == OK and worst([SLOW, WRONG, OK]) == WRONG and worst([]) == ABSENT
+
+
+def test_lines_survive_being_sent() -> None:
+    from dataclasses import asdict
+
+    sent = Line("a", WRONG, (Figure("x", math.inf, "", 1.0), Figure("kernel", "flash")), "why")
+    assert line_from(json.loads(json.dumps(plain(asdict(sent))))) == sent
+    outcome = Outcome(WRONG, 1.5, (sent,), "words", "tail")
+    assert outcome_from(json.loads(json.dumps(plain(asdict(outcome))))) == outcome
+
+
+def test_ranks_are_joined() -> None:
+    good = Outcome(OK, 1.0, (line("a"),))
+    broken = Outcome(WRONG, 2.0, (), "ValueError: broken", "tail")
+    ended = Outcome(WRONG, 3.0, (), f"{ENDED} rank 1 has")
+    bad = Outcome(WRONG, 1.0, (line("a", Figure("x", 2.0, "", 1.0)),))
+    assert joined([good]) == good
+    assert joined([good, broken]).words == "rank 1: ValueError: broken"
+    assert joined([ended, broken, ended]).words == "rank 1: ValueError: broken"
+    assert joined([ended, broken]).seconds == 3.0
+    closed = Outcome(WRONG, 1.0, (), "RuntimeError: connection closed by peer")
+    assert joined([closed, broken]).words == "rank 1: ValueError: broken"
+    assert joined([closed, closed]).words == closed.words
+    assert [one.what for one in joined([good, bad]).lines] == ["a", "rank 1: a"]
+    assert joined([ended, Outcome(ABSENT, 1.0, (), "no memory")]).verdict == ABSENT
+    assert joined([good, Outcome(ABSENT)]).verdict == OK
+
+
+def test_table_has_figures_and_units() -> None:
+    step = Step(3, "x", "a title", "m:f", 1.0)
+    outcome = Outcome(
+        SLOW,
+        2.25,
+        (
+            Line("first", SLOW, (Figure("rate", 1234.5, "GB/s", 2000.0, True, SLOW),), "cold"),
+            Line("second", ABSENT, (), "no such kernel"),
+        ),
+    )
+    assert table([(step, outcome, [outcome])]).splitlines() == [
+        f" 3  {'a title':<40}{'slow':<14}2.2 s",
+        "      first: SLOW  rate 1234 GB/s (>= 2000) (cold)",
+        "      second: NOT AVAILABLE  no such kernel",
+    ]
+
+
+@pytest.mark.slow
+def test_whole_check(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = run("--device", "cpu", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    several = {step.name for step in STEPS if step.ranks == "several"}
+    found = verdicts(file)
+    assert {name for name, verdict in found.items() if verdict == ABSENT} == {
+        *several,
+        "loops",
+        "npu",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    only = "machine,groups,slow-rank,layers,ring,fsdp"
+    done = run("--device", "cpu", "--only", only, "--json", str(file), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(verdicts(file).values()) <= {OK, SLOW}
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_rank_that_fails_costs_the_others_one_step(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    program = str(REPO / "tests" / "check_steps.py")
+    done = run("--device", "cpu", "--json", str(file), ranks=2, program=program)
+    assert done.returncode == 1, done.stdout + done.stderr
+    steps = json.loads(file.read_text())["steps"]
+    assert [step["verdict"] for step in steps] == [OK, WRONG, WRONG, OK]
+    assert steps[1]["words"] == "rank 1: ValueError: the second rank is broken"
+    assert "rank 1" in steps[2]["words"] and "SIGKILL" in steps[2]["words"]
+    assert not any("did not end" in step["words"] for step in steps), "nobody waited for the limit"

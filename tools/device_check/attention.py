@@ -1,0 +1,271 @@
+"""Steps 2, 3, 6: dense kernels, their log-sum-exp, merging, and the modes on one device.
+
+Legend: B batch, S tokens, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import common
+from tools.device_check.bench import (
+    LIMITS,
+    Bench,
+    Exact,
+    attempted,
+    exact,
+    gigabytes,
+    milliseconds,
+)
+from tools.device_check.steps import Figure, Line, UnavailableError, error, line, share
+from wan.distributed.exchange import ALONE
+from wan.distributed.ring import Merged
+from wan.kernels.base import Kernel
+from wan.kernels.sdpa import SdpaKernel
+from wan.kernels.select import DENSE
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.schedule import MODES, OVERLAP
+from wan.settings.attention import ALGORITHMS
+from wan.settings.parallel import Parallel
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+TEXT = 512  # keys of cross-attention
+LSE_LIMIT = 5e-3
+LEAST_SHARE = 0.35  # of the rate of a matrix product, for a large call
+LONG = (75_600, 37_800, 32_760)  # 720p, the half of it on each of a ring of two, 480p
+_PYTORCH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+
+def shapes(bench: Bench) -> list[tuple[int, int, int]]:
+    """(queries, keys, heads) of the calls, the hardest first."""
+    if not bench.large:
+        laser = [(2100, 2100, 1)] if bench.device.type == "npu" else []
+        return [(1000, 1000, 5), (1000, 1000, 1), (1000, TEXT, 2), *laser]
+    found = [(tokens, tokens, heads) for tokens in LONG for heads in (40, 5, 2, 1)]
+    return [*found, (LONG[0], TEXT, 40)]
+
+
+def kernels(bench: Bench) -> dict[str, Callable[[], Kernel]]:
+    """What a run may take here, by the names of --attention_algo."""
+    device = bench.device
+
+    def made(name: str, make: Callable[[Any], Kernel]) -> Kernel:
+        if device.can.name not in ALGORITHMS[name].devices:
+            raise UnavailableError(f"{device.can.name} has no {name} attention")
+        return make(device)
+
+    return {
+        name: partial(made, name, make)
+        for (name, kind), make in DENSE.items()
+        if kind == device.type
+    }
+
+
+def dense(bench: Bench) -> Iterator[Line]:
+    """Every kernel and PyTorch backend on every shape: error, time, which kernel ran."""
+    for dtype in bench.dtypes:
+        for shape in shapes(bench):
+            q, k, v = bench.qkv(*shape, dtype=dtype)
+            reference, short = exact(q, k, v), _named(shape, dtype)
+            for name, make in kernels(bench).items():
+                measure = partial(_kernel, bench, name, make, (q, k, v), reference)
+                yield attempted(f"{short}, {name}", partial(measure, f"{short}, {name}"))
+            if bench.device.type == "cuda":
+                for backend in _PYTORCH:
+                    what = f"{short}, {backend.name.lower()}"
+                    yield attempted(
+                        what, partial(_backend, bench, backend, (q, k, v), reference, what)
+                    )
+
+
+def _named(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
+    queries, keys, heads = shape
+    noun = "head" if heads == 1 else "heads"
+    return f"{queries} x {keys}, {heads} {noun}, {str(dtype).removeprefix('torch.')}"
+
+
+def _kernel(
+    bench: Bench,
+    name: str,
+    make: Callable[[], Kernel],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    reference: Exact,
+    what: str,
+) -> Line:
+    algorithm, rows = ALGORITHMS[name], min(x.shape[1] for x in qkv)
+    if rows < algorithm.min_rows:
+        raise UnavailableError(f"it takes {algorithm.min_rows} rows or more")
+    if qkv[0].dtype == torch.float32 and "fp32" not in algorithm.precisions:
+        raise UnavailableError("it takes 16-bit tensors")
+    return _attended(bench, make(), qkv, reference, what, judged=True)
+
+
+def _backend(
+    bench: Bench,
+    backend: SDPBackend,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    reference: Exact,
+    what: str,
+) -> Line:
+    """One of PyTorch's own, whether a run would take it or not."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return SdpaKernel()(q, k, v)
+
+    return _attended(bench, attend, qkv, reference, what, judged=False)
+
+
+def _attended(
+    bench: Bench,
+    attend: Attend,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    reference: Exact,
+    what: str,
+    *,
+    judged: bool,
+) -> Line:
+    """judged: a large call far below the rate of a matrix product counts as slow."""
+    q, k, _ = qkv
+    far = reference.error(attend(*qkv))
+    taken = bench.seconds(lambda: attend(*qkv))
+    rate = 4 * q.numel() * k.shape[1] / taken
+    product, _ = bench.rates(q.dtype)
+    least = LEAST_SHARE if judged and bench.large and k.shape[1] > TEXT else None
+    return line(
+        what,
+        error(far, LIMITS[q.dtype]),
+        milliseconds(taken),
+        Figure("rate", rate / 1e12, "TFLOP/s"),
+        share("of a product's rate", rate / product, least),
+        Figure("kernel", kernel_name(bench, lambda: attend(*qkv))),
+    )
+
+
+def kernel_name(bench: Bench, run: common.Run) -> str:
+    """What took longest: on CUDA the kernel's name, on a CPU that of PyTorch's operation."""
+    if bench.device.type == "npu":
+        return "see step npu"
+    on_gpu = bench.device.type == "cuda"
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as trace:
+        run()
+        common.synchronize(bench.place)
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [e for e in trace.profiler.kineto_results.events() if e.device_type() == kind]
+    names = [e for e in events if on_gpu or "attention" in e.name()]
+    if not names:
+        return "not known"
+    inner = max(names, key=lambda e: e.duration_ns() if on_gpu else e.start_ns())
+    return str(inner.name())[:80]
+
+
+def lse(bench: Bench) -> Iterator[Line]:
+    """The log-sum-exp of every kernel that returns one, against logsumexp in float64."""
+    for dtype in bench.dtypes:
+        for shape in [s for s in shapes(bench) if s[2] in (5, 1)]:
+            qkv = bench.qkv(*shape, dtype=dtype)
+            reference = exact(*qkv)
+            for name, make in kernels(bench).items():
+                what = f"{_named(shape, dtype)}, {name}"
+                yield attempted(what, partial(_with_lse, bench, make, qkv, reference, what))
+
+
+def _with_lse(
+    bench: Bench,
+    make: Callable[[], Kernel],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    reference: Exact,
+    what: str,
+) -> Line:
+    kernel = _returning_lse(make)
+    out, sums = kernel.with_lse(*qkv)
+    alone, both = (bench.seconds(partial(run, *qkv)) for run in (kernel, kernel.with_lse))
+    return line(
+        what,
+        error(reference.error(out), LIMITS[out.dtype]),
+        error(reference.lse_error(sums), LSE_LIMIT, "error of the log-sum-exp"),
+        milliseconds(both),
+        Figure("times the result alone", both / alone),
+        Figure("kernel", kernel_name(bench, lambda: kernel.with_lse(*qkv))),
+    )
+
+
+def _returning_lse(make: Callable[[], Kernel]) -> Kernel:
+    kernel = make()
+    if not kernel.can_return_lse:
+        raise UnavailableError("it returns no log-sum-exp; rings gather keys and values")
+    return kernel
+
+
+def merge(bench: Bench) -> Iterator[Line]:
+    """What a call with its log-sum-exp holds, and keys in 2 and 4 parts merged."""
+    tokens, heads = (LONG[0], 5) if bench.large else (1000, 5)
+    for dtype in bench.dtypes:
+        qkv = bench.qkv(tokens, tokens, heads, dtype)
+        reference = exact(*qkv)
+        for name, make in kernels(bench).items():
+            short = f"{_named((tokens, tokens, heads), dtype)}, {name}"
+            yield attempted(f"{short}: memory", partial(_held, bench, make, qkv, short))
+            for parts in (2, 4):
+                what = f"{short}: {parts} parts merged"
+                yield attempted(what, partial(_merged, make, qkv, reference, parts, what))
+
+
+def _held(
+    bench: Bench, make: Callable[[], Kernel], qkv: tuple[Tensor, Tensor, Tensor], short: str
+) -> Line:
+    kernel = _returning_lse(make)
+    kernel.with_lse(*qkv)
+    held = bench.peak(lambda: kernel.with_lse(*qkv))
+    figures = [gigabytes("held", held)]
+    if held is not None:  # the result alone is 1; copies of q, k, v would be 3 more
+        figures.append(Figure("times q", held / qkv[0].nbytes))
+    return line(f"{short}: memory", *figures)
+
+
+def _merged(
+    make: Callable[[], Kernel],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    reference: Exact,
+    parts: int,
+    what: str,
+) -> Line:
+    kernel, total = _returning_lse(make), Merged()
+    q, k, v = qkv
+    for k_part, v_part in zip(k.tensor_split(parts, 1), v.tensor_split(parts, 1), strict=True):
+        total.add(*kernel.with_lse(q, k_part, v_part))
+    return line(what, error(reference.error(total.result()), LIMITS[q.dtype]))
+
+
+def modes(bench: Bench) -> Iterator[Line]:
+    """The attention layer in every mode on this device alone: the same result, in what time?"""
+    tokens, heads = (LONG[0], 40) if bench.large else (1000, 12)
+    dtype = bench.dtypes[0]
+    qkv = bench.qkv(tokens, tokens, heads, dtype)
+    reference, make = exact(*qkv), kernels(bench)["fused"]
+    ways = [(row.name, mode, False) for mode, row in MODES.items()]
+    first: Tensor | None = None
+    base = 0.0
+    for name, mode, overlap in [*ways, (OVERLAP.name, 0, True)]:
+        layer = FAPowerCapAttention(Parallel(comm_type=mode), ALONE, overlap, kernel=make())
+        out = layer(*qkv)
+        taken = bench.seconds(partial(layer, *qkv))
+        first, base = (out, taken) if first is None else (first, base)
+        apart = float((out - first).abs().max() / first.abs().max())
+        yield line(
+            f"{name}, {tokens} tokens, {heads} heads",
+            error(reference.error(out), LIMITS[dtype]),
+            Figure("largest distance from mode 0", apart, "", LIMITS[dtype]),
+            milliseconds(taken),
+            Figure("times mode 0", taken / base),
+        )

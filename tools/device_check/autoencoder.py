@@ -1,0 +1,120 @@
+"""Step 8: the VAE. Weights are random, since none may be here; sizes are the published ones.
+
+Legend: F H W pixel frames/height/width, Z latent channels, f h w latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import common
+from tools.device_check.bench import Bench, attempted, gigabytes
+from tools.device_check.network import apart, case
+from tools.device_check.steps import Figure, Line, absent, error, line
+from wan.checkpoint.layout import published
+from wan.pipeline import vae as autoencoders
+from wan.pipeline.vae import VAE_22, VideoVAE
+from wan.planner.measure import Planner
+from wan.settings.presets import PRESETS
+from wan.settings.request import make_request
+
+LIMIT = 1e-2  # relative rms; TF32 and HF32 round inputs to 10 bits, float32 alone gives 1e-5
+PLAN = 1.1  # most that is measured, over what was planned
+SMALL = (5, 32, 48)  # frames, height, width that a host decodes, too
+VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 121)}
+
+
+def vae(bench: Bench) -> Iterator[Line]:
+    """Both VAEs: error against the host, a video's seconds and memory, tiles."""
+    for version in VIDEOS:
+        yield attempted(f"{version}: error", partial(_errors, bench, version))
+        if bench.large:
+            for verb in ("encode", "decode"):
+                what = f"{version}: {verb}"
+                yield attempted(what, partial(_video, bench, version, verb))
+        yield attempted(f"{version}: tiles", partial(_tiles, bench, version))
+    yield absent("in bfloat16, channels-last", "the VAE computes in float32 only")
+
+
+def _network(bench: Bench, version: str) -> Any:
+    """Random weights, the same in every run; tiny where the host is the device."""
+    torch.manual_seed(0)
+    if bench.large:
+        made = autoencoders.published(version)
+    elif version == "2.1":
+        made = autoencoders.autoencoder(base_dim=8, z_dim=16)
+    else:
+        made = autoencoders.autoencoder(base_dim=8, decoder_base_dim=10, **VAE_22)
+    return made.eval().requires_grad_(False)
+
+
+def _errors(bench: Bench, version: str) -> Line:
+    """Encoding and decoding a few frames, against float64 on the host."""
+    network = _network(bench, version)
+    frames, height, width = SMALL
+    video = torch.rand(1, 3, frames, height, width, dtype=torch.float64) * 2 - 1
+    exact = network.double()
+    moments = exact.encode(video).latent_dist.mode()
+    latents = torch.randn(moments.shape, dtype=torch.float64)
+    decoded = exact.decode(latents, return_dict=False)[0]
+    model = VideoVAE(network.float().to(bench.place))
+    mean, scale = (x.cpu().double() for x in (model.mean, model.scale))
+    found = model.encode(video[0].float())
+    back = model.decode(((latents - mean) * scale)[0].float())
+    return line(
+        f"{version}: error, {frames} frames of {width} x {height}",
+        error(apart(found, ((moments - mean) * scale)[0]), LIMIT, "encoding"),
+        error(apart(back, decoded[0].clamp(-1, 1)), LIMIT, "decoding"),
+    )
+
+
+def _video(bench: Bench, version: str, verb: str) -> Line:
+    """A whole video: seconds, and the most memory, against the plan."""
+    task, size, frames = VIDEOS[version]
+    of = case(bench)
+    values = {"size": size, "frame_num": frames, "prompt": "", "base_seed": 0}
+    request = make_request(PRESETS[task], values)
+    model = VideoVAE(_network(bench, version).to(bench.place))
+    width, height = size
+    if verb == "encode":
+        given = bench.randn(3, frames, height, width, dtype=torch.float32).clamp_(-1, 1)
+    else:
+        given = bench.randn(*request.latent_shape, dtype=torch.float32)
+    run = partial(getattr(model, verb), given)
+    taken = [0.0]
+
+    def timed() -> None:
+        taken[0] = common.seconds(run, bench.place)
+
+    held = bench.peak(timed)
+    figures = [Figure("time", taken[0], "s"), gigabytes("memory beside weights", held)]
+    if held is not None and verb == "decode":
+        preset = PRESETS[task]
+        setup = replace(of.setup, preset=preset, checkpoint=published(preset))
+        planned = Planner(setup, request).stages()["decoding"]
+        most = planned.total() - planned["VAE weights"] - given.nbytes
+        figures.append(Figure("measured / planned", held / most, "", PLAN))
+    return line(f"{version}: {verb}, {frames} frames of {width} x {height}", *figures)
+
+
+def _tiles(bench: Bench, version: str) -> Line:
+    """Decoding in tiles blends their borders: it is not exact, by how much?"""
+    model = VideoVAE(_network(bench, version).to(bench.place))
+    frames, height, width = (3, 60, 104) if bench.large else (1, 34, 40)
+    factor = 2 if version == "2.2" else 1  # its latents are half as large
+    channels = 16 if version == "2.1" else 48
+    random = torch.Generator().manual_seed(4)
+    latents = torch.randn(channels, frames, height // factor, width // factor, generator=random)
+    whole = model.decode(latents)
+    model.tiling = True
+    tiled: Tensor = model.decode(latents)
+    return line(
+        f"{version}: tiles, {list(whole.shape[1:])}",
+        Figure("distance from whole frames", apart(tiled, whole)),
+    )

@@ -1,0 +1,216 @@
+"""Step 9: weights from files to the device, read ahead; experts that take each other's place."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tools.device_check.bench import Bench, attempted
+from tools.device_check.steps import (
+    OK,
+    SLOW,
+    Figure,
+    Line,
+    UnavailableError,
+    error,
+    line,
+    share,
+)
+from wan.checkpoint.load import Blueprint, dit_dtypes, stored
+from wan.modules.model import WanModel
+from wan.pipeline.pipeline import Experts
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LEAST_SHARE = 0.25  # of the rate of a plain copy to the device, where the file is in memory
+RESIDENT = 0.95  # of a file that is read ahead
+PATIENCE = 3.0  # seconds in which nothing more is read ahead
+KEPT = 1.2  # networks in memory at most after experts were switched
+_PAGE = mmap.PAGESIZE
+
+
+def _config(bench: Bench) -> dict[str, Any]:
+    """1 GB in float32 (the 1.3B's width); on a CPU 100 MB."""
+    if bench.large:
+        return {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 5}
+    return {"dim": 768, "ffn_dim": 3072, "num_heads": 6, "num_layers": 2}
+
+
+def _written(bench: Bench, kind: str) -> Path:
+    """A file of random weights, on the disk and not only in memory; made once."""
+    path = bench.folder / f"{kind}.safetensors"
+    if not path.exists():
+        with torch.device("meta"):
+            model = WanModel(**_config(bench))
+        torch.manual_seed(0)
+        save_file({k: torch.randn(x.shape).to(DTYPES[kind]) for k, x in _named(model)}, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return path
+
+
+def _named(model: WanModel) -> list[tuple[str, Tensor]]:
+    return [(name, parameter.data) for name, parameter in model.named_parameters()]
+
+
+def _blueprint(bench: Bench, path: Path) -> Blueprint[WanModel]:
+    made = partial(WanModel, **_config(bench))
+    return Blueprint("DiT", made, stored(path, lambda name: name), path)
+
+
+def _forget(path: Path) -> bool:
+    """Have the system drop the file's pages; whether it has."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return resident(path) < 0.05
+
+
+def resident(path: Path) -> float:
+    """The share of a file's pages that are in memory, as the system (mincore) says."""
+    size = path.stat().st_size
+    pages = -(-size // _PAGE)
+    library = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        held = (ctypes.c_ubyte * pages)()
+        view = ctypes.c_char.from_buffer(mapped)
+        place = ctypes.c_void_p(ctypes.addressof(view))
+        failed = library.mincore(place, ctypes.c_size_t(size), held)
+        del view
+    if failed:
+        raise UnavailableError(f"mincore: {os.strerror(ctypes.get_errno())}")
+    return sum(page & 1 for page in held) / pages
+
+
+def loading(bench: Bench) -> Iterator[Line]:
+    """Files of both dtypes, from the disk and from memory, into the dtypes of a run."""
+    if not hasattr(os, "posix_fadvise"):
+        raise UnavailableError("the system does not let a program drop a file's pages")
+    to_device = _copied(bench, pinned=False)
+    yield line("plain copy to the device", Figure("rate", to_device / 1e9, "GB/s"))
+    if bench.device.type != "cpu":
+        what = "plain copy from pinned memory"
+        yield attempted(
+            what, lambda: line(what, Figure("rate", _copied(bench, pinned=True) / 1e9, "GB/s"))
+        )
+    for kind in DTYPES:
+        for state in ("cold", "hot"):
+            what = f"{kind} file, {state}"
+            yield attempted(what, partial(_loaded, bench, kind, state, to_device, what))
+
+
+def _copied(bench: Bench, *, pinned: bool) -> float:
+    """Bytes per second."""
+    source = torch.ones(256 << 20 if bench.large else 32 << 20, dtype=torch.uint8)
+    source = source.pin_memory() if pinned else source
+    target = torch.empty_like(source, device=bench.place)
+    return source.nbytes / bench.seconds(lambda: target.copy_(source))
+
+
+def _loaded(bench: Bench, kind: str, state: str, to_device: float, what: str) -> Line:
+    path = _written(bench, kind)
+    if state == "cold":
+        if not _forget(path):
+            raise UnavailableError("the system keeps the file in memory")
+    else:
+        path.read_bytes()
+    blueprint = _blueprint(bench, path)
+    blueprint.check()
+    compute = torch.bfloat16 if bench.device.type != "cpu" else torch.float32
+    start = time.perf_counter()
+    model = blueprint.load(device=bench.place, dtype_of=dit_dtypes(compute, False))
+    bench.device.synchronize()
+    taken = time.perf_counter() - start
+    kept, far = load_file(path), 0.0
+    for name, parameter in _named(model):
+        want = kept[name].to(parameter.dtype)
+        far = max(far, float((parameter.cpu().float() - want.float()).abs().max()))
+    size = path.stat().st_size
+    rate, held = size / taken, sum(parameter.nbytes for _, parameter in _named(model))
+    figures = [Figure("time", taken, "s"), Figure("of the file", rate / 1e9, "GB/s")]
+    if state == "hot":
+        least = LEAST_SHARE if bench.large else None
+        figures.append(share("of a plain copy of what is kept", held / taken / to_device, least))
+    return line(f"{what}, {size / 1e6:.0f} MB", error(far, 0.0), *figures)
+
+
+def readahead(bench: Bench) -> Iterator[Line]:
+    """Whether `Experts.prefetch` brings a whole file into memory."""
+    if not hasattr(os, "posix_fadvise"):
+        raise UnavailableError("the system has no posix_fadvise")
+    path = _written(bench, "fp32")
+    if not _forget(path):
+        raise UnavailableError("the system keeps the file in memory")
+
+    def never(name: str) -> WanModel:
+        raise AssertionError(f"{name} is not to be loaded")
+
+    start = time.perf_counter()
+    Experts(never, offload=True, files={"dit": [path]}).prefetch("dit")
+    held, taken = 0.0, 0.0
+    while held < RESIDENT and time.perf_counter() - start - taken < PATIENCE:
+        time.sleep(0.05)
+        more = resident(path)
+        if more > held:
+            held, taken = more, time.perf_counter() - start
+    rate = held * path.stat().st_size / max(taken, 1e-9)
+    yield line(
+        f"a file of {path.stat().st_size / 1e6:.0f} MB",
+        share("of it in memory", held, RESIDENT),
+        Figure("after", taken, "s"),
+        Figure("rate", rate / 1e9, "GB/s"),
+    )
+
+
+def experts(bench: Bench) -> Iterator[Line]:
+    """Two networks that take each other's place three times: seconds, and what stays in memory."""
+    path = _written(bench, "bf16")
+    compute = torch.bfloat16
+
+    def load(_: str) -> WanModel:
+        return _blueprint(bench, path).load(
+            device=bench.place, dtype_of=dit_dtypes(compute, convert_all=True)
+        )
+
+    pair = Experts(load, offload=True)
+    base = _held(bench)
+    size = sum(p.nbytes for _, p in _named(pair.get("high_noise")))
+    for name in ("low_noise", "high_noise", "low_noise"):
+        start = time.perf_counter()
+        pair.get(name)
+        bench.device.synchronize()
+        taken = time.perf_counter() - start
+        yield _memory(f"switch to {name}", bench, base, size, KEPT, taken)
+    pair.release()
+    bench.device.empty_cache()
+    yield _memory("released", bench, base, size, KEPT - 1, None)
+
+
+def _memory(
+    what: str, bench: Bench, base: int, size: int, most: float, taken: float | None
+) -> Line:
+    """most: networks that may be held."""
+    gc.collect()
+    held = _held(bench) - base
+    figures = [] if taken is None else [Figure("time", taken, "s")]
+    figures.append(Figure("held", held / 1e9, "GB"))
+    verdict = OK if held <= most * size else SLOW
+    words = "" if verdict == OK else f"more than {most:.1f} networks of {size / 1e9:.2f} GB"
+    return Line(what, verdict, tuple(figures), words)
+
+
+def _held(bench: Bench) -> int:
+    """Bytes in tensors on an accelerator. On the CPU nobody counts: weights of living networks."""
+    if bench.large:
+        return int(torch.get_device_module(bench.place).memory_allocated(bench.place))
+    alive = [one for one in gc.get_objects() if isinstance(one, WanModel)]
+    return sum(p.nbytes for one in alive for _, p in _named(one) if not p.is_meta)

@@ -1,0 +1,157 @@
+"""Step 1: what is here (versions, drivers, memory), what `--device auto` takes, matrix products."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wan
+from benchmarks import common
+from tools.device_check.bench import LIMITS, Bench
+from tools.device_check.steps import WRONG, Figure, Line, absent, error, line
+from wan import device as devices
+from wan.cli.memory import gpu_memory, host_memory
+from wan.device import Device
+from wan.log import versions
+from wan.settings.errors import InputError
+
+_NODES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}  # the drivers' files of devices
+_PREFIXES = ("ASCEND", "CUDA", "HCCL", "NCCL", "NPU", "OMP", "PYTORCH", "TORCH", "TASK_QUEUE")
+_VERSION = re.compile(r"^version=(\S+)", re.MULTILINE | re.IGNORECASE)
+
+
+def environment(device: Device) -> dict[str, Any]:
+    """What a reader of the report needs to know of the machine."""
+    place = device.torch_device
+    found: dict[str, Any] = {
+        "wan": wan.__version__,
+        **versions(npu=device.type == "npu"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": common.cpu_name(),
+        "threads": torch.get_num_threads(),
+        "device": device.name(),
+        "devices": 1 if device.type == "cpu" else torch.get_device_module(place).device_count(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
+    }
+    if device.type == "cuda":
+        found |= _of_cuda(device)
+    if device.type == "npu":
+        found |= _of_npu(device)
+    return found
+
+
+def _of_cuda(device: Device) -> dict[str, Any]:
+    has_nccl = torch.distributed.is_nccl_available()
+    nccl = torch.cuda.nccl.version() if has_nccl else ()
+    major, minor = torch.cuda.get_device_capability(device.torch_device)
+    return {
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "CUDA": torch.version.cuda,
+        "compute capability": f"{major}.{minor}",
+        "cuDNN": torch.backends.cudnn.version(),
+        "NCCL": ".".join(map(str, nccl)) or "not there",
+    }
+
+
+def _of_npu(device: Device) -> dict[str, Any]:
+    home = os.environ.get("ASCEND_TOOLKIT_HOME", "/usr/local/Ascend/ascend-toolkit/latest")
+    return {
+        "NPU model": device.can.name,
+        "driver": _version_in(Path("/usr/local/Ascend/driver/version.info")),
+        "CANN": _version_in(*Path(home).glob("*/ascend_toolkit_install.info")),
+    }
+
+
+def _said(*command: str) -> str:
+    """The first line of what a program prints."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "not known"
+    return next(iter(done.stdout.splitlines()), "not known").strip()
+
+
+def _version_in(*paths: Path) -> str:
+    for path in paths:
+        try:
+            found = _VERSION.search(path.read_text(errors="replace"))
+        except OSError:
+            continue
+        if found:
+            return found[1]
+    return "not known"
+
+
+def machine(bench: Bench) -> Iterator[Line]:
+    """Versions, what auto means, memory, convolution precision, matrix products."""
+    found = environment(bench.device)
+    names = ("torch", "torch-npu", "mindiesd", "driver", "CUDA", "cuDNN", "NCCL", "CANN")
+    yield line("versions", *(Figure(name, str(found[name])) for name in names if name in found))
+    yield line(
+        f"{found['devices']} x {found['device']}", *_memory(bench.device), words=str(found["cpu"])
+    )
+    yield _auto(bench.device)
+    yield _convolutions(bench.device)
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    yield (
+        line("C++ compiler", Figure("path", compiler))
+        if compiler
+        else absent("C++ compiler", "none; --compile needs one on CPUs and GPUs")
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        rate, far = bench.rates(dtype)
+        yield line(
+            f"matrix product, {str(dtype).removeprefix('torch.')}",
+            Figure("rate", rate / 1e12, "TFLOP/s"),
+            error(far, LIMITS[dtype]),
+        )
+
+
+def _memory(device: Device) -> list[Figure]:
+    host = host_memory()
+    figures = [] if host is None else [Figure("host memory free", host / 1e9, "GB")]
+    if device.type == "cuda" and gpu_memory("total"):
+        figures.append(Figure("device memory", min(gpu_memory("total")) / 1e9, "GB"))
+    if device.type == "npu":
+        _, total = torch.get_device_module(device.torch_device).mem_get_info(device.torch_device)
+        figures.append(Figure("device memory", total / 1e9, "GB"))
+    return figures
+
+
+def _auto(device: Device) -> Line:
+    """A driver that is too old, or an environment without CANN, makes PyTorch see no device."""
+    there = [kind for kind, pattern in _NODES.items() if list(Path("/").glob(pattern[1:]))]
+    try:
+        kind = devices.resolve("auto", 0 if device.type == "cpu" else _index(device)).type
+    except InputError as refusal:
+        return Line("--device auto", WRONG, (), str(refusal))
+    takes = Figure("takes", kind)
+    if kind == "cpu" and there:
+        words = f"the driver shows a device ({there[0]}), but PyTorch sees none: check its version"
+        return Line("--device auto", WRONG, (takes,), words)
+    return line("--device auto", takes)
+
+
+def _index(device: Device) -> int:
+    return device.torch_device.index or 0
+
+
+def _convolutions(device: Device) -> Line:
+    """TF32 and HF32 round the inputs of products and convolutions to 10 bits."""
+    if device.type == "cpu":
+        return absent("TF32", "CPUs have none")
+    if device.type == "npu":
+        return absent("HF32", "PyTorch has no public way to ask; step vae shows its error")
+    return line(
+        "TF32",
+        Figure("in convolutions", str(torch.backends.cudnn.allow_tf32)),
+        Figure("in products", str(torch.backends.cuda.matmul.allow_tf32)),
+    )

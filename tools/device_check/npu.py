@@ -1,0 +1,149 @@
+"""Step 12: what differs on Ascend NPUs and only they can tell.
+
+Legend: B batch, S tokens, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.device_check.attention import LONG
+from tools.device_check.bench import HEAD, LIMITS, Bench, attempted, exact, milliseconds
+from tools.device_check.network import apart, case, inputs, network
+from tools.device_check.steps import SLOW, Figure, Line, UnavailableError, absent, error, line
+from wan.kernels.npu.small_ops import fused
+from wan.modules.rope import RopeTable, apply_rope, rope_table
+
+ROPE_LIMIT = 1e-5  # float32 in and out
+_ALL = 2**31 - 1
+_FALLBACK = "fall back to run on the cpu"  # what torch-npu says of an operator that it lacks
+
+
+def npu(bench: Bench) -> Iterator[Line]:
+    """RoPE forms, layouts, operators that fall back to the CPU, names of kernels."""
+    yield from _ropes(bench)
+    yield from _layouts(bench)
+    yield attempted("operators on the CPU", partial(_fallbacks, bench))
+    yield attempted("kernels of a forward", partial(_kernels, bench))
+    yield absent("VAE in 16 bits", "the VAE computes in float32 only")
+    yield absent("clock", "mindiesd sets it (--fa_freq_cap), and nothing can read it")
+    yield absent(
+        "ASCEND_LAUNCH_BLOCKING",
+        "a matter of the environment: run `ASCEND_LAUNCH_BLOCKING=1 python tools/check_device.py "
+        "--only forward,layers` and compare the times",
+    )
+
+
+def _pairs(x_BSND: Tensor, table: RopeTable) -> Tensor:
+    """The rotation without a flip: each pair's halves apart, and together again."""
+    cos, signed = table
+    a, b = x_BSND.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., ::2], signed[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
+def _ropes(bench: Bench) -> Iterator[Line]:
+    grid = (21, 45, 80) if bench.large else (3, 8, 12)
+    tables = rope_table(grid, HEAD)
+    table = (tables[0].to(bench.place), tables[1].to(bench.place))
+    x = bench.randn(1, len(tables[0]), 40 if bench.large else 4, HEAD, dtype=torch.float32)
+    wanted = apply_rope(x.cpu().double(), (tables[0].double(), tables[1].double()))
+    forms: dict[str, Callable[[Tensor, RopeTable], Tensor]] = {
+        "the plain form": apply_rope,
+        "pairs apart": _pairs,
+    }
+    one_kernel = fused(["rope"]).rope if "rope" in bench.device.can.fused_ops else None
+    if one_kernel is not None:
+        forms["--fused_ops rope"] = one_kernel
+    for name, form in forms.items():
+        yield attempted(f"RoPE, {name}", partial(_rope, bench, form, x, table, wanted, name))
+
+
+def _rope(
+    bench: Bench,
+    form: Callable[[Tensor, RopeTable], Tensor],
+    x: Tensor,
+    table: RopeTable,
+    wanted: Tensor,
+    name: str,
+) -> Line:
+    far = apart(form(x, table), wanted)
+    taken = bench.seconds(lambda: form(x, table))
+    return line(f"RoPE, {name}", error(far, ROPE_LIMIT), milliseconds(taken))
+
+
+def _layouts(bench: Bench) -> Iterator[Line]:
+    tokens, heads = (LONG[1], 5) if bench.large else (500, 2)
+    qkv = bench.qkv(tokens, tokens, heads)
+    for layout in ("BSND", "BNSD"):
+        what = f"npu_fusion_attention, {layout}"
+        yield attempted(what, partial(_layout, bench, qkv, layout, what))
+
+
+def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str, what: str) -> Line:
+    """Copies into the layout and back count: tensors lie as BSND."""
+    import torch_npu
+
+    operator: Any = torch_npu.npu_fusion_attention
+
+    def attend() -> Tensor:
+        given = qkv if layout == "BSND" else [x.transpose(1, 2).contiguous() for x in qkv]
+        scale, heads = HEAD**-0.5, qkv[0].shape[2]
+        out: Tensor = operator(
+            *given, heads, layout, scale=scale, pre_tockens=_ALL, next_tockens=_ALL
+        )[0]
+        return out if layout == "BSND" else out.transpose(1, 2).contiguous()
+
+    far = exact(*qkv).error(attend())
+    return line(what, error(far, LIMITS[torch.bfloat16]), milliseconds(bench.seconds(attend)))
+
+
+def _fallbacks(bench: Bench) -> Line:
+    """Operators that torch-npu has no kernel for run on the host, which waits for each."""
+    of = case(bench)
+    model, given = network(bench, of), inputs(bench, of, (3, 8, 12))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        given.call(model)
+        bench.device.synchronize()
+    names = sorted(
+        {str(w.message).split("'")[1] for w in said if _FALLBACK in str(w.message).lower()}
+    )
+    figure = Figure("of a forward", len(names), "", 0, verdict=SLOW)
+    return line("operators on the CPU", figure, words=", ".join(names))
+
+
+def _kernels(bench: Bench) -> Line:
+    """The kernels that take longest, as torch-npu's profiler names them."""
+    import torch_npu
+
+    profiler: Any = getattr(torch_npu, "profiler", None)
+    if profiler is None:
+        raise UnavailableError("torch-npu has no profiler here")
+    of = case(bench)
+    model, given = network(bench, of), inputs(bench, of, of.request.grid)
+    given.call(model)
+    folder = bench.folder / "profile"
+    with profiler.profile(
+        activities=[profiler.ProfilerActivity.NPU],
+        on_trace_ready=profiler.tensorboard_trace_handler(str(folder)),
+    ):
+        given.call(model)
+        bench.device.synchronize()
+    taken: dict[str, float] = {}
+    for path in folder.rglob("kernel_details.csv"):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for entry in csv.DictReader(file):
+                name = entry.get("Type") or entry.get("Name") or "?"
+                taken[name] = taken.get(name, 0.0) + float(entry.get("Duration(us)") or 0)
+    if not taken:
+        raise UnavailableError("the profiler has written no kernel_details.csv")
+    longest = sorted(taken.items(), key=lambda item: -item[1])[:12]
+    return line("kernels of a forward", *(Figure(n, us / 1e3, "ms") for n, us in longest))
