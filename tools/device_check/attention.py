@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import common
 from tools.device_check.bench import (
+    HEAD,
     LIMITS,
     Bench,
     Exact,
@@ -28,12 +29,14 @@ from tools.device_check.bench import (
 from tools.device_check.steps import Figure, Line, UnavailableError, error, line, share
 from wan.distributed.exchange import ALONE
 from wan.distributed.ring import Merged
+from wan.kernels import select
 from wan.kernels.base import Kernel
 from wan.kernels.sdpa import SdpaKernel
-from wan.kernels.select import DENSE
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.schedule import MODES, OVERLAP
-from wan.settings.attention import ALGORITHMS
+from wan.settings.attention import ALGORITHMS, Algorithm, Attention
+from wan.settings.backends import BACKENDS, Backend
+from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,20 +57,26 @@ def shapes(bench: Bench) -> list[tuple[int, int, int]]:
     return [*found, (LONG[0], TEXT, 40)]
 
 
-def kernels(bench: Bench) -> dict[str, Callable[[], Kernel]]:
-    """What a run may take here, by the names of --attention_algo."""
-    device = bench.device
+def kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
+    """What a run may take here, by the names of --attention_algo and --attention_backend."""
+    found = {name: Attention(attention_algo=name) for name in ALGORITHMS}
+    for name, backend in BACKENDS.items():
+        needs = ("xfuser", *backend.modules) if backend.member is not None else ()
+        if name != "auto" and all(find_spec(module.split(".")[0]) for module in needs):
+            found[name] = Attention(attention_backend=name)
 
-    def made(name: str, make: Callable[[Any], Kernel]) -> Kernel:
-        if device.can.name not in ALGORITHMS[name].devices:
-            raise UnavailableError(f"{device.can.name} has no {name} attention")
-        return make(device)
+    def made(attention: Attention) -> Kernel:
+        try:
+            return select.dense(attention, bench.device, HEAD, dtype)
+        except InputError as error:
+            raise UnavailableError(str(error)) from error
 
-    return {
-        name: partial(made, name, make)
-        for (name, kind), make in DENSE.items()
-        if kind == device.type
-    }
+    here = bench.device.can.name
+    return {name: partial(made, a) for name, a in found.items() if here in _row(name).devices}
+
+
+def _row(name: str) -> Algorithm | Backend:
+    return ALGORITHMS[name] if name in ALGORITHMS else BACKENDS[name]
 
 
 def dense(bench: Bench) -> Iterator[Line]:
@@ -76,7 +85,7 @@ def dense(bench: Bench) -> Iterator[Line]:
         for shape in shapes(bench):
             q, k, v = bench.qkv(*shape, dtype=dtype)
             reference, short = exact(q, k, v), _named(shape, dtype)
-            for name, make in kernels(bench).items():
+            for name, make in kernels(bench, dtype).items():
                 measure = partial(_kernel, bench, name, make, (q, k, v), reference)
                 yield attempted(f"{short}, {name}", partial(measure, f"{short}, {name}"))
             if bench.device.type == "cuda":
@@ -101,10 +110,10 @@ def _kernel(
     reference: Exact,
     what: str,
 ) -> Line:
-    algorithm, rows = ALGORITHMS[name], min(x.shape[1] for x in qkv)
-    if rows < algorithm.min_rows:
-        raise UnavailableError(f"it takes {algorithm.min_rows} rows or more")
-    if qkv[0].dtype == torch.float32 and "fp32" not in algorithm.precisions:
+    row, rows = _row(name), min(x.shape[1] for x in qkv)
+    if isinstance(row, Algorithm) and rows < row.min_rows:
+        raise UnavailableError(f"it takes {row.min_rows} rows or more")
+    if qkv[0].dtype == torch.float32 and "fp32" not in row.precisions:
         raise UnavailableError("it takes 16-bit tensors")
     return _attended(bench, make(), qkv, reference, what, judged=True)
 
@@ -175,7 +184,7 @@ def lse(bench: Bench) -> Iterator[Line]:
         for shape in [s for s in shapes(bench) if s[2] in (5, 1)]:
             qkv = bench.qkv(*shape, dtype=dtype)
             reference = exact(*qkv)
-            for name, make in kernels(bench).items():
+            for name, make in kernels(bench, dtype).items():
                 what = f"{_named(shape, dtype)}, {name}"
                 yield attempted(what, partial(_with_lse, bench, make, qkv, reference, what))
 
@@ -213,7 +222,7 @@ def merge(bench: Bench) -> Iterator[Line]:
     for dtype in bench.dtypes:
         qkv = bench.qkv(tokens, tokens, heads, dtype)
         reference = exact(*qkv)
-        for name, make in kernels(bench).items():
+        for name, make in kernels(bench, dtype).items():
             short = f"{_named((tokens, tokens, heads), dtype)}, {name}"
             yield attempted(f"{short}: memory", partial(_held, bench, make, qkv, short))
             for parts in (2, 4):
@@ -252,7 +261,7 @@ def modes(bench: Bench) -> Iterator[Line]:
     tokens, heads = (LONG[0], 40) if bench.large else (1000, 12)
     dtype = bench.dtypes[0]
     qkv = bench.qkv(tokens, tokens, heads, dtype)
-    reference, make = exact(*qkv), kernels(bench)["fused"]
+    reference, make = exact(*qkv), kernels(bench, dtype)["fused"]
     ways = [(row.name, mode, False) for mode, row in MODES.items()]
     first: Tensor | None = None
     base = 0.0

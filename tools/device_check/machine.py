@@ -18,12 +18,12 @@ from benchmarks import common
 from tools.device_check.bench import LIMITS, Bench
 from tools.device_check.steps import WRONG, Figure, Line, absent, error, line
 from wan import device as devices
-from wan.cli.memory import gpu_memory, host_memory
+from wan import host
+from wan.cli.memory import gpu_memory
 from wan.device import Device
 from wan.log import versions
 from wan.settings.errors import InputError
 
-_NODES = {"cuda": "/dev/nvidia[0-9]*", "npu": "/dev/davinci[0-9]*"}  # the drivers' files of devices
 _PREFIXES = ("ASCEND", "CUDA", "HCCL", "NCCL", "NPU", "OMP", "PYTORCH", "TORCH", "TASK_QUEUE")
 _VERSION = re.compile(r"^version=(\S+)", re.MULTILINE | re.IGNORECASE)
 
@@ -33,7 +33,7 @@ def environment(device: Device) -> dict[str, Any]:
     place = device.torch_device
     found: dict[str, Any] = {
         "wan": wan.__version__,
-        **versions(npu=device.type == "npu"),
+        **versions(device.type),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": common.cpu_name(),
         "threads": torch.get_num_threads(),
@@ -116,8 +116,8 @@ def machine(bench: Bench) -> Iterator[Line]:
 
 
 def _memory(device: Device) -> list[Figure]:
-    host = host_memory()
-    figures = [] if host is None else [Figure("host memory free", host / 1e9, "GB")]
+    memory = host.available_memory()
+    figures = [] if memory is None else [Figure("host memory free", memory / 1e9, "GB")]
     if device.type == "cuda" and gpu_memory("total"):
         figures.append(Figure("device memory", min(gpu_memory("total")) / 1e9, "GB"))
     if device.type == "npu":
@@ -128,15 +128,11 @@ def _memory(device: Device) -> list[Figure]:
 
 def _auto(device: Device) -> Line:
     """A driver that is too old, or an environment without CANN, makes PyTorch see no device."""
-    there = [kind for kind, pattern in _NODES.items() if list(Path("/").glob(pattern[1:]))]
     try:
         kind = devices.resolve("auto", 0 if device.type == "cpu" else _index(device)).type
     except InputError as refusal:
         return Line("--device auto", WRONG, (), str(refusal))
     takes = Figure("takes", kind)
-    if kind == "cpu" and there:
-        words = f"the driver shows a device ({there[0]}), but PyTorch sees none: check its version"
-        return Line("--device auto", WRONG, (takes,), words)
     return line("--device auto", takes)
 
 
