@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,22 @@ class Device:
         if self._accelerator is None:
             return "CPU"
         return self._accelerator.get_device_name(self.torch_device)
+
+
+def bf16_gain() -> float:
+    """How many times as fast this CPU multiplies bfloat16 matrices as float32 ones, measured now.
+
+    Takes some milliseconds; 1 is said without measuring where nothing can be expected.
+    """
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():  # units for bfloat16 came after it
+        return 1.0
+    matrix, seconds = torch.full((640, 640), 0.5), []
+    for x in (matrix, matrix.bfloat16()):
+        x @ x  # its first product prepares
+        start = time.perf_counter()
+        x @ x
+        seconds.append(time.perf_counter() - start)
+    return seconds[0] / seconds[1]
 
 
 def resolve(wish: str, index: int = 0) -> Device:

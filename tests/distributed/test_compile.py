@@ -6,6 +6,7 @@ Legend: B batch, L tokens of one rank, C channels, T text tokens.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +35,10 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("valid_len", [slow(24), 21])
+@pytest.mark.parametrize(
+    ("mode", "valid_len"),
+    [case if case == (1, 21) else slow(*case) for case in product(MODES, (24, 21))],
+)
 def test_compiled_block(mode: int, valid_len: int) -> None:
     for found in dist.run(RANKS, compile_block, mode, valid_len):
         assert found["graphs"] == 1

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tests.conftest import slow
 from tests.dist import run
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import WHOLE, Blueprint, Source, Sources, dit_dtypes, stored
@@ -27,7 +28,7 @@ from wan.modules.model import WanModel
 from wan.pipeline import text
 from wan.pipeline.text import TextEncoder, umt5_blocks
 
-WORLDS = pytest.mark.parametrize("world", [2, 4])
+WORLDS = pytest.mark.parametrize("world", [2, slow(4)])
 LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])
 CPU = torch.device("cpu")
 # What computes, whether everything is kept in it, and which dtypes the network then holds.

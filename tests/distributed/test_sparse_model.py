@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
@@ -95,7 +96,7 @@ def compare(job: Job, topologies: list[Topology], fp8: bool, expected: Tensor) -
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, slow(4)])
 def test_ranks_predict_what_one_process_does(world: int, job: Job) -> None:
     run(world, compare, job, LAYOUTS[world], False, velocities(job, rainfusion(0.6)))
 

@@ -236,6 +236,7 @@ def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> Non
     assert want == pytest.approx(real, rel=0.05)
 
 
+@pytest.mark.slow
 def test_an_image_is_planned(tmp_path: Path) -> None:
     Image.new("RGB", (64, 96)).save(tmp_path / "a.png")
     size = ("--size", "64*96", "--frame_num", "9")
@@ -250,7 +251,7 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
     [
         (("--offload_model", "false"), "fits with --offload_model true on 8 ranks (30.72 GB)"),
         slow(("--device_memory", "30"), "fits with --dit_fsdp on 8 ranks"),
-        (("--device_memory", "2"), "choose a smaller --size or --frame_num"),
+        slow(("--device_memory", "2"), "choose a smaller --size or --frame_num"),
     ],
 )
 def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None:
