@@ -22,8 +22,9 @@ Tiny = Callable[..., Path]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files stay with a worker; all that need ranks with one, which starts pools of them once."""
     for item in items:
-        together = "ranks" if item.get_closest_marker("dist") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(together))
+        if item.get_closest_marker("xdist_group") is None:
+            together = "ranks" if item.get_closest_marker("dist") else item.path.name
+            item.add_marker(pytest.mark.xdist_group(together))
 
 
 def pytest_collection_finish() -> None:

@@ -20,7 +20,7 @@ from tests import failing
 from tests.dist import REPO, TORCHRUN, Ranks, exec_torchrun, free_port, launcher, torchrun
 from wan.cli import main as generate
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
 QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "3", "--base_seed", "7"]
 QUICK += ["--save_latents"]
 FAILING = str(REPO / "tests" / "failing.py")
