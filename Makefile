@@ -18,7 +18,8 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
 
 test-all: $(VENV)/.dev
-	$(PYTEST) $(PYTEST_FLAGS)
+	$(PYTEST) -m "not alone" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m alone $(PYTEST_FLAGS)
 
 # The Ascend code, with the real mindiesd, on a CPU that stands in for the NPU.
 test-npu: $(VENV)/.dev $(VENV)/.npu_sim

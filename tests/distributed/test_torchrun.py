@@ -273,6 +273,7 @@ def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["defect", "die"])
 def test_torchrun_ends_ranks_on_a_busy_machine(fault: str) -> None:
     """With eight times as many busy processes as cores."""
