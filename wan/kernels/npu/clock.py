@@ -1,6 +1,6 @@
 """The clock of the NPU's compute cores around a piece of work, through mindiesd.
 
-    python -m wan.kernels.npu.clock DEVICE MHZ
+    python clock.py DEVICE MHZ
 
 is the process that restores it when the one that writes to its standard input is gone.
 """
@@ -73,7 +73,8 @@ def _guard(restore: int) -> subprocess.Popen[bytes]:
     import torch_npu
 
     device = str(torch_npu.npu.current_device())
-    command = [sys.executable, "-m", __name__, device, str(restore)]
+    # By its file: it needs nothing of wan, which may not be installed. -P: nor what lies beside it.
+    command = [sys.executable, "-P", __file__, device, str(restore)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
