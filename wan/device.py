@@ -84,7 +84,7 @@ def resolve(wish: str, index: int = 0) -> Device:
         wish = _best()
         unseen = hidden_accelerator() if wish == "cpu" else None
         if unseen is not None:
-            raise InputError(f"{unseen} To run on the CPU all the same: --device cpu.")
+            raise InputError(f"{unseen}, or use --device cpu.")
     if wish == "cpu":
         return Device(torch.device("cpu"), of_type("cpu"))
     if wish == "cuda":
@@ -121,14 +121,14 @@ def hidden_accelerator(folder: Path = Path("/dev")) -> str | None:
         if variable.startswith("ASCEND"):
             return (
                 f"An Ascend NPU is here ({folder / found[0]}), but PyTorch sees none: install "
-                "requirements-npu.txt and source CANN's set_env.sh."
+                "requirements-npu.txt and source CANN's set_env.sh"
             )
         wheel = torch.version.cuda
         built = f"is built for CUDA {wheel}" if wheel else "is built without CUDA"
         return (
             f"A CUDA GPU is here ({folder / found[0]}), but PyTorch sees none: torch "
             f"{torch.__version__} {built}; install a wheel that fits the driver (nvidia-smi shows "
-            "its CUDA version), or a newer driver."
+            "its CUDA version) or a newer driver"
         )
     return None
 

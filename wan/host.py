@@ -33,7 +33,7 @@ def hides(variable: str) -> bool:
 
 
 @contextmanager
-def all_cores() -> Iterator[None]:
+def on_own_cores() -> Iterator[None]:
     """PyTorch on the CPU uses this process's share of the cores.
 
     For what a rank computes on the CPU beside an accelerator; torchrun allows each rank one thread.

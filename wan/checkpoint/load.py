@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from wan.checkpoint.files import TensorInfo, folder_tensors, network_tensors, safetensors_header
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
-from wan.host import all_cores
+from wan.host import on_own_cores
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
@@ -181,7 +181,7 @@ def fill(
         if name in empty
     }
     total = sum(tensor.nbytes for tensor, _ in kept.values())
-    with progress(total, f"loading {label}", "B") as bar, all_cores():
+    with progress(total, f"loading {label}", "B") as bar, on_own_cores():
         for name, (tensor, rows) in kept.items():
             _copy(tensor, sources[name], rows, bar)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.load import Blueprint, DTypeOf, stored
-from wan.host import all_cores
+from wan.host import on_own_cores
 from wan.log import logger
 from wan.settings.errors import InputError
 from wan.settings.values import shown
@@ -67,7 +67,7 @@ class TextEncoder:
             max_length=self.text_len,
             return_tensors="pt",
         ).to(self._model.device)
-        with all_cores():  # where it is on the CPU, most of all beside an accelerator
+        with on_own_cores():  # where it is on the CPU, most of all beside an accelerator
             states = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
         return states[0, : min(len(ids), self.text_len)]
 
