@@ -12,9 +12,11 @@ import json
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,27 @@ from torch.autograd import DeviceType
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+_SPIN = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
 Run = Callable[[], Any]
 Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Other processes that keep one core each busy meanwhile; they end with this one."""
+    started = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def synchronize(device: torch.device) -> None:

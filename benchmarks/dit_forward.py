@@ -1,14 +1,16 @@
 """One forward pass of the DiT: ours, ours compiled, diffusers, and its matrix products alone.
 
     python benchmarks/dit_forward.py --case 12x128
-    python benchmarks/dit_forward.py --case 40x128 --dtype bf16 --json results/dit.json
+    python benchmarks/dit_forward.py --case 12x128 --load 1 --json results/dit.json
     python benchmarks/dit_forward.py --gpu-case
 
-All models share their weights and get the same input. "linear" and "attention" replay those calls
-of our forward alone, on its own activations: with these kernels no forward can be faster than their
-sum. Every model computes the text's keys and values; only the row "ours, text cache" reuses them,
-as our model does in every step but the first. Memory is the most that one forward holds beside the
-weights.
+All models share their weights and get the same input. "ours" has fused small operations, "plain"
+none, "compiled" whole blocks (`--compile`). "linear" and "attention" replay those calls of our
+forward alone, on its own activations: with these kernels no forward can be faster than their sum,
+"products"; what a forward takes beyond it is its "rest". Every model computes the text's keys and
+values; only the row "ours, text cache" reuses them, as our model does in every step but the first.
+Memory is the most that one forward holds beside the weights. `--load`: other processes that keep
+one core each busy.
 
 Legend: C channels, F H W latent frames/height/width.
 """
@@ -32,20 +34,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.kernels.compiled_ops import STEPS, Compiled
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
+from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
 
 CHANNELS, TEXT_DIM, TEXT_LEN, PATCH, HEAD_DIM = 16, 4096, 512, (1, 2, 2), 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TARGETS = {
-    ("ours", "products"): "target <= 1.06",
-    ("ours", "diffusers"): "target <= 0.97",
-    ("ours, compiled", "ours"): "target < 1",
-    ("ours, text cache", "ours"): "",
-    ("ours, compiled", "diffusers"): "",
-    ("ours, compiled", "products"): "",
-}
+ROWS = ("ours", "plain", "diffusers", "ours, text cache", "compiled")
+RATIOS = (
+    ("ours", "products"),
+    ("ours", "diffusers"),
+    ("ours", "plain"),
+    ("plain", "diffusers"),
+    ("ours, text cache", "ours"),
+    ("compiled", "ours"),
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Bench:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    def wan(self, text_kv_cache: bool = False) -> WanModel:
+    def wan(self, text_kv_cache: bool = False, fused: bool = False) -> WanModel:
         return WanModel(
             in_dim=CHANNELS,
             dim=self.case.heads * HEAD_DIM,
@@ -86,13 +91,16 @@ class Bench:
             out_dim=CHANNELS,
             num_heads=self.case.heads,
             num_layers=self.case.layers,
-            collaborators=Collaborators(text_kv_cache=text_kv_cache),
+            collaborators=Collaborators(
+                ops=BlockOps(run=Compiled(STEPS)) if fused else BlockOps(),
+                text_kv_cache=text_kv_cache,
+            ),
         )
 
-    def ours(self, weights: dict[str, Tensor], text_kv_cache: bool = False) -> WanModel:
+    def ours(self, weights: dict[str, Tensor], **how: bool) -> WanModel:
         """Our model over these weights, sharing those that have their dtype already."""
         with torch.device("meta"):
-            model = self.wan(text_kv_cache)
+            model = self.wan(**how)
         cast = {k: v if keeps_fp32(k) else v.to(self.dtype) for k, v in weights.items()}
         model.load_state_dict(cast, assign=True)
         return model
@@ -123,9 +131,10 @@ class Bench:
         latent, context = self.randn(CHANNELS, *size), self.randn(TEXT_LEN, TEXT_DIM)
         t = torch.tensor([500.0], device=self.device)
 
-        ours, theirs = self.ours(weights), self.diffusers(weights)
-        shared = ours.state_dict()
-        cached, compiled = self.ours(shared, text_kv_cache=True), self.ours(shared)
+        plain, theirs = self.ours(weights), self.diffusers(weights)
+        shared = plain.state_dict()
+        ours, compiled = self.ours(shared, fused=True), self.ours(shared)
+        cached = self.ours(shared, fused=True, text_kv_cache=True)
         for block in compiled.blocks:
             block.compile(fullgraph=True)
 
@@ -135,23 +144,27 @@ class Bench:
         return {
             "ours": run(ours),
             "ours, text cache": run(cached),
-            "ours, compiled": run(compiled),
+            "plain": run(plain),
+            "compiled": run(compiled),
             "diffusers": lambda: theirs(latent[None], t, context[None], return_dict=False)[0][0],
         }
 
 
 @torch.no_grad()
-def measure(bench: Bench, rounds: int) -> dict[str, Any]:
+def measure(bench: Bench, rounds: int, rows: Sequence[str] = ROWS) -> dict[str, Any]:
     """Seconds, peak bytes and operations of every row, and how far the outputs lie apart."""
     torch.manual_seed(0)
     forwards = bench.forwards()
-    counters.clear()
-    forwards["ours, compiled"]()  # compiles; the others' first forward is the one that is weighed
-    graphs = counters["stats"]["unique_graphs"]
+    graphs, first = {}, {}
+    for name in ("ours", "compiled"):  # the others' first forward is the one that is weighed
+        counters.clear()
+        first[name] = common.seconds(forwards[name], bench.device)
+        graphs[name] = counters["stats"]["unique_graphs"]
+    forwards["ours, text cache"]()
     peaks = {name: common.peak_bytes(run, bench.device) for name, run in forwards.items()}
     outputs = {name: run().float() for name, run in forwards.items()}
     with common.RecordProducts() as record:
-        forwards["ours"]()
+        forwards["plain"]()
 
     side, count = (2048, 5) if bench.device.type == "cpu" else (8192, 50)
     a, b = bench.randn(side, side), bench.randn(side, side)
@@ -160,7 +173,8 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
         "attention": lambda: common.replay(record.attention),
         "matmul": lambda: common.replay([(torch.mm, (a, b))] * count),
     }
-    times = common.interleave({**forwards, **alone}, rounds, bench.device)
+    chosen = {name: forwards[name] for name in rows}
+    times = common.interleave({**chosen, **alone}, rounds, bench.device)
     times["products"] = [sum(x) for x in zip(times["linear"], times["attention"], strict=True)]
     return {
         "case": asdict(bench.case),
@@ -169,7 +183,8 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
         "seconds": times,
         "peak_bytes": peaks,
         "flops": {"forward": record.flops(), "matmul": 2 * count * side**3},
-        "compiled_graphs": graphs,
+        "graphs": graphs,
+        "first_seconds": first,
         "output_size": outputs["ours"].abs().max().item(),
         "difference": {
             name: (outputs["ours"] - output).abs().max().item() for name, output in outputs.items()
@@ -181,8 +196,17 @@ def summarise(record: dict[str, Any]) -> dict[str, Any]:
     """Ratios of times within rounds, ratios of memory, and the rate of our forward."""
     times, peaks, flops = record["seconds"], record["peak_bytes"], record["flops"]
     rate = flops["forward"] / common.spread(times["ours"])["median"]
+    rest = {}
+    for name in {"ours", "plain", "diffusers"} & times.keys():
+        pairs = zip(times[name], times["products"], strict=True)
+        rest[name] = common.spread([whole - part for whole, part in pairs])["median"]
     return {
-        "time": {f"{a} / {b}": common.ratios(times[a], times[b]) for a, b in TARGETS},
+        "rest_seconds": rest,
+        "time": {
+            f"{a} / {b}": common.ratios(times[a], times[b])
+            for a, b in RATIOS
+            if {a, b} <= times.keys()
+        },
         "memory": {name: peak / peaks["diffusers"] for name, peak in peaks.items()},
         "tflops": rate / 1e12,
         "share_of_matmul": rate * common.spread(times["matmul"])["median"] / flops["matmul"],
@@ -200,18 +224,22 @@ def report(record: dict[str, Any]) -> None:
     for name, values in record["seconds"].items():
         held = f"{peaks[name] / 2**20:11.1f}" if name in peaks else ""
         print(f"  {name:16}{common.spread(values)['median']:9.3f} {min(values):9.3f}{held}")
-    for (a, b), target in TARGETS.items():
-        found = summary["time"][f"{a} / {b}"]
+    for name, found in summary["time"].items():
         print(
-            f"  {f'{a} / {b}':28}{found['median']:.3f}  ({found['min']:.3f} to {found['max']:.3f}; "
-            f"fastest {found['fastest']:.3f})  {target}"
+            f"  {name:36}{found['median']:.3f}  ({found['min']:.3f} to {found['max']:.3f}; "
+            f"fastest {found['fastest']:.3f})"
         )
-    memory = summary["memory"]
+    memory, rest = summary["memory"], summary["rest_seconds"]
+    print("  rest: " + ", ".join(f"{name} {value:.3f} s" for name, value in rest.items()))
+    compiled = ", ".join(
+        f"{name} {graphs} graphs, first forward {record['first_seconds'][name]:.1f} s"
+        for name, graphs in record["graphs"].items()
+    )
     print(
-        f"  memory ours / diffusers     {memory['ours']:.3f}  target <= 1, "
-        f"compiled / diffusers {memory['ours, compiled']:.3f}\n"
-        f"  {summary['tflops']:.3f} TFLOP/s, {summary['share_of_matmul']:.1%} of a matrix product; "
-        f"{record['compiled_graphs']} graphs compiled\n"
+        f"  memory / diffusers: ours {memory['ours']:.3f}, plain {memory['plain']:.3f}, "
+        f"compiled {memory['compiled']:.3f}\n"
+        f"  {summary['tflops']:.3f} TFLOP/s, {summary['share_of_matmul']:.1%} of a matrix product\n"
+        f"  {compiled}\n"
         f"  outputs to {record['output_size']:.2f}; largest distance from ours: "
         + ", ".join(f"{name} {d:.1e}" for name, d in record["difference"].items() if name != "ours")
     )
@@ -229,6 +257,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     parser.add_argument("--dtype", choices=DTYPES, nargs="+")
     parser.add_argument("--device")
     parser.add_argument("--repeats", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="which are timed")
+    parser.add_argument("--load", type=int, default=0, help="busy processes beside it")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)
     changes = {k: v for k in ("heads", "ffn", "layers", "grid") if (v := getattr(options, k))}
@@ -240,10 +270,14 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
 def main(argv: Sequence[str] | None = None) -> None:
     options, case = parse(argv)
     records = []
-    for dtype in options.dtype:
-        record = measure(Bench(case, DTYPES[dtype], options.device), options.repeats)
-        records.append(record | {"summary": summarise(record)})
-        report(records[-1])
+    print(f"{common.cpu_name()}, {torch.get_num_threads()} threads, {options.load} busy processes")
+    with common.busy(options.load):
+        for dtype in options.dtype:
+            bench = Bench(case, DTYPES[dtype], options.device)
+            record = measure(bench, options.repeats, options.rows)
+            record |= {"load": options.load, "summary": summarise(record)}
+            records.append(record)
+            report(record)
     common.write_json(options.json, options.device, records)
 
 

@@ -69,8 +69,12 @@ def quick(name: str, arguments: str, ranks: int = 1, **environ: str) -> Case:
 
 
 def npu(name: str, chip: str, arguments: str, ranks: int = 1) -> Case:
-    """On simulated NPUs of that chip (NPU_SIM_SOC); both versions on the base's simulation."""
+    """On simulated NPUs of that chip (NPU_SIM_SOC); both versions on the base's simulation.
+
+    The default small operations have changed, so none is fused where none is asked for.
+    """
     few = "--sample_steps 2 --sample_guide_scale 1"
+    few += "" if "--fused_ops" in arguments else " --fused_ops none"
     words = f"--ckpt_dir $made/npu --device npu --size 112*80 --frame_num 9 {few} {arguments}"
     return quick(name, words, ranks, NPU_SIM_SOC=chip, **NPU)
 

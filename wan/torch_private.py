@@ -95,6 +95,17 @@ def gelu_in_place(x: Tensor) -> Tensor:
     return _aten.gelu_(x, approximate="tanh")
 
 
+def set_up_compiler() -> None:
+    """For a few small functions: no pool of compiler processes beside every rank, and no trials.
+
+    The public ways are variables of the environment, which are read when torch is imported.
+    """
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    config.cpp.vec_isa_ok = True  # g++ knows AVX: the trials take longer than the functions
+
+
 def times_changed(x: Tensor) -> int:
     """How often a tensor was written in place; 0 in inference mode, where nobody counts."""
     return 0 if x.is_inference() else x._version

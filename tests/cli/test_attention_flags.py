@@ -107,7 +107,15 @@ ALONE = {
         "--compile does not work with --attention_backend flash, which is xfuser's; drop one",
     ),
     "unknown operation": (["--fused_ops", "rope,softmax"], "rope,rms_norm,layer_norm,scale_shift"),
-    "no operation": (["--fused_ops", ""], "or none"),
+    "no operation": (["--fused_ops", ""], "give auto, none, or some of"),
+    "operations of other devices": (
+        ["--fused_ops", "rope,gelu"],
+        "needs an A2 or A3",
+    ),
+    "operations of compiled blocks": (
+        ["--fused_ops", "gelu", "--compile"],
+        "--compile does not work with --fused_ops LIST",
+    ),
     "operations on a CPU": (
         ["--fused_ops", "rope", "--device", "cpu"],
         "this device is a CPU: leave rope out",
@@ -257,7 +265,7 @@ def test_the_record_of_a_dense_run_wins_over_variables(
     monkeypatch.setenv(name, ALIASED[name])
     again = resolved("--from_json", path)
     assert again.setup.attention == first.setup.attention == Attention()
-    assert again.settings["fa_quant"] == "none" and not again.settings["fused_ops"]
+    assert again.settings["fa_quant"] == "none" and again.settings["fused_ops"] == ("auto",)
 
 
 @pytest.mark.parametrize(("steps", "start"), [(40, 10), (50, 13), (4, 1), (2, 1)])
@@ -303,10 +311,14 @@ def test_the_record_repeats_the_video_but_not_the_clock(tmp_path: Path) -> None:
     other = ["--device", "cpu", "--fused_ops", "none", "--rainfusion_type", "v2"]
     elsewhere = resolved(*again, *other, "--fa_quant", "none")
     assert elsewhere.setup.attention == Attention(
-        use_rainfusion=True, sparsity=0.5, sparse_start_step=0, mask_refresh_interval=3
+        use_rainfusion=True,
+        sparsity=0.5,
+        sparse_start_step=0,
+        mask_refresh_interval=3,
+        fused_ops=(),
     )
     dense = resolved(*again, *other[:-2], "--use_rainfusion", "false")
-    assert dense.setup.attention == Attention(fa_quant="fp8")
+    assert dense.setup.attention == Attention(fa_quant="fp8", fused_ops=())
     assert dense.settings["use_rainfusion"] is False and "sparsity" not in dense.settings
 
 

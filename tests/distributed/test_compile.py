@@ -44,7 +44,7 @@ def test_compiled_block(mode: int, valid_len: int) -> None:
         assert found["graphs"] == 1
         assert found["order"] == "".join(STAGES[mode]) + "A", "the last one is the text's"
         assert found["free"] == [], "these events do not wait for all of the stage before"
-        assert found["equal"]
+        assert found["off"] <= 2e-6  # the compiler is given other forms of RoPE and GELU
 
 
 def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
         "graphs": len(graphs),
         "order": "".join("E" if node.target is EXCHANGE else "A" for node in events),
         "free": not_forced(events, STAGES[mode]),
-        "equal": torch.equal(found, expected),
+        "off": (found - expected).abs().max().item(),
     }
 
 

@@ -23,8 +23,10 @@ from tests.dist import run
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import WHOLE, Blueprint, Source, Sources, dit_dtypes, stored
 from wan.distributed.fsdp import Sharded, local_rows
+from wan.kernels.compiled_ops import STEPS, Compiled
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
+from wan.modules.small_ops import BlockOps
 from wan.pipeline import text
 from wan.pipeline.text import TextEncoder, umt5_blocks
 
@@ -46,10 +48,16 @@ def mesh() -> DeviceMesh:
 
 
 def dit(
-    folder: Path, compute: torch.dtype, convert_all: bool, sharded: bool, cached: bool = True
+    folder: Path,
+    compute: torch.dtype,
+    convert_all: bool,
+    sharded: bool,
+    cached: bool = True,
+    fused: bool = False,
 ) -> WanModel:
     files = next(iter(describe(folder).experts.values()))
-    shared = Collaborators(text_kv_cache=sharded and cached)
+    ops = BlockOps(run=Compiled(STEPS, least=0)) if fused else BlockOps()
+    shared = Collaborators(ops=ops, text_kv_cache=sharded and cached)
     make = partial(WanModel, **files.config, collaborators=shared)
     return Blueprint("DiT", make, files.tensors, folder).load(
         device=CPU,
@@ -72,10 +80,12 @@ def kv_of_blocks(model: WanModel) -> list[bool]:
     return given
 
 
-def compare_dits(folder: Path) -> None:
+def compare_dits(folder: Path, fused: bool) -> None:
     context = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     for compute, convert_all, dtypes in PRECISIONS:
-        whole, sharded = (dit(folder, compute, convert_all, on) for on in (False, True))
+        whole, sharded = (
+            dit(folder, compute, convert_all, on, fused=fused) for on in (False, True)
+        )
         given = kv_of_blocks(sharded)
         for t in (900.0, 900.0, 3.0):  # the first call fills the text cache
             assert torch.equal(velocity(sharded, t, context), velocity(whole, t, context))
@@ -90,8 +100,9 @@ def compare_dits(folder: Path) -> None:
 @pytest.mark.dist
 @WORLDS
 @LAYOUTS
-def test_dit_is_bit_equal(tiny, world: int, layout: str) -> None:
-    run(world, compare_dits, tiny("t2v-1.3B", layout))
+@pytest.mark.parametrize("fused", [False, slow(True)])
+def test_dit_is_bit_equal(tiny, world: int, layout: str, fused: bool) -> None:
+    run(world, compare_dits, tiny("t2v-1.3B", layout), fused)
 
 
 def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextEncoder, nn.Module]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wan.kernels.base import PLAIN, SmallOps
 from wan.kernels.npu import small_ops as npu_ops
-from wan.modules import blocks as plain
+from wan.modules import small_ops as plain
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 from wan.modules.rope import apply_rope, rope_table
@@ -140,7 +140,7 @@ def model(ops: SmallOps, dtype: torch.dtype) -> WanModel:
     torch.manual_seed(3)
     made = WanModel(
         "t2v", in_dim=4, out_dim=4, dim=48, ffn_dim=64, freq_dim=32, text_dim=24, text_len=16,
-        num_heads=4, num_layers=2, collaborators=Collaborators(ops=ops),
+        num_heads=4, num_layers=2, collaborators=Collaborators(ops=plain.BlockOps(ops)),
     )  # fmt: skip
     return made.eval().to(dtype)
 

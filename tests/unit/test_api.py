@@ -229,7 +229,7 @@ def test_refused_folders(tiny, tmp_path: Path) -> None:
         ({"comm_type": 10**5000}, "is a number of thousands of digits; it must be 0, 1 or 2"),
         ({"use_rainfusion": 10**5000}, "is a number of thousands of digits; it must be true"),
         ({"sparsity": "9" * 5000}, "sparsity is '9*... .5002 characters.; it must be"),
-        ({"fused_ops": "x" * 5000}, "fused_ops is 'x*... .5002 characters.; give some of"),
+        ({"fused_ops": "x" * 5000}, "fused_ops is 'x*... .5002 characters.; give auto, none, or"),
         ({"fa_kuant": False}, "fa_kuant is not a known keyword"),
     ],
 )

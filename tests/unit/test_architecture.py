@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "wan.checkpoint": "wan.checkpoint wan.settings wan.host wan.log",
     "wan.modules": "wan.modules wan.settings wan.kernels.base wan.kernels.sdpa wan.torch_private",
     "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa",
-    "wan.kernels": "wan.kernels wan.settings wan.device wan.torch_private",
+    "wan.kernels": "wan.kernels wan.settings wan.device wan.log wan.torch_private",
     "wan.distributed": "wan.distributed wan.settings wan.device wan.torch_private "
     "wan.modules.schedule",
     "wan.settings": "wan.settings wan.modules.schedule",

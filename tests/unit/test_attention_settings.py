@@ -31,7 +31,7 @@ ATTENTIONS = st.builds(
     sparse_start_step=st.none() | st.integers(0, 6),
     rainfusion_type=st.sampled_from((*RAINFUSION_TYPES, "v3")),
     mask_refresh_interval=st.integers(1, 3),
-    fused_ops=st.sampled_from(((), ("rope",))),
+    fused_ops=st.sampled_from(((), ("auto",), ("rope",), ("gelu",))),
     fa_freq_cap=st.none() | st.just(1400),
     fa_freq_restore=st.sampled_from((1300, 1700)),
 )
@@ -173,8 +173,9 @@ def test_a_choice_of_several_words() -> None:
     read = values.some_of("a", "b", "c")
     assert read("--x", "c, a,a") == read("--x", ["a", "c"]) == ("a", "c")
     assert read("--x", "none") == read("--x", ["none"]) == read("--x", []) == ()
-    for wrong in ("d", "a,none", "", None, 3, [1], {"a": 1}):
-        with pytest.raises(InputError, match="give some of a,b,c, or none"):
+    assert read("--x", "auto") == read("--x", ["auto"]) == ("auto",)
+    for wrong in ("d", "a,none", "a,auto", "", None, 3, [1], {"a": 1}):
+        with pytest.raises(InputError, match="give auto, none, or some of a,b,c"):
             read("--x", wrong)
 
 

@@ -9,10 +9,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from wan.kernels.base import StepInfo
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.blocks import ModulatedNorm, by_slices, gated_add
 from wan.modules.interfaces import Collaborators, LocalAttention
 from wan.modules.model import WanModel, timestep_runs
 from wan.modules.rope import RopeTables, axis_sizes, rope_table
+from wan.modules.small_ops import BlockOps, by_slices
 from wan.settings.numerics import keeps_fp32
 
 CACHED = Collaborators(text_kv_cache=True)
@@ -109,16 +109,29 @@ def test_timestep_runs() -> None:
     assert values.tolist() == [[3], [4]] and lengths == (5,)
 
 
-def test_modulation_by_runs_equals_expansion_per_token() -> None:
-    x, runs = torch.randn(1, 7, 12), (3, 4)
-    shift, scale, gate = (torch.randn(1, 2, 12) for _ in range(3))
-    wide = [p.repeat_interleave(torch.tensor(runs), dim=1) for p in (shift, scale, gate)]
-    expected = torch.nn.functional.layer_norm(x, (12,), eps=1e-6) * (1 + wide[1]) + wide[0]
-    torch.testing.assert_close(ModulatedNorm(1e-6)(x, shift, scale, runs, torch.float32), expected)
-    y, before = torch.randn(1, 7, 12), x.clone()
-    with torch.no_grad():
-        torch.testing.assert_close(gated_add(x, y, gate, runs), before + y * wide[2])
-    torch.testing.assert_close(gated_add(before, y, gate, runs), before + y * wide[2])
+@pytest.mark.parametrize("grad", [False, True])
+def test_modulation_by_runs_equals_expansion_per_token(grad: bool) -> None:
+    ops, runs, eps, dtype = BlockOps(), (3, 4), 1e-6, torch.float32
+    x, y = torch.randn(1, 7, 12), torch.randn(1, 7, 12)
+    rows = shift, scale, gate = [torch.randn(1, 2, 12) for _ in range(3)]
+    wide_shift, wide_scale, wide_gate = (
+        row.repeat_interleave(torch.tensor(runs), dim=1) for row in rows
+    )
+
+    def modulated(x: Tensor) -> Tensor:
+        normed = torch.nn.functional.layer_norm(x, (12,), eps=eps)
+        return normed * (1 + wide_scale) + wide_shift
+
+    affine = torch.nn.LayerNorm(12, eps)
+    torch.nn.init.normal_(affine.weight)
+    sums, close = (x + y * wide_gate, x + y), torch.testing.assert_close
+    with torch.set_grad_enabled(grad):
+        close(ops.modulated_norm(x, shift, scale, runs, eps, dtype), modulated(x))
+        close(ops.gated_add(x.clone(), y, gate, runs), sums[0])
+        found = ops.gated_add_norm(x.clone(), y, gate, runs, affine, dtype)
+        close(found, (sums[0], affine(sums[0])))
+        found = ops.add_modulated_norm(x.clone(), y, shift, scale, runs, eps, dtype)
+        close(found, (sums[1], modulated(sums[1])))
 
 
 @torch.no_grad()

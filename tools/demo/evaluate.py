@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
     parser.add_argument("--guidance", type=float, nargs="*", default=[1.0, 3.0, 5.0])
     parser.add_argument("--long_prompts", type=int, default=20, help="of 249 frames, 1008 tokens")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args()
     logging.disable(logging.INFO)
     folder, report = options.checkpoint, dict[str, Any]()
@@ -222,7 +223,7 @@ def main() -> None:
         own = folder / f"{kind}-A14B"
         if kind not in options.tasks:
             continue
-        model: Any = facade(WAN_CONFIGS[own.name], own)
+        model: Any = facade(WAN_CONFIGS[own.name], own, precision=options.precision)
         report[kind] = []
         settings = [Setting(*pair, options.prompts, shift=shift) for pair in grid]
         if options.long_prompts:

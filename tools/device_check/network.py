@@ -205,9 +205,10 @@ def _time(bench: Bench, of: Case, given: Inputs) -> Line:
     """A forward and its products alone, in turn: what is not a product is the rest."""
     kinds = selected(bench, of)
     kernel, text = _Recorded(kinds.dense), _Recorded(kinds.text)
-    shared = Collaborators(LocalAttention(kernel), text, ops=kinds.ops)
+    shared = build.collaborators(of.setup, kinds, None)
+    shared = replace(shared, attention=LocalAttention(kernel), kernel=text)
     model = with_weights(bench, of, shared)
-    with common.RecordProducts() as record:
+    with torch.compiler.set_stance("force_eager"), common.RecordProducts() as record:
         given.call(model)
     kernel.keeps = text.keeps = False
     calls = [*kernel.calls, *text.calls]

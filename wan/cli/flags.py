@@ -17,7 +17,13 @@ from typing import Any, NoReturn
 
 from wan.modules.schedule import MODES
 from wan.settings import values
-from wan.settings.attention import ALGORITHMS, FUSED_OPS, RAINFUSION_TYPES
+from wan.settings.attention import (
+    ALGORITHMS,
+    COMPILED_OPS,
+    FUSED_OPS,
+    RAINFUSION_TYPES,
+    VENDOR_OPS,
+)
 from wan.settings.backends import BACKENDS
 from wan.settings.devices import CHIPS
 from wan.settings.errors import InputError
@@ -132,7 +138,12 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             "steps that a mask is used for (1)",
             needs="use_rainfusion",
         ),
-        _loads("fused_ops", values.some_of(*FUSED_OPS), f"of an NPU: {','.join(FUSED_OPS)}"),
+        _loads(
+            "fused_ops",
+            values.some_of(*FUSED_OPS),
+            f"auto (default), none, or of CPUs and GPUs {','.join(COMPILED_OPS)}, of NPUs "
+            f"{','.join(VENDOR_OPS)}",
+        ),
         _layout("fa_freq_cap", _MHZ, "clock of an NPU during self-attention, MHz"),
         _layout("fa_freq_restore", _MHZ, "clock after it, MHz (1650)", needs="fa_freq_cap"),
     ),

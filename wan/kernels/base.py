@@ -156,7 +156,7 @@ class Method(Protocol):
 class SmallOps:
     """Replacements of a block's small operations; None keeps the plain one of the same name.
 
-    Each takes and returns what the plain one (`wan.modules.blocks`, `wan.modules.rope`) does:
+    Each takes and returns what the plain one (`wan.modules.small_ops`, `wan.modules.rope`) does:
     float32 results [B,S,...]. It sees a slice of the tokens, any float dtype (rope: float32),
     possibly strided, and must not change its inputs. rope: x [B,S,N,D] and its rows of the table,
     (cos, signed sin) [S,1,D].

@@ -26,6 +26,7 @@ from wan.kernels.base import (
     SmallOps,
     StepInfo,
 )
+from wan.kernels.compiled_ops import Compiled
 from wan.kernels.flex import FlexBlocks
 from wan.kernels.fp8 import (
     DEQUANTISED,
@@ -38,11 +39,11 @@ from wan.kernels.fp8 import (
     hadamard,
     sylvester,
 )
+from wan.kernels.npu import small_ops
 from wan.kernels.npu.block_sparse import RainKernelV2, RainKernelV3
 from wan.kernels.npu.clock import FrequencyCap
 from wan.kernels.npu.dense import FusedKernel, LaserKernel
 from wan.kernels.npu.fp8 import NpuBlockQuantise, NpuFp8Attention, placed_head_first
-from wan.kernels.npu.small_ops import fused
 from wan.kernels.rainfusion import REFERENCE, BlockSparseKernel, RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.kernels.sdpa import PlannedKernel, SdpaKernel, by_cudnn, on_cuda
@@ -75,7 +76,8 @@ class Selected:
         text: Cross-attention's kernel.
         methods: In the order in which they are asked.
         order: The order of the tokens of a grid; None: raster order.
-        ops: Fused small operations.
+        ops: Small operations that are a vendor's kernels.
+        run: Carries out the small operations of a block; None: as they are written.
         clock: Entered around self-attention.
     """
 
@@ -84,6 +86,7 @@ class Selected:
     methods: tuple[Method, ...] = ()
     order: Callable[[Grid], Tensor] | None = None
     ops: SmallOps = PLAIN
+    run: Compiled | None = None
     clock: AbstractContextManager[object] | None = None
 
     def describe(self) -> str:
@@ -104,6 +107,7 @@ def select(
     head_dim: int,
     dtype: torch.dtype,
     exported: Exported,
+    compiled: bool = False,
 ) -> Selected:
     """What a checked run needs.
 
@@ -113,11 +117,13 @@ def select(
         head_dim: Channels of a head.
         dtype: Of q, k, v.
         exported: Rotations of a quantised checkpoint; empty without one.
+        compiled: Whole blocks are compiled.
 
     Raises:
         ValueError: A kernel does not exist on the device, or does not compute there.
     """
     npu, cap = device.type == "npu", attention.fa_freq_cap
+    fused = device.can.fused(attention, compiled)
     return Selected(
         dense=dense(attention, device, head_dim, dtype),
         text=dense(Attention(), device, head_dim, dtype),  # too short for any other kernel
@@ -126,7 +132,8 @@ def select(
             *_fp8(attention, device, head_dim, dtype, exported),
         ),
         order=window_order if attention.use_rainfusion else None,
-        ops=fused(attention.fused_ops) if npu else PLAIN,
+        ops=small_ops.fused(fused) if npu else PLAIN,
+        run=_compiled(attention, device, fused),
         clock=FrequencyCap(cap, attention.fa_freq_restore) if npu and cap is not None else None,
     )
 
@@ -148,6 +155,12 @@ def dense(attention: Attention, device: Device, head_dim: int, dtype: torch.dtyp
     if backend.member is not None:
         return xfuser.load(backend, device.torch_device, head_dim, dtype)
     return DENSE[name, device.type](device, head_dim, dtype)
+
+
+def _compiled(attention: Attention, device: Device, names: Collection[str]) -> Compiled | None:
+    if device.torch_device.type not in ("cpu", "cuda") or not names:  # a plan compiles nothing
+        return None
+    return Compiled(names) if attention.fused_ops == ("auto",) else Compiled(names, least=0)
 
 
 def _rainfusion(

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from wan.kernels.base import PLAIN, Grid, Kernel, SmallOps, StepInfo
+from wan.kernels.base import Grid, Kernel, StepInfo
 from wan.kernels.sdpa import SdpaKernel
+from wan.modules.small_ops import BlockOps
 
 
 class Attention(Protocol):
@@ -101,12 +102,12 @@ class Collaborators:
         attention: Self-attention over all tokens.
         kernel: Dense attention, used for the text.
         tokens: Which tokens this device computes.
-        ops: Small operations that are replaced.
+        ops: What blocks compute between matrix products.
         text_kv_cache: Whether the text's keys and values are kept from step to step.
     """
 
     attention: Attention = field(default_factory=lambda: LocalAttention(SdpaKernel()))
     kernel: Kernel = field(default_factory=SdpaKernel)
     tokens: TokenShard = field(default_factory=LocalTokens)
-    ops: SmallOps = PLAIN
+    ops: BlockOps = field(default_factory=BlockOps)
     text_kv_cache: bool = False

@@ -84,7 +84,7 @@ class WanModel(nn.Module):
 
         self.patch_embedding = nn.Conv3d(in_dim, dim, self.patch_size, self.patch_size)
         self.text_embedding = nn.Sequential(
-            nn.Linear(text_dim, dim), TanhGELU(), nn.Linear(dim, dim)
+            nn.Linear(text_dim, dim), TanhGELU(given.ops), nn.Linear(dim, dim)
         )
         self.time_embedding = nn.Sequential(
             nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)

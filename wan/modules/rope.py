@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 RopeTable = tuple[Tensor, Tensor]
@@ -47,9 +48,17 @@ def apply_rope(x_BSND: Tensor, table: RopeTable) -> Tensor:
     Real arithmetic: (a, b) -> (a cos - b sin, b cos + a sin), because NPUs have no complex type.
     """
     cos, signed_sin = table
+    return torch.addcmul(x_BSND * cos, _swapped(x_BSND), signed_sin)
+
+
+def _swapped(x_BSND: Tensor) -> Tensor:
+    """(b, a) for every pair (a, b)."""
+    if torch.compiler.is_compiling():  # reads of whole vectors, which a CPU's compiler needs
+        even = torch.arange(x_BSND.shape[-1], device=x_BSND.device) % 2 == 0
+        after, before = F.pad(x_BSND[..., 1:], (0, 1)), F.pad(x_BSND[..., :-1], (1, 0))
+        return torch.where(even, after, before)
     first, second = x_BSND.unflatten(-1, (-1, 2)).unbind(-1)
-    swapped = torch.stack((second, first), dim=-1).flatten(-2)  # a flip of an axis of 2 is slow
-    return torch.addcmul(x_BSND * cos, swapped, signed_sin)
+    return torch.stack((second, first), dim=-1).flatten(-2)  # a flip of an axis of 2 is slow
 
 
 class RopeTables:

@@ -38,6 +38,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens
 from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
+from wan.modules.small_ops import BlockOps, as_written
 from wan.pipeline import text, vae
 from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
 from wan.pipeline.setup import Setup
@@ -71,7 +72,8 @@ def pipeline(
     exported = {}
     if setup.quantised is not None and setup.attention.fp8:
         exported = rotations(setup.quantised)
-    selected = select(setup.attention, device, checkpoint.head_dim, compute, exported)
+    head_dim, compiled = checkpoint.head_dim, execution.compile
+    selected = select(setup.attention, device, head_dim, compute, exported, compiled)
     parts = _Parts(setup, device, collaborators(setup, selected, team), team)
     stages = Stages(device.synchronize)
 
@@ -307,10 +309,11 @@ def quantised_layers(export: Export, device: torch.device, compute: torch.dtype)
 def collaborators(setup: Setup, selected: Selected, team: Team | None) -> Collaborators:
     """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
+    ops = BlockOps(selected.ops, selected.run or as_written)
     several = team is not None and parallel.sequence_size > 1
     if not (several or selected.methods or selected.clock):
         attention = LocalAttention(selected.dense)
-        return Collaborators(attention, selected.text, LocalTokens(), selected.ops, text_cache)
+        return Collaborators(attention, selected.text, LocalTokens(), ops, text_cache)
     group = ALONE if team is None else team.group("ring", "ulysses")
     multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
     layer = FAPowerCapAttention(
@@ -323,7 +326,7 @@ def collaborators(setup: Setup, selected: Selected, team: Team | None) -> Collab
         clock=selected.clock,
     )
     tokens = ShardedTokens(group, multiple, selected.order)
-    return Collaborators(layer, selected.text, tokens, selected.ops, text_cache)
+    return Collaborators(layer, selected.text, tokens, ops, text_cache)
 
 
 def places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:

@@ -15,7 +15,9 @@ from wan.settings.parallel import Parallel
 from wan.settings.values import either
 
 RAINFUSION_TYPES = ("v1", "v2", "v3")
-FUSED_OPS = ("rope", "rms_norm", "layer_norm", "scale_shift")
+VENDOR_OPS = ("rope", "rms_norm", "layer_norm", "scale_shift")  # of NPUs
+COMPILED_OPS = ("modulated_norm", "norm_rope", "add_norm", "gelu")  # of CPUs and GPUs
+FUSED_OPS = (*VENDOR_OPS, *COMPILED_OPS)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Attention:
         sparsity: Share of each row's blocks that is left out, 0 <= sparsity < 1.
         sparse_start_step: First sparse step; None: a quarter of the steps, see `start_step`.
         mask_refresh_interval: Steps that a mask is used for.
-        fused_ops: Which of FUSED_OPS run as the vendor's fused kernels.
+        fused_ops: Which of FUSED_OPS run as one kernel each; ("auto",): all of the device's.
         fa_freq_cap: Clock in MHz around self-attention; None: not touched.
         fa_freq_restore: Clock in MHz after it.
     """
@@ -76,7 +78,7 @@ class Attention:
     sparsity: float = 0.64
     sparse_start_step: int | None = None
     mask_refresh_interval: int = 1
-    fused_ops: tuple[str, ...] = ()
+    fused_ops: tuple[str, ...] = ("auto",)
     fa_freq_cap: int | None = None
     fa_freq_restore: int = 1650
 
@@ -212,6 +214,7 @@ def _about_execution(attention: Attention, execution: Execution) -> Iterator[str
             ("--fa_quant fp8", attention.fp8),
             ("--use_rainfusion", attention.use_rainfusion),
             ("--fa_freq_cap", attention.fa_freq_cap is not None),
+            ("--fused_ops LIST", not set(attention.fused_ops) <= {"auto"}),
         ):
             if asked:
                 yield f"--compile does not work with {flag}; drop one of them."

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from wan.settings.attention import FUSED_OPS, Attention
+from wan.settings.attention import COMPILED_OPS, VENDOR_OPS, Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.values import either
@@ -35,7 +35,7 @@ class Capabilities:
         fp8_heads: Head sizes of FP8 attention; None: any power of two; empty: no FP8 attention.
         rainfusion: Values of --rainfusion_type that run as asked; on A5 mindiesd turns v2 into v3.
         sparse_precise: `inner_precise` of block-sparse attention; A5 takes 4 only.
-        fused_ops: Values of --fused_ops.
+        fused_ops: Values of --fused_ops, all of which "auto" stands for.
         clock: Whether --fa_freq_cap can set it.
         compile: Whether --compile works.
         weights: Quantised linear layers: names of algorithms, or families (`_family`). The
@@ -51,17 +51,23 @@ class Capabilities:
     fp8_heads: tuple[int, ...] | None = None
     rainfusion: tuple[str, ...] = ("v2", "v3")
     sparse_precise: int = 0
-    fused_ops: tuple[str, ...] = ()
+    fused_ops: tuple[str, ...] = COMPILED_OPS
     clock: bool = False
     compile: bool = True
     weights: tuple[str, ...] = ("W8A8_DYNAMIC",)
+
+    def fused(self, attention: Attention, compiled: bool) -> tuple[str, ...]:
+        """Which small operations run as one kernel each; compiled blocks are fused anyway."""
+        if attention.fused_ops != ("auto",):
+            return attention.fused_ops
+        return () if compiled else self.fused_ops
 
 
 def _npu(name: str, socs: tuple[int, int], **differences: object) -> Capabilities:
     usual: dict[str, object] = {
         "methods_in": ("bf16",),
         "fp8_heads": (),
-        "fused_ops": FUSED_OPS,
+        "fused_ops": VENDOR_OPS,
         "clock": True,
         "compile": False,
         "weights": ("integer",),
@@ -83,10 +89,10 @@ DEVICES = {
             rainfusion=("v3",),
             sparse_precise=4,
             # The rotation of neighbouring channels is documented for A2 and A3 only.
-            fused_ops=tuple(name for name in FUSED_OPS if name != "rope"),
+            fused_ops=tuple(name for name in VENDOR_OPS if name != "rope"),
             weights=("integer", "MX"),
         ),
-        _npu("Duo", (200, 205), precisions=(), rainfusion=(), weights=()),
+        _npu("Duo", (200, 205), precisions=(), rainfusion=(), fused_ops=(), weights=()),
     )
 }
 CHIPS = tuple(name for name, device in DEVICES.items() if device.type == "npu")
@@ -203,7 +209,7 @@ def _wishes(
             lambda row: kind in row.rainfusion,
             f"use --rainfusion_type {other}",
         )
-    for name in attention.fused_ops:
+    for name in sorted({*attention.fused_ops} - {"auto"}):
         yield _Wish(
             f"--fused_ops {name} (or FAST_LAYERNORM=1, ROPE_OPT=1)",
             partial(lambda name, row: name in row.fused_ops, name),

@@ -100,15 +100,22 @@ def choice(*allowed: str | int) -> Reader:
 
 
 def some_of(*allowed: str) -> Reader:
-    """Some of these words with commas between them, or a list of them; "none" is an empty list."""
+    """Some of these words with commas between them, or a list of them.
+
+    "none" is an empty list, and "auto" stands alone.
+    """
 
     def read(name: str, raw: Any) -> tuple[str, ...]:
         parts = raw.split(",") if isinstance(raw, str) else raw
         words = [str(part).strip() for part in parts] if isinstance(parts, list | tuple) else [""]
         if words == ["none"]:
             return ()
+        if words == ["auto"]:
+            return ("auto",)
         if not set(words) <= set(allowed):
-            raise InputError(f"{name} is {shown(raw)}; give some of {','.join(allowed)}, or none.")
+            raise InputError(
+                f"{name} is {shown(raw)}; give auto, none, or some of {','.join(allowed)}."
+            )
         return tuple(word for word in allowed if word in words)
 
     return Reader(read)

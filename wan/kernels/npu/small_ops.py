@@ -1,7 +1,7 @@
 """The small operations of a block as fused kernels of an NPU, through mindiesd and torch-npu.
 
-Each is the twin of a function of `wan.modules.blocks` or `rope`: same arguments, same result up to
-rounding, float32 inside and out (the kernels take float32, so nothing is lost against the twins).
+Each is the twin of a function of `wan.modules.small_ops` or `rope`: same arguments, same result up
+to rounding, float32 inside and out (the kernels take float32: nothing is lost against the twins).
 
 Legend: B batch, S or L tokens, N heads, D head size, C channels.
 """

@@ -1,0 +1,70 @@
+"""Compiled small operations on ranks: what holds between modes, methods and shards holds with them.
+
+The compiler itself runs, in every rank; hence `make test-all`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist import run
+from tests.distributed.test_model import Job
+from tests.distributed.topology import ROWS, Topology, attention_layer
+from wan.distributed.tokens import ShardedTokens
+from wan.kernels.base import Method
+from wan.kernels.compiled_ops import STEPS, Compiled
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
+from wan.kernels.rainfusion import RainFusionAttention
+from wan.kernels.rainfusion_masks import window_order
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.small_ops import BlockOps
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+JOB = Job("ti2v", heads=12, grid=(3, 9, 10))
+TOPOLOGIES = [Topology(2, 1), Topology(1, 2), Topology(1, 2, "bidirectional")]
+
+
+def methods(kind: str) -> tuple[Method, ...]:
+    if kind == "dense":
+        return ()
+    if kind == "fp8":
+        return (Fp8Attention(Fp8Quantiser(Rotations(8)), torch.float32),)
+    quantiser = Fp8Quantiser(Rotations(8, sylvester)) if kind == "v3-fp8" else None
+    return (RainFusionAttention(kind[:2], 0.6, 0, quantiser=quantiser),)
+
+
+def tokens(kind: str, multiple: int) -> ShardedTokens:
+    return ShardedTokens(None, multiple, window_order if kind[0] == "v" else None)
+
+
+@torch.inference_mode()
+def compare(kind: str, topologies: list[Topology], expected: Tensor) -> None:
+    found = {}
+    torch._dynamo.reset()
+    compiled = Compiled(STEPS, least=0)
+    ops = BlockOps(run=compiled)
+    for topology in topologies:
+        for mode in ROWS:
+            layer = attention_layer(topology, mode, methods=methods(kind))
+            net = JOB.model(attention=layer, tokens=tokens(kind, 128), ops=ops)
+            found[topology, mode] = torch.stack(JOB.velocities(net))
+    assert compiled.compiled.keys() == {step for steps in STEPS.values() for step in steps}
+    for (topology, mode), result in found.items():
+        off = (result - expected).abs().max()
+        assert off <= 2e-5, f"off by {off} with {topology}, {mode}"
+        equal = torch.equal(result, found[topology, "0"])
+        assert equal or (kind == "dense" and ROWS[mode].blocks > 1), (topology, mode)
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8", "v2", "v3", "v3-fp8"])
+def test_modes_and_rings_with_compiled_operations(kind: str) -> None:
+    """Against one process without them: the limit of any ranks; against mode 0: its equalities."""
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods(kind))
+    with torch.inference_mode():
+        alone = JOB.model(attention=layer, tokens=tokens(kind, 1))
+        expected = torch.stack(JOB.velocities(alone))
+    run(2, compare, kind, TOPOLOGIES, expected, timeout=300)

@@ -1,0 +1,204 @@
+"""Small operations as compiled functions: what they compute, how often they are compiled, when not.
+
+Legend: L tokens, C channels, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.conftest import slow
+from wan.kernels.compiled_ops import LEAST, STEPS, Compiled
+from wan.modules.interfaces import Collaborators
+from wan.modules.model import WanModel
+from wan.modules.rope import rope_angles, rope_table
+from wan.modules.small_ops import BlockOps
+
+GRID, HEADS, HEAD_DIM = (3, 4, 6), 4, 12
+L, C, EPS = 72, HEADS * HEAD_DIM, 1e-6
+LIMITS = {torch.float32: 4e-6, torch.bfloat16: 2e-2}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SHIFT, SCALE, GATE = (random(1, 1, C, seed=seed) for seed in range(3))
+AFFINE = torch.nn.LayerNorm(C, EPS).requires_grad_(False)
+AFFINE.weight.copy_(random(C, seed=3))
+TABLE = rope_table(GRID, HEAD_DIM)
+
+
+def norm(x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * AFFINE.weight
+
+
+def turned(x: Tensor) -> Tensor:
+    """RoPE by its definition, a product of complex numbers."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (HEADS, -1, 2)))
+    angles = rope_angles(GRID, HEAD_DIM)
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.view_as_real(pairs * turn).flatten(-2)
+
+
+def gelu(y: Tensor) -> Tensor:
+    inner = (2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)
+    return 0.5 * y * (1 + inner.tanh())
+
+
+# What is called with the residual stream x (float32), y and y's dtype, and, in float64, what
+# becomes of x and what is returned.
+Call = Callable[[BlockOps, Tensor, Tensor], Any]
+Exact = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+CASES: dict[str, tuple[Call, Exact]] = {
+    "modulated_norm": (
+        lambda ops, x, y: ops.modulated_norm(x, SHIFT, SCALE, (L,), EPS, y.dtype),
+        lambda x, y: (x, norm(x) * (1 + SCALE) + SHIFT),
+    ),
+    "norm_rope": (
+        lambda ops, x, y: ops.norm_heads(y, AFFINE.weight, HEADS, EPS, TABLE),
+        lambda x, y: (x, turned(rms(y))),
+    ),
+    "rms_norm": (
+        lambda ops, x, y: ops.norm_heads(y, AFFINE.weight, HEADS, EPS),
+        lambda x, y: (x, rms(y).unflatten(-1, (HEADS, -1))),
+    ),
+    "gated_add_norm": (
+        lambda ops, x, y: ops.gated_add_norm(x, y, GATE, (L,), AFFINE, y.dtype)[1],
+        lambda x, y: (x + GATE * y, norm(x + GATE * y) * AFFINE.weight),
+    ),
+    "add_modulated_norm": (
+        lambda ops, x, y: ops.add_modulated_norm(x, y, SHIFT, SCALE, (L,), EPS, y.dtype)[1],
+        lambda x, y: (x + y, norm(x + y) * (1 + SCALE) + SHIFT),
+    ),
+    "gated_add": (
+        lambda ops, x, y: ops.gated_add(x, y, GATE, (L,)),
+        lambda x, y: (x + GATE * y, x + GATE * y),
+    ),
+    "gelu": (lambda ops, x, y: ops.gelu(y), lambda x, y: (x, gelu(y))),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, torch.bfloat16) if name in ("norm_rope", "gelu") else slow(name, torch.bfloat16)
+        for name in CASES
+    ]
+    + [slow(name, torch.float32) for name in CASES],
+)
+def test_compiled_steps_compute_the_same(name: str, dtype: torch.dtype) -> None:
+    call, exact = CASES[name]
+    run = Compiled(STEPS, least=0)
+    x, y = random(1, L, C, seed=4), random(1, L, C, seed=5).to(dtype)
+    changed, expected = exact(x.double(), y.double())
+    with torch.inference_mode():
+        found = call(BlockOps(run=run), x, y)
+    assert run.compiled, "the compiler did not work"
+    limit = LIMITS[found.dtype]
+    assert_close(found.double(), expected, atol=limit, rtol=limit)
+    assert_close(x.double(), changed, atol=4e-6, rtol=0)
+
+
+def model(run: Compiled) -> WanModel:
+    torch.manual_seed(0)
+    sizes = {"dim": C, "ffn_dim": 64, "num_heads": HEADS, "num_layers": 2}
+    given = Collaborators(ops=BlockOps(run=run))
+    net = WanModel("ti2v", **sizes, text_dim=16, text_len=8, collaborators=given)
+    return net.requires_grad_(False)
+
+
+def velocity(net: WanModel, frames: int, t: Tensor) -> Tensor:
+    x, context = random(16, frames, 4, 6, seed=1), random(5, 16, seed=2)
+    with torch.inference_mode():
+        return net([x], t, [context], frames * 6)[0]
+
+
+class Graphs:
+    """Counts what `torch.compile` was asked for and the graphs that came of it; no C++ is made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch._dynamo.reset()
+        self.made: Counter[str] = Counter()
+        compile = torch.compile
+
+        def counting(step: Callable[..., Tensor], **_: Any) -> Any:
+            def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+                self.made[step.__name__] += 1
+                return graph.forward
+
+            return compile(step, backend=backend, fullgraph=True)
+
+        monkeypatch.setattr(torch, "compile", counting)
+
+
+def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each function and dtype, however many lengths there are: runs, shards, several videos."""
+    graphs = Graphs(monkeypatch)
+    net = model(Compiled(STEPS, least=0))
+    for frames in (3, 5, 2, 7, 4):
+        found = velocity(net, frames, torch.tensor([500.0]))
+        assert_close(found, velocity(model(Compiled(())), frames, torch.tensor([500.0])))
+        first_at_zero = torch.full((1, frames * 6), 500.0).index_fill(1, torch.arange(6), 0)
+        velocity(net, frames, first_at_zero)
+    # each with the first number of tokens, and with any
+    assert set(graphs.made) == {step for steps in STEPS.values() for step in steps}
+    assert max(graphs.made.values()) == 2
+    net.bfloat16()
+    for frames in (3, 5, 2):
+        velocity(net, frames, torch.tensor([500.0]))
+    assert max(graphs.made.values()) <= 4
+
+
+def test_small_tensors_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(monkeypatch)
+    run = Compiled(STEPS)
+    velocity(model(run), 3, torch.tensor([500.0]))
+    assert not graphs.made
+    with torch.inference_mode():
+        BlockOps(run=run).gelu(torch.zeros(1, 4, LEAST // 4))
+        assert set(graphs.made) == {"_gelu"}
+        BlockOps(run=run).gelu(torch.zeros(1, 4, LEAST // 4 - 1))
+    assert graphs.made == {"_gelu": 1}
+
+
+def test_only_the_chosen_steps_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(monkeypatch)
+    velocity(model(Compiled(("add_norm",), least=0)), 3, torch.tensor([500.0]))
+    assert set(graphs.made) == set(STEPS["add_norm"])
+
+
+def test_with_autograd_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(monkeypatch)
+    net = model(Compiled(STEPS, least=0)).requires_grad_(True)
+    net([random(16, 3, 4, 6)], torch.tensor([5.0]), [random(5, 16)], 18)[0].sum().backward()
+    assert not graphs.made and net.blocks[0].self_attn.q.weight.grad.abs().sum() > 0
+
+
+def test_without_a_compiler_everything_runs_as_it_is_written(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    net = model(Compiled(STEPS, least=0))
+    with config.patch({"cpp.cxx": (str(tmp_path / "g++"),)}), caplog.at_level(logging.WARNING):
+        found = velocity(net, 3, torch.tensor([500.0]))
+    assert torch.equal(found, velocity(model(Compiled(())), 3, torch.tensor([500.0])))
+    (notice,) = caplog.messages
+    assert notice.startswith("The small operations are not compiled, which costs speed only: ")
+    assert "\n" not in notice and notice.endswith("(--fused_ops none does not try).")

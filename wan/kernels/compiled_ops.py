@@ -1,0 +1,72 @@
+"""A block's small operations as compiled functions, on CPUs and CUDA GPUs.
+
+A step (`wan.modules.small_ops`) reads and writes its tensors once, instead of once for each of its
+operations: on a GPU that is most of its time, on a CPU the threads wait for each other once per
+step instead of once per slice. All else in a block stays as it is.
+
+Legend: L this device's tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan.log import logger
+from wan.torch_private import set_up_compiler
+
+STEPS = {
+    "modulated_norm": ("_modulated_norm",),
+    "norm_rope": ("_norm_rope", "_rms_norm"),
+    "add_norm": ("_add_norm", "_add_modulated_norm", "_add"),
+    "gelu": ("_gelu",),
+}
+"""Value of --fused_ops -> what it stands for."""
+LEAST = 1 << 22
+"""L * C from which a run of the large networks saves more time than the compiler takes."""
+
+
+class Compiled:
+    """Implements `wan.modules.small_ops.Runner`.
+
+    names: keys of STEPS. least: tensors of fewer elements are computed as it is written.
+    Attribute compiled: the functions, by the step's name.
+
+    Each step has a graph for the first number of tokens, and one for any other; in another dtype
+    two more. Where the compiler fails, one warning says why, and everything runs as it is written.
+    """
+
+    def __init__(self, names: Collection[str], least: int = LEAST) -> None:
+        self._steps = {step for name in names for step in STEPS[name]}
+        self._least = least
+        self.compiled: dict[str, Callable[..., Tensor]] = {}
+
+    def __call__(self, step: Callable[..., Tensor], x: Tensor, /, *rest: object) -> Tensor:
+        name = step.__name__
+        if name not in self._steps or x.numel() < self._least or torch.is_grad_enabled():
+            return step(x, *rest)
+        if name in self.compiled:
+            return self.compiled[name](x, *rest)
+        return self._first(name, step, x, *rest)
+
+    def _first(self, name: str, step: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
+        """The first call, in which the compiler works."""
+        if not self.compiled:
+            set_up_compiler()
+            logger.info("Compiling the small operations of a block (--fused_ops) ...")
+        options: dict[str, Any] = {"cpp.dynamic_threads": True}  # their number changes in loading
+        self.compiled[name] = torch.compile(step, options=options)
+        try:
+            return self.compiled[name](x, *rest)
+        except Exception as error:  # of a compiler of any kind; nothing has been computed yet
+            self._steps = set()
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.warning(
+                "The small operations are not compiled, which costs speed only: %s "
+                "(--fused_ops none does not try).",
+                reason,
+            )
+            return step(x, *rest)
