@@ -19,10 +19,11 @@ MAY_IMPORT = {
     "wan": "wan",  # api and __main__
     "wan.cli": "wan",
     "wan.planner": "wan",
-    "wan.pipeline": "wan.pipeline wan.checkpoint wan.modules wan.kernels wan.settings wan.device "
-    "wan.host wan.log wan.torch_private",
+    "wan.pipeline": "wan.pipeline wan.cache wan.checkpoint wan.modules wan.kernels wan.settings "
+    "wan.device wan.host wan.log wan.torch_private",
     "wan.pipeline.build": "wan",
     "wan.checkpoint": "wan.checkpoint wan.settings wan.host wan.log",
+    "wan.cache": "wan.cache wan.settings wan.checkpoint.files wan.kernels.base wan.modules.model",
     "wan.modules": "wan.modules wan.settings wan.kernels.base wan.kernels.sdpa wan.torch_private",
     "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa",
     "wan.kernels": "wan.kernels wan.settings wan.device wan.log wan.torch_private",
@@ -43,7 +44,10 @@ WITHOUT_TORCH = (
     "wan.log",
     "wan.modules.schedule",
     *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "quantised")),
-    *(f"wan.pipeline.{name}" for name in ("setup", "bound", "images", "video")),
+    *(
+        f"wan.pipeline.{name}"
+        for name in ("setup", "bound", "images", "video", "caching", "timesteps")
+    ),
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {

@@ -22,6 +22,7 @@ from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.settings.request import SOLVERS, Request, make_request, size_covered, size_from_area
+from wan.settings.step_cache import StepCache
 
 
 def resolved(*argv: object) -> Run:
@@ -249,6 +250,23 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "fused_ops": ("layer_norm,rope", ("rope", "layer_norm"), NPU),
     "fa_freq_cap": ("1400", 1400, NPU),
     "fa_freq_restore": ("1500", 1500, ("--fa_freq_cap", "1400", *NPU)),
+    "step_cache": ("first_block", "first_block", ()),
+    "step_cache_threshold": ("0.1", 0.1, ("--step_cache", "first_block")),
+    "step_cache_warmup": ("3", 3, ("--step_cache", "first_block")),
+    "step_cache_max_skip": ("3", 3, ("--step_cache", "mag")),
+    "step_cache_retention": ("0.3", 0.3, ("--step_cache", "mag")),
+    "step_cache_order": ("1", 1, ("--step_cache", "steps:0-20")),
+    "step_cache_coefficients": (
+        "1,2",
+        (1.0, 2.0),
+        ("--task", "ti2v-5B", "--step_cache", "tea"),
+    ),
+    "step_cache_force": ("true", True, ("--step_cache", "first_block")),
+    "use_attentioncache": ("true", True, ()),
+    "attentioncache_ratio": ("1.5", 1.5, ("--use_attentioncache",)),
+    "attentioncache_interval": ("3", 3, ("--use_attentioncache",)),
+    "start_step": ("4", 4, ("--use_attentioncache",)),
+    "end_step": ("30", 30, ("--step_cache", "attention")),
     "cfg_size": ("2", 2, ()),
     "ring_size": ("2", 2, ()),
     "ulysses_size": ("2", 2, ()),
@@ -267,7 +285,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
 }
 ELSEWHERE = {  # set something that is no field of the same name
     *("task", "image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
-    *("plan", "device_memory", "chip", "decode_latents", "from_json"),
+    *("plan", "device_memory", "chip", "decode_latents", "from_json", "step_cache_curve"),
 }
 FOUND_OUT = {"preset", "boundary", "image_size", "max_area", "world_size"}  # not given as flags
 
@@ -280,15 +298,15 @@ def planned(*argv: object, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def fields_of(run: Run) -> dict[str, object]:
     setup = run.setup
-    parts = (run.request, setup.execution, setup.parallel, setup.attention, run.output)
+    parts = (run.request, setup.execution, setup.parallel, setup.attention, setup.cache, run.output)
     found = {f.name: getattr(part, f.name) for part in parts for f in dataclasses.fields(part)}
     return found | (vars(run.extension) if run.extension else {})
 
 
 def test_every_flag_sets_a_field_of_its_name() -> None:
-    kinds = (Request, Execution, Parallel, Attention, Output, Extension)
+    kinds = (Request, Execution, Parallel, Attention, StepCache, Output, Extension)
     names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
-    assert flags.FLAGS.keys() - names == ELSEWHERE
+    assert flags.FLAGS.keys() - names == ELSEWHERE - {"step_cache_curve"}
     assert flags.FLAGS.keys() - CASES.keys() == ELSEWHERE
     assert names - flags.FLAGS.keys() == FOUND_OUT, "fields that nobody can set"
 

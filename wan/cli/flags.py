@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from wan.modules.schedule import MODES
-from wan.settings import values
+from wan.settings import step_cache, values
 from wan.settings.attention import (
     ALGORITHMS,
     COMPILED_OPS,
@@ -31,6 +31,7 @@ from wan.settings.execution import DEVICE_TYPES, PRECISIONS
 from wan.settings.parallel import RING_TYPES
 from wan.settings.presets import TASKS, TRAIN_TIMESTEPS, UNSUPPORTED_TASKS
 from wan.settings.request import SOLVERS
+from wan.settings.step_cache import POLICIES
 from wan.settings.values import Reader, choice, integer, real, switch
 
 
@@ -78,6 +79,7 @@ def _command(name: str, read: Reader, help_: str, **more: Any) -> Flag:
 
 _SIZE = integer(1, 4096)
 _MHZ = integer(100, 4000)
+_STEP = integer(0, TRAIN_TIMESTEPS)
 _GROUPS: dict[str, tuple[Flag, ...]] = {
     "what to generate": (
         _command("task", Reader(_task, TASKS), "default t2v-A14B"),
@@ -147,6 +149,22 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         _layout("fa_freq_cap", _MHZ, "clock of an NPU during self-attention, MHz"),
         _layout("fa_freq_restore", _MHZ, "clock after it, MHz (1650)", needs="fa_freq_cap"),
     ),
+    "step cache": (
+        _loads("step_cache", step_cache.policy, f"{', '.join(POLICIES)}, or steps:LIST"),
+        _loads("step_cache_threshold", real(0, 100), "what first_block, mag, tea compare with"),
+        _loads("step_cache_warmup", _STEP, "steps of each expert that are computed first (1)"),
+        _loads("step_cache_max_skip", _STEP, "most steps in a row that mag skips (2)"),
+        _loads("step_cache_retention", real(0, 1), "share of steps that mag computes first (0.2)"),
+        _loads("step_cache_order", choice(0, 1), "1: extrapolate what is kept (default 0)"),
+        _loads("step_cache_curve", values.path, "of mag; default: the checkpoint's or published"),
+        _loads("step_cache_coefficients", step_cache.coefficients, "of tea, highest power first"),
+        _loads("step_cache_force", switch, "also with fewer than 8 steps"),
+        _loads("use_attentioncache", switch, "--step_cache attention, as in the Ascend fork"),
+        _loads("attentioncache_ratio", real(0, 1000), "has no effect, as in the Ascend fork"),
+        _loads("attentioncache_interval", integer(1, TRAIN_TIMESTEPS), "steps between two (4)"),
+        _loads("start_step", _STEP, "attention is computed up to this step (12)"),
+        _loads("end_step", _STEP, "attention is computed behind this step"),
+    ),
     "several processes (torchrun)": (
         _layout("cfg_size", choice(1, 2), "2: the guidance branches on two halves of the ranks"),
         _layout("ring_size", _SIZE, "ranks that pass K/V round; default: what ulysses leaves"),
@@ -208,17 +226,11 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
 }
 FLAGS: dict[str, Flag] = {flag.name: flag for group in _GROUPS.values() for flag in group}
 
-_CACHES = "step caches are not supported; lower --sample_steps instead"
 _ANIMATE = "it belongs to animate-14B, which is not supported"
 _S2V = "it belongs to s2v-14B, which is not supported"
 REFUSED = {
     "tp_size": "tensor parallelism is not supported; run without it",
     "vae_parallel": "the VAE runs on one device; --vae_tiling bounds its memory",
-    "use_attentioncache": _CACHES,
-    "attentioncache_ratio": _CACHES,
-    "attentioncache_interval": _CACHES,
-    "start_step": _CACHES,
-    "end_step": _CACHES,
     "src_root_path": _ANIMATE,
     "refert_num": _ANIMATE,
     "replace_flag": _ANIMATE,

@@ -235,6 +235,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | No
             "kernel": pipeline.kernel,
             **asdict(run.setup.parallel),
         },
+        **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
         "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
         "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
         "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
@@ -270,5 +271,8 @@ def _summary(run: Run, pipeline: Pipeline, record: Path | None) -> None:
     if device is not None:
         memory = f"device {device / 2**30:.2f} GiB, {memory}"
     logger.info("Seconds: %s. Peak memory: %s.", ", ".join(parts), memory)
+    skipped = pipeline.caches.summary()
+    if skipped is not None:
+        logger.info("%s", skipped)
     logger.info("Seed %d, noise drawn on the %s.", run.request.base_seed, run.request.noise_device)
     logger.info("Video: %s  Record: %s", run.output.save_file, record or "none")

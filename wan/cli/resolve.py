@@ -21,6 +21,7 @@ from wan.cli.extend_prompt import Extension
 from wan.cli.flags import FLAGS, read
 from wan.cli.output import Output, check_writable, generated_name
 from wan.pipeline import images
+from wan.pipeline.caching import find_curve
 from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import parallel
@@ -30,6 +31,7 @@ from wan.settings.execution import Execution
 from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
 from wan.settings.request import Request, make_request
+from wan.settings.step_cache import StepCache, given
 from wan.settings.values import path as read_path
 
 if TYPE_CHECKING:
@@ -41,13 +43,8 @@ T = TypeVar("T")
 MAX_RANKS = 4096  # that --plan plans for
 _DEMOS = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained, in the repository
 _DECODING = (
-    "decode_latents",
-    "ckpt_dir",
-    "save_file",
-    "fps",
-    "device",
-    "vae_tiling",
-    "offload_model",
+    *("decode_latents", "ckpt_dir", "save_file", "fps", "device"),
+    *("vae_tiling", "offload_model"),
 )
 _FROM_CHECKPOINT = (
     "size",
@@ -110,6 +107,7 @@ class Run:
         return {
             **{f"--{name}": value for name, value in settings.items() if name not in _OWN},
             "the content of --quant_dit_path": files and fingerprint(files.files()),
+            "the curve of --step_cache": setup.curve and setup.curve.ratios,
             "the video's size": self.request.video_size,
             "the device": device,
             "the checkpoint's content": fingerprint(setup.checkpoint.files()),
@@ -210,7 +208,10 @@ def make_setup(
             dit_fsdp=topology.dit_fsdp,
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
-    return Setup(preset, checkpoint, execution, topology, attention, exported, chip), notices
+    cache = _made(StepCache, values)
+    curve, about = find_curve(cache, checkpoint.folder, preset, "image" in values)
+    parts = (execution, topology, attention, exported, chip, cache, curve)
+    return Setup(preset, checkpoint, *parts), (*notices, *about)
 
 
 def check_needs(values: Values) -> None:
@@ -229,8 +230,8 @@ def _decide(
     image_size: tuple[int, int] | None,
 ) -> tuple[Setup, Request, tuple[str, ...]]:
     if "decode_latents" in values:  # there is no attention
-        denoising = {field.name for kind in (Attention, Parallel) for field in fields(kind)}
-        denoising.add("quant_dit_path")
+        kinds = (Attention, Parallel, StepCache)
+        denoising = {"quant_dit_path", *(field.name for kind in kinds for field in fields(kind))}
         values = {name: value for name, value in values.items() if name not in denoising}
         _check_latents(values["decode_latents"], preset)
         if world > 1:
@@ -362,6 +363,7 @@ def _check_latents(path: Path, preset: Preset) -> None:
 def _record(values: Values, setup: Setup, request: Request, output: Output) -> dict[str, Any]:
     """All settings under their flags' names, enough to repeat the video."""
     found: dict[str, Any] = {**_named(setup.execution), **_named(setup.attention)}
+    found |= given(setup.cache) | {"step_cache": setup.cache.step_cache}
     found |= {**values, **_named(request), **_named(output)}  # latents keep how they were made
     found |= {name: str(Path(found[name]).absolute()) for name in _PATHS if name in found}
     return {

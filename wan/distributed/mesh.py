@@ -155,6 +155,21 @@ class Team:
         dist.all_gather_single(both.flatten(0, 1), own, group)
         return both[0], both[1]
 
+    def agree(self, sums: Tensor, threshold: float) -> bool:
+        """Whether sums[0] < threshold * sums[1], float32 [2], of the ranks of a sequence together.
+
+        One answer on all ranks, whatever each finds: the first rank of a sequence compares, and
+        where two sequences compute the guidance branches both must say yes. Reads from the device
+        once.
+        """
+        sequence = self.group("ring", "ulysses")
+        dist.all_reduce(sums, group=sequence)
+        verdict = torch.ones((), dtype=torch.int32, device=sums.device)
+        if dist.get_rank(sequence) == 0:
+            verdict = (sums[0] < threshold * sums[1]).to(torch.int32)
+        dist.all_reduce(verdict, dist.ReduceOp.MIN)
+        return bool(verdict)
+
     def close(self) -> None:
         """The orderly end: all ranks have come this far. Never called on a failing path."""
         dist.barrier()

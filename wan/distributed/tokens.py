@@ -38,6 +38,10 @@ class ShardedTokens:
     def plan(self, tokens: int) -> TokenPlan:
         return TokenPlan(tokens, self.ranks, self.multiple)
 
+    def valid(self, tokens: int) -> int:
+        """How many of this rank's tokens are real, of so many in all."""
+        return self.plan(tokens).valid(self.rank)
+
     def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """The whole sequence, from raster order into the order in which tokens stand."""
         return x_BSC if self.order is None else x_BSC[:, self._index(grid, x_BSC.device)[0]]

@@ -67,6 +67,7 @@ class WanAttentionBlock(nn.Module):
         super().__init__()
         given = Collaborators() if collaborators is None else collaborators
         dim, self.eps, self.ops = sizes.dim, sizes.eps, given.ops
+        self.attention_cache = given.attention_cache
         self.self_attn = WanSelfAttention(sizes, layer, given)
         self.norm3 = nn.LayerNorm(dim, sizes.eps) if sizes.cross_attn_norm else nn.Identity()
         self.cross_attn = WanCrossAttention(sizes, given)
@@ -99,9 +100,12 @@ class WanAttentionBlock(nn.Module):
         modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(2)
 
-        y_BLC = ops.modulated_norm(x_BLC, shift1, scale1, runs, self.eps, dtype)
-        y_BLC = self.self_attn(y_BLC, info)
+        def attend() -> Tensor:
+            y_BLC = ops.modulated_norm(x_BLC, shift1, scale1, runs, self.eps, dtype)
+            return self.self_attn(y_BLC, info)
 
+        cache = self.attention_cache
+        y_BLC = attend() if cache is None else cache(attend, info.step, self.self_attn.layer)
         if isinstance(self.norm3, nn.LayerNorm):
             x_BLC, y_BLC = ops.gated_add_norm(x_BLC, y_BLC, gate1, runs, self.norm3, dtype)
         else:

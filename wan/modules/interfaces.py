@@ -5,10 +5,11 @@ Legend: B batch, S all tokens, L this device's tokens, N heads, D head size, C c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from wan.kernels.base import Grid, Kernel, StepInfo
@@ -56,6 +57,10 @@ class TokenShard(Protocol):
         """Lengths, on this device, of consecutive arranged runs given by their whole lengths."""
         ...
 
+    def valid(self, tokens: int) -> int:
+        """How many of this device's tokens are real, of so many in all."""
+        ...
+
 
 class LocalAttention:
     """Self-attention when one device holds the whole sequence: a single kernel call."""
@@ -93,6 +98,32 @@ class LocalTokens:
     def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
         return tuple(lengths)
 
+    def valid(self, tokens: int) -> int:
+        return tokens
+
+
+class StepCache(Protocol):
+    """Decides which blocks of a forward are computed (`wan.cache.residual`)."""
+
+    def __call__(
+        self,
+        x_BLC: Tensor,
+        blocks: Callable[[Tensor, int, int | None], Tensor],
+        step: StepInfo | None,
+        valid: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """x behind all blocks; see there."""
+        ...
+
+
+class AttentionCache(Protocol):
+    """Decides whether a block's self-attention is computed (`wan.cache.attention`)."""
+
+    def __call__(self, attend: Callable[[], Tensor], step: StepInfo | None, layer: int) -> Tensor:
+        """What attend() returns or has returned."""
+        ...
+
 
 @dataclass(frozen=True)
 class Collaborators:
@@ -104,6 +135,8 @@ class Collaborators:
         tokens: Which tokens this device computes.
         ops: What blocks compute between matrix products.
         text_kv_cache: Whether the text's keys and values are kept from step to step.
+        step_cache: Skips blocks.
+        attention_cache: Skips self-attention.
     """
 
     attention: Attention = field(default_factory=lambda: LocalAttention(SdpaKernel()))
@@ -111,3 +144,5 @@ class Collaborators:
     tokens: TokenShard = field(default_factory=LocalTokens)
     ops: BlockOps = field(default_factory=BlockOps)
     text_kv_cache: bool = False
+    step_cache: StepCache | None = None
+    attention_cache: AttentionCache | None = None

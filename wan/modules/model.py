@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +81,7 @@ class WanModel(nn.Module):
         given = Collaborators() if collaborators is None else collaborators
         self.tokens = given.tokens
         self.text_cache = TextKVCache() if given.text_kv_cache else None
+        self.step_cache = given.step_cache
         self.rope = RopeTables(dim // num_heads)
 
         self.patch_embedding = nn.Conv3d(in_dim, dim, self.patch_size, self.patch_size)
@@ -144,11 +146,19 @@ class WanModel(nn.Module):
         text = self._text(context)
         info = ForwardInfo(self.tokens.runs(lengths), rope, tokens, step)
 
+        def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
+            for layer, block in islice(enumerate(self.blocks), first, last):
+                x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], info)
+                if self.text_cache is not None and not torch.is_grad_enabled():
+                    text.kv[layer] = kv
+            return x_BLC
+
         x_BLC = self._embed_patches(x_BCFHW, grid)
-        for layer, block in enumerate(self.blocks):
-            x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], info)
-            if self.text_cache is not None and not torch.is_grad_enabled():
-                text.kv[layer] = kv
+        if self.step_cache is None:
+            x_BLC = blocks(x_BLC, 0, None)
+        else:
+            valid, dtype = self.tokens.valid(tokens), text.embedding.dtype
+            x_BLC = self.step_cache(x_BLC, blocks, step, valid, dtype)
         x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, info.runs), grid)
         return self._unpatchify(x_BSC, grid)
 

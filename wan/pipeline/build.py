@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from wan.cache import embedding
+from wan.cache.attention import AttentionCache
+from wan.cache.guidance import GuidanceCache
+from wan.cache.residual import ResidualCache, alone
 from wan.checkpoint.load import (
     WHOLE,
     Adapt,
@@ -21,6 +25,7 @@ from wan.checkpoint.load import (
     as_stored,
     dit_dtypes,
     int8_sources,
+    mapped,
     rotations,
 )
 from wan.checkpoint.quantised import Export
@@ -40,6 +45,7 @@ from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
 from wan.pipeline import text, vae
+from wan.pipeline.caching import StepCaches
 from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
 from wan.pipeline.setup import Setup
 from wan.pipeline.text import TextEncoder
@@ -48,6 +54,7 @@ from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
 
 T = TypeVar("T")
+_TIME_EMBEDDING = [f"time_embedding.{i}.{part}" for i in (0, 2) for part in ("weight", "bias")]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -74,7 +81,9 @@ def pipeline(
         exported = rotations(setup.quantised)
     head_dim, compiled = checkpoint.head_dim, execution.compile
     selected = select(setup.attention, device, head_dim, compute, exported, compiled)
-    parts = _Parts(setup, device, collaborators(setup, selected, team), team)
+    caches = step_caches(setup, team)
+    parts = _Parts(setup, device, collaborators(setup, selected, team, caches), team)
+    caches.changes = parts.changes
     stages = Stages(device.synchronize)
 
     def timed(load: Callable[[], T]) -> T:
@@ -106,6 +115,7 @@ def pipeline(
         offload=execution.offload_model,
         stages=stages,
         kernel=selected.describe(),
+        caches=caches,
         sharing=sharing(setup.parallel, team),
     )
 
@@ -238,6 +248,12 @@ class _Parts:
                 block.compile()
         return model
 
+    def changes(self, name: str, timesteps: Sequence[int]) -> list[float]:
+        """How much an expert's time embedding differs from that of the timestep before."""
+        read = mapped(self._dits[name].tensors)
+        weights = {key: read[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
+        return embedding.changes(weights, timesteps)
+
     def text_files(self) -> set[Path]:
         """What is read for the text encoder by this rank."""
         if self._encoder is None or not self._reads_text:
@@ -306,14 +322,32 @@ def quantised_layers(export: Export, device: torch.device, compute: torch.dtype)
     return on_npu if device.type == "npu" else anywhere
 
 
-def collaborators(setup: Setup, selected: Selected, team: Team | None) -> Collaborators:
+def step_caches(setup: Setup, team: Team | None) -> StepCaches:
+    """What is kept from step to step, as the policy says."""
+    policy = setup.cache.policy
+    blocks = policy in ("first_block", "mag", "tea", "steps")
+    agree = alone if team is None else team.agree
+    return StepCaches(
+        setup.cache,
+        setup.curve,
+        together=setup.parallel.cfg_size == 2,
+        residual=ResidualCache(agree) if blocks else None,
+        attention=AttentionCache() if policy == "attention" else None,
+        guidance=GuidanceCache() if policy == "cfg" else None,
+    )
+
+
+def collaborators(
+    setup: Setup, selected: Selected, team: Team | None, caches: StepCaches | None = None
+) -> Collaborators:
     """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
     ops = BlockOps(selected.ops, selected.run or as_written)
+    kept = (None, None) if caches is None else (caches.residual, caches.attention)
     several = team is not None and parallel.sequence_size > 1
     if not (several or selected.methods or selected.clock):
         attention = LocalAttention(selected.dense)
-        return Collaborators(attention, selected.text, LocalTokens(), ops, text_cache)
+        return Collaborators(attention, selected.text, LocalTokens(), ops, text_cache, *kept)
     group = ALONE if team is None else team.group("ring", "ulysses")
     multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
     layer = FAPowerCapAttention(
@@ -326,7 +360,7 @@ def collaborators(setup: Setup, selected: Selected, team: Team | None) -> Collab
         clock=selected.clock,
     )
     tokens = ShardedTokens(group, multiple, selected.order)
-    return Collaborators(layer, selected.text, tokens, ops, text_cache)
+    return Collaborators(layer, selected.text, tokens, ops, text_cache, *kept)
 
 
 def places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:

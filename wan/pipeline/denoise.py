@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wan.cache.guidance import GuidanceCache
 from wan.kernels.base import StepInfo
 from wan.log import progress
 from wan.pipeline.solvers import make_solver
-from wan.settings.presets import TRAIN_TIMESTEPS
+from wan.pipeline.timesteps import expert_at
 from wan.settings.request import Request
 
 
@@ -68,21 +69,6 @@ class Conditions:
     impose: Callable[[Tensor], Tensor] = lambda latents: latents
 
 
-def expert_at(timestep: int, boundary: float | None) -> tuple[str, int]:
-    """The network for a timestep and the index of its guidance scale."""
-    if boundary is None:
-        return "dit", 0
-    if timestep >= boundary * TRAIN_TIMESTEPS:
-        return "high_noise", 1
-    return "low_noise", 0
-
-
-def first_expert(request: Request) -> str:
-    """The network that a run begins with."""
-    solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
-    return expert_at(int(solver.timesteps[0]), request.boundary)[0]
-
-
 Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 """Gets a function of the branch's name; returns the "cond" and the "uncond" result."""
 
@@ -97,10 +83,11 @@ def denoise(
     conditions: Conditions,
     experts: ExpertSource,
     branches: Branches = both_here,
+    guidance: GuidanceCache | None = None,
 ) -> Tensor:
     """Clean latents [Z,f,h,w]; solver steps are taken in float32 on the latents' device.
 
-    branches: where the two guidance branches are computed.
+    branches: where the two guidance branches are computed. guidance: leaves one of them out.
     """
     solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
     latents, tokens = conditions.start, prod(request.grid)
@@ -118,7 +105,7 @@ def denoise(
             guided = guide(
                 partial(velocity, experts.get(name), *told),  # no name keeps it from its release
                 request.sample_guide_scale[scale],
-                branches,
+                branches if guidance is None else guidance.at(index, branches),
             )
             latents = solver.step(guided, timestep.float(), latents, return_dict=False)[0]
             latents = conditions.impose(latents)

@@ -17,8 +17,9 @@ from wan import host
 from wan.device import Device
 from wan.log import Stages
 from wan.modules.model import WanModel
-from wan.pipeline import conditioning
-from wan.pipeline.denoise import Branches, both_here, denoise, first_expert
+from wan.pipeline import conditioning, timesteps
+from wan.pipeline.caching import StepCaches
+from wan.pipeline.denoise import Branches, both_here, denoise
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
@@ -147,6 +148,7 @@ class Pipeline:
         offload: Each part is released as soon as its stage is over.
         stages: Seconds of each stage.
         kernel: What computes self-attention, for records.
+        caches: What is taken from earlier steps.
         sharing: How ranks share work.
     """
 
@@ -158,6 +160,7 @@ class Pipeline:
     offload: bool
     stages: Stages
     kernel: str
+    caches: StepCaches
     sharing: Sharing = ONE_PROCESS
 
     def set_offload(self, offload: bool) -> None:
@@ -180,7 +183,7 @@ class Pipeline:
         """
         if prompt_embeds is None:
             self.text.prefetch()
-        self.experts.prefetch(first_expert(request))
+        self.experts.prefetch(timesteps.experts(request)[0])
         with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
             negative = context  # never looked at without guidance
@@ -197,7 +200,10 @@ class Pipeline:
             )
             self._done(self.vae)
         with self.stages("denoising"):
-            latents = denoise(request, conditions, self.experts, self.sharing.branches)
+            self.caches.begin(request)
+            cache = self.caches.guidance
+            latents = denoise(request, conditions, self.experts, self.sharing.branches, cache)
+            self.caches.end()
             self._done(self.experts)
         return latents
 

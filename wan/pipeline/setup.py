@@ -5,18 +5,21 @@ No torch: everything here is known, and refused where it contradicts, before tor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
+from wan.cache.curves import Curve
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.quantised import QuantisedDit, check_device
-from wan.settings import attention, devices, parallel
+from wan.pipeline import caching
+from wan.settings import attention, devices, parallel, step_cache
 from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
 from wan.settings.request import Request
+from wan.settings.step_cache import StepCache
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Setup:
         attention: Kernels of self-attention.
         quantised: Where quantised DiT weights come from; None: from the checkpoint.
         chip: The NPU model that --chip names.
+        cache: What is taken from earlier steps.
+        curve: Of the step cache `mag`.
     """
 
     preset: Preset
@@ -40,10 +45,13 @@ class Setup:
     attention: Attention
     quantised: QuantisedDit | None = None
     chip: str | None = None
+    cache: StepCache = field(default_factory=StepCache)
+    curve: Curve | None = None
 
     def __post_init__(self) -> None:
         attention.check(self.attention, self.execution)
         attention.check_layout(self.attention, self.parallel, self.checkpoint.head_dim)
+        step_cache.check(self.cache, self.parallel, self.execution)
         if self.execution.device != "auto":
             self._check_on(devices.candidates(self.execution.device, self.chip))
 
@@ -55,8 +63,10 @@ class Setup:
         """Notices; InputError for what does not go with this video's steps and size."""
         steps, tokens = request.sample_steps, prod(request.grid)
         attention.check_request(self.attention, self.parallel, steps, tokens)
+        found = caching.notices(self.cache, self.curve, request)
         heads = self.checkpoint.heads
-        return parallel.check_guidance(self.parallel, request.sample_guide_scale, heads)
+        guidance = request.sample_guide_scale
+        return (*found, *parallel.check_guidance(self.parallel, guidance, heads))
 
     def _check_on(self, rows: tuple[Capabilities, ...]) -> None:
         weights = () if self.quantised is None else self.quantised.algorithms

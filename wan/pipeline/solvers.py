@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wan.settings.presets import TRAIN_TIMESTEPS
+from wan.pipeline import timesteps
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,17 @@ class Solver:
 
     Attributes:
         scheduler: The class of diffusers that takes its steps.
-        start: The first sigma before the shift: UniPC starts just below 1, where training does.
         options: What its constructor is told, so that the network predicts a flow's velocity.
     """
 
     scheduler: str
-    start: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 _FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
 SOLVERS = {
-    "unipc": Solver("UniPCMultistepScheduler", float(np.float32(1 - 1 / TRAIN_TIMESTEPS)), _FLOW),
-    "dpm++": Solver("DPMSolverMultistepScheduler", options=_FLOW),
+    "unipc": Solver("UniPCMultistepScheduler", _FLOW),
+    "dpm++": Solver("DPMSolverMultistepScheduler", _FLOW),
 }
 
 
@@ -43,10 +41,9 @@ def sigma_table(solver: str, steps: int, shift: float) -> tuple[Tensor, Tensor]:
 
     The model is given the truncated timesteps, the solver the exact sigmas.
     """
-    ratios = np.linspace(SOLVERS[solver].start, 0, steps + 1)[:-1]
-    sigmas = shift * ratios / (1 + (shift - 1) * ratios)
-    timesteps = torch.from_numpy(sigmas * TRAIN_TIMESTEPS).to(torch.int64)
-    return torch.from_numpy(np.append(sigmas, 0.0).astype(np.float32)), timesteps
+    sigmas = np.array([*timesteps.sigmas(solver, steps, shift), 0.0]).astype(np.float32)
+    told = torch.tensor(timesteps.timesteps(solver, steps, shift))
+    return torch.from_numpy(sigmas), told
 
 
 def make_solver(name: str, steps: int, shift: float) -> Any:

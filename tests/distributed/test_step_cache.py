@@ -1,0 +1,188 @@
+"""Step caches on ranks: one decision, whatever each rank finds; no hang; one process's results."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import slow
+from tests.dist import run
+from wan.cache.lists import Plan
+from wan.cache.residual import ResidualCache
+from wan.kernels.base import StepInfo
+from wan.modules.interfaces import Collaborators
+from wan.modules.model import WanModel
+from wan.settings.parallel import Parallel
+
+pytestmark = pytest.mark.dist
+HEADS, GRID, STEPS = 4, (3, 3, 5), 8
+TOKENS = 45  # that 2 and 4 ranks share with padding
+NEVER = (False,) * STEPS
+POLICIES = {
+    "first_block": Plan({"cond": NEVER, "uncond": NEVER}, threshold=0.1),
+    "order 1": Plan({"cond": NEVER, "uncond": NEVER}, threshold=0.1, order=1),
+    "steps": Plan(
+        dict.fromkeys(("cond", "uncond"), (True, False, True, False, False, True, True, False))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of the ranks, and how they attend."""
+
+    cfg: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    comm_type: int = 0
+
+    @property
+    def parallel(self) -> Parallel:
+        world = self.cfg * self.ring * self.ulysses
+        return Parallel(world, self.cfg, self.ring, self.ulysses, comm_type=self.comm_type)
+
+
+def velocities(plan: Plan, layout: Layout | None, wrong: bool = False) -> tuple[Tensor, Any]:
+    """Of all steps, and which steps each branch computed.
+
+    layout: this rank's; None: one process. wrong: the ranks' own statistics disagree wildly.
+    """
+    from wan import device as devices
+    from wan.distributed.mesh import form
+    from wan.distributed.ring import Ring
+    from wan.distributed.tokens import ShardedTokens
+    from wan.modules.attnlayer import FAPowerCapAttention
+    from wan.pipeline.denoise import both_here
+
+    given, branches, cache = Collaborators(), both_here, ResidualCache()
+    if layout is not None:
+        parallel = layout.parallel
+        team = form(devices.resolve("cpu"), parallel.sizes)
+        branches = team.both_branches if layout.cfg == 2 else both_here
+        agree = team.agree
+        if wrong:
+            noise = torch.Generator().manual_seed(team.rank)
+
+            def agree(sums: Tensor, threshold: float) -> bool:
+                factor = 10 ** torch.randn(2, generator=noise)
+                return team.agree(sums * factor, threshold)
+
+        cache = ResidualCache(agree)
+        layer = FAPowerCapAttention(
+            SimpleNamespace(comm_type=layout.comm_type),
+            team.group("ulysses"),
+            ring=Ring(team.group("ring"), "ring"),
+        )
+        given = Collaborators(layer, tokens=ShardedTokens(team.group("ring", "ulysses")))
+    torch.manual_seed(0)
+    model = WanModel(
+        "t2v",
+        dim=HEADS * 12,
+        ffn_dim=96,
+        num_heads=HEADS,
+        num_layers=3,
+        text_dim=16,
+        text_len=8,
+        collaborators=replace(given, step_cache=cache),
+    )
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(16, 3, 6, 10, generator=generator)
+    texts = {name: torch.randn(8, 16, generator=generator) for name in ("cond", "uncond")}
+    cache.begin(plan)
+    found, x = [], start
+    with torch.no_grad():
+        for index in range(STEPS):
+            t = torch.tensor([900.0 - 50 * index])
+
+            def branch(name: str, index: int = index, t: Tensor = t, x: Tensor = x) -> Tensor:
+                at = StepInfo(index, STEPS, name, "dit", GRID, TOKENS)
+                return model([x], t, [texts[name]], TOKENS, step=at)[0]
+
+            cond, uncond = branches(branch)
+            guided = uncond + 2 * (cond - uncond)
+            found.append(guided)
+            x = x - guided * (0.02 if index % 3 else 0.6)  # some steps change much, others little
+    return torch.stack(found), cache.computed
+
+
+def work(plan: Plan, layout: Layout, wrong: bool) -> tuple[Tensor, Any]:
+    return velocities(plan, layout, wrong)
+
+
+LAYOUTS = [
+    Layout(*sizes, comm_type)
+    for *sizes, comm_type in product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2))
+    if 1 < sizes[0] * sizes[1] * sizes[2] <= 8 and (comm_type == 0 or sizes[2] > 1)
+]
+FAST = (Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 1, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        (layout, policy) if layout in FAST and policy == "first_block" else slow(layout, policy)
+        for layout, policy in product(LAYOUTS, POLICIES)
+    ],
+)
+def test_ranks_skip_together_and_compute_what_one_does(layout: Layout, policy: str) -> None:
+    plan = POLICIES[policy]
+    found = run(layout.parallel.world_size, work, plan, layout, False)
+    alone = plan
+    computed = [steps for _, own in found for steps in own.values()]
+    if layout.cfg == 2:
+        assert all(steps == computed[0] for steps in computed), "the branches agree"
+        listed = tuple(step in computed[0] for step in range(STEPS))
+        alone = replace(plan, computed=dict.fromkeys(("cond", "uncond"), listed))
+        # what the list leaves out is skipped whatever the threshold, and nothing else
+        alone = replace(alone, threshold=None if plan.threshold is None else float("inf"))
+    expected, steps = velocities(alone, None)
+    assert 2 <= len(steps["cond"]) < STEPS, "some are skipped"
+    for result, own in found:
+        assert all(own[branch] == steps[branch] for branch in own)
+        assert (result - expected).abs().max() <= 5e-5
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(1, 2, 1), slow(Layout(2, 2, 2, 1)), slow(Layout(2, 1, 2, 2)), slow(Layout(1, 1, 4))],
+)
+def test_ranks_that_disagree_decide_together(layout: Layout) -> None:
+    """No hang, one list on all ranks and, of one process that is given it, the same results."""
+    found = run(layout.parallel.world_size, work, POLICIES["first_block"], layout, True, timeout=60)
+    lists = {str(sorted(own.items())) for _, own in found}
+    if layout.cfg == 2:
+        lists = {str(steps) for _, own in found for steps in own.values()}
+    assert len(lists) == 1
+    for result, _ in found[1:]:
+        assert (result - found[0][0]).abs().max() <= 5e-5
+
+
+def killed(plan: Plan, layout: Layout) -> None:
+    """The last rank dies in the third step, while the others wait for its sums."""
+    from wan.distributed import mesh
+
+    agree, count = mesh.Team.agree, 0
+
+    def dying(team: mesh.Team, sums: Tensor, threshold: float) -> bool:
+        nonlocal count
+        count += 1
+        if count == 5 and team.rank == layout.parallel.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return agree(team, sums, threshold)
+
+    mesh.Team.agree = dying
+    velocities(plan, layout)
+
+
+def test_a_rank_killed_in_a_decision_ends_the_others() -> None:
+    with pytest.raises(AssertionError, match="the process ended") as caught:
+        run(2, killed, POLICIES["first_block"], Layout(1, 2, 1), timeout=30)
+    assert "no answer" not in str(caught.value)

@@ -1,0 +1,336 @@
+"""Step caches: what policies compute, what is reused, and what is refused.
+
+Legend: B batch, L tokens, C channels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wan.cache import curves, embedding, lists
+from wan.cache.attention import AttentionCache
+from wan.cache.guidance import GuidanceCache
+from wan.cache.lists import Plan
+from wan.cache.residual import ResidualCache
+from wan.cli import flags
+from wan.cli.resolve import Run, resolve
+from wan.kernels.base import StepInfo
+from wan.pipeline import timesteps
+from wan.pipeline.caching import static
+from wan.settings.errors import InputError
+
+HIGH, LOW = "high_noise", "low_noise"
+T2V = (HIGH,) * 26 + (LOW,) * 14
+CONTRADICTIONS: dict[str, tuple[str, str]] = {
+    "word": ("--step_cache second_block", "it must be none, first_block, mag, tea, attention, cfg"),
+    "list": ("--step_cache steps:3-", "write the steps that are computed, from 0"),
+    "falling list": ("--step_cache steps:5-3", "they must rise"),
+    "late": ("--step_cache steps:0-45", "names step 45, but there are 40"),
+    "few steps": ("--step_cache mag --sample_steps 4", "add --step_cache_force"),
+    "foreign parameter": ("--step_cache first_block --step_cache_retention 0.5", "belongs to mag"),
+    "no policy": ("--step_cache_threshold 0.5", "no effect on --step_cache none"),
+    "cfg on halves": ("--step_cache cfg --cfg_size 2", "has half of the ranks"),
+    "cfg unguided": ("--step_cache cfg --sample_guide_scale 1", "does not compute"),
+    "two policies": ("--use_attentioncache --step_cache mag", "another policy; drop one"),
+    "compiled": ("--step_cache attention --compile", "--compile does not work with"),
+    "start behind end": ("--use_attentioncache --start_step 38", "not before --end_step 37"),
+    "tea": ("--step_cache tea", "no published coefficients for t2v-A14B"),
+    "mag": ("--task t2v-1.3B --step_cache mag", "no published curve for t2v-1.3B"),
+    "shift": ("--step_cache mag --sample_shift 5", "holds for --sample_shift 12, not 5"),
+}
+
+
+def planned(words: str) -> Run:
+    return resolve(flags.parse(["--plan", *words.split()]), lambda *_: None, plan=True)
+
+
+def skipped(computed: lists.Computed) -> list[int]:
+    return [step for step, all_ in enumerate(computed) if not all_]
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_refused(name: str) -> None:
+    words, sentence = CONTRADICTIONS[name]
+    with pytest.raises(InputError, match=sentence):
+        planned(words)
+
+
+def test_mag_skips_what_the_published_rule_skips() -> None:
+    curve = curves.published("t2v-A14B", False)
+    assert curve is not None and curve.ratios["cond"][:2] == (1.0, 1.00124)
+    computed = lists.mag(curve.ratios["cond"], T2V, "cond", "t2v", 0.04, 2, 0.2)
+    # made by the authors' program
+    assert skipped(computed) == [5, 6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24, 29, 31, 33]
+    assert all(lists.mag(curve.ratios["cond"], T2V, "cond", "t2v", 0, 2, 0.2))
+    image = lists.mag(curve.ratios["cond"], T2V, "cond", "i2v", 1, 9, 0.2)
+    assert skipped(image)[0] == 29, "image to video: all of the high-noise expert's steps"
+
+
+def test_forced_steps_are_added_and_change_no_counter() -> None:
+    run = planned("--step_cache mag --task t2v-A14B")
+    found = static(run.setup.cache, run.setup.curve, run.request, together=False)
+    assert found is not None
+    assert skipped(found["cond"]) == [
+        *(5, 6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24, 29, 31, 33),
+    ]
+    more = planned("--step_cache mag --step_cache_warmup 9")
+    found = static(more.setup.cache, more.setup.curve, more.request, together=False)
+    assert found is not None and skipped(found["cond"]) == [
+        9,
+        11,
+        12,
+        14,
+        15,
+        17,
+        18,
+        20,
+        21,
+        23,
+        24,
+    ]
+    assert lists.forced(T2V, 0) == tuple(step in (0, 26) for step in range(40))
+    assert lists.forced(T2V, 2) == tuple(step in (0, 1, 25, 26, 27, 39) for step in range(40))
+
+
+def test_both_branches_agree_where_other_ranks_compute_each() -> None:
+    run = planned("--step_cache mag --step_cache_threshold 0.01")
+    apart, both = (
+        static(run.setup.cache, run.setup.curve, run.request, together=on) for on in (False, True)
+    )
+    assert apart is not None and both is not None and apart["cond"] != apart["uncond"]
+    wanted = tuple(a or b for a, b in zip(apart["cond"], apart["uncond"], strict=True))
+    assert both == {"cond": wanted, "uncond": wanted}
+
+
+def test_tea_sums_up_estimated_changes() -> None:
+    # 2 change + 0.1 of each step: 0.3, 0.3, 0.3, 0.5 | 0.7
+    found = lists.tea([0.0, 0.1, 0.1, 0.1, 0.2, 0.0], (2.0, 0.1), 0.65)
+    assert found == (True, False, False, True, False, True)
+
+
+def test_changes_of_the_time_embedding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"0.weight": (8, 16), "0.bias": (8,), "2.weight": (8, 8), "2.bias": (8,)}
+    weights = {
+        f"time_embedding.{name}": torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.SiLU(), torch.nn.Linear(8, 8))
+    layers.load_state_dict({name.split(".", 1)[1]: value for name, value in weights.items()})
+    angles = torch.tensor([[900.0], [700.0]]) * 10000.0 ** -(torch.arange(8) / 8)
+    before, after = layers(torch.cat((angles.cos(), angles.sin()), -1))
+    first, second = embedding.changes(weights, [900, 700])
+    assert first == 0
+    assert second == pytest.approx(
+        ((after - before).abs().mean() / before.abs().mean()).item(), rel=1e-4
+    )
+
+
+def test_the_attention_cache_follows_the_vendors_rule() -> None:
+    run = planned("--use_attentioncache --attentioncache_interval 4 --start_step 12")
+    found = static(run.setup.cache, None, run.request, together=False)
+    assert found is not None
+    # the second expert begins with step 26
+    wanted = [s for s in range(13, 38) if (s - 12) % 4 and s != 26]
+    assert skipped(found["cond"]) == wanted
+
+
+def test_the_unconditional_branch_is_left_out_late() -> None:
+    run = planned("--step_cache cfg")
+    found = static(run.setup.cache, None, run.request, together=False)
+    assert found is not None and all(found["cond"])
+    assert skipped(found["uncond"]) == [27, 28, 29, 30, 32, 33, 34, 35]
+
+
+def test_timesteps_are_the_solvers() -> None:
+    import numpy as np
+
+    for solver, shift in (("unipc", 12.0), ("dpm++", 5.0), ("unipc", 1.7)):
+        for steps in (4, 20, 40, 50, 333):
+            start = float(np.float32(0.999)) if solver == "unipc" else 1.0
+            ratios = np.linspace(start, 0, steps + 1)[:-1]
+            wanted = shift * ratios / (1 + (shift - 1) * ratios)
+            assert timesteps.sigmas(solver, steps, shift) == wanted.tolist()
+
+
+def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
+    made = curves.published("t2v-A14B", False)
+    assert made is not None
+    path = tmp_path / "curve.json"
+    made.save(path)
+    again = curves.load(path)
+    assert (again.ratios, again.steps, again.origin) == (made.ratios, 40, str(path))
+    assert again.fitted(12.0, (26, 26), 40) is again
+    half = again.fitted(12.0, (13, 26), 20)
+    assert half.ratios["cond"][0] == made.ratios["cond"][0] and len(half.ratios["cond"]) == 20
+    assert half.ratios["cond"][13] == made.ratios["cond"][26], "each phase begins with its own"
+    assert half.ratios["cond"][12] == made.ratios["cond"][25]
+    assert half.ratios["cond"][-1] == made.ratios["cond"][-1]
+    with pytest.raises(InputError, match="the boundary differs"):
+        again.fitted(12.0, (20, 20), 40)
+    record = json.loads(path.read_text())
+    for change in (
+        {"steps": 39},
+        {"ratios": {}},
+        {"sample_shift": "x"},
+        {"task": None, "steps": None},
+    ):
+        path.write_text(json.dumps(record | change))
+        with pytest.raises(InputError, match=r"curve\.json"):
+            curves.load(path)
+
+
+def test_curves_of_other_tasks_and_other_steps(tmp_path: Path) -> None:
+    path = tmp_path / "curve.json"
+    made = curves.published("i2v-A14B", True)
+    assert made is not None
+    made.save(path)
+    with pytest.raises(InputError, match="made for i2v-A14B, not for t2v-A14B"):
+        planned(f"--step_cache mag --step_cache_curve {path}")
+    notices = planned("--step_cache mag --sample_steps 20").notices
+    assert any("made for the official weights" in line for line in notices)
+    assert any("made with 40 steps; each of the 20" in line for line in notices)
+
+
+GRID = (1, 2, 3)
+
+
+def step(index: int, expert: str = "dit", branch: str = "cond", grid: Any = GRID) -> StepInfo:
+    return StepInfo(index, 4, branch, expert, grid, 6)
+
+
+class Blocks:
+    """Three blocks: each adds its factor times x, and how often it was called is counted."""
+
+    def __init__(self, *factors: float) -> None:
+        self.factors, self.calls = factors, [0] * len(factors)
+
+    def __call__(self, x_BLC: Tensor, first: int, last: int | None) -> Tensor:
+        for place in range(first, len(self.factors) if last is None else last):
+            self.calls[place] += 1
+            x_BLC.add_(x_BLC, alpha=self.factors[place])
+        return x_BLC
+
+
+def through(cache: ResidualCache, blocks: Any, x: Tensor, at: StepInfo, valid: int = 6) -> Tensor:
+    with torch.inference_mode():
+        return cache(x.clone(), blocks, at, valid, torch.float32)
+
+
+def plan(*computed: bool, **more: Any) -> Plan:
+    return Plan({"cond": computed, "uncond": computed}, **more)
+
+
+def test_a_skipped_step_adds_the_kept_residual() -> None:
+    cache, blocks = ResidualCache(), Blocks(0.5, 1.0)
+    x = torch.randn(1, 6, 4)
+    cache.begin(plan(True, False, True, False))
+    torch.testing.assert_close(through(cache, blocks, x, step(0)), 3 * x)
+    torch.testing.assert_close(through(cache, blocks, x + 1, step(1)), x + 1 + 2 * x)
+    torch.testing.assert_close(through(cache, blocks, 2 * x, step(2)), 6 * x)
+    torch.testing.assert_close(through(cache, blocks, x, step(3)), x + 4 * x)
+    assert blocks.calls == [2, 2] and cache.computed == {"cond": [0, 2]}
+
+
+def test_order_one_extrapolates_the_residual() -> None:
+    """R(0) = 1, R(2) = 5 per element: 2 a step, so R(3) = 7 and R(5) = 11."""
+    cache = ResidualCache()
+    cache.begin(plan(True, False, True, False, False, False, order=1))
+    x = torch.zeros(1, 6, 4)
+
+    def adds(value: float) -> Callable[[Tensor, int, int | None], Tensor]:
+        return lambda x_BLC, first, last: x_BLC.add_(value)
+
+    found = [through(cache, adds(value), x, step(i)) for i, value in enumerate((1, 0, 5, 0, 0, 0))]
+    assert [y.unique().tolist() for y in found] == [[1], [1], [5], [7], [9], [11]]
+
+
+@pytest.mark.parametrize("other", [step(1, expert=LOW), step(1, grid=(1, 3, 2))])
+def test_another_expert_or_grid_reuses_nothing(other: StepInfo) -> None:
+    cache, blocks = ResidualCache(), Blocks(1.0)
+    cache.begin(plan(True, False, False))
+    x = torch.randn(1, 6, 4)
+    through(cache, blocks, x, step(0))
+    torch.testing.assert_close(through(cache, blocks, x, other), 2 * x)
+    through(cache, blocks, x, step(2))
+    assert blocks.calls == [3], "what the first expert kept is gone"
+
+
+def test_branches_samples_and_runs_have_their_own() -> None:
+    cache, blocks = ResidualCache(), Blocks(1.0)
+    x = torch.randn(1, 6, 4)
+    cache.begin(plan(False, False))
+    for branch in ("cond", "uncond"):
+        through(cache, blocks, x, step(0, branch=branch))
+    assert blocks.calls == [2]
+    through(cache, blocks, x, step(1))
+    assert blocks.calls == [2]
+    cache.begin(plan(False, False))
+    through(cache, blocks, x, step(1))
+    assert blocks.calls == [3]
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3])
+def test_first_block_cache_compares_the_first_residual(threshold: float) -> None:
+    """r = x in every step here: it changes by a fifth, and only real tokens count."""
+    cache, blocks = ResidualCache(), Blocks(1.0, 1.0)
+    cache.begin(plan(*[False] * 4, threshold=threshold))
+    x = torch.randn(1, 6, 4)
+    padded = torch.cat((x, torch.randn(1, 2, 4)), 1)
+    through(cache, blocks, padded, step(0))
+    later = torch.cat((1.2 * x, 100 * torch.randn(1, 2, 4)), 1)
+    found = through(cache, blocks, later, step(1))
+    if threshold < 0.2:
+        torch.testing.assert_close(found, 4 * later)
+        assert blocks.calls == [2, 2]
+    else:
+        torch.testing.assert_close(found, 2 * later + 2 * padded)
+        assert blocks.calls == [2, 1] and cache.computed == {"cond": [0]}
+
+
+def test_threshold_zero_changes_no_bit() -> None:
+    cache, blocks = ResidualCache(), Blocks(0.3, 0.7)
+    cache.begin(plan(*[False] * 4, threshold=0.0))
+    for index in range(4):
+        x = torch.randn(1, 6, 4)
+        expected = Blocks(0.3, 0.7)(x.clone(), 0, None)
+        assert torch.equal(through(cache, blocks, x, step(index)), expected)
+    assert cache.computed == {"cond": [0, 1, 2, 3]}
+
+
+def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
+    cache, made = AttentionCache(), []
+
+    def attend() -> Tensor:
+        made.append(torch.randn(1, 6, 4))
+        return made[-1]
+
+    cache.begin({"cond": (True, False, False, True)})
+    with torch.inference_mode():
+        found = [[cache(attend, step(index), layer) for layer in (0, 1)] for index in range(4)]
+    assert len(made) == 4 and found[1][0] is found[0][0] and found[2][1] is found[0][1]
+    assert found[3][0] is made[2] and not cache._kept and cache.computed == {"cond": [0, 3]}
+
+
+def test_the_rebuilt_branch_has_the_kept_difference() -> None:
+    """Low frequencies of it as they were, high ones a fifth stronger."""
+    cache = GuidanceCache()
+    cache.begin((True, False))
+    h = w = 8
+    slow = torch.cos(2 * torch.pi * torch.arange(w) / w).expand(2, 3, h, w)
+    fast = torch.cos(torch.pi * torch.arange(w)).expand(2, 3, h, w)
+    cond, later = torch.randn(2, 3, h, w), torch.randn(2, 3, h, w)
+    told = {"cond": cond, "uncond": cond + slow + fast}
+    first = cache.at(0, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
+    assert torch.equal(first[1], told["uncond"])
+    told = {"cond": later}
+    found = cache.at(1, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
+    torch.testing.assert_close(found[1], later + slow + 1.2 * fast)
+    assert cache.computed == {"cond": [0, 1], "uncond": [0]}

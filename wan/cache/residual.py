@@ -1,0 +1,147 @@
+"""The cache of a forward's residual: a step that is skipped adds what an earlier one added.
+
+Legend: B batch, L this rank's tokens, C channels.
+
+With x_i the residual stream behind block i, a static policy keeps R = x_N - x_0 and skips all
+blocks; First Block Cache (ParaAttention's) computes the first block, keeps R = x_N - x_1, and skips
+the rest where x_1 - x_0 has changed little since the last step that computed all. Kept tensors are
+in the dtype of the matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wan.cache.lists import Plan
+from wan.kernels.base import Grid, StepInfo
+
+Blocks = Callable[[Tensor, int, int | None], Tensor]
+"""blocks(x_BLC, first, last): x, updated in place, behind the blocks first to last (excluded)."""
+Agree = Callable[[Tensor, float], bool]
+"""agree(sums, threshold): whether sums[0] < threshold * sums[1], the float32 sums of all ranks; the
+same answer on all ranks that share a video."""
+
+
+def alone(sums: Tensor, threshold: float) -> bool:
+    """`Agree` of one process. Reads from the device, once."""
+    change, size = sums.tolist()
+    return bool(change < threshold * size)
+
+
+@dataclass
+class _State:
+    """Of one expert, guidance branch and sample."""
+
+    expert: str
+    grid: Grid
+    first: Tensor | None = None  # x_1 - x_0 of the last step that computed all
+    residual: Tensor | None = None
+    slope: Tensor | None = None  # its change from step to step
+    step: int = 0  # that computed all last
+
+
+class ResidualCache:
+    """Implements `wan.modules.interfaces.StepCache`.
+
+    agree: how the ranks decide. Attribute computed: branch -> steps of this run that computed all.
+    """
+
+    def __init__(self, agree: Agree = alone) -> None:
+        self._agree = agree
+        self._plan: Plan | None = None
+        self._states: dict[tuple[str, int], _State] = {}
+        self.computed: dict[str, list[int]] = {}
+
+    def begin(self, plan: Plan) -> None:
+        """A run begins: nothing is kept from the one before."""
+        self.clear()
+        self._plan, self.computed = plan, {}
+
+    def clear(self) -> None:
+        """Frees what is kept; until a run begins, everything is computed."""
+        self._plan = None
+        self._states.clear()
+
+    def __call__(
+        self,
+        x_BLC: Tensor,
+        blocks: Blocks,
+        step: StepInfo | None,
+        valid: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The residual stream behind all blocks.
+
+        Args:
+            x_BLC: Before the first block, float32; updated in place.
+            blocks: Computes blocks.
+            step: Where in the run this is; None: everything is computed.
+            valid: How many of this rank's tokens are real.
+            dtype: What is kept in.
+        """
+        if self._plan is None or step is None or torch.is_grad_enabled():
+            return blocks(x_BLC, 0, None)
+        state = self._state(step)
+        computes = self._plan.computed[step.branch][step.index] or state.residual is None
+        if self._plan.threshold is None:
+            if not computes:
+                return self._reused(x_BLC, state, step)
+            x_BLC = self._computed(x_BLC, blocks, 0, state, step, dtype)
+        else:
+            before = x_BLC.clone()
+            x_BLC = blocks(x_BLC, 0, 1)
+            first = x_BLC.sub(before).to(dtype)
+            del before
+            if not computes and self._agree(
+                _change(first, state.first, valid), self._plan.threshold
+            ):
+                return self._reused(x_BLC, state, step)
+            state.first = first
+            x_BLC = self._computed(x_BLC, blocks, 1, state, step, dtype)
+        self.computed.setdefault(step.branch, []).append(step.index)
+        return x_BLC
+
+    def _state(self, step: StepInfo) -> _State:
+        """Other experts' and other grids' are freed."""
+        for key, state in list(self._states.items()):
+            if (state.expert, state.grid) != (step.expert, step.grid):
+                del self._states[key]
+        return self._states.setdefault((step.branch, step.sample), _State(step.expert, step.grid))
+
+    def _computed(
+        self,
+        x_BLC: Tensor,
+        blocks: Blocks,
+        first: int,
+        state: _State,
+        step: StepInfo,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        assert self._plan is not None
+        last, state.residual = state.residual, None
+        before = x_BLC.clone()
+        x_BLC = blocks(x_BLC, first, None)
+        state.residual = torch.sub(x_BLC, before, out=before).to(dtype)
+        if self._plan.order and last is not None:
+            state.slope = state.residual.sub(last).div_(step.index - state.step)
+        state.step = step.index
+        return x_BLC
+
+    def _reused(self, x_BLC: Tensor, state: _State, step: StepInfo) -> Tensor:
+        assert state.residual is not None
+        x_BLC.add_(state.residual)
+        if state.slope is not None:
+            x_BLC.add_(state.slope, alpha=step.index - state.step)
+        return x_BLC
+
+
+def _change(first: Tensor, kept: Tensor | None, valid: int) -> Tensor:
+    """[2] float32: the sums, over real tokens, of how much it changed and of what it was."""
+    assert kept is not None
+    was = kept[:, :valid]
+    change = torch.linalg.vector_norm(first[:, :valid] - was, 1, dtype=torch.float32)
+    return torch.stack((change, torch.linalg.vector_norm(was, 1, dtype=torch.float32)))

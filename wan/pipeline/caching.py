@@ -1,0 +1,238 @@
+"""The step cache of a run: what its policy makes of a request, before the run where it can.
+
+Torch is needed by `StepCaches` only, which the pipeline has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wan.cache import curves, lists
+from wan.cache.curves import BRANCHES, Curve
+from wan.cache.lists import Computed
+from wan.pipeline import timesteps
+from wan.settings import step_cache
+from wan.settings.errors import InputError
+from wan.settings.presets import Preset
+from wan.settings.request import Request
+from wan.settings.step_cache import StepCache
+
+if TYPE_CHECKING:
+    from wan.cache.attention import AttentionCache
+    from wan.cache.guidance import GuidanceCache
+    from wan.cache.residual import ResidualCache
+
+Lists = dict[str, Computed]
+"""Guidance branch -> whether each step computes all that the policy could leave out."""
+Changes = Callable[[str, Sequence[int]], Sequence[float]]
+"""changes(expert, timesteps): of each step, how much its time embedding differs from the last."""
+
+
+def find_curve(
+    cache: StepCache, folder: Path | None, preset: Preset, with_image: bool
+) -> tuple[Curve | None, tuple[str, ...]]:
+    """The curve that `mag` takes, and notices: the given one, the checkpoint's, the published one.
+
+    Raises:
+        InputError: There is none, or it was made for another task.
+    """
+    if cache.policy != "mag":
+        return None, ()
+    own = None if folder is None else folder / curves.FILE
+    if cache.step_cache_curve is not None:
+        curve = curves.load(cache.step_cache_curve)
+    elif own is not None and own.is_file():
+        curve = curves.load(own)
+    else:
+        published = curves.published(preset.task, with_image)
+        if published is None:
+            raise InputError(
+                f"--step_cache mag has no published curve for {preset.task}; make one with "
+                "tools/calibrate_mag.py and give it with --step_cache_curve, or use first_block."
+            )
+        notice = (
+            f"{published.origin} serves --step_cache mag; it was made for the official weights."
+        )
+        return published, (notice,)
+    if curve.task != preset.task:
+        raise InputError(
+            f"{curve.origin} was made for {curve.task}, not for {preset.task}; give another "
+            "--step_cache_curve."
+        )
+    return curve, ()
+
+
+def notices(cache: StepCache, curve: Curve | None, request: Request) -> tuple[str, ...]:
+    """Of a request; InputError for what does not go with it."""
+    step_cache.check_request(cache, request)
+    if cache.policy == "tea":
+        step_cache.tea_coefficients(cache, request.preset)
+    static(cache, curve, request, False)
+    if curve is None or curve.steps == request.sample_steps:
+        return ()
+    return (
+        f"{curve.origin} was made with {curve.steps} steps; each of the {request.sample_steps} "
+        "takes the nearest of them.",
+    )
+
+
+def static(
+    cache: StepCache,
+    curve: Curve | None,
+    request: Request,
+    together: bool,
+    changes: Changes | None = None,
+) -> Lists | None:
+    """What is computed in each step; None where that is not known before the run.
+
+    Of First Block Cache: what is computed whatever it finds.
+
+    Args:
+        cache: The policy.
+        curve: Of `mag`.
+        request: The video.
+        together: The guidance branches must agree, since other ranks compute each.
+        changes: Of `tea`; known where the networks are.
+    """
+    experts, policy = timesteps.experts(request), cache.policy
+    if policy == "none" or (policy == "tea" and changes is None):
+        return None
+    paced = policy in ("first_block", "mag", "tea")  # the others say all themselves
+    always = lists.forced(experts, cache.step_cache_warmup if paced else 0)
+    found = {}
+    for branch in BRANCHES:
+        own = _own(cache, curve, request, experts, branch, changes)
+        found[branch] = tuple(a or b for a, b in zip(always, own, strict=True))
+    if together:
+        both = tuple(map(any, zip(*found.values(), strict=True)))
+        found = dict.fromkeys(BRANCHES, both)
+    return found
+
+
+def _own(
+    cache: StepCache,
+    curve: Curve | None,
+    request: Request,
+    experts: tuple[str, ...],
+    branch: str,
+    changes: Changes | None,
+) -> Computed:
+    """What the policy itself computes of a guidance branch."""
+    steps = len(experts)
+    match cache.policy:
+        case "steps":
+            return tuple(step in cache.steps for step in range(steps))
+        case "mag":
+            assert curve is not None
+            fitted = _fitted(curve, request, experts)
+            return lists.mag(
+                fitted.ratios[branch],
+                experts,
+                branch,
+                request.preset.kind,
+                cache.threshold,
+                cache.step_cache_max_skip,
+                cache.step_cache_retention,
+            )
+        case "tea":
+            assert changes is not None
+            polynomial = step_cache.tea_coefficients(cache, request.preset)
+            return lists.tea(_changes(request, experts, changes), polynomial, cache.threshold)
+        case "attention":
+            last = step_cache.end_step(cache, steps)
+            return lists.attention(steps, cache.attentioncache_interval, cache.start_step, last)
+        case "cfg" if branch == "uncond":
+            width, height = request.video_size
+            return lists.cfg(experts, width * height >= 1280 * 704)
+        case "cfg":
+            return (True,) * steps
+    return (False,) * steps  # First Block Cache looks at the data
+
+
+def _fitted(curve: Curve, request: Request, experts: tuple[str, ...]) -> Curve:
+    here, there = (
+        row.count("high_noise") for row in (experts, timesteps.experts(request, curve.steps))
+    )
+    return curve.fitted(request.sample_shift, (here, there), len(experts))
+
+
+def _changes(request: Request, experts: tuple[str, ...], changes: Changes) -> list[float]:
+    """Of all steps; each expert's first has none."""
+    times = timesteps.timesteps(request.sample_solver, len(experts), request.sample_shift)
+    found: list[float] = []
+    for phase in lists.phases(experts):
+        found += changes(phase.expert, times[phase.first : phase.last])
+    return found
+
+
+class StepCaches:
+    """What is kept in a run, for all networks of a pipeline.
+
+    residual: skips blocks. attention: skips self-attention. guidance: skips the unconditional
+    branch. At most one of them is there, as the policy says.
+    """
+
+    def __init__(
+        self,
+        cache: StepCache,
+        curve: Curve | None,
+        together: bool,
+        residual: ResidualCache | None = None,
+        attention: AttentionCache | None = None,
+        guidance: GuidanceCache | None = None,
+        changes: Changes | None = None,
+    ) -> None:
+        """together: as in `static`. changes: of `tea`."""
+        self.cache, self.curve, self.together, self.changes = cache, curve, together, changes
+        self.residual, self.attention, self.guidance = residual, attention, guidance
+        self._steps = 0
+
+    @property
+    def _active(self) -> ResidualCache | AttentionCache | GuidanceCache | None:
+        return self.residual or self.attention or self.guidance
+
+    def begin(self, request: Request) -> None:
+        """A run begins: nothing is kept from another."""
+        self._steps = request.sample_steps
+        computed = static(self.cache, self.curve, request, self.together, self.changes)
+        if self._active is None:
+            return
+        assert computed is not None
+        if self.residual is not None:
+            threshold = self.cache.threshold if self.cache.policy == "first_block" else None
+            self.residual.begin(lists.Plan(computed, threshold, self.cache.step_cache_order))
+        elif self.attention is not None:
+            self.attention.begin(computed)
+        elif self.guidance is not None:
+            self.guidance.begin(computed["uncond"])
+
+    def end(self) -> None:
+        """Frees what is kept."""
+        if self.residual is not None:
+            self.residual.clear()
+        elif self.attention is not None:
+            self.attention.clear()
+
+    def record(self) -> dict[str, Any] | None:
+        """For the JSON record: the policy, and which steps each branch of this rank computed."""
+        if self._active is None:
+            return None
+        computed = self._active.computed
+        if self.together and "cond" in computed:  # the other half of the ranks does the same
+            computed = dict.fromkeys(BRANCHES, computed["cond"])
+        return {"policy": self.cache.policy, "computed": computed}
+
+    def summary(self) -> str | None:
+        """One line on what was skipped."""
+        found = self.record()
+        if found is None:
+            return None
+        parts = [
+            f"{branch} {self._steps - len(steps)} of {self._steps}"
+            for branch, steps in found["computed"].items()
+        ]
+        what = {"attention": "steps without self-attention", "cfg": "steps without a branch"}
+        name = what.get(self.cache.policy, "steps skipped")
+        return f"Step cache {self.cache.policy}: {name}: {', '.join(parts) or 'none'}."
