@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.hooks import FirstBlockCacheConfig
 from PIL import Image
 
 import wan
@@ -130,6 +132,44 @@ def test_whole_run(tiny, image_path: Path, task: str, with_image: bool, solver: 
     assert (ours - theirs).abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("threshold", [0.5, 0.8])
+def test_first_block_cache(tiny, threshold: float) -> None:
+    """diffusers' own: the same steps computed by both experts, the same latents."""
+    generator = torch.Generator().manual_seed(5)
+    context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
+    model = wan.WanT2V(
+        WAN_CONFIGS["t2v-A14B"],
+        tiny("t2v-A14B"),
+        step_cache="first_block",
+        step_cache_threshold=threshold,
+        step_cache_warmup=0,
+    )
+    ours = model.generate(
+        "",
+        size=(96, 64),
+        frame_num=9,
+        sampling_steps=20,
+        guide_scale=(3.0, 4.0),
+        seed=3,
+        prompt_embeds=context,
+        negative_prompt_embeds=negative,
+        output_type="latent",
+    )
+    computed: list[str] = []
+
+    def cached(network: Any, name: str) -> None:
+        network.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+        inner = network.blocks[-1].attn1  # its hooks see a block that is skipped, too
+        inner.register_forward_hook(lambda *_: computed.append(name))
+
+    theirs = diffusers_latents(
+        tiny("t2v-A14B", "diffusers"), None, "unipc", True, context, negative, 20, cached
+    )
+    steps = model._pipeline.caches.record()["computed"]
+    assert 4 < len(computed) == sum(map(len, steps.values())) < 40
+    assert (ours - theirs).abs().max() <= TOLERANCE
+
+
 def diffusers_latents(
     folder: Path,
     image: Image.Image | None,
@@ -137,10 +177,15 @@ def diffusers_latents(
     two: bool,
     context: torch.Tensor,
     negative: torch.Tensor,
+    steps: int = 6,
+    cached: Callable[[Any, str], None] | None = None,
 ) -> torch.Tensor:
+    """cached: gives a network its cache."""
     kind = WanPipeline if image is None else WanImageToVideoPipeline
     pipe = kind.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.scheduler = official_scheduler(solver, 5.0)
+    if cached is not None:
+        cached(pipe.transformer, "high_noise"), cached(pipe.transformer_2, "low_noise")
     channels, stride = (16, 8) if two else (48, 16)
     shape = (1, channels, 3, 64 // stride, 96 // stride)
     return pipe(
@@ -151,7 +196,7 @@ def diffusers_latents(
         width=96,
         height=64,
         num_frames=9,
-        num_inference_steps=6,
+        num_inference_steps=steps,
         latents=torch.randn(shape, generator=torch.Generator().manual_seed(3)),
         output_type="latent",
     ).frames[0]
