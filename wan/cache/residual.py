@@ -61,6 +61,12 @@ class ResidualCache:
         self.clear()
         self._plan, self.computed = plan, {}
 
+    def kept_bytes(self) -> int:
+        """Of all kept tensors."""
+        states = self._states.values()
+        kept = [x for state in states for x in (state.first, state.residual, state.slope)]
+        return sum(x.nbytes for x in kept if x is not None)
+
     def clear(self) -> None:
         """Frees what is kept; until a run begins, everything is computed."""
         self._plan = None

@@ -59,7 +59,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def pipeline(
-    setup: Setup, device: Device, team: Team | None = None, t5_dtype: torch.dtype | None = None
+    setup: Setup,
+    device: Device,
+    team: Team | None = None,
+    t5_dtype: torch.dtype | None = None,
+    caches: StepCaches | None = None,
 ) -> Pipeline:
     """Everything composed and no weight read yet; names and shapes of all tensors are checked.
 
@@ -68,6 +72,7 @@ def pipeline(
         device: This rank's.
         team: The ranks, in the topology of the setup; None for one process.
         t5_dtype: What the text encoder computes in; None: the run's precision.
+        caches: In place of those that the setup asks for.
 
     Raises:
         InputError: For a device that cannot run the setup, and for files that are damaged or do
@@ -81,7 +86,7 @@ def pipeline(
         exported = rotations(setup.quantised)
     head_dim, compiled = checkpoint.head_dim, execution.compile
     selected = select(setup.attention, device, head_dim, compute, exported, compiled)
-    caches = step_caches(setup, team)
+    caches = step_caches(setup, team) if caches is None else caches
     parts = _Parts(setup, device, collaborators(setup, selected, team, caches), team)
     caches.changes = parts.changes
     stages = Stages(device.synchronize)

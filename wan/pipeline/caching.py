@@ -6,6 +6,7 @@ Torch is needed by `StepCaches` only, which the pipeline has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from wan.cache.lists import Computed
 from wan.pipeline import timesteps
 from wan.settings import step_cache
 from wan.settings.errors import InputError
-from wan.settings.presets import Preset
+from wan.settings.presets import TRAIN_TIMESTEPS, Preset
 from wan.settings.request import Request
 from wan.settings.step_cache import StepCache
 
@@ -167,6 +168,35 @@ def _changes(request: Request, experts: tuple[str, ...], changes: Changes) -> li
     return found
 
 
+def describe(cache: StepCache, computed: Lists | None, guided: bool) -> str:
+    """One line for a plan. computed: what `static` says. guided: both branches are computed."""
+    if cache.policy == "first_block":
+        return f"Step cache first_block: decided in the run, by threshold {cache.threshold:g}"
+    if computed is None:
+        return f"Step cache {cache.policy}: known when the networks' time embeddings are read"
+    branches = BRANCHES if guided else BRANCHES[:1]
+    parts, total, done = [], 0, 0
+    for branch in branches:
+        row = computed[branch]
+        total, done = total + len(row), done + sum(row)
+        parts.append(f"{branch} computes {sum(row)} of {len(row)} steps ({_ranges(row)})")
+    if cache.policy == "attention":
+        gain = "the other steps leave self-attention out"
+    else:
+        gain = f"at most {total / done:.2f} times as fast"
+    return f"Step cache {cache.policy}: {'; '.join(parts)}; {gain}"
+
+
+def _ranges(row: Computed) -> str:
+    """The computed steps, as `steps:` takes them."""
+    found = []
+    for computed, group in groupby(enumerate(row), key=lambda item: item[1]):
+        places = [place for place, _ in group]
+        if computed:
+            found.append(f"{places[0]}-{places[-1]}" if len(places) > 1 else str(places[0]))
+    return ",".join(found)
+
+
 class StepCaches:
     """What is kept in a run, for all networks of a pipeline.
 
@@ -207,6 +237,20 @@ class StepCaches:
             self.attention.begin(computed)
         elif self.guidance is not None:
             self.guidance.begin(computed["uncond"])
+
+    def rehearse(self) -> None:
+        """For a plan: every step is computed, and what it would keep is kept."""
+        if self.residual is not None:
+            everything = dict.fromkeys(BRANCHES, (True,) * TRAIN_TIMESTEPS)
+            threshold = 0.0 if self.cache.policy == "first_block" else None
+            self.residual.begin(lists.Plan(everything, threshold, self.cache.step_cache_order))
+        elif self.attention is not None:
+            first = (True, *(False,) * TRAIN_TIMESTEPS)
+            self.attention.begin(dict.fromkeys(BRANCHES, first))
+
+    def kept_bytes(self) -> int:
+        """Of what is kept beside self-attention's outputs."""
+        return 0 if self.residual is None else self.residual.kept_bytes()
 
     def end(self) -> None:
         """Frees what is kept."""

@@ -129,7 +129,9 @@ class Planner:
         compute, checkpoint = build.DTYPES[self.precision], setup.checkpoint
         with self._played(parallel, rank) as team, npu.vendor():
             selected = select(setup.attention, self.device, checkpoint.head_dim, compute, {})
-            shared = build.collaborators(setup, selected, team)
+            caches = build.step_caches(setup, team)
+            shared = build.collaborators(setup, selected, team, caches)
+            caches.rehearse()
             expert, files = next(iter(checkpoint.experts.items()))
             with META:
                 network = WanModel(**files.config, collaborators=shared)
@@ -144,10 +146,12 @@ class Planner:
             with _loaded(network, network.blocks, dtypes, place) as (live, weights):
                 sent = self._called(network, live, self.branches(parallel))
                 beside, kept = live.peak - live.held, +live.held
+                residuals = Parts({"step cache": caches.kept_bytes()})
         count, run = checkpoint.config["num_layers"], len(network.blocks)
         kept["text K/V"] = kept["text K/V"] * count // run
-        if setup.attention.use_rainfusion:
-            kept["masks"] = kept.pop("self-attention", 0) * count // run
+        kept = kept - Parts(embeddings=residuals.total()) + residuals
+        by_layer = "masks" if setup.attention.use_rainfusion else "attention cache"
+        kept[by_layer] = kept.pop("self-attention", 0) * count // run
         line = build.attention_line(setup, selected)
         return Forward(weights, +kept, beside, sent, line)
 
@@ -170,12 +174,16 @@ class Planner:
         if self.holds_frame and live.device == "meta":  # its tokens are at timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
         first = setup.attention.start_step(steps) if setup.attention.use_rainfusion else 0
-        for index in sorted({0, first}):
+        again = [0] if setup.cache.step_cache_order else []  # the slope needs two
+        for index in [*again, *sorted({0, first})]:
             live.sent.clear()
             for branch, text_LC in zip(branches, texts, strict=True):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
                 with live:
                     network([x], t, [text_LC], prod(grid), [y] if len(y) else None, step=step)
+            if again:
+                again.clear()
+                continue
             sent.append(live.sent[: len(live.sent) // len(branches) // len(network.blocks)])
         return tuple(sent)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from wan.cli.memory import gpu_memory
 from wan.cli.resolve import Run
+from wan.pipeline import caching
 from wan.planner.measure import Planner
 from wan.planner.topology import nearest
 from wan.settings.errors import InputError
@@ -31,6 +32,7 @@ def lines(planner: Planner, task: str) -> list[str]:
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
         f"{tokens.shard_len} per rank",
         planner.forwards(parallel)[0].attention,
+        *_step_cache(planner),
         *_traffic(planner),
         f"Memory of the fullest rank: {_size(need)}",
     ]
@@ -85,6 +87,15 @@ def _traffic(planner: Planner) -> list[str]:
                     f"{_size(total * calls)} per step and rank"
                 )
     return found or ["All-to-all: none. Ring: none."]
+
+
+def _step_cache(planner: Planner) -> list[str]:
+    setup, request = planner.setup, planner.request
+    if setup.cache.policy == "none":
+        return []
+    together = setup.parallel.cfg_size == 2
+    computed = caching.static(setup.cache, setup.curve, request, together)
+    return [caching.describe(setup.cache, computed, request.guided)]
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,0 +1,113 @@
+"""Makes MagCache's curve of a model, for one task, shift, solver and number of steps.
+
+    python tools/calibrate_mag.py --ckpt_dir ./Wan2.2-T2V-A14B --size 832*480 --out curve.json
+    python tools/calibrate_mag.py --ckpt_dir examples/demo/t2v-A14B
+
+One run of the pipeline, with any flag of generate.py that is about the video or the device; every
+step is computed, and how much its residual has grown since the step before is noted. --out: the
+curve; default: mag_curve.json in the checkpoint folder, where `--step_cache mag` looks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from wan import device as devices
+from wan.cache import curves
+from wan.cache.curves import Curve
+from wan.cache.lists import Plan
+from wan.cache.residual import Blocks, ResidualCache
+from wan.checkpoint.files import whole_file
+from wan.cli import flags
+from wan.cli.resolve import resolve
+from wan.kernels.base import StepInfo
+from wan.pipeline import build, timesteps
+from wan.pipeline.caching import StepCaches
+from wan.settings.errors import InputError
+from wan.settings.step_cache import StepCache
+
+
+class Recorder(ResidualCache):
+    """Computes every step and notes its ratio. Attribute ratios: branch -> one for each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ratios: dict[str, list[float]] = {}
+        self._norms: dict[str, Tensor] = {}
+
+    def begin(self, plan: Plan) -> None:
+        self.ratios, self._norms = {}, {}
+
+    def __call__(
+        self,
+        x_BLC: Tensor,
+        blocks: Blocks,
+        step: StepInfo | None,
+        valid: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        assert step is not None
+        before = x_BLC.clone()
+        x_BLC = blocks(x_BLC, 0, None)
+        norm = torch.linalg.vector_norm(x_BLC - before, dim=-1)[:, :valid]
+        last = self._norms.get(step.branch, norm)
+        self.ratios.setdefault(step.branch, []).append((norm / last).mean().item())
+        self._norms[step.branch] = norm
+        return x_BLC
+
+
+def calibrate(argv: list[str]) -> Curve:
+    """The curve of a run with these flags of generate.py; InputError for wrong ones."""
+    run = resolve(flags.parse(argv), lambda *_: None)
+    request, setup = run.request, run.setup
+    if setup.cache.policy != "none":
+        raise InputError("A curve is made of a run without --step_cache; drop it.")
+    if not request.guided:
+        raise InputError("A curve has both guidance branches; drop --sample_guide_scale 1.")
+    recorder = Recorder()
+    everything = StepCache(f"steps:0-{request.sample_steps - 1}")
+    caches = StepCaches(everything, None, together=False, residual=recorder)
+    device = devices.resolve(setup.execution.device)
+    pipeline = build.pipeline(setup, device, caches=caches)
+    pipeline.latents(request, run.image)
+    return Curve(
+        task=setup.preset.task,
+        sample_shift=request.sample_shift,
+        steps=request.sample_steps,
+        high_noise_steps=timesteps.experts(request).count("high_noise"),
+        ratios={branch: tuple(ratios) for branch, ratios in recorder.ratios.items()},
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="All else goes to generate.py: --task, --ckpt_dir, --size, --sample_steps, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, help="the curve; default: in the checkpoint folder")
+    options, rest = parser.parse_known_args(argv)
+    try:
+        given = flags.parse(rest)
+        if options.out is None and "ckpt_dir" not in given:
+            raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
+        curve = calibrate(rest)
+    except InputError as error:
+        print(f"calibrate_mag.py: {error}", file=sys.stderr)
+        return 2
+    out = options.out or given["ckpt_dir"] / curves.FILE
+    with whole_file(out) as temporary:
+        curve.save(temporary)
+    print(f"{out}: {curve.steps} steps, shift {curve.sample_shift:g}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

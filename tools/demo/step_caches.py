@@ -1,0 +1,315 @@
+"""Step caches on the demo checkpoint: what they save, and what they do to the videos.
+
+    python -m tools.demo.step_caches --results outputs/step_caches.jsonl --prompts 24
+    python -m tools.demo.step_caches --results outputs/step_caches.jsonl --report docs/step_caches
+
+Every prompt (none was trained on) is made without a cache and with each policy from the same noise,
+in turn, so that a machine's drift touches all alike; the honest rival is a run of fewer steps
+without a cache. A line of the results is one video; a program that is stopped goes on where it was.
+The report: the share of steps computed, the speed-up of denoising, marks (colour, shape and motion
+of each object, by plain image processing), their difference to the run without a cache with a 95 %
+interval over prompts (bootstrap), PSNR and SSIM against it; a table and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from tools.demo.evaluate import SIDE, as_pixels, held_out, psnr, right
+from tools.demo.render import render
+from tools.demo.scenes import Scene, caption
+from tools.demo.score import look
+from wan import WanI2V, WanT2V
+from wan.configs import WAN_CONFIGS
+from wan.pipeline.caching import StepCaches
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+FRAMES, GUIDANCE = 9, 3.0
+Clip = NDArray[np.uint8]
+Cache = tuple[tuple[str, Any], ...]
+TASKS = {"t2v": (WanT2V, 12.0), "i2v": (WanI2V, 5.0)}
+FEWER = (4, 6, 8, 10, 12, 15, 20, 25, 30)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run: its steps, and the keywords of its cache."""
+
+    steps: int
+    cache: Cache = ()
+
+    @property
+    def name(self) -> str:
+        """For people and for the results."""
+        told = dict(self.cache)
+        policy = told.pop("step_cache", "no cache")
+        more = " ".join(f"{key.removeprefix('step_cache_')} {value}" for key, value in told.items())
+        return f"{policy} {more}".strip()
+
+
+def variants(steps: int) -> Iterator[Variant]:
+    """Of a run of so many steps; the first has no cache."""
+    yield Variant(steps)
+    for fewer in FEWER:
+        if fewer < steps:
+            yield Variant(fewer)
+    for threshold in (0.05, 0.1, 0.2, 0.3, 0.5):
+        yield _with(steps, "first_block", step_cache_threshold=threshold)
+    yield _with(steps, "first_block", step_cache_threshold=0.2, step_cache_order=1)
+    for threshold in (0.02, 0.04, 0.08, 0.15):
+        yield _with(steps, "mag", step_cache_threshold=threshold)
+    for every in (2, 3):
+        listed = ",".join(map(str, range(0, steps, every)))
+        yield _with(steps, f"steps:{listed}")
+    for interval in (2, 4):
+        yield _with(steps, "attention", attentioncache_interval=interval, start_step=steps // 4)
+    yield _with(steps, "cfg")
+
+
+def _with(steps: int, policy: str, **more: Any) -> Variant:
+    return Variant(steps, (("step_cache", policy), *more.items()))
+
+
+class Maker:
+    """Videos of one task; a pipeline for each variant, one text encoder and decoder for all."""
+
+    def __init__(self, kind: str) -> None:
+        self.facade, self.shift = TASKS[kind]
+        self.kind, self.folder = kind, DEMO / f"{kind}-A14B"
+        self._models: dict[Cache, Any] = {}
+        self._plain = self._model(())
+        self._negative = self._embedded(self._plain.config.sample_neg_prompt)
+
+    def _model(self, cache: Cache) -> Any:
+        if cache not in self._models:
+            config = WAN_CONFIGS[self.folder.name]
+            self._models[cache] = self.facade(config, self.folder, **dict(cache))
+        return self._models[cache]
+
+    def _embedded(self, text: str) -> Tensor:
+        found: Tensor = self._plain._pipeline.text.get()(text)
+        return found
+
+    def __call__(self, scene: Scene, seed: int, variant: Variant) -> tuple[Clip, dict[str, float]]:
+        """The frames; seconds of denoising, and the share of forwards that computed all."""
+        model = self._model(variant.cache)
+        pipeline = model._pipeline
+        told: tuple[Any, ...] = (caption(scene),)
+        before = pipeline.stages.seconds.get("denoising", 0.0)
+        size: dict[str, Any] = {"size": (SIDE, SIDE)}
+        if self.kind == "i2v":
+            told = (*told, Image.fromarray(render(scene, FRAMES, SIDE)[0]))
+            size = {"max_area": SIDE * SIDE}
+        latents = model.generate(
+            *told,
+            **size,
+            frame_num=FRAMES,
+            shift=self.shift,
+            sampling_steps=variant.steps,
+            guide_scale=GUIDANCE,
+            seed=seed,
+            offload_model=False,
+            prompt_embeds=self._embedded(caption(scene)),
+            negative_prompt_embeds=self._negative,
+            output_type="latent",
+        )
+        seconds = pipeline.stages.seconds["denoising"] - before
+        share = _share(pipeline.caches, variant.steps)
+        frames = as_pixels(self._plain._pipeline.decode(latents))
+        return frames, {"seconds": seconds, "computed": share}
+
+
+def _share(caches: StepCaches, steps: int) -> float:
+    record = caches.record()
+    if record is None:
+        return 1.0
+    return sum(map(len, record["computed"].values())) / (2 * steps)
+
+
+def ssim(a: Clip, b: Clip) -> float:
+    """Structural similarity of two clips [F,H,W,3]: windows of 7 x 7, mean over all."""
+    x, y = (torch.from_numpy(clip).permute(0, 3, 1, 2).double() for clip in (a, b))
+
+    def mean(z: Tensor) -> Tensor:
+        return F.avg_pool2d(z, 7, 1)
+
+    mx, my = mean(x), mean(y)
+    vx, vy, cov = mean(x * x) - mx * mx, mean(y * y) - my * my, mean(x * y) - mx * my
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    above = (2 * mx * my + c1) * (2 * cov + c2)
+    return float((above / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean())
+
+
+def run(results: Path, prompts: int, kinds: Sequence[str], steps: Sequence[int]) -> None:
+    """Append a line for every video that is not there yet."""
+    done = {_key(line) for line in read(results)}
+    results.parent.mkdir(parents=True, exist_ok=True)
+    makers = {kind: Maker(kind) for kind in kinds}
+    with results.open("a", encoding="utf-8") as out:
+        for number, scene in held_out(prompts):
+            for kind, count in product(kinds, steps):
+                told = {"kind": kind, "of": count, "prompt": number}
+                wanted = [
+                    variant
+                    for variant in variants(count)
+                    if _key(told | {"steps": variant.steps, "variant": variant.name}) not in done
+                ]
+                if not wanted:
+                    continue
+                reference, _ = makers[kind](scene, number, Variant(count))
+                for variant in wanted:
+                    frames, found = makers[kind](scene, number, variant)
+                    marks = {k: sum(v) / len(v) for k, v in right(scene, look(frames)).items()}
+                    like = {"psnr": psnr(frames, reference), "ssim": ssim(frames, reference)}
+                    line = told | {"steps": variant.steps, "variant": variant.name}
+                    out.write(json.dumps(line | found | like | {"marks": marks}) + "\n")
+                    out.flush()
+            print(f"prompt {number}", flush=True)
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """The lines that are whole."""
+    lines = []
+    for text in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue  # the program was stopped within it
+    return lines
+
+
+def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in ("kind", "of", "steps", "variant", "prompt"))
+
+
+def summarise(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each variant of each kind and number of steps, over the prompts that all have."""
+    found = []
+    for kind, count in sorted({(line["kind"], line["of"]) for line in lines}):
+        rows: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
+        for line in lines:
+            if (line["kind"], line["of"]) == (kind, count):
+                rows.setdefault((line["variant"], line["steps"]), {})[line["prompt"]] = line
+        plain = rows.get(("no cache", count), {})
+        for (name, steps), own in rows.items():
+            prompts = sorted(own.keys() & plain.keys())
+            if not prompts:
+                continue
+            ours, theirs = [own[p] for p in prompts], [plain[p] for p in prompts]
+            marks, base = (
+                np.array([np.mean([*x["marks"].values()]) for x in s]) for s in (ours, theirs)
+            )
+            found.append(
+                {
+                    "kind": kind,
+                    "of": count,
+                    "variant": name if steps == count else f"no cache, {steps} steps",
+                    "prompts": len(prompts),
+                    "computed": float(np.mean([x["computed"] for x in ours])) * steps / count,
+                    "speedup": sum(x["seconds"] for x in theirs) / sum(x["seconds"] for x in ours),
+                    "marks": 100 * float(marks.mean()),
+                    "difference": [100 * x for x in interval(marks - base)],
+                    "psnr": float(np.mean([x["psnr"] for x in ours])),
+                    "ssim": float(np.mean([x["ssim"] for x in ours])),
+                }
+            )
+    return found
+
+
+def _mark(line: Mapping[str, Any]) -> float:
+    return float(np.mean([*line["marks"].values()]))
+
+
+def interval(differences: NDArray[Any]) -> tuple[float, float, float]:
+    """The mean of paired differences, and 95 % of what drawing prompts again would give."""
+    random = np.random.default_rng(0)
+    drawn = random.choice(differences, (2000, len(differences))).mean(axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(differences.mean()), float(low), float(high)
+
+
+def report(results: Path, out: Path) -> None:
+    """out.md, a table, and out.png, speed-up against likeness and marks."""
+    rows = summarise(read(results))
+    table = [
+        "| task, steps | variant | computed | speed-up | marks | difference (95 %) | PSNR | SSIM |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mean, low, high = row["difference"]
+        table.append(
+            f"| {row['kind']}, {row['of']} | {row['variant']} | {row['computed']:.0%} | "
+            f"{row['speedup']:.2f} | {row['marks']:.1f} | {mean:+.1f} "
+            f"({low:+.1f} to {high:+.1f}) | {row['psnr']:.1f} | {row['ssim']:.3f} |"
+        )
+    out.with_suffix(".md").write_text("\n".join(table) + "\n", encoding="utf-8")
+    plot(rows, out.with_suffix(".png"))
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = sorted({(row["kind"], row["of"]) for row in rows})
+    figure, axes = pyplot.subplots(2, len(groups), figsize=(4 * len(groups), 7), squeeze=False)
+    for column, (kind, count) in enumerate(groups):
+        mine = [row for row in rows if (row["kind"], row["of"]) == (kind, count)]
+        families = list(dict.fromkeys(_family(row["variant"]) for row in mine))
+        for place, (measure, label) in enumerate((("ssim", "SSIM"), ("marks", "marks, %"))):
+            axis = axes[place][column]
+            for family in families:
+                points = [row for row in mine if _family(row["variant"]) == family]
+                points.sort(key=lambda row: row["speedup"])
+                style = "k--o" if family == "no cache" else "-o"
+                axis.plot(
+                    [row["speedup"] for row in points],
+                    [row[measure] for row in points],
+                    style,
+                    label=family,
+                    markersize=4,
+                )
+            axis.set(title=f"{kind}, {count} steps", xlabel="speed-up of denoising", ylabel=label)
+            axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def _family(variant: str) -> str:
+    """The policy; runs of fewer steps belong to "no cache"."""
+    return variant.split(",")[0].split(":")[0].split(" threshold")[0].split(" interval")[0].strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True, help="a line for each video")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--kinds", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--steps", type=int, nargs="+", default=[20, 40])
+    parser.add_argument("--report", type=Path, help="write NAME.md and NAME.png of the results")
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+    if options.report is None:
+        run(options.results, options.prompts, options.kinds, options.steps)
+    else:
+        report(options.results, options.report)
+
+
+if __name__ == "__main__":
+    main()
