@@ -145,6 +145,7 @@ class Graphs:
         monkeypatch.setattr(torch, "compile", counting)
 
 
+@pytest.mark.slow
 def test_two_graphs_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each function and dtype, however many lengths there are: runs, shards, several videos."""
     graphs = Graphs(monkeypatch)

@@ -13,9 +13,6 @@ import torch
 from torch import nn
 
 from wan.cache import embedding
-from wan.cache.attention import AttentionCache
-from wan.cache.guidance import GuidanceCache
-from wan.cache.residual import ResidualCache, alone
 from wan.checkpoint.load import (
     WHOLE,
     Adapt,
@@ -329,17 +326,8 @@ def quantised_layers(export: Export, device: torch.device, compute: torch.dtype)
 
 def step_caches(setup: Setup, team: Team | None) -> StepCaches:
     """What is kept from step to step, as the policy says."""
-    policy = setup.cache.policy
-    blocks = policy in ("first_block", "mag", "tea", "steps")
-    agree = alone if team is None else team.agree
-    return StepCaches(
-        setup.cache,
-        setup.curve,
-        together=setup.parallel.cfg_size == 2,
-        residual=ResidualCache(agree) if blocks else None,
-        attention=AttentionCache() if policy == "attention" else None,
-        guidance=GuidanceCache() if policy == "cfg" else None,
-    )
+    together = setup.parallel.cfg_size == 2
+    return StepCaches.of(setup.cache, setup.curve, together, None if team is None else team.agree)
 
 
 def collaborators(

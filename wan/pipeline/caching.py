@@ -23,7 +23,7 @@ from wan.settings.step_cache import StepCache
 if TYPE_CHECKING:
     from wan.cache.attention import AttentionCache
     from wan.cache.guidance import GuidanceCache
-    from wan.cache.residual import ResidualCache
+    from wan.cache.residual import Agree, ResidualCache
 
 Lists = dict[str, Computed]
 """Guidance branch -> whether each step computes all that the policy could leave out."""
@@ -210,14 +210,32 @@ class StepCaches:
         curve: Curve | None,
         together: bool,
         residual: ResidualCache | None = None,
-        attention: AttentionCache | None = None,
-        guidance: GuidanceCache | None = None,
-        changes: Changes | None = None,
     ) -> None:
-        """together: as in `static`. changes: of `tea`."""
-        self.cache, self.curve, self.together, self.changes = cache, curve, together, changes
-        self.residual, self.attention, self.guidance = residual, attention, guidance
+        """together: as in `static`."""
+        self.cache, self.curve, self.together = cache, curve, together
+        self.residual = residual
+        self.attention: AttentionCache | None = None
+        self.guidance: GuidanceCache | None = None
+        self.changes: Changes | None = None  # of `tea`; the builder knows the networks
         self._steps = 0
+
+    @classmethod
+    def of(
+        cls, cache: StepCache, curve: Curve | None, together: bool, agree: Agree | None
+    ) -> StepCaches:
+        """What the policy needs. agree: how ranks decide; None: one process."""
+        from wan.cache.attention import AttentionCache
+        from wan.cache.guidance import GuidanceCache
+        from wan.cache.residual import ResidualCache, alone
+
+        policy, found = cache.policy, cls(cache, curve, together)
+        if policy in ("first_block", "mag", "tea", "steps"):
+            found.residual = ResidualCache(agree or alone)
+        elif policy == "attention":
+            found.attention = AttentionCache()
+        elif policy == "cfg":
+            found.guidance = GuidanceCache()
+        return found
 
     @property
     def _active(self) -> ResidualCache | AttentionCache | GuidanceCache | None:
