@@ -15,9 +15,15 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.dist import run
+from tests.distributed.test_fused_ops import methods
+from tests.distributed.test_model import Job
+from wan.cache.attention import AttentionCache
 from wan.cache.lists import Plan
 from wan.cache.residual import ResidualCache
+from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
+from wan.kernels.rainfusion_masks import window_order
+from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 from wan.settings.parallel import Parallel
@@ -58,8 +64,6 @@ def velocities(plan: Plan, layout: Layout | None, wrong: bool = False) -> tuple[
     from wan import device as devices
     from wan.distributed.mesh import form
     from wan.distributed.ring import Ring
-    from wan.distributed.tokens import ShardedTokens
-    from wan.modules.attnlayer import FAPowerCapAttention
     from wan.pipeline.denoise import both_here
 
     given, branches, cache = Collaborators(), both_here, ResidualCache()
@@ -186,3 +190,56 @@ def test_a_rank_killed_in_a_decision_ends_the_others() -> None:
     with pytest.raises(AssertionError, match="the process ended") as caught:
         run(2, killed, POLICIES["first_block"], Layout(1, 2, 1), timeout=30)
     assert "no answer" not in str(caught.value)
+
+
+JOBS = {
+    "t2v": Job(text_cache=True, contexts=(7, 3)),
+    "i2v": Job("i2v"),
+    "ti2v": Job("ti2v"),  # a timestep for each token
+    "batch": Job(batch=2),
+    "batch, one by one": Job("ti2v", batch=2),
+}
+ALWAYS = dict.fromkeys(("cond", "uncond"), (True, True))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("threshold", [None, 0.0])
+def test_a_cache_that_never_skips_changes_no_bit(name: str, threshold: float | None) -> None:
+    """Of every kind of model and batch; with threshold 0 it is asked and says no."""
+    job = JOBS[name]
+    cache = ResidualCache()
+    computed = ALWAYS if threshold is None else dict.fromkeys(ALWAYS, (False, False))
+    cache.begin(Plan(computed, threshold))
+    found = torch.stack(job.velocities(job.model(step_cache=cache)))
+    assert torch.equal(found, torch.stack(job.velocities(job.model())))
+    assert cache.computed and cache.kept_bytes() > 0
+    attention = AttentionCache()
+    attention.begin(ALWAYS)
+    found = torch.stack(job.velocities(job.model(attention_cache=attention)))
+    assert torch.equal(found, torch.stack(job.velocities(job.model())))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["fp8", "v2", "v3", "v3-fp8"])
+def test_a_skipped_step_with_every_method(kind: str) -> None:
+    """The residual of the step before on another timestep's tokens, by hand."""
+    job = Job("ti2v", heads=12, grid=(3, 9, 10), text_cache=True)
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods(kind))
+    order = window_order if kind[0] == "v" else None
+    cache = ResidualCache()
+    cache.begin(Plan(dict.fromkeys(ALWAYS, (True, False))))
+    net = job.model(attention=layer, tokens=ShardedTokens(None, 1, order), step_cache=cache)
+    seen: list[tuple[Tensor, Tensor]] = []
+    inner, net.step_cache = net.step_cache, None
+
+    def watched(x_BLC: Tensor, *rest: Any) -> Tensor:
+        before = x_BLC.clone()
+        seen.append((before, inner(x_BLC, *rest).clone()))
+        return seen[-1][1].clone()
+
+    net.step_cache = watched
+    job.velocities(net)
+    (before, after), (later, skipped) = seen
+    torch.testing.assert_close(skipped, later + (after - before), atol=1e-5, rtol=0)
+    assert cache.computed == {"cond": [0]}

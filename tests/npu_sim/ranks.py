@@ -74,9 +74,11 @@ def on_chip(name: str) -> Device:
     """The simulated device; from here on this process has that chip."""
     os.environ["NPU_SIM_SOC"] = SOC[name]
     device = devices.resolve("npu", 0)
+    import mindiesd.layers.adalayernorm as remembers
     from mindiesd.utils import get_platform
 
     get_platform.PLATFORM = None  # what mindiesd remembers of the last one
+    remembers.npu_device = get_platform.get_npu_device()
     return device
 
 

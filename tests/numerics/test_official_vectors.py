@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from wan.kernels.compiled_ops import STEPS, Compiled
+from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel, sinusoidal_embedding
 from wan.modules.rope import apply_rope, rope_angles, rope_table
+from wan.modules.small_ops import BlockOps
 from wan.pipeline import text, vae
 from wan.pipeline.solvers import make_solver, sigma_table
 from wan.pipeline.video import to_uint8
@@ -38,8 +42,11 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.float() for name, tensor in load_file(path).items()}
 
 
-def dit_case(reference: Path, name: str, case: str) -> tuple[WanModel, tuple, torch.Tensor]:
-    model = WanModel(**json.loads((reference / f"{name}.json").read_text())["config"])
+def dit_case(
+    reference: Path, name: str, case: str, **collaborators: Any
+) -> tuple[WanModel, tuple, torch.Tensor]:
+    config = json.loads((reference / f"{name}.json").read_text())["config"]
+    model = WanModel(**config, collaborators=Collaborators(**collaborators))
     model.load_state_dict(weights(reference / f"{name}.weights.safetensors"), strict=True)
     cases = load_file(reference / f"{name}.cases.safetensors")
     x, t, context = (cases[f"{case}.{key}"] for key in ("x", "t", "context"))
@@ -53,6 +60,17 @@ def test_dit(reference: Path, name: str, case: str) -> None:
     model, arguments, out = dit_case(reference, name, case)
     with torch.no_grad():
         assert distance(model(*arguments)[0], out) <= 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), DIT_CASES)
+def test_dit_with_fused_operations(reference: Path, name: str, case: str) -> None:
+    torch._dynamo.reset()
+    run = Compiled(STEPS, least=0)
+    model, arguments, out = dit_case(reference, name, case, ops=BlockOps(run=run))
+    with torch.no_grad():
+        assert distance(model(*arguments)[0], out) <= 2e-5
+    assert run.compiled
 
 
 def test_dit_with_autograd_takes_the_same_path(reference: Path) -> None:

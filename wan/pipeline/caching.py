@@ -277,6 +277,11 @@ class StepCaches:
         elif self.attention is not None:
             self.attention.clear()
 
+    def skipped(self, done: int) -> int:
+        """Of so many steps, those in which a branch left something out."""
+        computed = {} if self._active is None else self._active.computed
+        return done - min(map(len, computed.values()), default=done)
+
     def record(self) -> dict[str, Any] | None:
         """For the JSON record: the policy, and which steps each branch of this rank computed."""
         if self._active is None:

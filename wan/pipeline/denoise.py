@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wan.cache.guidance import GuidanceCache
 from wan.kernels.base import StepInfo
 from wan.log import progress
+from wan.pipeline.caching import StepCaches
 from wan.pipeline.solvers import make_solver
 from wan.pipeline.timesteps import expert_at
 from wan.settings.request import Request
@@ -83,14 +83,15 @@ def denoise(
     conditions: Conditions,
     experts: ExpertSource,
     branches: Branches = both_here,
-    guidance: GuidanceCache | None = None,
+    caches: StepCaches | None = None,
 ) -> Tensor:
     """Clean latents [Z,f,h,w]; solver steps are taken in float32 on the latents' device.
 
-    branches: where the two guidance branches are computed. guidance: leaves one of them out.
+    branches: where the two guidance branches are computed. caches: leave parts of steps out.
     """
     solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
     latents, tokens = conditions.start, prod(request.grid)
+    guidance = None if caches is None else caches.guidance
     plan = [expert_at(int(timestep), request.boundary) for timestep in solver.timesteps]
     first, *others = dict.fromkeys(name for name, _ in plan)
     experts.get(first)  # before the bar, so that its pace is that of the steps
@@ -99,7 +100,8 @@ def denoise(
     with torch.no_grad(), progress(request.sample_steps, "sampling", "step") as bar:
         for index, timestep in enumerate(solver.timesteps):
             name, scale = plan[index]
-            bar.set_postfix_str(name, refresh=False)
+            skipped = caches.skipped(index) if caches is not None else 0
+            bar.set_postfix_str(f"{name}, {skipped} skipped" if skipped else name, refresh=False)
             step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
             told = (latents, conditions.timesteps(timestep), conditions, step)
             guided = guide(

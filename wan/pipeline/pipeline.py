@@ -201,8 +201,8 @@ class Pipeline:
             self._done(self.vae)
         with self.stages("denoising"):
             self.caches.begin(request)
-            cache = self.caches.guidance
-            latents = denoise(request, conditions, self.experts, self.sharing.branches, cache)
+            branches = self.sharing.branches
+            latents = denoise(request, conditions, self.experts, branches, self.caches)
             self.caches.end()
             self._done(self.experts)
         return latents
