@@ -1,0 +1,102 @@
+"""What First Block Cache adds to a forward that it does not shorten, and the memory it keeps.
+
+    python benchmarks/step_cache.py --ranks 4 --json results/step_cache.json
+
+A DiT on gloo ranks of one thread each, in one Ulysses group. "cached" compares in every step (two
+sums over the tokens, an all-reduce, a verdict, one host read) and computes all the same, as its
+threshold is 0; "plain" has no cache. A round counts with its slowest rank; ratios are taken inside
+a round. Kept: bytes of all kept tensors, against two of this rank's tokens by channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from benchmarks.ranks import CPU, interleave, launch, slowest
+from wan.cache.lists import Plan
+from wan.cache.residual import ResidualCache
+from wan.device import resolve
+from wan.distributed.mesh import form
+from wan.distributed.tokens import ShardedTokens
+from wan.kernels.base import StepInfo
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.interfaces import Collaborators
+from wan.modules.model import WanModel
+
+HEADS, HEAD_DIM, LAYERS, TEXT = 12, 128, 4, 64
+STEPS = 1000
+
+
+def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
+    """On one rank."""
+    team = form(resolve("cpu"), (1, 1, ranks))
+    cache, tokens = ResidualCache(team.agree), prod(grid)
+    asked = (True, *(False,) * STEPS)
+    cache.begin(Plan({"cond": asked}, threshold=0.0))
+
+    def model(step_cache: ResidualCache | None) -> WanModel:
+        torch.manual_seed(0)
+        layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), team.group("ulysses"))
+        shard = ShardedTokens(team.group("ring", "ulysses"))
+        return WanModel(
+            dim=HEADS * HEAD_DIM,
+            ffn_dim=4 * HEADS * HEAD_DIM,
+            num_heads=HEADS,
+            num_layers=LAYERS,
+            text_dim=TEXT,
+            text_len=TEXT,
+            collaborators=Collaborators(layer, tokens=shard, step_cache=step_cache),
+        )
+
+    plain, cached = model(None), model(cache)
+    latents = torch.randn(16, grid[0], 2 * grid[1], 2 * grid[2])
+    context, t, count = [torch.randn(TEXT, TEXT)], torch.tensor([500.0]), 0
+
+    def run(net: WanModel) -> None:
+        nonlocal count
+        step = StepInfo(min(count, STEPS), STEPS, "cond", "dit", grid, tokens)
+        net([latents], t, context, tokens, step=step)
+        count += net is cached
+
+    times = interleave({"plain": lambda: run(plain), "cached": lambda: run(cached)}, rounds)
+    width = HEADS * HEAD_DIM * 4
+    kept = 2 * -(-tokens // ranks) * width
+    return {"seconds": times, "kept": cache.kept_bytes(), "expected": kept}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--grid", type=common.grid, default=(5, 26, 30), metavar="F,H,W")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(argv)
+    found = launch(options.ranks, work, options.ranks, options.grid, options.rounds)
+    seconds = slowest([one["seconds"] for one in found])
+    ratio = common.ratios(seconds["cached"], seconds["plain"])
+    kept = [one["kept"] / one["expected"] for one in found]
+    medians = {name: common.spread(values)["median"] for name, values in seconds.items()}
+    print(
+        f"{common.cpu_name()}, {options.ranks} ranks, {prod(options.grid)} tokens, "
+        f"{LAYERS} layers\n"
+        f"  plain {medians['plain']:.3f} s, cached {medians['cached']:.3f} s, "
+        f"ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})\n"
+        f"  kept / two tensors: {min(kept):.3f} to {max(kept):.3f}"
+    )
+    record = {"seconds": seconds, "ratio": ratio, "kept": kept}
+    common.write_json(options.json, CPU, [record])
+
+
+if __name__ == "__main__":
+    main()
