@@ -6,6 +6,7 @@ Legend: B batch, L tokens, C channels.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from wan.kernels.base import StepInfo
 from wan.pipeline import timesteps
 from wan.pipeline.caching import static
 from wan.settings.errors import InputError
+from wan.settings.step_cache import StepCache
 
 HIGH, LOW = "high_noise", "low_noise"
 T2V = (HIGH,) * 26 + (LOW,) * 14
@@ -199,6 +201,17 @@ def test_curves_of_other_tasks_and_other_steps(tmp_path: Path) -> None:
     assert any("made with 40 steps; each of the 20" in line for line in notices)
 
 
+def test_another_policy_takes_back_a_records_parameters(tmp_path: Path) -> None:
+    path, given = tmp_path / "record.json", "--step_cache mag --step_cache_max_skip 3"
+    settings = planned(f"{given} --step_cache_threshold 0.05").settings
+    assert settings["step_cache_max_skip"] == 3
+    path.write_text(json.dumps({"settings": settings}))
+    assert planned(f"--from_json {path}").setup.cache.step_cache_max_skip == 3
+    assert planned(f"--from_json {path} --step_cache none").setup.cache == StepCache()
+    other = planned(f"--from_json {path} --step_cache first_block").setup.cache
+    assert other == StepCache("first_block", step_cache_threshold=0.05)
+
+
 GRID = (1, 2, 3)
 
 
@@ -316,7 +329,11 @@ def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
     with torch.inference_mode():
         found = [[cache(attend, step(index), layer) for layer in (0, 1)] for index in range(4)]
     assert len(made) == 4 and found[1][0] is found[0][0] and found[2][1] is found[0][1]
-    assert found[3][0] is made[2] and not cache._kept and cache.computed == {"cond": [0, 3]}
+    assert found[3][0] is made[2]
+    assert (cache.computed, cache.skipped) == ({"cond": [0, 3]}, {"cond": [1, 2]})
+    alive = [weakref.ref(x) for x in made]
+    made.clear(), found.clear()
+    assert not any(ref() is not None for ref in alive), "nobody will ask for them again"
 
 
 def test_the_rebuilt_branch_has_the_kept_difference() -> None:
@@ -333,4 +350,4 @@ def test_the_rebuilt_branch_has_the_kept_difference() -> None:
     told = {"cond": later}
     found = cache.at(1, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
     torch.testing.assert_close(found[1], later + slow + 1.2 * fast)
-    assert cache.computed == {"cond": [0, 1], "uncond": [0]}
+    assert cache.computed == {"cond": [0, 1], "uncond": [0]} and cache.skipped == {"uncond": [1]}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -286,14 +287,15 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 )
             axis.set(title=f"{kind}, {count} steps", xlabel="speed-up of denoising", ylabel=label)
             axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
+    names = axes[0][0].get_legend_handles_labels()
+    figure.legend(*names, loc="lower center", ncols=len(names[1]), fontsize=8)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110)
 
 
 def _family(variant: str) -> str:
     """The policy; runs of fewer steps belong to "no cache"."""
-    return variant.split(",")[0].split(":")[0].split(" threshold")[0].split(" interval")[0].strip()
+    return "no cache" if variant.startswith("no cache") else re.split("[ :]", variant)[0]
 
 
 def main() -> None:

@@ -21,24 +21,26 @@ Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 
 
 class GuidanceCache:
-    """Attribute computed: branch -> steps of this run that were computed."""
+    """Attributes computed, skipped: branch -> steps of this run that were computed, or not."""
 
     def __init__(self) -> None:
         self._listed: Computed = ()
         self._difference: Tensor | None = None
         self.computed: dict[str, list[int]] = {}
+        self.skipped: dict[str, list[int]] = {}
 
     def begin(self, computed: Computed) -> None:
         """A run begins. computed: whether the unconditional branch is, in each step."""
-        self._listed, self._difference, self.computed = computed, None, {}
+        self._listed, self._difference = computed, None
+        self.computed, self.skipped = {}, {}
 
     def at(self, step: int, branches: Branches) -> Branches:
         """Where the two branches of a step come from."""
 
         def both(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-            names = ("cond", "uncond") if self._listed[step] else ("cond",)
-            for name in names:
-                self.computed.setdefault(name, []).append(step)
+            self.computed.setdefault("cond", []).append(step)
+            uncond_steps = self.computed if self._listed[step] else self.skipped
+            uncond_steps.setdefault("uncond", []).append(step)
             if not self._listed[step]:
                 cond = branch("cond")
                 return cond, self._rebuilt(cond)

@@ -47,7 +47,8 @@ class _State:
 class ResidualCache:
     """Implements `wan.modules.interfaces.StepCache`.
 
-    agree: how the ranks decide. Attribute computed: branch -> steps of this run that computed all.
+    agree: how the ranks decide. Attributes computed, skipped: branch -> steps of this run that
+    computed all blocks, and those that did not.
     """
 
     def __init__(self, agree: Agree = alone) -> None:
@@ -55,11 +56,12 @@ class ResidualCache:
         self._plan: Plan | None = None
         self._states: dict[tuple[str, int], _State] = {}
         self.computed: dict[str, list[int]] = {}
+        self.skipped: dict[str, list[int]] = {}
 
     def begin(self, plan: Plan) -> None:
         """A run begins: nothing is kept from the one before."""
         self.clear()
-        self._plan, self.computed = plan, {}
+        self._plan, self.computed, self.skipped = plan, {}, {}
 
     def kept_bytes(self) -> int:
         """Of all kept tensors."""
@@ -139,6 +141,7 @@ class ResidualCache:
 
     def _reused(self, x_BLC: Tensor, state: _State, step: StepInfo) -> Tensor:
         assert state.residual is not None
+        self.skipped.setdefault(step.branch, []).append(step.index)
         x_BLC.add_(state.residual)
         if state.slope is not None:
             x_BLC.add_(state.slope, alpha=step.index - state.step)

@@ -31,7 +31,7 @@ from wan.settings.execution import Execution
 from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
 from wan.settings.request import Request, make_request
-from wan.settings.step_cache import StepCache, given
+from wan.settings.step_cache import StepCache, given, is_read
 from wan.settings.values import path as read_path
 
 if TYPE_CHECKING:
@@ -253,13 +253,13 @@ def _made(kind: Callable[..., T], values: Values) -> T:
 def _layered(flags: Values) -> dict[str, Any]:
     """The given flags over an earlier run's record over variables.
 
-    A switch that a flag turns off takes back what the layers below say beside it.
+    A switch that a flag turns off, or another step cache, takes back what is said below beside it.
     """
     below = {**env.aliases(), **_recorded(flags)}
     values = {**below, **flags}
     for name in below.keys() - flags.keys():
         needs = FLAGS[name].needs
-        if needs is not None and not values.get(needs):
+        if (needs is not None and not values.get(needs)) or not is_read(name, values):
             del values[name]
     check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
     return values

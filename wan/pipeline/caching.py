@@ -277,10 +277,10 @@ class StepCaches:
         elif self.attention is not None:
             self.attention.clear()
 
-    def skipped(self, done: int) -> int:
-        """Of so many steps, those in which a branch left something out."""
-        computed = {} if self._active is None else self._active.computed
-        return done - min(map(len, computed.values()), default=done)
+    def skipped(self) -> int:
+        """Steps of this run so far in which a branch left something out."""
+        skipped = {} if self._active is None else self._active.skipped
+        return max(map(len, skipped.values()), default=0)
 
     def record(self) -> dict[str, Any] | None:
         """For the JSON record: the policy, and which steps each branch of this rank computed."""
@@ -293,12 +293,11 @@ class StepCaches:
 
     def summary(self) -> str | None:
         """One line on what was skipped."""
-        found = self.record()
-        if found is None:
+        if self._active is None:
             return None
         parts = [
-            f"{branch} {self._steps - len(steps)} of {self._steps}"
-            for branch, steps in found["computed"].items()
+            f"{branch} {len(steps)} of {self._steps}"
+            for branch, steps in self._active.skipped.items()
         ]
         what = {"attention": "steps without self-attention", "cfg": "steps without a branch"}
         name = what.get(self.cache.policy, "steps skipped")

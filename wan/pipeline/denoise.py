@@ -100,7 +100,7 @@ def denoise(
     with torch.no_grad(), progress(request.sample_steps, "sampling", "step") as bar:
         for index, timestep in enumerate(solver.timesteps):
             name, scale = plan[index]
-            skipped = caches.skipped(index) if caches is not None else 0
+            skipped = 0 if caches is None else caches.skipped()
             bar.set_postfix_str(f"{name}, {skipped} skipped" if skipped else name, refresh=False)
             step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
             told = (latents, conditions.timesteps(timestep), conditions, step)

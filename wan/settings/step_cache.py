@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ class StepCache:
 # first_block: ParaAttention's examples (0.06 to 0.12) and cache-dit's default; mag: its authors'
 # for Wan2.2, with max_skip 2 and retention 0.2; tea: its authors' for Wan2.1 T2V.
 THRESHOLDS = {"first_block": 0.08, "mag": 0.04, "tea": 0.2}
+
+
+def is_read(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether a setting has an effect beside the others; of other subjects, True."""
+    names = {field.name for field in fields(StepCache)}
+    cache = StepCache(**{key: value for key, value in values.items() if key in names})
+    return name not in READS or cache.policy in READS[name]
 
 
 def _listed(name: str, text: str) -> list[int]:
