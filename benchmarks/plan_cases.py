@@ -63,9 +63,31 @@ def ranks(ring: int, ulysses: int) -> tuple[str, ...]:
 
 
 def cases() -> Iterator[Case]:
-    for name, flags in {**dict(loops()), **dict(methods())}.items():
+    for name, flags in {**dict(loops()), **dict(methods()), **dict(caches())}.items():
         yield Case(name, (*LARGE, *flags), loop=True)
     yield from runs()
+
+
+def caches() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What step caches keep, of steps that compute all."""
+    shown = {
+        "first_block": ("first_block", "--step_cache_threshold", "0"),
+        "first_block, order 1": (
+            *("first_block", "--step_cache_threshold", "0", "--step_cache_order", "1"),
+        ),
+        "steps": ("steps:0-1",),
+    }
+    for name, policy in shown.items():
+        given = ("--step_cache", *policy, "--step_cache_force")
+        yield f"{name}, one rank", (*given, *ONE)
+        yield f"{name}, one rank bf16", (*given, *ONE, "--precision", "bf16")
+        yield f"{name}, 2 x 2 InsertComm", (*given, *ranks(2, 2), "--comm_type", "1")
+    yield "steps, 2 x 2 FSDP", (*given, *ranks(2, 2), "--dit_fsdp")
+    kept = ("--use_attentioncache", "--start_step", "0", "--end_step", "4", "--step_cache_force")
+    kept += ("--attentioncache_interval", "2", "--sample_steps", "5")  # the solver keeps more later
+    yield "attention, one rank", (*kept, *ONE)
+    yield "attention, 1 x 2", (*kept, *ranks(1, 2), *ONE)
+    yield "attention, 1 x 2, two branches", (*kept, *ranks(1, 2))
 
 
 def loops() -> Iterator[tuple[str, tuple[str, ...]]]:

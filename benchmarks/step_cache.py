@@ -4,8 +4,9 @@
 
 A DiT on gloo ranks of one thread each, in one Ulysses group. "cached" compares in every step (two
 sums over the tokens, an all-reduce, a verdict, one host read) and computes all the same, as its
-threshold is 0; "plain" has no cache. A round counts with its slowest rank; ratios are taken inside
-a round. Kept: bytes of all kept tensors, against two of this rank's tokens by channels.
+threshold is 0; "plain" has no cache; "decision" is what the comparison alone takes. A round counts
+with its slowest rank; ratios are taken inside a round. Kept: bytes of all kept tensors, against two
+of this rank's tokens by channels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.ranks import CPU, interleave, launch, slowest
 from wan.cache.lists import Plan
-from wan.cache.residual import ResidualCache
+from wan.cache.residual import ResidualCache, change
 from wan.device import resolve
 from wan.distributed.mesh import form
 from wan.distributed.tokens import ShardedTokens
@@ -43,7 +44,7 @@ def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     team = form(resolve("cpu"), (1, 1, ranks))
     cache, tokens = ResidualCache(team.agree), prod(grid)
     asked = (True, *(False,) * STEPS)
-    cache.begin(Plan({"cond": asked}, threshold=0.0))
+    cache.begin(Plan({"cond": asked}, threshold=0.0, first=1))
 
     def model(step_cache: ResidualCache | None) -> WanModel:
         torch.manual_seed(0)
@@ -69,9 +70,15 @@ def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
         net([latents], t, context, tokens, step=step)
         count += net is cached
 
-    times = interleave({"plain": lambda: run(plain), "cached": lambda: run(cached)}, rounds)
-    width = HEADS * HEAD_DIM * 4
-    kept = 2 * -(-tokens // ranks) * width
+    own, width = -(-tokens // ranks), HEADS * HEAD_DIM
+    before, after = torch.randn(2, 1, own, width)
+
+    def decide() -> None:
+        team.agree(change(after, before, own), 0.0)
+
+    runs = {"plain": lambda: run(plain), "cached": lambda: run(cached), "decision": decide}
+    times = interleave(runs, rounds)
+    kept = 2 * own * width * 4
     return {"seconds": times, "kept": cache.kept_bytes(), "expected": kept}
 
 
@@ -92,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{LAYERS} layers\n"
         f"  plain {medians['plain']:.3f} s, cached {medians['cached']:.3f} s, "
         f"ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})\n"
+        f"  a decision {1000 * medians['decision']:.1f} ms\n"
         f"  kept / two tensors: {min(kept):.3f} to {max(kept):.3f}"
     )
     record = {"seconds": seconds, "ratio": ratio, "kept": kept}

@@ -150,6 +150,15 @@ class _Generator:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self._pipeline.experts.keep(expert)
 
+    @property
+    def step_cache(self) -> dict[str, Any] | None:
+        """What the step cache did in the last video, as in the record; None without a policy.
+
+        {"policy": ..., "computed": {"cond": [...], "uncond": [...]}}: the steps of each branch
+        that were computed.
+        """
+        return self._pipeline.caches.record()
+
     def _generate(self, call: dict[str, Any]) -> Tensor | None:
         """One video. call: the arguments of `generate`."""
         with _in_keywords():

@@ -33,9 +33,9 @@ HEADS, GRID, STEPS = 4, (3, 3, 5), 8
 TOKENS = 45  # that 2 and 4 ranks share with padding
 NEVER = (False,) * STEPS
 POLICIES = {
-    "first_block": Plan({"cond": NEVER, "uncond": NEVER}, threshold=0.1),
-    "order 1": Plan({"cond": NEVER, "uncond": NEVER}, threshold=0.1, order=1),
-    "steps": Plan(
+    "first_block": Plan({"cond": NEVER, "uncond": NEVER}, threshold=0.1, first=1),
+    "order 1": Plan({"cond": NEVER, "uncond": NEVER}, threshold=0.1, order=1, first=1),
+    "all blocks": Plan(
         dict.fromkeys(("cond", "uncond"), (True, False, True, False, False, True, True, False))
     ),
 }
@@ -144,9 +144,7 @@ def test_ranks_skip_together_and_compute_what_one_does(layout: Layout, policy: s
     if layout.cfg == 2:
         assert all(steps == computed[0] for steps in computed), "the branches agree"
         listed = tuple(step in computed[0] for step in range(STEPS))
-        alone = replace(plan, computed=dict.fromkeys(("cond", "uncond"), listed))
-        # what the list leaves out is skipped whatever the threshold, and nothing else
-        alone = replace(alone, threshold=None if plan.threshold is None else float("inf"))
+        alone = replace(plan, computed=dict.fromkeys(("cond", "uncond"), listed), threshold=None)
     expected, steps = velocities(alone, None)
     assert 2 <= len(steps["cond"]) < STEPS, "some are skipped"
     for result, own in found:
@@ -210,7 +208,7 @@ def test_a_cache_that_never_skips_changes_no_bit(name: str, threshold: float | N
     job = JOBS[name]
     cache = ResidualCache()
     computed = ALWAYS if threshold is None else dict.fromkeys(ALWAYS, (False, False))
-    cache.begin(Plan(computed, threshold))
+    cache.begin(Plan(computed, threshold, first=0 if threshold is None else 1))
     found = torch.stack(job.velocities(job.model(step_cache=cache)))
     assert torch.equal(found, torch.stack(job.velocities(job.model())))
     assert cache.computed and cache.kept_bytes() > 0

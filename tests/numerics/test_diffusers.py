@@ -165,7 +165,7 @@ def test_first_block_cache(tiny, threshold: float) -> None:
     theirs = diffusers_latents(
         tiny("t2v-A14B", "diffusers"), None, "unipc", True, context, negative, 20, cached
     )
-    steps = model._pipeline.caches.record()["computed"]
+    steps = model.step_cache["computed"]
     assert 4 < len(computed) == sum(map(len, steps.values())) < 40
     assert (ours - theirs).abs().max() <= TOLERANCE
 

@@ -294,7 +294,7 @@ def test_branches_samples_and_runs_have_their_own() -> None:
 def test_first_block_cache_compares_the_first_residual(threshold: float) -> None:
     """r = x in every step here: it changes by a fifth, and only real tokens count."""
     cache, blocks = ResidualCache(), Blocks(1.0, 1.0)
-    cache.begin(plan(*[False] * 4, threshold=threshold))
+    cache.begin(plan(*[False] * 4, threshold=threshold, first=1))
     x = torch.randn(1, 6, 4)
     padded = torch.cat((x, torch.randn(1, 2, 4)), 1)
     through(cache, blocks, padded, step(0))
@@ -310,7 +310,7 @@ def test_first_block_cache_compares_the_first_residual(threshold: float) -> None
 
 def test_threshold_zero_changes_no_bit() -> None:
     cache, blocks = ResidualCache(), Blocks(0.3, 0.7)
-    cache.begin(plan(*[False] * 4, threshold=0.0))
+    cache.begin(plan(*[False] * 4, threshold=0.0, first=1))
     for index in range(4):
         x = torch.randn(1, 6, 4)
         expected = Blocks(0.3, 0.7)(x.clone(), 0, None)

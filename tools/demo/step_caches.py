@@ -36,7 +36,6 @@ from tools.demo.scenes import Scene, caption
 from tools.demo.score import look
 from wan import WanI2V, WanT2V
 from wan.configs import WAN_CONFIGS
-from wan.pipeline.caching import StepCaches
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 FRAMES, GUIDANCE = 9, 3.0
@@ -129,13 +128,12 @@ class Maker:
             output_type="latent",
         )
         seconds = pipeline.stages.seconds["denoising"] - before
-        share = _share(pipeline.caches, variant.steps)
+        share = _share(model.step_cache, variant.steps)
         frames = as_pixels(self._plain._pipeline.decode(latents))
         return frames, {"seconds": seconds, "computed": share}
 
 
-def _share(caches: StepCaches, steps: int) -> float:
-    record = caches.record()
+def _share(record: dict[str, Any] | None, steps: int) -> float:
     if record is None:
         return 1.0
     return sum(map(len, record["computed"].values())) / (2 * steps)

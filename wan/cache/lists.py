@@ -22,11 +22,13 @@ class Plan:
             it finds.
         threshold: Of First Block Cache; None: the lists are all there is.
         order: 0: the kept residual; 1: extrapolated from the last two that were computed.
+        first: How many blocks, from the first on, are computed in every step.
     """
 
     computed: dict[str, Computed]
     threshold: float | None = None
     order: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True)

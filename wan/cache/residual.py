@@ -2,10 +2,11 @@
 
 Legend: B batch, L this rank's tokens, C channels.
 
-With x_i the residual stream behind block i, a static policy keeps R = x_N - x_0 and skips all
+With x_i the residual stream behind block i, MagCache and TeaCache keep R = x_N - x_0 and skip all
 blocks; First Block Cache (ParaAttention's) computes the first block, keeps R = x_N - x_1, and skips
-the rest where x_1 - x_0 has changed little since the last step that computed all. Kept tensors are
-in the dtype of the matrix products.
+the rest where x_1 - x_0 has changed little since the last step that computed all. A list of steps
+does as First Block Cache, and so repeats its runs. Kept tensors are in the dtype of the matrix
+products.
 """
 
 from __future__ import annotations
@@ -93,23 +94,19 @@ class ResidualCache:
         """
         if self._plan is None or step is None or torch.is_grad_enabled():
             return blocks(x_BLC, 0, None)
-        state = self._state(step)
-        computes = self._plan.computed[step.branch][step.index] or state.residual is None
-        if self._plan.threshold is None:
-            if not computes:
-                return self._reused(x_BLC, state, step)
-            x_BLC = self._computed(x_BLC, blocks, 0, state, step, dtype)
-        else:
-            before = x_BLC.clone()
-            x_BLC = blocks(x_BLC, 0, 1)
-            first = x_BLC.sub(before).to(dtype)
-            del before
-            if not computes and self._agree(
-                _change(first, state.first, valid), self._plan.threshold
-            ):
-                return self._reused(x_BLC, state, step)
-            state.first = first
-            x_BLC = self._computed(x_BLC, blocks, 1, state, step, dtype)
+        plan, state = self._plan, self._state(step)
+        reuses = state.residual is not None and not plan.computed[step.branch][step.index]
+        before = None if plan.threshold is None else x_BLC.clone()
+        if plan.first:
+            x_BLC = blocks(x_BLC, 0, plan.first)
+        if plan.threshold is not None:
+            first = torch.sub(x_BLC, before, out=before).to(dtype)
+            before = None
+            reuses = reuses and self._agree(change(first, state.first, valid), plan.threshold)
+            state.first = state.first if reuses else first
+        if reuses:
+            return self._reused(x_BLC, state, step)
+        x_BLC = self._computed(x_BLC, blocks, plan.first, state, step, dtype)
         self.computed.setdefault(step.branch, []).append(step.index)
         return x_BLC
 
@@ -130,11 +127,12 @@ class ResidualCache:
         dtype: torch.dtype,
     ) -> Tensor:
         assert self._plan is not None
-        last, state.residual = state.residual, None
+        last = state.residual if self._plan.order else None
+        state.residual = None
         before = x_BLC.clone()
         x_BLC = blocks(x_BLC, first, None)
         state.residual = torch.sub(x_BLC, before, out=before).to(dtype)
-        if self._plan.order and last is not None:
+        if last is not None:
             state.slope = state.residual.sub(last).div_(step.index - state.step)
         state.step = step.index
         return x_BLC
@@ -148,7 +146,7 @@ class ResidualCache:
         return x_BLC
 
 
-def _change(first: Tensor, kept: Tensor | None, valid: int) -> Tensor:
+def change(first: Tensor, kept: Tensor | None, valid: int) -> Tensor:
     """[2] float32: the sums, over real tokens, of how much it changed and of what it was."""
     assert kept is not None
     was = kept[:, :valid]

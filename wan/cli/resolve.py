@@ -209,9 +209,9 @@ def make_setup(
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
     cache = _made(StepCache, values)
-    curve, about = find_curve(cache, checkpoint.folder, preset, "image" in values)
+    curve = find_curve(cache, checkpoint.folder, preset)
     parts = (execution, topology, attention, exported, chip, cache, curve)
-    return Setup(preset, checkpoint, *parts), (*notices, *about)
+    return Setup(preset, checkpoint, *parts), notices
 
 
 def check_needs(values: Values) -> None:

@@ -31,38 +31,32 @@ Changes = Callable[[str, Sequence[int]], Sequence[float]]
 """changes(expert, timesteps): of each step, how much its time embedding differs from the last."""
 
 
-def find_curve(
-    cache: StepCache, folder: Path | None, preset: Preset, with_image: bool
-) -> tuple[Curve | None, tuple[str, ...]]:
-    """The curve that `mag` takes, and notices: the given one, the checkpoint's, the published one.
+def find_curve(cache: StepCache, folder: Path | None, preset: Preset) -> Curve | None:
+    """The curve that `mag` takes: the given one or the checkpoint's; None: the published one.
 
     Raises:
         InputError: There is none, or it was made for another task.
     """
     if cache.policy != "mag":
-        return None, ()
+        return None
     own = None if folder is None else folder / curves.FILE
     if cache.step_cache_curve is not None:
         curve = curves.load(cache.step_cache_curve)
     elif own is not None and own.is_file():
         curve = curves.load(own)
-    else:
-        published = curves.published(preset.task, with_image)
-        if published is None:
-            raise InputError(
-                f"--step_cache mag has no published curve for {preset.task}; make one with "
-                "tools/calibrate_mag.py and give it with --step_cache_curve, or use first_block."
-            )
-        notice = (
-            f"{published.origin} serves --step_cache mag; it was made for the official weights."
+    elif curves.published(preset.task, with_image=False) is None:
+        raise InputError(
+            f"--step_cache mag has no published curve for {preset.task}; make one with "
+            "tools/calibrate_mag.py and give it with --step_cache_curve, or use first_block."
         )
-        return published, (notice,)
+    else:
+        return None
     if curve.task != preset.task:
         raise InputError(
             f"{curve.origin} was made for {curve.task}, not for {preset.task}; give another "
             "--step_cache_curve."
         )
-    return curve, ()
+    return curve
 
 
 def notices(cache: StepCache, curve: Curve | None, request: Request) -> tuple[str, ...]:
@@ -71,12 +65,25 @@ def notices(cache: StepCache, curve: Curve | None, request: Request) -> tuple[st
     if cache.policy == "tea":
         step_cache.tea_coefficients(cache, request.preset)
     static(cache, curve, request, False)
-    if curve is None or curve.steps == request.sample_steps:
+    if cache.policy != "mag":
         return ()
-    return (
-        f"{curve.origin} was made with {curve.steps} steps; each of the {request.sample_steps} "
-        "takes the nearest of them.",
-    )
+    taken, found = curve or _published(request), []
+    if curve is None:
+        found.append(
+            f"{taken.origin} serves --step_cache mag; it was made for the official weights."
+        )
+    if taken.steps != request.sample_steps:
+        found.append(
+            f"{taken.origin} was made with {taken.steps} steps; each of the "
+            f"{request.sample_steps} takes the nearest of them."
+        )
+    return tuple(found)
+
+
+def _published(request: Request) -> Curve:
+    found = curves.published(request.preset.task, request.image_size is not None)
+    assert found is not None, "find_curve has looked"
+    return found
 
 
 def static(
@@ -92,7 +99,7 @@ def static(
 
     Args:
         cache: The policy.
-        curve: Of `mag`.
+        curve: Of `mag`, as `find_curve` says.
         request: The video.
         together: The guidance branches must agree, since other ranks compute each.
         changes: Of `tea`; known where the networks are.
@@ -126,8 +133,7 @@ def _own(
         case "steps":
             return tuple(step in cache.steps for step in range(steps))
         case "mag":
-            assert curve is not None
-            fitted = _fitted(curve, request, experts)
+            fitted = _fitted(curve or _published(request), request, experts)
             return lists.mag(
                 fitted.ratios[branch],
                 experts,
@@ -250,7 +256,7 @@ class StepCaches:
         assert computed is not None
         if self.residual is not None:
             threshold = self.cache.threshold if self.cache.policy == "first_block" else None
-            self.residual.begin(lists.Plan(computed, threshold, self.cache.step_cache_order))
+            self.residual.begin(self._plan(computed, threshold))
         elif self.attention is not None:
             self.attention.begin(computed)
         elif self.guidance is not None:
@@ -261,10 +267,14 @@ class StepCaches:
         if self.residual is not None:
             everything = dict.fromkeys(BRANCHES, (True,) * TRAIN_TIMESTEPS)
             threshold = 0.0 if self.cache.policy == "first_block" else None
-            self.residual.begin(lists.Plan(everything, threshold, self.cache.step_cache_order))
+            self.residual.begin(self._plan(everything, threshold))
         elif self.attention is not None:
             first = (True, *(False,) * TRAIN_TIMESTEPS)
             self.attention.begin(dict.fromkeys(BRANCHES, first))
+
+    def _plan(self, computed: Lists, threshold: float | None) -> lists.Plan:
+        first = 1 if self.cache.policy in ("first_block", "steps") else 0
+        return lists.Plan(computed, threshold, self.cache.step_cache_order, first)
 
     def kept_bytes(self) -> int:
         """Of what is kept beside self-attention's outputs."""

@@ -35,7 +35,7 @@ class Setup:
         quantised: Where quantised DiT weights come from; None: from the checkpoint.
         chip: The NPU model that --chip names.
         cache: What is taken from earlier steps.
-        curve: Of the step cache `mag`.
+        curve: Of the step cache `mag`; None: the published one.
     """
 
     preset: Preset

@@ -174,7 +174,7 @@ class Planner:
         if self.holds_frame and live.device == "meta":  # its tokens are at timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
         first = setup.attention.start_step(steps) if setup.attention.use_rainfusion else 0
-        again = [0] if setup.cache.step_cache_order else []  # the slope needs two
+        again = [0] if setup.cache.policy != "none" else []  # more is kept in the second
         for index in [*again, *sorted({0, first})]:
             live.sent.clear()
             for branch, text_LC in zip(branches, texts, strict=True):

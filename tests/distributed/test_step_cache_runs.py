@@ -1,0 +1,99 @@
+"""Step caches in whole runs of several ranks, against one process that is given what they found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import slow
+from tests.dist import Ranks, launcher
+from tools.quantize_dit import quantize
+from wan.cli import main as generate
+
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
+QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "9", "--base_seed", "7"]
+QUICK += ["--save_latents"]
+FIRST = "--step_cache first_block --step_cache_threshold 0.6"
+CALM = "--step_cache first_block --step_cache_threshold 0.9"  # far from what is measured
+STEPS = "--step_cache steps:0,2,5-6"
+REUSED = "--use_attentioncache --start_step 1 --end_step 7 --attentioncache_interval 3"
+TEA = "--step_cache tea --step_cache_coefficients 1,0 --step_cache_threshold 1"
+MAG = "--step_cache mag --step_cache_threshold 1 --step_cache_retention 0"  # one list for both
+RUNS: dict[str, tuple[str, int, str, str]] = {  # task, ranks, policy, all else
+    "halves, sharded": ("t2v-A14B", 4, FIRST, "--cfg_size 2 --dit_fsdp --t5_fsdp --comm_type 1"),
+    "ring both ways": ("t2v-A14B", 4, FIRST, "--ring_size 2 --ring_type bidirectional"),
+    "overlap": ("t2v-A14B", 2, FIRST, "--fa_alltoall_overlap"),
+    "order 1": ("t2v-A14B", 2, f"{FIRST} --step_cache_order 1", "--comm_type 2"),
+    "image": ("i2v-A14B", 2, FIRST, "--comm_type 1"),
+    "offload": ("t2v-A14B", 2, FIRST, "--offload_model true --dit_fsdp"),
+    "FP8": ("ti2v-5B", 2, CALM, "--fa_quant fp8 --comm_type 1"),
+    "compiled": ("t2v-A14B", 2, FIRST, "--compile --comm_type 1"),
+    "fused": ("t2v-A14B", 2, FIRST, "--fused_ops modulated_norm,norm_rope,add_norm,gelu"),
+    "int8": ("t2v-A14B", 2, FIRST, "--comm_type 1 --quant_dit_path EXPORT"),
+    "tea": ("ti2v-5B", 2, TEA, "--ring_size 2"),
+    "mag": ("ti2v-5B", 4, MAG, "--cfg_size 2 --dit_fsdp"),
+    "list": ("t2v-A14B", 4, STEPS, "--cfg_size 2 --comm_type 2"),
+    "list, no text cache": ("t2v-A14B", 2, STEPS, "--text_kv_cache false"),
+    "attention": ("t2v-A14B", 2, REUSED, "--dit_fsdp --comm_type 1"),
+    "attention, ti2v": ("ti2v-5B", 4, REUSED, "--cfg_size 2"),
+    "cfg": ("t2v-A14B", 2, "--step_cache cfg", "--ring_size 2 --dit_fsdp"),
+}
+
+
+def made(ranks: int, arguments: list[str], out: Path) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Latents, and what the record says of the cache."""
+    variables = launcher(ranks) if ranks > 1 else [{}]
+    with Ranks(variables, generate.main, [*arguments, "--save_file", str(out)]) as processes:
+        assert not any(processes.ended(180)), processes.said()
+    found = load_file(out.with_suffix(".latents.safetensors"))["latents"]
+    record = json.loads(out.with_suffix(".json").read_text())
+    return found, record["step_cache"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("halves, sharded", "attention") else slow(name) for name in RUNS]
+)
+def test_ranks_make_what_one_process_does(name: str, tiny, image_path, tmp_path: Path) -> None:
+    """A list that two halves agreed on is given to the one process as `steps:LIST`."""
+    task, ranks, policy, flags = RUNS[name]
+    arguments = ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK]
+    if task == "i2v-A14B":
+        arguments += ["--image", str(image_path)]
+    if task == "ti2v-5B":  # its tokens are twice as large
+        arguments += ["--size", "64*96"]
+    if "EXPORT" in flags:
+        export = str(quantize(tiny(task), tmp_path / "export"))
+        flags = flags.replace("EXPORT", export)
+        arguments += ["--quant_dit_path", export]
+    if "fp8" in flags:
+        arguments += ["--fa_quant", "fp8"]
+    found, record = made(ranks, [*arguments, *flags.split(), *policy.split()], tmp_path / "v.mp4")
+    computed = record["computed"]
+    assert 0 < min(map(len, computed.values())) < 9, "some steps are skipped"
+    if "--cfg_size" in flags:
+        assert computed["cond"] == computed["uncond"]
+    alone = policy
+    if policy == FIRST and "--cfg_size" in flags:
+        alone = f"--step_cache steps:{','.join(map(str, computed['cond']))}"
+    expected, own = made(1, [*arguments, *alone.split()], tmp_path / "alone.mp4")
+    assert own["computed"] == computed
+    assert (found - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_record_repeats_a_cached_run(tiny, tmp_path: Path) -> None:
+    """Also as the list that it says; what was computed is no setting."""
+    plain = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
+    first, record = made(1, [*plain, *CALM.split()], tmp_path / "first.mp4")
+    repeated = ["--from_json", str(tmp_path / "first.json"), "--save_latents"]
+    again, same = made(1, repeated, tmp_path / "again.mp4")
+    assert torch.equal(again, first) and same == record
+    assert record["computed"]["cond"] == record["computed"]["uncond"]
+    listed = ",".join(map(str, record["computed"]["cond"]))
+    replayed, _ = made(1, [*plain, "--step_cache", f"steps:{listed}"], tmp_path / "list.mp4")
+    assert torch.equal(replayed, first)
