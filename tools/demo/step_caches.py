@@ -260,8 +260,10 @@ def _speedup(
     seconds: Mapping[tuple[Any, ...], float], ours: Mapping[str, Any], plain: Mapping[str, Any]
 ) -> float:
     """The median over prompts of how much faster a variant is; nan where none was timed."""
-    of = {line: {key[-1]: s for key, s in seconds.items() if key[:-1] == _key(told)[:-1]}
-          for line, told in (("ours", ours), ("plain", plain))}
+    of = {
+        line: {key[-1]: s for key, s in seconds.items() if key[:-1] == _key(told)[:-1]}
+        for line, told in (("ours", ours), ("plain", plain))
+    }
     both = of["ours"].keys() & of["plain"].keys()
     return float(np.median([of["plain"][p] / of["ours"][p] for p in both] or [np.nan]))
 
@@ -275,21 +277,35 @@ def interval(differences: NDArray[Any]) -> tuple[float, float, float]:
 
 
 def report(results: Path, speed: Path, out: Path) -> None:
-    """out.md, a table, and out.png, speed-up against likeness and marks."""
-    rows = summarise(read(results), read(speed))
+    """out.md, whose table is replaced, and out.png, speed-up against likeness and marks."""
+    lines, quiet = read(results), read(speed)
+    rows = summarise(lines, quiet)
     table = [
-        "| task, steps | variant | computed | speed-up | marks | difference (95 %) | PSNR | SSIM |",
-        "|---|---|---|---|---|---|---|---|",
+        "| Task, steps | Variant | Prompts | Computed | Speed-up | Marks, % | Difference (95 %) |"
+        " PSNR | SSIM |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         mean, low, high = row["difference"]
         table.append(
-            f"| {row['kind']}, {row['of']} | {row['variant']} | {row['computed']:.0%} | "
-            f"{row['speedup']:.2f} | {row['marks']:.1f} | {mean:+.1f} "
+            f"| {row['kind']}, {row['of']} | {_short(row['variant'])} | {row['prompts']} | "
+            f"{row['computed']:.0%} | {row['speedup']:.2f} | {row['marks']:.1f} | {mean:+.1f} "
             f"({low:+.1f} to {high:+.1f}) | {row['psnr']:.1f} | {row['ssim']:.3f} |"
         )
-    out.with_suffix(".md").write_text("\n".join(table) + "\n", encoding="utf-8")
+    page = out.with_suffix(".md")
+    above = page.read_text(encoding="utf-8").split(table[0])[0] if page.is_file() else ""
+    page.write_text(above + "\n".join(table) + "\n", encoding="utf-8")
+    made: dict[tuple[Any, ...], set[int]] = {}
+    for line in lines:
+        made.setdefault(_key(line)[:-1], set()).add(line["prompt"])
+    common = set.intersection(*made.values())  # a plot compares the same prompts
+    rows = summarise([line for line in lines if line["prompt"] in common], quiet)
     plot(rows, out.with_suffix(".png"))
+
+
+def _short(variant: str) -> str:
+    """A list of steps that are equally far apart, in words."""
+    return re.sub(r"^steps:0,(\d+),.*", r"steps: every \1", variant)
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -317,6 +333,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
                     markersize=4,
                 )
             axis.set(title=f"{kind}, {count} steps", xlabel="speed-up of denoising", ylabel=label)
+            axis.set_xlim(0.9, 3.4)
+            if place == 0:
+                axis.set_ylim(0.93, 1.005)
             axis.grid(alpha=0.3)
     names = axes[0][0].get_legend_handles_labels()
     figure.legend(*names, loc="lower center", ncols=len(names[1]), fontsize=8)
@@ -326,7 +345,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _family(variant: str) -> str:
     """The policy; runs of fewer steps belong to "no cache"."""
-    return "no cache" if variant.startswith("no cache") else re.split("[ :]", variant)[0]
+    if variant.startswith("no cache"):
+        return "no cache"
+    return re.split("[ :]", variant)[0] + (", order 1" if variant.endswith("order 1") else "")
 
 
 def main() -> None:
