@@ -83,8 +83,10 @@ def caches() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"{name}, one rank bf16", (*given, *ONE, "--precision", "bf16")
         yield f"{name}, 2 x 2 InsertComm", (*given, *ranks(2, 2), "--comm_type", "1")
     yield "steps, 2 x 2 FSDP", (*given, *ranks(2, 2), "--dit_fsdp")
-    kept = ("--use_attentioncache", "--start_step", "0", "--end_step", "4", "--step_cache_force")
-    kept += ("--attentioncache_interval", "2", "--sample_steps", "5")  # the solver keeps more later
+    kept = (
+        *("--use_attentioncache", "--start_step", "0", "--end_step", "4", "--step_cache_force"),
+        *("--attentioncache_interval", "2", "--sample_steps", "5"),  # the solver keeps more later
+    )
     yield "attention, one rank", (*kept, *ONE)
     yield "attention, 1 x 2", (*kept, *ranks(1, 2), *ONE)
     yield "attention, 1 x 2, two branches", (*kept, *ranks(1, 2))

@@ -96,13 +96,15 @@ class ResidualCache:
             return blocks(x_BLC, 0, None)
         plan, state = self._plan, self._state(step)
         reuses = state.residual is not None and not plan.computed[step.branch][step.index]
-        before = None if plan.threshold is None else x_BLC.clone()
+        threshold, before = plan.threshold, None
+        if threshold is not None:
+            before = x_BLC.clone()
         if plan.first:
             x_BLC = blocks(x_BLC, 0, plan.first)
-        if plan.threshold is not None:
+        if threshold is not None and before is not None:
             first = torch.sub(x_BLC, before, out=before).to(dtype)
             before = None
-            reuses = reuses and self._agree(change(first, state.first, valid), plan.threshold)
+            reuses = reuses and self._agree(change(first, state.first, valid), threshold)
             state.first = state.first if reuses else first
         if reuses:
             return self._reused(x_BLC, state, step)
