@@ -81,7 +81,7 @@ def calibrate(argv: list[str]) -> Curve:
         task=setup.preset.task,
         sample_shift=request.sample_shift,
         steps=request.sample_steps,
-        high_noise_steps=timesteps.experts(request).count("high_noise"),
+        high_noise_steps=timesteps.schedule(request).high_noise_steps,
         ratios={branch: tuple(ratios) for branch, ratios in recorder.ratios.items()},
     )
 

@@ -12,10 +12,8 @@ by the next call: give False to keep what fits.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +23,19 @@ from torch import Tensor
 
 from wan import device as devices
 from wan.checkpoint.layout import Checkpoint, check_task, describe
+from wan.checkpoint.layout import images as seen
+from wan.checkpoint.lora import FLAGS as LORA_FLAGS
 from wan.cli import env
-from wan.cli.flags import FLAGS, check_given, read
-from wan.cli.resolve import check_needs, make_setup
+from wan.cli.flags import read
+from wan.cli.keywords import KEYWORDS, for_loading, in_keywords, is_for
+from wan.cli.resolve import make_setup, recipe_files
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
 from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
+from wan.settings import recipes
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
@@ -41,38 +43,15 @@ from wan.settings.values import choice, integer, shown, switch
 
 GuideScale = float | tuple[float, float]
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
-_KEYWORDS = {  # flag -> keyword here, where they differ
-    "task": "class",
-    "ckpt_dir": "checkpoint_dir",
-    "prompt": "input_prompt",
-    "negative_prompt": "n_prompt",
-    "image": "img",
-    "sample_shift": "shift",
-    "sample_steps": "sampling_steps",
-    "sample_guide_scale": "guide_scale",
-    "base_seed": "seed",
-}
+_IMAGES = ("image", "last_image")
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
-
-
-@contextmanager
-def _in_keywords() -> Iterator[None]:
-    """Refusals name the call's keywords instead of flags and variables."""
-
-    def keyword(flag: re.Match[str]) -> str:
-        return _KEYWORDS.get(flag[1], flag[1]) if flag[1] in FLAGS else flag[0]
-
-    try:
-        yield
-    except InputError as error:
-        message = re.sub(r" \(or [A-Z][^)]*\)", "", str(error))
-        raise InputError(re.sub(r"--(\w+)", keyword, message)) from error
 
 
 class _Generator:
     """One checkpoint, ready for requests. `tasks`: a class's; the folder decides among them."""
 
     tasks: tuple[str, ...]
+    generate: Any
 
     def __init__(
         self,
@@ -114,15 +93,16 @@ class _Generator:
         Raises:
             InputError: A ValueError, for folders and settings that do not fit.
         """
-        with _in_keywords():
+        with in_keywords():
             env.refused()
             self.config = _config(config)
             flags = {"t5_fsdp": t5_fsdp, "dit_fsdp": dit_fsdp, "t5_cpu": t5_cpu}
-            values = _settings({**settings, **flags, "convert_model_dtype": convert_model_dtype})
+            values = for_loading({**settings, **flags, "convert_model_dtype": convert_model_dtype})
             if "precision" not in values and self.config.param_dtype == torch.float32:
                 values["precision"] = "fp32"
             checkpoint = _with_files(_described(checkpoint_dir), self.config)
-            fitting = [t for t in self.tasks if checkpoint.experts.keys() == {*PRESETS[t].experts}]
+            sizes = checkpoint.experts.keys(), seen(checkpoint)
+            fitting = [t for t in self.tasks if ({*PRESETS[t].experts}, PRESETS[t].images) == sizes]
             self._preset = PRESETS[(fitting or self.tasks)[0]]
             check_task(checkpoint, self._preset)
             world = _world(use_sp)
@@ -136,7 +116,8 @@ class _Generator:
             self._team: Team | None = None
             if world > 1:
                 self._team = mesh.form(device, self._setup.parallel.sizes)
-            self._values = {name: values[name] for name in ("noise_device",) if name in values}
+            kept = ("noise_device", *LORA_FLAGS)
+            self._values = {name: values[name] for name in kept if name in values}
             t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
             self._pipeline = build.pipeline(self._setup, device, self._team, t5_dtype=t5_dtype)
 
@@ -161,46 +142,66 @@ class _Generator:
 
     def _generate(self, call: dict[str, Any]) -> Tensor | None:
         """One video. call: the arguments of `generate`."""
-        with _in_keywords():
-            request, image = self._request(call)
-            embeds = [_embedding(name, call[name]) for name in _EMBEDDINGS]
+        with in_keywords():
+            request, image, last = self._request(call)
+            embeds = {name: _embedding(name, call[name]) for name in _EMBEDDINGS}
             output_type = choice("pt", "latent")("output_type", call["output_type"])
             if self._team is not None:  # ranks that drew different seeds would mix their noise
                 seed = self._team.value_from_main(request.base_seed)
                 request = replace(request, base_seed=seed)
             self._pipeline.set_offload(switch("offload_model", call["offload_model"]))
-            latents = self._pipeline.latents(request, image, *embeds)
+            latents = self._pipeline.latents(request, image, last_image=last, **embeds)
             if output_type == "latent":
                 return latents
             if self._team is not None and not self._team.is_main:
                 return None
             return self._pipeline.decode(latents)
 
-    def _request(self, call: dict[str, Any]) -> tuple[Request, Image | None]:
-        unknown = [name for name in call["settings"] if not _is(name, "video")]
+    def _request(self, call: dict[str, Any]) -> tuple[Request, Image | None, Image | None]:
+        unknown = [name for name in call["settings"] if not is_for(name, "video")]
         if unknown:
             raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
-        twins = [name for name in call["settings"] if _KEYWORDS.get(name) in call]
+        twins = [name for name in call["settings"] if KEYWORDS.get(name) in call]
         if twins:
-            raise InputError(f"{twins[0]} is called {_KEYWORDS[twins[0]]} here; use that keyword.")
+            raise InputError(f"{twins[0]} is called {KEYWORDS[twins[0]]} here; use that keyword.")
         if "image" in call["settings"]:
             raise InputError("image has no effect on a text-to-video model; remove it.")
-        flags = {keyword: flag for flag, keyword in _KEYWORDS.items()}
+        flags = {keyword: flag for flag, keyword in KEYWORDS.items()}
         named = {
             flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
         }
-        image = None if named.get("image") is None else images.from_value(named["image"])
-        absent = {"image", *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
-        given = {n: named[n] for n in named if _is(n, "video") and n not in absent}
-        values = self._values | read(given, "--{}")
+        image, last = (
+            None if named.get(name) is None else images.from_value(named[name]) for name in _IMAGES
+        )
+        absent = {*_IMAGES, *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
+        given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
+        recipe, values = self._with_recipe(self._values | read(given, "--{}"))
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("max_area", call["max_area"])
         size = None if image is None else image.size
+        values["last_image"] = last
         request = make_request(self._preset, values, size, self.config.get("boundary"))
-        for notice in self._setup.check_request(request):
+        for notice in (*recipes.notices(recipe, request), *self._setup.check_request(request)):
             logger.warning(notice)
-        return request, image
+        return request, image, last
+
+    def _with_recipe(self, values: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+        """The recipe, which sets what was left at the defaults of `generate`.
+
+        So do the presets of Wan2.1's image models, which the official class does not know.
+        """
+        files = recipe_files(values, self._setup.checkpoint)
+        name, sampling = recipes.choose(values.get("recipe", "auto"), *files, self._preset)
+        if name is None and not self._preset.images:
+            return None, values
+        defaults = signature(type(self).generate).parameters
+        kept = dict(values)
+        for flag in ("sample_solver", "sample_steps", "sample_shift", "sample_guide_scale"):
+            default = defaults[KEYWORDS.get(flag, flag)].default
+            if values[flag] == read({flag: default}, "--{}")[flag]:
+                del kept[flag]
+        return name, recipes.under(kept, sampling)
 
 
 def _config(config: Any) -> Any:
@@ -214,28 +215,6 @@ def _config(config: Any) -> Any:
             f"({', '.join(WAN_CONFIGS)})."
         )
     return config
-
-
-def _settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked settings of a constructor; None, or False of what is no switch, is "not given"."""
-    unknown = [name for name in keywords if not _is(name, "load")]
-    if unknown:
-        remedy = "give it to generate" if _is(unknown[0], "video") else "remove it"
-        raise InputError(f"{unknown[0]} is not a known keyword of the constructor; {remedy}.")
-    off = {name for name, value in keywords.items() if value is False and not _is_switch(name)}
-    given = {n: v for n, v in keywords.items() if v is not None and n not in off}
-    found = read(given, "--{}")
-    check_given(found)
-    check_needs(found)
-    return found
-
-
-def _is(name: str, python: str) -> bool:
-    return name in FLAGS and FLAGS[name].python == python
-
-
-def _is_switch(name: str) -> bool:
-    return FLAGS[name].read is switch
 
 
 def _described(folder: Any) -> Checkpoint:
@@ -323,9 +302,9 @@ class WanT2V(_Generator):
 
 
 class WanI2V(_Generator):
-    """Image to video: i2v-A14B."""
+    """Image to video: i2v-A14B, and of Wan2.1 i2v-14B and flf2v-14B; the folder decides."""
 
-    tasks = ("i2v-A14B",)
+    tasks = ("i2v-A14B", "i2v-14B", "flf2v-14B")
 
     def generate(
         self,
@@ -343,6 +322,7 @@ class WanI2V(_Generator):
         *,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
+        last_image: Any = None,
         output_type: str = "pt",
         **settings: Any,
     ) -> Tensor | None:
@@ -353,6 +333,7 @@ class WanI2V(_Generator):
             img: A PIL image, a path, a uint8 array [H,W,3] or a tensor; see
                 `wan.pipeline.images.from_value`.
             max_area: Pixels of a frame; the image's aspect ratio is kept.
+            last_image: What the video ends with (i2v-A14B, flf2v-14B); like `img`.
         """
         if img is None:
             raise InputError("WanI2V.generate starts from an image; give one as img.")

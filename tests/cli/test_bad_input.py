@@ -50,7 +50,7 @@ SIMPLE = {
     "scale nan in pair": (["--sample_guide_scale", "3,nan"], "must be a number"),
     "scale of three": (["--sample_guide_scale", "1,2,3"], "LOW,HIGH"),
     "scale words": (["--sample_guide_scale", "strong"], "must be a number"),
-    "solver": (["--sample_solver", "nonsense"], "unipc or dpm++"),
+    "solver": (["--sample_solver", "nonsense"], "unipc, dpm++, euler, dmd or rcm"),
     "seed words": (["--base_seed", "x"], "whole number"),
     "seed huge": (["--base_seed", "9" * 30], "from -"),
     "seed of thousands of digits": (["--base_seed", "9" * 4000], "9... (4002 characters); it"),

@@ -130,7 +130,7 @@ def test_an_edited_boundary_counts(tiny) -> None:
         ({"shift": float("nan")}, "^shift is nan; it must be a number"),
         ({"sampling_steps": 0}, "^sampling_steps is 0; it must be from 1 to"),
         ({"guide_scale": -1}, "above 0"),
-        ({"sample_solver": "nonsense"}, "^sample_solver is nonsense; it must be unipc or dpm"),
+        ({"sample_solver": "nonsense"}, "^sample_solver is nonsense; it must be unipc, dpm"),
         ({"output_type": "pil"}, "output_type is pil; it must be pt or latent"),
         ({"seed": 1.5}, "^seed is 1.5; it must be a whole number"),
         ({"offload_model": "perhaps"}, "^offload_model is perhaps; it must be true or false"),

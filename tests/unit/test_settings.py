@@ -226,6 +226,10 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "frame_num": ("5", 5, ()),
     "base_seed": ("3", 3, ()),
     "sample_solver": ("dpm++", "dpm++", ()),
+    "timesteps": ("1000,500.5", (1000.0, 500.5), ("--sample_solver", "dmd")),
+    "boundary_step": ("3", 3, ()),
+    "ode": ("true", True, ("--sample_solver", "rcm", "--sample_steps", "4")),
+    "sigma_max": ("160", 160.0, ("--sample_solver", "rcm", "--sample_steps", "4")),
     "sample_steps": ("7", 7, ()),
     "sample_shift": ("3", 3.0, ()),
     "sample_guide_scale": ("2,5", (2.0, 5.0), ()),
@@ -233,6 +237,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "device": ("cpu", "cpu", ()),
     "precision": ("fp32", "fp32", ()),
     "convert_model_dtype": ("true", True, ()),
+    "fp8_weights": ("upcast", "upcast", ()),
     "offload_model": ("false", False, ()),
     "t5_cpu": ("true", True, ()),
     "text_kv_cache": ("false", False, ()),
@@ -284,10 +289,18 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "save_latents": ("true", True, ()),
 }
 ELSEWHERE = {  # set something that is no field of the same name
-    *("task", "image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
+    *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
+    *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "recipe"),
     *("plan", "device_memory", "chip", "decode_latents", "from_json", "step_cache_curve"),
 }
-FOUND_OUT = {"preset", "boundary", "image_size", "max_area", "world_size"}  # not given as flags
+FOUND_OUT = {
+    "preset",
+    "boundary",
+    "image_size",
+    "ends",
+    "max_area",
+    "world_size",
+}  # not given as flags
 
 
 def planned(*argv: object, monkeypatch: pytest.MonkeyPatch) -> Run:

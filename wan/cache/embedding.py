@@ -11,7 +11,7 @@ from torch import Tensor
 from wan.modules.model import sinusoidal_embedding
 
 
-def changes(weights: Mapping[str, Tensor], timesteps: Sequence[int]) -> list[float]:
+def changes(weights: Mapping[str, Tensor], timesteps: Sequence[float]) -> list[float]:
     """mean |e - e_prev| / mean |e_prev| of each timestep's embedding e; 0 of the first.
 
     weights: the two layers of the network's `time_embedding`, float32, under their names.

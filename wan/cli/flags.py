@@ -27,9 +27,10 @@ from wan.settings.attention import (
 from wan.settings.backends import BACKENDS
 from wan.settings.devices import CHIPS
 from wan.settings.errors import InputError
-from wan.settings.execution import DEVICE_TYPES, PRECISIONS
+from wan.settings.execution import DEVICE_TYPES, FP8_WEIGHTS, PRECISIONS
 from wan.settings.parallel import RING_TYPES
 from wan.settings.presets import TASKS, TRAIN_TIMESTEPS, UNSUPPORTED_TASKS
+from wan.settings.recipes import NAMES as RECIPES
 from wan.settings.request import SOLVERS
 from wan.settings.step_cache import POLICIES
 from wan.settings.values import Reader, choice, integer, real, switch
@@ -86,6 +87,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("prompt", values.text, "default: an example"),
         Flag("negative_prompt", values.text, "default, also for '': the official one"),
         Flag("image", values.path, "image to start from (i2v: needed, ti2v: optional)"),
+        Flag("last_image", values.path, "image to end with (i2v)"),
         Flag("size", values.size, "WIDTH*HEIGHT; with an image its area counts"),
         Flag("frame_num", values.frame_num, "frames, 4n+1"),
         Flag("base_seed", integer(-(2**63), 2**63 - 1), "negative (default): a random one"),
@@ -93,11 +95,20 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
     "checkpoint": (
         _command("ckpt_dir", values.path, "checkpoint folder; default ./Wan2.2-..., else a demo"),
         _loads("quant_dit_path", values.path, "folder of quantised DiT weights, used instead"),
+        _loads("lora", values.files, "FILE[=STRENGTH], merged into every expert; repeatable"),
+        _loads("lora_high_noise", values.files, "likewise, into the high-noise expert"),
+        _loads("lora_low_noise", values.files, "likewise, into the low-noise expert"),
+        _loads("lora_dir", values.path, "folder with {high,low}_noise_model.safetensors"),
     ),
     "sampling": (
+        Flag("recipe", choice(*RECIPES), "of a distilled model; default auto: by file names"),
         Flag("sample_solver", choice(*SOLVERS), "default unipc"),
         Flag("sample_steps", integer(1, TRAIN_TIMESTEPS), "solver steps"),
         Flag("sample_shift", real(0, 1000, above=True), "shift of the noise schedule"),
+        Flag("timesteps", values.timesteps, "T1,T2,...: of each step of euler, dmd, rcm"),
+        Flag("boundary_step", _STEP, "steps of the high-noise expert; default: by timestep"),
+        Flag("ode", switch, "rcm adds no noise between its steps"),
+        Flag("sigma_max", real(0, 1e6, above=True), "noise rcm begins with (t2v 80, i2v 200)"),
         Flag("sample_guide_scale", values.guide_scale, "one number, or LOW,HIGH; 1: no guidance"),
         _loads("noise_device", choice("cpu", "device"), "cpu (default): same noise anywhere"),
     ),
@@ -105,6 +116,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         _loads("device", choice(*DEVICE_TYPES), "default auto"),
         _loads("precision", choice(*PRECISIONS), "auto (default): bf16, on the CPU fp32"),
         _loads("convert_model_dtype", switch, "store all DiT weights in bf16"),
+        _loads("fp8_weights", choice(*FP8_WEIGHTS), "an FP8 checkpoint stays FP8, or not (auto)"),
         Flag("offload_model", switch, "keep one network in memory at a time (default true)"),
         _loads("t5_cpu", switch, "run the text encoder on the CPU"),
         _loads("text_kv_cache", switch, "keep the text's keys and values (default true)"),
@@ -288,6 +300,11 @@ def check_given(given: Mapping[str, Any]) -> None:
             "--attention_algo names the dense kernel of NPUs, --attention_backend that of GPUs; "
             "give one of them."
         )
+    for name in ("sample_shift", "sample_steps"):
+        if {"timesteps", name} <= given.keys():
+            raise InputError(f"--timesteps says all steps; drop it or --{name}.")
+    if given.get("sample_solver") == "rcm" and "sample_shift" in given:
+        raise InputError("--sample_shift has no effect on --sample_solver rcm; drop it.")
 
 
 def read(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -318,6 +335,8 @@ def _parser() -> Parser:
             shown = shown if choices is None else "{" + ",".join(choices) + "}"
             if flag.name == "plan":
                 group.add_argument("--plan", action="store_true", help=flag.help)
+            elif flag.read is values.files:
+                group.add_argument(f"--{flag.name}", action="append", metavar=shown, help=flag.help)
             elif flag.read is switch:  # alone it is true; false takes back a record or variable
                 group.add_argument(
                     f"--{flag.name}", nargs="?", const="true", metavar=shown, help=flag.help

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import wan
 from wan import host, log
+from wan.checkpoint import lora
 from wan.checkpoint.files import whole_file
 from wan.cli import env, failures, flags
 from wan.cli.output import latents_survive
@@ -131,7 +132,7 @@ def generate(run: Run, team: Team | None = None) -> None:
     else:
         run = _extended(run, pipeline, team)
         logger.info("Prompt: %s", run.request.prompt)
-        latents = pipeline.latents(run.request, run.image)
+        latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
         if team is not None:
             team.close()
             if not team.is_main:
@@ -235,6 +236,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | No
             "kernel": pipeline.kernel,
             **asdict(run.setup.parallel),
         },
+        **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
         **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
         "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
         "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},

@@ -1,65 +1,44 @@
 """From values to a run: the one road of the command line, `--plan` and the Python classes.
 
-Values are layered (a flag wins over the record of an earlier run, that over a variable that stands
-for a flag, that over the checkpoint's generation_config.json, that over the task's preset) and all
-of them checked. No torch.
+Values are layered (`wan.cli.records`) and all of them checked. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from wan.checkpoint import quantised
-from wan.checkpoint.files import fingerprint, read_json, safetensors_metadata
+from wan.checkpoint import layout, lora, quantised
+from wan.checkpoint.files import fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.cli import env, memory
 from wan.cli.extend_prompt import Extension
-from wan.cli.flags import FLAGS, read
+from wan.cli.flags import FLAGS
 from wan.cli.output import Output, check_writable, generated_name
+from wan.cli.records import PATHS, Values, generation_config, layered, record
 from wan.pipeline import images
 from wan.pipeline.caching import find_curve
 from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
-from wan.settings import parallel
+from wan.settings import parallel, recipes
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
 from wan.settings.request import Request, make_request
-from wan.settings.step_cache import StepCache, given, is_read
-from wan.settings.values import path as read_path
+from wan.settings.step_cache import StepCache
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Values = Mapping[str, Any]
-"""Checked settings under their flags' names, as `wan.cli.flags.read` returns them."""
 T = TypeVar("T")
 MAX_RANKS = 4096  # that --plan plans for
 _DEMOS = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained, in the repository
-_DECODING = (
-    *("decode_latents", "ckpt_dir", "save_file", "fps", "device"),
-    *("vae_tiling", "offload_model"),
-)
-_FROM_CHECKPOINT = (
-    "size",
-    "frame_num",
-    "sample_solver",
-    "sample_steps",
-    "sample_shift",
-    "sample_guide_scale",
-    "fps",
-    "prompt",
-    "negative_prompt",
-)
-_PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]
-"""Absolute in records; may differ between ranks."""
-_OWN = (*_PATHS, "base_seed")
+_OWN = (*PATHS, *lora.FLAGS, "base_seed")
 
 
 @dataclass(frozen=True)
@@ -71,6 +50,7 @@ class Run:
         request: The video.
         output: Where results go.
         image: The image to start from.
+        last_image: The image to end with.
         extension: The language model that extends the prompt.
         decode_latents: The latents that are only decoded.
         device_memory: Bytes of a device, as --device_memory says.
@@ -82,6 +62,7 @@ class Run:
     request: Request
     output: Output
     image: Image | None
+    last_image: Image | None
     extension: Extension | None
     decode_latents: Path | None
     device_memory: int | None
@@ -108,6 +89,11 @@ class Run:
             **{f"--{name}": value for name, value in settings.items() if name not in _OWN},
             "the content of --quant_dit_path": files and fingerprint(files.files()),
             "the curve of --step_cache": setup.curve and setup.curve.ratios,
+            "the content of --lora": [
+                (name, one.strength, fingerprint([one.file]))
+                for name, ones in setup.loras.items()
+                for one in ones
+            ],
             "the video's size": self.request.video_size,
             "the device": device,
             "the checkpoint's content": fingerprint(setup.checkpoint.files()),
@@ -127,7 +113,8 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
     Raises:
         InputError: For everything that is wrong, in one sentence.
     """
-    values = _layered(flags)
+    values = layered(flags)
+    check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
     task = values.get("task", "t2v-A14B")
     preset = PRESETS[ALIASES.get(task, task)]
     world = _planned_world(values) if plan else env.world_size()
@@ -140,20 +127,24 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
     if is_demo and (plan or not folder.is_dir()):
         checkpoint = published(preset)
         if not plan:  # what can be refused is refused before anything is written
-            _decide(values, preset, checkpoint, world, image_size)
+            sampling = _recipe(values, checkpoint, preset)[1]
+            _decide(recipes.under(values, sampling), preset, checkpoint, world, image_size)
             make_demo(preset.task, folder)
             checkpoint = describe(folder)
     else:
         checkpoint = describe(folder)
-    if task == "t2v-14B" and checkpoint.experts.keys() == {"dit"}:
-        preset = PRESETS["t2v-14B"]
+    if task in ALIASES and checkpoint.experts.keys() == {"dit"}:
+        two = task == "i2v-14B" and layout.images(checkpoint) == 2
+        preset = PRESETS["flf2v-14B" if two else task]
     check_task(checkpoint, preset)
-    defaults = {} if checkpoint.folder is None else _generation_config(checkpoint.folder)
-    values = defaults | values
+    defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)
+    recipe, sampling = _recipe(values, checkpoint, preset)
+    values = recipes.under(values, recipes.under(sampling, defaults))
     setup, request, notices = _decide(values, preset, checkpoint, world, image_size)
     if not plan:
         decodes = "decode_latents" in values
-        for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer"):
+        looks = ("image_encoder",) if preset.images else ()
+        for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *looks):
             checkpoint.require(part)
         if not decodes:
             memory.check(setup, request, env.local_world_size())
@@ -167,12 +158,14 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
         request=request,
         output=output,
         image=image,
+        last_image=_last_image(values),
         extension=extension,
         decode_latents=values.get("decode_latents"),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
-        settings=_record(values | {"task": task, "ckpt_dir": folder}, setup, request, output),
+        settings=record(values | {"task": task, "ckpt_dir": folder}, setup, request, output),
         notices=(
             *_about(request, output, folder if is_demo and not plan else None, defaults),
+            *recipes.notices(recipe, request),
             *notices,
         ),
     )
@@ -210,7 +203,8 @@ def make_setup(
         )
     cache = _made(StepCache, values)
     curve = find_curve(cache, checkpoint.folder, preset)
-    parts = (execution, topology, attention, exported, chip, cache, curve)
+    loras = lora.resolve(values, checkpoint)
+    parts = (execution, topology, attention, exported, chip, cache, curve, loras)
     return Setup(preset, checkpoint, *parts), notices
 
 
@@ -222,6 +216,24 @@ def check_needs(values: Values) -> None:
             raise InputError(f"--{name} has no effect without --{needs}; add it or drop --{name}.")
 
 
+def _recipe(
+    values: Values, checkpoint: Checkpoint, preset: Preset
+) -> tuple[str | None, dict[str, Any]]:
+    """The recipe's name and settings; recognised from the files, unless one is named."""
+    if "decode_latents" in values:
+        return None, {}
+    asked, weights, loras = values.get("recipe", "auto"), *recipe_files(values, checkpoint)
+    return recipes.choose(asked, weights, loras, preset)
+
+
+def recipe_files(values: Values, checkpoint: Checkpoint) -> tuple[list[Path], list[Path]]:
+    """Of a checkpoint and of LoRAs: what a recipe is recognised from."""
+    weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
+    folder = [] if checkpoint.folder is None else [checkpoint.folder]
+    loras = [one.file for ones in lora.named_files(values).values() for one in ones]
+    return [*folder, *sorted(weights)], loras
+
+
 def _decide(
     values: Values,
     preset: Preset,
@@ -231,7 +243,11 @@ def _decide(
 ) -> tuple[Setup, Request, tuple[str, ...]]:
     if "decode_latents" in values:  # there is no attention
         kinds = (Attention, Parallel, StepCache)
-        denoising = {"quant_dit_path", *(field.name for kind in kinds for field in fields(kind))}
+        denoising = {
+            "quant_dit_path",
+            *lora.FLAGS,
+            *(field.name for kind in kinds for field in fields(kind)),
+        }
         values = {name: value for name, value in values.items() if name not in denoising}
         _check_latents(values["decode_latents"], preset)
         if world > 1:
@@ -248,65 +264,6 @@ def _made(kind: Callable[..., T], values: Values) -> T:
     """A dataclass whose fields are named like flags, from the values that are present."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
-
-
-def _layered(flags: Values) -> dict[str, Any]:
-    """The given flags over an earlier run's record over variables.
-
-    A switch that a flag turns off, or another step cache, takes back what is said below beside it.
-    """
-    below = {**env.aliases(), **_recorded(flags)}
-    values = {**below, **flags}
-    for name in below.keys() - flags.keys():
-        needs = FLAGS[name].needs
-        if (needs is not None and not values.get(needs)) or not is_read(name, values):
-            del values[name]
-    check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
-    return values
-
-
-def _recorded(flags: Values) -> dict[str, Any]:
-    """Settings of the earlier run that --from_json repeats or --decode_latents continues."""
-    if "from_json" in flags and "decode_latents" in flags:
-        raise InputError("--from_json and --decode_latents exclude each other; give one of them.")
-    if "plan" in flags and "decode_latents" in flags:
-        raise InputError("--plan is about denoising, --decode_latents only decodes; drop one.")
-    if "from_json" in flags:
-        path = flags["from_json"]
-        settings = read_json(path).get("settings")
-        if isinstance(settings, dict):  # the repeat gets a name of its own: nothing is overwritten
-            settings = {key: value for key, value in settings.items() if key != "save_file"}
-    elif "decode_latents" in flags:
-        for name in flags:
-            if name not in _DECODING:
-                raise InputError(
-                    f"--{name} has no effect with --decode_latents, which only decodes; drop it."
-                )
-        path = flags["decode_latents"]
-        latents_shape(path)
-        settings = safetensors_metadata(path, "settings")
-    else:
-        return {}
-    if not isinstance(settings, dict):
-        raise InputError(f"{path} is not a record of generate.py (no settings in it).")
-    for name in settings:
-        if name in FLAGS and not FLAGS[name].record:
-            raise InputError(f"{path}: {name} is not part of a record; remove it.")
-    return read(settings, f"{path}: {{}}")
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    """Sampling defaults that the checkpoint brings in its generation_config.json."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    raw = read_json(path)
-    for key in raw:
-        if key not in _FROM_CHECKPOINT:
-            raise InputError(
-                f"{path} sets {key!r}; a checkpoint may set {', '.join(_FROM_CHECKPOINT)}."
-            )
-    return read(raw, f"{path}: {{}}")
 
 
 def _planned_world(values: Values) -> int:
@@ -342,6 +299,12 @@ def _image(values: Values, preset: Preset, plan: bool) -> Image | None:
     return None
 
 
+def _last_image(values: Values) -> Image | None:
+    if "last_image" not in values or "decode_latents" in values:
+        return None
+    return images.read(values["last_image"])
+
+
 def _extension(values: Values, has_image: bool) -> Extension | None:
     if not values.get("use_prompt_extend"):
         return None
@@ -358,25 +321,6 @@ def _check_latents(path: Path, preset: Preset) -> None:
             f"{path} has {channels} channels, the {preset.vae} VAE of this task decodes "
             f"{preset.latent_channels}; give the --ckpt_dir the latents were made with."
         )
-
-
-def _record(values: Values, setup: Setup, request: Request, output: Output) -> dict[str, Any]:
-    """All settings under their flags' names, enough to repeat the video."""
-    found: dict[str, Any] = {**_named(setup.execution), **_named(setup.attention)}
-    found |= given(setup.cache) | {"step_cache": setup.cache.step_cache}
-    found |= {**values, **_named(request), **_named(output)}  # latents keep how they were made
-    found |= {name: str(Path(found[name]).absolute()) for name in _PATHS if name in found}
-    return {
-        name: found[name]
-        for name, flag in FLAGS.items()
-        if flag.record
-        and found.get(name) is not None
-        and (flag.needs is None or found.get(flag.needs))
-    }
-
-
-def _named(part: Execution | Attention | Request | Output) -> dict[str, Any]:
-    return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Lists = dict[str, Computed]
 """Guidance branch -> whether each step computes all that the policy could leave out."""
-Changes = Callable[[str, Sequence[int]], Sequence[float]]
+Changes = Callable[[str, Sequence[float]], Sequence[float]]
 """changes(expert, timesteps): of each step, how much its time embedding differs from the last."""
 
 
@@ -104,7 +104,7 @@ def static(
         together: The guidance branches must agree, since other ranks compute each.
         changes: Of `tea`; known where the networks are.
     """
-    experts, policy = timesteps.experts(request), cache.policy
+    experts, policy = timesteps.schedule(request).experts, cache.policy
     if policy == "none" or (policy == "tea" and changes is None):
         return None
     paced = policy in ("first_block", "mag", "tea")  # the others say all themselves
@@ -159,15 +159,14 @@ def _own(
 
 
 def _fitted(curve: Curve, request: Request, experts: tuple[str, ...]) -> Curve:
-    here, there = (
-        row.count("high_noise") for row in (experts, timesteps.experts(request, curve.steps))
-    )
+    there = timesteps.schedule(request, curve.steps).high_noise_steps
+    here = experts.count("high_noise")
     return curve.fitted(request.sample_shift, (here, there), len(experts))
 
 
 def _changes(request: Request, experts: tuple[str, ...], changes: Changes) -> list[float]:
     """Of all steps; each expert's first has none."""
-    times = timesteps.timesteps(request.sample_solver, len(experts), request.sample_shift)
+    times = timesteps.schedule(request).timesteps
     found: list[float] = []
     for phase in lists.phases(experts):
         found += changes(phase.expert, times[phase.first : phase.last])

@@ -17,8 +17,8 @@ from torch import Tensor
 from wan.kernels.base import StepInfo
 from wan.log import progress
 from wan.pipeline.caching import StepCaches
-from wan.pipeline.solvers import make_solver
-from wan.pipeline.timesteps import expert_at
+from wan.pipeline.solvers import Draw, make_solver
+from wan.pipeline.timesteps import schedule
 from wan.settings.request import Request
 
 
@@ -33,6 +33,7 @@ class Denoiser(Protocol):
         seq_len: int,
         y: list[Tensor] | None = None,
         *,
+        clip_fea: Tensor | None = None,
         step: StepInfo | None = None,
     ) -> list[Tensor]: ...
 
@@ -57,6 +58,8 @@ class Conditions:
         context: Text embeddings of the prompt, [length, text_dim].
         negative_context: Of the negative prompt.
         y: i2v's channels beside the latents, [20,f,h,w].
+        clip_fea: CLIP's features of the images, for Wan2.1's image models.
+        draw: More noise, for solvers that add some.
         timesteps: What the model is told at a timestep t: [1], or one per token.
         impose: Puts back into latents what is given, such as ti2v's first frame.
     """
@@ -65,6 +68,8 @@ class Conditions:
     context: Tensor
     negative_context: Tensor
     y: Tensor | None = None
+    clip_fea: Tensor | None = None
+    draw: Draw | None = None
     timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
     impose: Callable[[Tensor], Tensor] = lambda latents: latents
 
@@ -89,17 +94,17 @@ def denoise(
 
     branches: where the two guidance branches are computed. caches: leave parts of steps out.
     """
-    solver = make_solver(request.sample_solver, request.sample_steps, request.sample_shift)
+    plan = schedule(request)
+    solver, timesteps = make_solver(request, plan, conditions.draw)
     latents, tokens = conditions.start, prod(request.grid)
     guidance = None if caches is None else caches.guidance
-    plan = [expert_at(int(timestep), request.boundary) for timestep in solver.timesteps]
-    first, *others = dict.fromkeys(name for name, _ in plan)
+    first, *others = dict.fromkeys(plan.experts)
     experts.get(first)  # before the bar, so that its pace is that of the steps
     for name in others:
         experts.prefetch(name)
     with torch.no_grad(), progress(request.sample_steps, "sampling", "step") as bar:
-        for index, timestep in enumerate(solver.timesteps):
-            name, scale = plan[index]
+        for index, timestep in enumerate(timesteps):
+            name, scale = plan.experts[index], plan.scales[index]
             skipped = 0 if caches is None else caches.skipped()
             bar.set_postfix_str(f"{name}, {skipped} skipped" if skipped else name, refresh=False)
             step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
@@ -131,7 +136,8 @@ def velocity(
     context = conditions.context if branch == "cond" else conditions.negative_context
     y = None if conditions.y is None else [conditions.y]
     info = replace(step, branch=branch)
-    return model([latents], t, [context], info.valid_len, y, step=info)[0]
+    seen = {} if conditions.clip_fea is None else {"clip_fea": conditions.clip_fea}
+    return model([latents], t, [context], info.valid_len, y, **seen, step=info)[0]
 
 
 def guide(branch: Callable[[str], Tensor], scale: float, branches: Branches = both_here) -> Tensor:

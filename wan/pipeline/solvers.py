@@ -1,19 +1,32 @@
-"""Noise schedules and solvers: the official sigma tables, stepped on by diffusers' solvers.
+"""Solvers: what becomes of latents between two levels of the noise schedule.
 
-Legend: N steps.
+Legend: N steps. With v the network's velocity at level s and s' the next level, an ODE step is
+x + (s' - s) v (Euler); a stochastic one predicts the clean latents x - s v and mixes them with new
+noise, (1 - s') (x - s v) + s' noise, as the distillations DMD and rCM do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from wan.pipeline import timesteps
+from wan.pipeline.timesteps import WHOLE, Schedule, sigmas, timesteps
+from wan.settings.request import Request
+
+Draw = Callable[[], Tensor]
+"""Noise of the latents' shape, another one in each call."""
+
+
+class Stepper(Protocol):
+    """`step` of diffusers' schedulers."""
+
+    def step(
+        self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
+    ) -> tuple[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -21,39 +34,82 @@ class Solver:
     """A row of SOLVERS.
 
     Attributes:
-        scheduler: The class of diffusers that takes its steps.
+        scheduler: The class of diffusers that takes its steps; None: `Renoise`.
         options: What its constructor is told, so that the network predicts a flow's velocity.
     """
 
-    scheduler: str
+    scheduler: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 _FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
+_EULER = Solver("FlowMatchEulerDiscreteScheduler")
 SOLVERS = {
     "unipc": Solver("UniPCMultistepScheduler", _FLOW),
     "dpm++": Solver("DPMSolverMultistepScheduler", _FLOW),
+    "euler": _EULER,
+    "dmd": Solver(None),
+    "rcm": Solver(None),
 }
 
 
+class Renoise:
+    """Stochastic steps, in float64 on the CPU: there are few, and NPUs have no float64."""
+
+    def __init__(self, levels: tuple[float, ...], draw: Draw) -> None:
+        self._levels, self._draw, self._index = levels, draw, 0
+
+    def step(
+        self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
+    ) -> tuple[Tensor]:
+        """The latents at the next level, in the dtype and on the device of `sample`."""
+        sigma, after = self._levels[self._index : self._index + 2]
+        self._index += 1
+        x, v = (tensor.to("cpu", torch.float64) for tensor in (sample, model_output))
+        x = x - sigma * v
+        if after:
+            x = (1 - after) * x + after * self._draw().to("cpu", torch.float64)
+        return (x.to(sample),)
+
+
 def sigma_table(solver: str, steps: int, shift: float) -> tuple[Tensor, Tensor]:
-    """Sigmas, float32 [N+1] ending in 0, and timesteps, int64 [N]: the official grids.
+    """Sigmas, float32 [N+1] ending in 0, and timesteps [N] of a shifted grid."""
+    levels = sigmas(solver, steps, shift)
+    return _tables(solver, (*levels, 0.0), timesteps(solver, levels))
 
-    The model is given the truncated timesteps, the solver the exact sigmas.
+
+def _tables(
+    solver: str, levels: tuple[float, ...], told: tuple[float, ...]
+) -> tuple[Tensor, Tensor]:
+    """As tensors: float32, and of the official solvers int64."""
+    dtype = torch.int64 if solver in WHOLE else torch.float32
+    return torch.tensor(levels, dtype=torch.float32), torch.tensor(told, dtype=dtype)
+
+
+def make_solver(
+    request: Request, schedule: Schedule, draw: Draw | None = None
+) -> tuple[Stepper, Tensor]:
+    """What takes a video's steps, and the timesteps [N] that the model is told.
+
+    draw: the stochastic solvers need it.
     """
-    sigmas = np.array([*timesteps.sigmas(solver, steps, shift), 0.0]).astype(np.float32)
-    told = torch.tensor(timesteps.timesteps(solver, steps, shift))
-    return torch.from_numpy(sigmas), told
+    name = request.sample_solver
+    row = _EULER if request.ode else SOLVERS[name]
+    told = _tables(name, schedule.sigmas, schedule.timesteps)
+    if row.scheduler is None:
+        assert draw is not None
+        return Renoise(schedule.sigmas, draw), told[1]
+    return on_table(row, *told), told[1]
 
 
-def make_solver(name: str, steps: int, shift: float) -> Any:
-    """A scheduler of diffusers on the official table (their own tables differ)."""
+def on_table(row: Solver, levels: Tensor, told: Tensor) -> Any:
+    """A scheduler of diffusers on our table (their own tables differ)."""
     import diffusers
 
-    row = SOLVERS[name]
+    assert row.scheduler is not None
     solver = getattr(diffusers, row.scheduler)(**row.options)
-    solver.set_timesteps(steps)
-    solver.sigmas, solver.timesteps = sigma_table(name, steps, shift)
+    solver.set_timesteps(len(told))
+    solver.sigmas, solver.timesteps = levels, told
     # Steps are counted, not looked up: with many steps neighbouring timesteps truncate to the same
     # integer, and a look-up would start one step late.
     solver.set_begin_index(0)

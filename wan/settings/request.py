@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from wan.settings.errors import InputError
-from wan.settings.presets import MAX_POSITIONS, NEGATIVE_PROMPT, Preset
+from wan.settings.presets import MAX_POSITIONS, Preset
 
-SOLVERS = ("unipc", "dpm++")
+SOLVERS = ("unipc", "dpm++", "euler", "dmd", "rcm")
 """Keys of `wan.pipeline.solvers.SOLVERS`."""
 
 Size = tuple[int, int]
@@ -30,10 +30,15 @@ class Request:
         size: (width, height); with an image only its area counts.
         sample_guide_scale: (low noise, high noise); a single network uses the first.
         base_seed: Non-negative.
+        timesteps: Of each step, falling; None: the solver's, from shift and number of steps.
+        boundary_step: How many steps the high-noise expert takes; None: as `boundary` says.
+        ode: rcm follows the flow instead of adding noise.
+        sigma_max: Noise-to-data ratio that rcm begins with; None: its authors'.
         noise_device: "cpu" or "device", where the noise is drawn.
         boundary: Share of the 1000 training timesteps from which on the high-noise expert works;
             None for a single network.
         image_size: (width, height) of the image to start from, as it is shown; None without one.
+        ends: Whether the video ends with a given image, too.
         max_area: Pixels of a video with an image, where given instead of a size.
     """
 
@@ -48,8 +53,13 @@ class Request:
     base_seed: int
     boundary: float | None
     sample_solver: str = "unipc"
+    timesteps: tuple[float, ...] | None = None
+    boundary_step: int | None = None
+    ode: bool = False
+    sigma_max: float | None = None
     noise_device: str = "cpu"
     image_size: Size | None = None
+    ends: bool = False
     max_area: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +70,47 @@ class Request:
                 "network; give one number."
             )
         _check_size(self.preset, self.video_size, self.frame_num)
+        self._check_schedule()
+        if self.ends and (self.preset.kind != "i2v" or self.preset.images == 1):
+            raise InputError(
+                f"Task {self.preset.task} takes no --last_image; i2v-A14B and flf2v-14B do."
+            )
+        if self.ends and self.frame_num == 1:
+            raise InputError("--last_image needs a video of more than one frame; see --frame_num.")
+        if self.image_size is not None and self.preset.images == 2 and not self.ends:
+            raise InputError(f"Task {self.preset.task} ends with an image; add --last_image.")
+
+    def _check_schedule(self) -> None:
+        solver, steps, two = self.sample_solver, self.sample_steps, self.boundary is not None
+        if self.timesteps is not None and solver in ("unipc", "dpm++"):
+            raise InputError(
+                f"--timesteps with --sample_solver {solver}: its steps come from --sample_shift; "
+                "use euler, dmd or rcm, or drop --timesteps."
+            )
+        if solver == "rcm" and self.timesteps is None and steps > 4:
+            raise InputError(
+                f"--sample_solver rcm with {steps} steps: it has at most 4; add --sample_steps 4, "
+                "or give --timesteps."
+            )
+        if solver == "rcm" and self.timesteps is None and steps > 1 and self.first_sigma <= 15:
+            raise InputError(
+                f"--sigma_max is {self.sigma_max:g}, but rcm's second level has 14.1; give more."
+            )
+        if self.timesteps is not None and self.sigma_max is not None:
+            raise InputError("--sigma_max has no effect with --timesteps; drop one of them.")
+        for name, given in (("ode", self.ode), ("sigma_max", self.sigma_max is not None)):
+            if given and solver != "rcm":
+                raise InputError(
+                    f"--{name} belongs to --sample_solver rcm, but it is {solver}; drop --{name}."
+                )
+        if self.boundary_step is not None and not (two and self.boundary_step <= steps):
+            reason = f"there are {steps} steps" if two else "the task has one network"
+            raise InputError(f"--boundary_step is {self.boundary_step}, but {reason}; drop it.")
+
+    @property
+    def first_sigma(self) -> float:
+        """What rcm begins with: 80 of text, 200 of images are its authors' (TurboDiffusion)."""
+        return self.sigma_max or (200.0 if self.preset.kind == "i2v" else 80.0)
 
     @property
     def guided(self) -> bool:
@@ -106,7 +157,12 @@ def make_request(
         name: getattr(preset, name) for name in names if hasattr(preset, name)
     }
     chosen |= {name: value for name, value in values.items() if name in names}
-    chosen["negative_prompt"] = chosen.get("negative_prompt") or NEGATIVE_PROMPT
+    chosen["negative_prompt"] = values.get("negative_prompt") or preset.negative_prompt
+    if preset.small_shift is not None and set(chosen["size"]) == {832, 480}:
+        chosen["sample_shift"] = values.get("sample_shift", preset.small_shift)
+    chosen["ends"] = values.get("last_image") is not None
+    if chosen.get("timesteps") is not None:
+        chosen["sample_steps"] = len(chosen["timesteps"])
     if chosen.get("base_seed", -1) < 0:
         chosen["base_seed"] = random.SystemRandom().randrange(2**63)
     if preset.boundary is not None and boundary is not None:

@@ -198,6 +198,8 @@ def check_request(cache: StepCache, request: Request) -> None:
                 f"--step_cache steps: names step {max(late)}, but there are {steps} "
                 f"(--sample_steps): 0 to {steps - 1}."
             )
+    if cache.policy == "mag":
+        _check_curve(request)
     if cache.policy == "cfg" and not request.guided:
         raise InputError(
             "--step_cache cfg rebuilds the unconditional branch, which --sample_guide_scale 1 does "
@@ -210,6 +212,18 @@ def check_request(cache: StepCache, request: Request) -> None:
                 f"--start_step {cache.start_step} is not before --end_step {last} of {steps} "
                 "steps, so no attention is kept; choose others."
             )
+
+
+def _check_curve(request: Request) -> None:
+    """InputError for levels that no curve of MagCache was made for."""
+    own = {"timesteps": request.timesteps, "boundary_step": request.boundary_step}
+    rcm = request.sample_solver == "rcm"
+    others = [f"--{name}" for name, value in own.items() if value is not None]
+    if others or rcm:
+        raise InputError(
+            "--step_cache mag holds for the steps that --sample_shift makes, not for "
+            f"{others[0] if others else 'those of rcm'}; use first_block, or drop one of them."
+        )
 
 
 def end_step(cache: StepCache, steps: int) -> int:

@@ -71,6 +71,14 @@ def _path(name: str, raw: Any) -> Path:
     return Path(os.path.expanduser(raw))  # Path's own fails for an unknown user
 
 
+def _files(name: str, raw: Any) -> tuple[str, ...]:
+    """Paths as text, perhaps with `=STRENGTH`; absolute, so that a record repeats them anywhere."""
+    parts = raw if isinstance(raw, list | tuple) else [raw]
+    if not parts:
+        raise InputError(f"{name} is empty; give FILE or FILE=STRENGTH, or leave it out.")
+    return tuple(str(_path(name, part).absolute()) for part in parts)
+
+
 def _switch(name: str, raw: Any) -> bool:
     """Official boolean words: yes/true/t/y/1 and no/false/f/n/0, in any case."""
     word = shown(raw, str).lower()
@@ -83,6 +91,7 @@ def _switch(name: str, raw: Any) -> bool:
 
 text = Reader(_text)
 path = Reader(_path)
+files = Reader(_files)
 switch = Reader(_switch, ("true", "false"))
 
 
@@ -166,6 +175,18 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
     return Reader(read)
 
 
+def _timesteps(name: str, raw: Any) -> tuple[float, ...]:
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    one = real(0, 1000, above=True)
+    found = [one(name, part) for part in parts] if isinstance(parts, list | tuple) else []
+    if not found or any(b >= a for a, b in zip(found, found[1:], strict=False)):
+        raise InputError(
+            f"{name} is {shown(raw)}; give falling timesteps above 0 and at most 1000, for example "
+            "1000,757,522."
+        )
+    return tuple(found)
+
+
 def _frame_num(name: str, raw: Any) -> int:
     value = int(integer(1, 4093)(name, raw))
     below = (value - 1) // 4 * 4 + 1
@@ -202,5 +223,7 @@ frame_num = Reader(_frame_num)
 """A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
 size = Reader(_size)
 """`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
+timesteps = Reader(_timesteps)
+"""`T1,T2,...`: what the model is told in each step."""
 guide_scale = Reader(_guide_scale)
 """One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
