@@ -5,8 +5,9 @@
 W8A8_DYNAMIC: the linear layers of the blocks get int8 weights with one scale per output channel
 (largest magnitude / 127, symmetric); inputs are quantised per token when the network runs. All else
 stays FLOAT and comes from the checkpoint. With --fa fp8 the self-attentions also get the entries
-and rotations of FP8 attention. Two experts make two folders. Tensors are read, quantised and
-written one at a time. Files have mode 0640, because mindiesd reads no others.
+and rotations of FP8 attention; with --lora and its like, as generate.py has them, weights are
+quantised after merging. Two experts make two folders. Tensors are read, quantised and written one
+at a time. Files have mode 0640, because mindiesd reads no others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,11 +31,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tools.safetensors_stream import write
+from wan.checkpoint import lora
 from wan.checkpoint.files import whole_folder
-from wan.checkpoint.layout import DitFiles, describe
+from wan.checkpoint.layout import Checkpoint, DitFiles, describe
 from wan.checkpoint.load import Source, mapped
+from wan.checkpoint.lora import Lora
+from wan.checkpoint.merge import merged
 from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
-from wan.cli.flags import Parser
+from wan.cli.flags import Parser, read
 from wan.kernels.fp8 import hadamard
 from wan.kernels.int8_linear import per_token
 from wan.log import setup
@@ -46,19 +51,37 @@ Shape = tuple[int, ...]
 Make = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
-def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None) -> Path:
+def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) -> Path:
     """Write the folder `out` and return it.
 
-    fa: None, or "fp8" for FP8 attention. Raises InputError for a folder that is no checkpoint or
+    fa: None, or "fp8" for FP8 attention. loras: by the flags' names. Raises InputError for LoRAs
+    that change what is not quantised, a folder that is no checkpoint or
     cannot be read, an `out` that is the current folder, a link or already holds something, or heads
     whose size is no power of two with fa; OSError where `out` cannot be written.
     """
     with _reading(ckpt_dir):
         checkpoint = describe(ckpt_dir)
+    added = _added({name: value for name, value in loras.items() if value is not None}, checkpoint)
     with whole_folder(out) as unfinished:
         for name, dit in checkpoint.experts.items():
-            _write_export(unfinished / FOLDERS[name], dit, name, _rotation(dit) if fa else None)
+            rotation = _rotation(dit) if fa else None
+            _write_export(unfinished / FOLDERS[name], dit, name, rotation, added.get(name, ()))
     return out
+
+
+def _added(given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
+    """What LoRAs add to each network; only what is quantised can be in an export."""
+    found = lora.resolve(read(given, "--{}"), checkpoint)
+    for one in (one for ones in found.values() for one in ones):
+        kept = [
+            name for name in one.changes if not LINEAR.fullmatch(name.replace(".bias", ".weight"))
+        ]
+        if kept:
+            raise InputError(
+                f"LoRA {one.file} changes {kept[0]}, which is not quantised and comes from the "
+                "checkpoint; merge it into the checkpoint first."
+            )
+    return found
 
 
 def _rotation(dit: DitFiles) -> Tensor:
@@ -69,10 +92,12 @@ def _rotation(dit: DitFiles) -> Tensor:
         raise InputError(f"{dit.folder}: {error}; leave --fa out.") from error
 
 
-def _write_export(folder: Path, dit: DitFiles, label: str, rotation: Tensor | None) -> None:
+def _write_export(
+    folder: Path, dit: DitFiles, label: str, rotation: Tensor | None, loras: Sequence[Lora]
+) -> None:
     folder.mkdir(exist_ok=True)
     with _reading(dit.folder):
-        sources = mapped(dit.tensors)
+        sources = merged(mapped(dit.tensors), loras)
     entries: dict[str, str] = {"model_quant_type": EVERYWHERE, "version": "1.0.0"}
     entries |= dict.fromkeys(sorted(sources), "FLOAT")
     form: dict[str, tuple[torch.dtype, Shape]] = {}
@@ -136,6 +161,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ckpt_dir", required=True, type=_folder, help="a checkpoint folder")
     parser.add_argument("--out", required=True, type=_folder, help="a new or empty folder")
     parser.add_argument("--fa", choices=["fp8"], help="FP8 attention as well")
+    for name in lora.FLAGS:
+        action = "store" if name == "lora_dir" else "append"
+        parser.add_argument(f"--{name}", action=action, help="as of generate.py")
     setup()
     try:
         print(quantize(**vars(parser.parse_args(argv))))

@@ -10,30 +10,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import nn
 
 from wan.cache import embedding
-from wan.checkpoint.load import (
-    WHOLE,
-    Adapt,
-    Blueprint,
-    Place,
-    Sources,
-    as_stored,
-    dit_dtypes,
-    int8_sources,
-    mapped,
-    rotations,
-)
-from wan.checkpoint.quantised import Export
+from wan.checkpoint.load import WHOLE, Blueprint, Place, dit_dtypes, mapped, rotations
+from wan.checkpoint.merge import merged
 from wan.device import Device, bf16_gain
 from wan.distributed.exchange import ALONE
 from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
-from wan.kernels.int8_linear import W8A8Linear
-from wan.kernels.npu import linear as npu_linear
 from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
 from wan.modules.attnlayer import FAPowerCapAttention
@@ -41,8 +27,10 @@ from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens
 from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
-from wan.pipeline import text, vae
+from wan.pipeline import clip, text, vae
+from wan.pipeline.adapt import adaptation
 from wan.pipeline.caching import StepCaches
+from wan.pipeline.clip import ClipVision
 from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
 from wan.pipeline.setup import Setup
 from wan.pipeline.text import TextEncoder
@@ -108,6 +96,7 @@ def pipeline(
         device=device,
         text=Lazy(lambda: timed(lambda: parts.text_encoder(text_dtype)), parts.text_files()),
         vae=Lazy(lambda: timed(parts.video_vae)),
+        clip=Lazy(lambda: timed(lambda: parts.clip_vision(text_dtype))),
         experts=Experts(
             lambda name: timed(lambda: parts.dit(name, compute)),
             offload=execution.offload_model,
@@ -199,6 +188,8 @@ class _Parts:
         for dit in self._dits.values():
             dit.check()
         self._vae = None if checkpoint.vae is None else vae.blueprint(checkpoint.vae)
+        path = checkpoint.image_encoder
+        self._clip = None if path is None else clip.Blueprint(path)
         encoder = checkpoint.text_encoder
         self._encoder = None if encoder is None else text.blueprint(encoder)
         self._check_channels()
@@ -224,6 +215,11 @@ class _Parts:
                     f"{config['out_dim']}; they belong to different checkpoints: download the VAE "
                     "again."
                 )
+        if self._clip is not None and self._clip.dim != config["image_dim"]:
+            raise InputError(
+                f"{self._clip.origin} makes features of {self._clip.dim} channels, the DiT takes "
+                f"{config['image_dim']}; they belong to different checkpoints: download both again."
+            )
         if self._encoder is not None:
             width = self._encoder.tensors["shared.weight"].shape[1]
             if width != config["text_dim"]:
@@ -235,24 +231,21 @@ class _Parts:
 
     def dit(self, name: str, compute: torch.dtype) -> WanModel:
         """One expert. compute: the dtype of its matrix products."""
-        execution, quantised = self._setup.execution, self._setup.quantised
-        adapt: Adapt = as_stored
-        if quantised is not None:
-            adapt = quantised_layers(quantised.experts[name], self._device, compute)
+        execution = self._setup.execution
         model = self._dits[name].load(
             device=self._device,
             dtype_of=dit_dtypes(compute, execution.convert_model_dtype),
             place=self._dit_place,
-            adapt=adapt,
+            adapt=adaptation(self._setup, name, self._device, compute),
         )
         if execution.compile:
             for block in model.blocks:
                 block.compile()
         return model
 
-    def changes(self, name: str, timesteps: Sequence[int]) -> list[float]:
+    def changes(self, name: str, timesteps: Sequence[float]) -> list[float]:
         """How much an expert's time embedding differs from that of the timestep before."""
-        read = mapped(self._dits[name].tensors)
+        read = merged(mapped(self._dits[name].tensors), self._setup.loras.get(name, ()))
         weights = {key: read[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
         return embedding.changes(weights, timesteps)
 
@@ -274,54 +267,17 @@ class _Parts:
         text_len = checkpoint.config["text_len"]
         return TextEncoder(model, self._tokenizer, dtype=compute, text_len=text_len)
 
+    def clip_vision(self, compute: torch.dtype) -> ClipVision:
+        """compute: its dtype."""
+        self._setup.checkpoint.require("image_encoder")
+        assert self._clip is not None
+        return self._clip.load(self._device, compute)
+
     def video_vae(self) -> VideoVAE:
         self._setup.checkpoint.require("vae")
         assert self._vae is not None
         model = self._vae.load(device=self._device, dtype_of=vae.in_float32)
         return VideoVAE(model, tiling=self._setup.execution.vae_tiling)
-
-
-def quantised_layers(export: Export, device: torch.device, compute: torch.dtype) -> Adapt:
-    """Puts the layers of an export in the place of a DiT's linear layers.
-
-    On an NPU they are mindiesd's, elsewhere our reference of the one algorithm that runs
-    everywhere. The float weights of these layers are neither read nor given memory.
-
-    Args:
-        export: The quantised layers of the network.
-        device: Where it runs.
-        compute: What goes into the layers and comes out; 16 bits on an NPU.
-    """
-
-    def on_npu(network: nn.Module, sources: Sources) -> Sources:
-        npu_linear.quantise(
-            network,
-            export.description,
-            export.linears,
-            use_nz=export.use_nz,
-            dtype=compute,
-            device=device,
-        )
-        return sources
-
-    def anywhere(network: nn.Module, sources: Sources) -> Sources:
-        for name, layer in export.linears.items():
-            empty = {
-                part: torch.empty(info.shape, device="meta") for part, info in layer.tensors.items()
-            }
-            made = W8A8Linear(
-                empty["weight"].to(torch.int8),
-                empty["weight_scale"],
-                empty.get("bias"),
-                empty.get("mul_scale"),
-                dtype=compute,
-            )
-            network.set_submodule(name, made)
-        return {**sources, **int8_sources(export, compute)}
-
-    if not export.linears:
-        return as_stored
-    return on_npu if device.type == "npu" else anywhere
 
 
 def step_caches(setup: Setup, team: Team | None) -> StepCaches:

@@ -5,16 +5,20 @@ No torch: everything here is known, and refused where it contradicts, before tor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 from wan.cache.curves import Curve
+from wan.checkpoint.files import FP8
 from wan.checkpoint.layout import Checkpoint
+from wan.checkpoint.lora import Lora
 from wan.checkpoint.quantised import QuantisedDit, check_device
 from wan.pipeline import caching
 from wan.settings import attention, devices, parallel, step_cache
 from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
+from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
@@ -36,6 +40,7 @@ class Setup:
         chip: The NPU model that --chip names.
         cache: What is taken from earlier steps.
         curve: Of the step cache `mag`; None: the published one.
+        loras: What is added to the weights of each network.
     """
 
     preset: Preset
@@ -47,13 +52,42 @@ class Setup:
     chip: str | None = None
     cache: StepCache = field(default_factory=StepCache)
     curve: Curve | None = None
+    loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         attention.check(self.attention, self.execution)
         attention.check_layout(self.attention, self.parallel, self.checkpoint.head_dim)
         step_cache.check(self.cache, self.parallel, self.execution)
+        self._check_fp8()
         if self.execution.device != "auto":
             self._check_on(devices.candidates(self.execution.device, self.chip))
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the checkpoint has weights in FP8."""
+        networks = self.checkpoint.experts.values()
+        return any(info.dtype in FP8 for dit in networks for info in dit.tensors.values())
+
+    def keeps_fp8(self, device: str) -> bool:
+        """Whether FP8 weights stay in FP8 on a device of this type, and are upcast when used."""
+        npu, sharded = device == "npu", self.parallel.dit_fsdp
+        changed = self.quantised is not None or any(self.loras.values())
+        possible = self.has_fp8 and not (npu or sharded or changed)
+        return possible and self.execution.fp8_weights != "upcast"
+
+    def _check_fp8(self) -> None:
+        if self.execution.fp8_weights != "keep":
+            return
+        contrary = {
+            "--dit_fsdp shards parameters": self.parallel.dit_fsdp,
+            "a LoRA is merged in float32": any(self.loras.values()),
+            "--quant_dit_path brings other weights": self.quantised is not None,
+            "NPUs have no FP8 weights": self.execution.device == "npu",
+            "the checkpoint has no FP8 weights": not self.has_fp8,
+        }
+        for reason, holds in contrary.items():
+            if holds:
+                raise InputError(f"--fp8_weights keep, but {reason}; use upcast or drop it.")
 
     def check_device(self, device: Capabilities) -> None:
         """InputError for what only the device that was found can refuse."""

@@ -1,0 +1,160 @@
+"""Whole runs with LoRAs, few steps and FP8 files, against checkpoints that were made beforehand."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.conftest import slow
+from tests.dist import Ranks, launcher
+from tests.distributed.test_torchrun import latents
+from wan.cli import main as generate
+
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
+QUICK = ["--size", "64*48", "--frame_num", "5", "--base_seed", "7", "--save_latents"]
+EXPERTS = ("high_noise", "low_noise")
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A --lora_dir, and a checkpoint (fp32 files) into which it was merged in float64."""
+    folder, loras = (tmp_path_factory.mktemp(name) for name in ("merged", "loras"))
+    shutil.copytree(tiny("t2v-A14B"), folder, dirs_exist_ok=True)
+    for seed, expert in enumerate(EXPERTS):
+        generator = torch.Generator().manual_seed(seed)
+        state, tensors = weights(folder / f"{expert}_model"), {}
+        for name, weight in state.items():
+            layer = name.removesuffix(".weight")
+            if not layer.startswith("blocks.") or weight.dim() != 2 or layer == name:
+                continue
+            down = torch.randn(4, weight.shape[1], generator=generator) / 30
+            up = torch.randn(weight.shape[0], 4, generator=generator) / 30
+            key = f"diffusion_model.{layer}"
+            tensors |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+            tensors[f"{key}.alpha"] = torch.tensor(2.0)
+            state[name] = (weight.double() + 0.5 * up.double() @ down.double()).float()
+        for file in (folder / f"{expert}_model").glob("diffusion_pytorch_model*"):
+            file.unlink()
+        save_file({n: t.float() for n, t in state.items()}, _single(folder, expert))
+        save_file(tensors, loras / f"{expert}_model.safetensors")
+    return loras, folder
+
+
+def _single(folder: Path, expert: str) -> Path:
+    return folder / f"{expert}_model" / "diffusion_pytorch_model.safetensors"
+
+
+def made(ranks: int, arguments: list[str], out: Path) -> Tensor:
+    variables = launcher(ranks) if ranks > 1 else [{}]
+    with Ranks(variables, generate.main, [*arguments, "--save_file", str(out)]) as processes:
+        assert not any(processes.ended(180)), processes.said()
+    return latents(out)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        slow(1, ""),
+        (2, "--comm_type 1 --dit_fsdp"),
+        slow(4, "--cfg_size 2 --dit_fsdp"),
+        slow(2, "--offload_model true --ring_size 2"),
+    ],
+)
+def test_a_lora_is_as_if_merged_beforehand(
+    ranks: int, flags: str, adapted: tuple[Path, Path], tiny: Any, tmp_path: Path
+) -> None:
+    """With the recipe of four steps, also where ranks share the weights."""
+    loras, merged = adapted
+    recipe = [*QUICK, "--recipe", "lightning-4step"]
+    if "cfg" in flags:
+        recipe += ["--sample_guide_scale", "3"]
+    found = made(
+        ranks,
+        ["--ckpt_dir", str(tiny("t2v-A14B")), "--lora_dir", str(loras), *recipe, *flags.split()],
+        tmp_path / "v.mp4",
+    )
+    expected = made(1, ["--ckpt_dir", str(merged), *recipe], tmp_path / "merged.mp4")
+    assert (found - expected).abs().max() <= 1e-5
+    plain = made(1, ["--ckpt_dir", str(tiny("t2v-A14B")), *recipe], tmp_path / "plain.mp4")
+    assert (plain - expected).abs().max() > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "--sample_solver dmd --timesteps 1000,757,522",
+        "--sample_solver rcm --sample_steps 4",
+        "--sample_solver rcm --sample_steps 3 --ode --boundary_step 1",
+    ],
+)
+def test_noise_between_steps_is_the_same_on_all_ranks(
+    schedule: str, tiny: Any, tmp_path: Path
+) -> None:
+    arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, *schedule.split()]
+    alone = made(1, arguments, tmp_path / "alone.mp4")
+    flags = ["--cfg_size", "2", "--comm_type", "1"]
+    assert (made(4, [*arguments, *flags], tmp_path / "v.mp4") - alone).abs().max() <= 1e-4
+
+
+@pytest.fixture(scope="module")
+def scaled(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint in ComfyUI's scaled FP8, and the one of the values that these files mean."""
+    fp8, plain = (tmp_path_factory.mktemp(name) for name in ("fp8", "plain"))
+    for folder in (fp8, plain):
+        shutil.copytree(tiny("t2v-A14B"), folder, dirs_exist_ok=True)
+        for expert in EXPERTS:
+            shutil.rmtree(folder / f"{expert}_model")
+    for expert in EXPERTS:
+        stored, meant = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}, {}
+        for name, tensor in weights(tiny("t2v-A14B") / f"{expert}_model").items():
+            key = f"model.diffusion_model.{name}"
+            if not name.startswith("blocks.") or tensor.dim() != 2 or "weight" not in name:
+                stored[key] = meant[name] = tensor.float()
+                continue
+            scale = tensor.float().abs().max() / 448
+            values = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            layer = key.removesuffix(".weight")
+            stored |= {key: values, f"{layer}.scale_weight": scale, f"{layer}.scale_input": scale}
+            meant[name] = values.float() * scale
+        name = f"wan2.2_t2v_{expert}_14B_fp8_scaled.safetensors"
+        save_file({key: value.clone() for key, value in stored.items()}, fp8 / name)
+        save_file(meant, plain / name)
+    for folder in (fp8, plain):  # such files come without one, and say 128 channels a head
+        source = tiny("t2v-A14B") / "high_noise_model" / "config.json"
+        shutil.copy(source, folder / "config.json")
+    return fp8, plain
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        slow(1, "--fp8_weights keep"),
+        slow(1, "--fp8_weights upcast"),
+        slow(1, ""),
+        slow(2, "--comm_type 1"),
+        slow(2, "--dit_fsdp --comm_type 1"),
+    ],
+)
+def test_scaled_fp8_files(
+    ranks: int, flags: str, scaled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Kept in FP8 or upcast: what the float32 values of these files make."""
+    fp8, plain = scaled
+    arguments = [*QUICK, "--sample_steps", "3"]
+    found = made(ranks, ["--ckpt_dir", str(fp8), *arguments, *flags.split()], tmp_path / "v.mp4")
+    expected = made(1, ["--ckpt_dir", str(plain), *arguments], tmp_path / "plain.mp4")
+    if ranks == 1:
+        assert torch.equal(found, expected)
+    assert (found - expected).abs().max() <= 1e-4

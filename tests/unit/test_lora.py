@@ -1,0 +1,323 @@
+"""LoRA and difference files: every naming family, exact merging, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.pipelines import on_cpu
+from wan.checkpoint import lora
+from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import mapped
+from wan.checkpoint.lora import Named, named
+from wan.checkpoint.merge import merged
+from wan.settings.errors import InputError
+
+LAYERS = ("blocks.0.self_attn.q", "blocks.1.self_attn.o", "blocks.0.cross_attn.v", "blocks.1.ffn.0")
+LAYERS += ("blocks.0.ffn.2", "text_embedding.0", "time_embedding.2", "time_projection.1")
+
+
+def theirs(layer: str) -> str:
+    return dit_diffusers_name(f"{layer}.weight").removesuffix(".weight")
+
+
+def processor(layer: str) -> str:
+    """attn1.processor.to_q_lora, to_out_lora"""
+    return theirs(layer).replace("attn1.", "attn1.processor.").replace("to_out.0", "to_out")
+
+
+FAMILIES: dict[str, tuple[Callable[[str], str], str, str]] = {
+    "lightx2v": (lambda x: f"diffusion_model.{x}", ".lora_down.weight", ".lora_up.weight"),
+    "official": (str, ".lora_A.weight", ".lora_B.weight"),
+    "peft": (lambda x: f"base_model.model.{x}", ".lora_A.default.weight", ".lora_B.default.weight"),
+    "diffusers": (lambda x: f"transformer.{theirs(x)}", ".lora_A.weight", ".lora_B.weight"),
+    "old diffusers": (processor, "_lora.down.weight", "_lora.up.weight"),
+    "lora modules": (theirs, ".lora.down.weight", ".lora.up.weight"),
+    "musubi": (
+        lambda x: f"lora_unet_{x.replace('.', '_')}",
+        ".lora_down.weight",
+        ".lora_up.weight",
+    ),
+    "kohya of diffusers": (
+        lambda x: f"lora_unet_{theirs(x).replace('.', '_')}",
+        ".lora_down.weight",
+        ".lora_up.weight",
+    ),
+    "comfy": (lambda x: f"model.diffusion_model.{x}", ".lora_down.weight", ".lora_up.weight"),
+}
+
+
+@pytest.fixture
+def weights(tiny: Any) -> dict[str, Tensor]:
+    """Of the tiny dense checkpoint."""
+    return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
+
+
+def pair(shape: torch.Size, rank: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    down = torch.randn(rank, *shape[1:], generator=generator)
+    up = torch.randn(shape[0], rank, *(1 for _ in shape[2:]), generator=generator) / 30
+    return down.to(dtype), up.to(dtype)
+
+
+def read(path: Path, folder: Path, strength: float = 1.0, expert: str = "dit") -> dict[str, Tensor]:
+    """The merged weights of a network that the file changes."""
+    checkpoint = describe(folder)
+    values = {"lora": (str(Named(path, strength)),)}
+    loras = lora.resolve(values, checkpoint)[expert]
+    sources = merged(mapped(checkpoint.experts[expert].tensors), loras)
+    return {name: sources[name].read(slice(None)) for one in loras for name in one.changes}
+
+
+def check(found: Tensor, exact: Tensor) -> None:
+    """Within 1 ulp of the float64 result (it is its rounding)."""
+    assert torch.equal(found, exact.float())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("rank", "alpha", "dtype"),
+    [(1, None, torch.float32), (4, 8.0, torch.bfloat16), (64, 8.0, torch.float16)],
+)
+def test_families(
+    family: str,
+    rank: int,
+    alpha: float | None,
+    dtype: torch.dtype,
+    weights: dict[str, Tensor],
+    tiny: Any,
+    tmp_path: Path,
+) -> None:
+    spell, down_end, up_end = FAMILIES[family]
+    tensors, expected = {}, {}
+    for seed, layer in enumerate(LAYERS):
+        weight = weights[f"{layer}.weight"]
+        down, up = pair(weight.shape, rank, seed, dtype)
+        tensors |= {f"{spell(layer)}{down_end}": down, f"{spell(layer)}{up_end}": up}
+        if alpha is not None:
+            tensors[f"{spell(layer)}.alpha"] = torch.tensor(alpha, dtype=dtype)
+        factor = 0.7 * (1 if alpha is None else alpha / rank)
+        added = up.double() @ down.double().flatten(1)
+        expected[f"{layer}.weight"] = weight.double() + factor * added.reshape(weight.shape)
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = read(tmp_path / "x.safetensors", tiny("t2v-1.3B"), 0.7)
+    assert found.keys() == expected.keys()
+    for name, exact in expected.items():
+        torch.testing.assert_close(found[name].double(), exact, atol=0, rtol=1.2e-7)
+
+
+def test_every_kind_of_difference(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
+    """Norms, biases, convolution, head and modulation, which other loaders drop."""
+    names = {
+        "diffusion_model.blocks.0.norm3.diff": "blocks.0.norm3.weight",
+        "diffusion_model.blocks.0.norm3.diff_b": "blocks.0.norm3.bias",
+        "blocks.1.self_attn.norm_q.diff": "blocks.1.self_attn.norm_q.weight",
+        "blocks.1.cross_attn.norm_k.w_norm": "blocks.1.cross_attn.norm_k.weight",
+        "diffusion_model.blocks.0.ffn.0.diff_b": "blocks.0.ffn.0.bias",
+        "diffusion_model.blocks.1.diff_m": "blocks.1.modulation",
+        "diffusion_model.head.diff_m": "head.modulation",
+        "diffusion_model.head.head.diff": "head.head.weight",
+        "diffusion_model.head.head.diff_b": "head.head.bias",
+        "diffusion_model.patch_embedding.diff": "patch_embedding.weight",
+        "proj_out.lora_B.bias": "",  # with its pair, below
+    }
+    generator = torch.Generator().manual_seed(0)
+    tensors, expected = {}, {}
+    for key, name in names.items():
+        if name:
+            tensors[key] = torch.randn(weights[name].shape, generator=generator)
+            expected[name] = weights[name].double() + 0.5 * tensors[key].double()
+    layer = "blocks.0.self_attn.k"
+    down, up = pair(weights[f"{layer}.weight"].shape, 3, 1, torch.float32)
+    bias = torch.randn(len(up), generator=generator)
+    tensors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+    tensors |= {f"{layer}.lora_B.bias": bias, f"{layer}.alpha": torch.tensor(6.0)}
+    expected[f"{layer}.weight"] = weights[f"{layer}.weight"].double() + up.double() @ down.double()
+    expected[f"{layer}.bias"] = weights[f"{layer}.bias"].double() + bias.double()
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = read(tmp_path / "x.safetensors", tiny("t2v-1.3B"), 0.5)
+    assert found.keys() == expected.keys()
+    for name, exact in expected.items():
+        torch.testing.assert_close(found[name].double(), exact, atol=1e-9, rtol=1.2e-7)
+
+
+def test_a_convolutions_pair(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
+    weight = weights["patch_embedding.weight"]
+    down, up = pair(weight.shape, 2, 0, torch.float32)
+    tensors = {"patch_embedding.lora_down.weight": down, "patch_embedding.lora_up.weight": up}
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = read(tmp_path / "x.safetensors", tiny("t2v-1.3B"))["patch_embedding.weight"]
+    added = torch.einsum("orabc,rixyz->oixyz", up.double(), down.double())
+    torch.testing.assert_close(found.double(), weight.double() + added, atol=1e-9, rtol=1.2e-7)
+
+
+def test_rows_are_the_same_bits_wherever_they_are_cut(
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    """As ranks and slices cut them."""
+    layer = "blocks.0.ffn.0"
+    down, up = pair(weights[f"{layer}.weight"].shape, 16, 0, torch.float32)
+    save_file(
+        {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up},
+        tmp_path / "x.safetensors",
+    )
+    checkpoint = describe(tiny("t2v-1.3B"))
+    (one,) = lora.resolve({"lora": (str(tmp_path / "x.safetensors"),)}, checkpoint)["dit"]
+    source = merged(mapped(checkpoint.experts["dit"].tensors), [one])[f"{layer}.weight"]
+    whole = source.read(slice(None))
+    for cut in (1, 7, 100, len(whole) - 1):
+        parts = (source.read(slice(0, cut)), source.read(slice(cut, None)))
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_alpha_of_peft_metadata(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
+    weight = weights["blocks.0.self_attn.q.weight"]
+    down, up = pair(weight.shape, 4, 0, torch.float32)
+    tensors = {
+        "transformer.blocks.0.attn1.to_q.lora_A.weight": down,
+        "transformer.blocks.0.attn1.to_q.lora_B.weight": up,
+    }
+    told = {"transformer.r": 4, "transformer.lora_alpha": 2, "transformer.use_rslora": False}
+    path = tmp_path / "x.safetensors"
+    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(told)})
+    found = read(path, tiny("t2v-1.3B"))["blocks.0.self_attn.q.weight"]
+    exact = weight.double() + 0.5 * up.double() @ down.double()
+    torch.testing.assert_close(found.double(), exact, atol=1e-9, rtol=1.2e-7)
+
+
+def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> None:
+    """transformer. and transformer_2., or files for each; several files add up."""
+    folder = tiny("t2v-A14B")
+    checkpoint = describe(folder)
+    shape = checkpoint.experts["low_noise"].tensors["blocks.0.self_attn.q.weight"].shape
+    down, up = pair(torch.Size(shape), 2, 0, torch.float32)
+    end = "blocks.0.attn1.to_q.lora_{}.weight"
+    high = {f"transformer.{end.format('A')}": down, f"transformer.{end.format('B')}": up}
+    low = {
+        f"transformer_2.{end.format('A')}": down.clone(),
+        f"transformer_2.{end.format('B')}": 4 * up,
+    }
+    save_file(high | low, tmp_path / "both.safetensors")
+    save_file(high, tmp_path / "one.safetensors")
+    values = {
+        "lora": (str(tmp_path / "both.safetensors"),),
+        "lora_high_noise": (f"{tmp_path / 'one.safetensors'}=-2",),
+    }
+    found = lora.resolve(values, checkpoint)
+    with pytest.raises(InputError, match=r"both experts' tensors .* give it with --lora"):
+        lora.resolve({"lora_low_noise": (str(tmp_path / "both.safetensors"),)}, checkpoint)
+    added = {"high_noise": -1.0, "low_noise": 4.0}
+    for expert, factor in added.items():
+        plain = mapped(checkpoint.experts[expert].tensors)
+        name = "blocks.0.self_attn.q.weight"
+        exact = plain[name].read(slice(None)).double() + factor * up.double() @ down.double()
+        changed = merged(plain, found[expert])[name].read(slice(None))
+        torch.testing.assert_close(changed.double(), exact, atol=1e-9, rtol=1.2e-7)
+
+
+def test_strength_is_split_off_at_the_last_equals_sign() -> None:
+    assert named("a=b.safetensors") == Named(Path("a=b.safetensors"))
+    assert named("a=b.safetensors=0.25") == Named(Path("a=b.safetensors"), 0.25)
+    assert named("a.safetensors=-1e-1") == Named(Path("a.safetensors"), -0.1)
+    with pytest.raises(InputError, match="is inf; it must be a finite number"):
+        named("a.safetensors=inf")
+
+
+Q = "blocks.0.self_attn.q"
+A, B = torch.ones(2, 96), torch.ones(96, 2)
+PAIR = {f"{Q}.lora_down.weight": A, f"{Q}.lora_up.weight": B}
+BAD: dict[str, tuple[dict[str, Tensor], str]] = {
+    "empty": ({}, "holds nothing for the dit network"),
+    "no weight there": ({"head.lora_A.weight": A, "head.lora_B.weight": B}, "do not fit"),
+    "all blocks": ({"blocks.diff_m": torch.ones(1, 6, 96)}, "changes blocks, which"),
+    "another model": ({"double_blocks.0.img_attn.qkv.lora_A.weight": A}, "made for another model"),
+    "image keys": (PAIR | {"blocks.0.cross_attn.k_img.lora_down.weight": A}, "cross_attn.k_img"),
+    "block beyond": ({"blocks.9.self_attn.q.lora_A.weight": A}, "blocks.9.self_attn.q"),
+    "no up": ({f"{Q}.lora_down.weight": A}, "not its other half"),
+    "no down": ({f"{Q}.lora_B.weight": B}, "not its other half"),
+    "ranks differ": (PAIR | {f"{Q}.lora_up.weight": torch.ones(96, 3)}, "do not fit"),
+    "wide": (PAIR | {f"{Q}.lora_down.weight": torch.ones(2, 95)}, "do not fit"),
+    "high": (PAIR | {f"{Q}.lora_up.weight": torch.ones(97, 2)}, "do not fit"),
+    "rank 0": ({f"{Q}.lora_A.weight": A[:0], f"{Q}.lora_B.weight": B[:, :0]}, "do not fit"),
+    "vector": ({f"{Q}.lora_A.weight": A[0], f"{Q}.lora_B.weight": B[:, 0]}, "do not fit"),
+    "alpha of two": (PAIR | {f"{Q}.alpha": torch.ones(2)}, "no single number"),
+    "alpha nan": (PAIR | {f"{Q}.alpha": torch.tensor(float("nan"))}, "alpha of .* is nan"),
+    "lone alpha": ({f"{Q}.alpha": torch.tensor(1.0)}, "nothing that it belongs to"),
+    "lone bias": ({f"{Q}.lora_B.bias": torch.ones(96)}, "nothing that it belongs to"),
+    "int8": (PAIR | {f"{Q}.lora_up.weight": B.to(torch.int8)}, "stored as I8"),
+    "fp8": (PAIR | {f"{Q}.lora_up.weight": B.to(torch.float8_e4m3fn)}, "stored as F8_E4M3"),
+    "DoRA": (PAIR | {f"{Q}.dora_scale": torch.ones(96)}, "DoRA"),
+    "PEFT's DoRA": (PAIR | {f"{Q}.lora_magnitude_vector.weight": torch.ones(96)}, "DoRA"),
+    "LoHa": ({f"{Q}.hada_w1_a": B}, "LoHa"),
+    "LoKr": ({f"{Q}.lokr_w1": B}, "LoKr"),
+    "OFT": ({f"{Q}.oft_blocks": B}, "OFT"),
+    "LoCon": (PAIR | {f"{Q}.lora_mid.weight": torch.ones(2, 2)}, "LoCon"),
+    "reshaped": (PAIR | {f"{Q}.reshape_weight": torch.ones(2)}, "not a plain LoRA"),
+    "text encoder": (PAIR | {"lora_te_text_model_q.lora_down.weight": A}, "a text encoder"),
+    "difference's shape": ({"blocks.0.norm3.diff": torch.ones(95)}, "does not fit"),
+    "no such bias": ({"blocks.0.self_attn.norm_q.diff_b": torch.ones(96)}, "absent in this"),
+    "modulation's shape": ({"blocks.0.diff_m": torch.ones(6, 96)}, "does not fit"),
+    "twice": (PAIR | {f"diffusion_model.{Q}.lora_down.weight": A}, "twice"),
+    "whole weights": ({f"{Q}.weight": torch.ones(96, 96)}, "whole weights, not differences"),
+    "unknown end": (PAIR | {f"{Q}.lora_C.weight": A}, "whole weights|no part of a LoRA"),
+    "two experts'": ({f"transformer_2.{Q}.lora_A.weight": A}, "for two experts"),
+    "scale tensor": (PAIR | {"scale": torch.ones(1)}, "no part of a LoRA"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(case: str, tiny: Any, tmp_path: Path) -> None:
+    tensors, sentence = BAD[case]
+    path = tmp_path / "x.safetensors"
+    save_file({name: value.clone() for name, value in tensors.items()}, path)
+    with pytest.raises(InputError, match=sentence) as refused:
+        read(path, tiny("t2v-1.3B"))
+    assert "\n" not in str(refused.value) and str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"lora": ("/nowhere/x.safetensors",)}, "does not exist"),
+        ({"lora": ("FOLDER",)}, "does not exist or is no file"),
+        ({"lora": ("TEXT.pt",)}, "no .safetensors file; convert it"),
+        ({"lora": ("TEXT.safetensors",)}, "no whole safetensors file"),
+        ({"lora_high_noise": ("TEXT.safetensors",)}, "has one network: --lora"),
+        ({"lora_dir": "FOLDER"}, "has no high_noise_model.safetensors"),
+        ({"lora": ("X",), "quant_dit_path": "Y"}, "tools/quantize_dit.py --lora"),
+    ],
+)
+def test_bad_places(values: dict[str, Any], sentence: str, tiny: Any, tmp_path: Path) -> None:
+    for name in ("TEXT.pt", "TEXT.safetensors"):
+        (tmp_path / name).write_text("<html>not found</html>")
+    (tmp_path / "FOLDER").mkdir()
+
+    def there(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(str(tmp_path / one) for one in value)
+        return tmp_path / value
+
+    found = {name: there(value) for name, value in values.items()}
+    with pytest.raises(InputError, match=sentence):
+        lora.resolve(found, describe(tiny("t2v-1.3B")))
+
+
+def test_a_pipeline_runs_with_merged_weights(
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    """Not added beside the layers: the network holds the sums."""
+    down, up = pair(weights[f"{Q}.weight"].shape, 2, 0, torch.float32)
+    path = tmp_path / "x.safetensors"
+    save_file({f"{Q}.lora_A.weight": down, f"{Q}.lora_B.weight": up}, path)
+    network = on_cpu("t2v-1.3B", tiny("t2v-1.3B"), lora=(str(path),)).experts.get("dit")
+    kept = network.blocks[0].self_attn.q.weight
+    exact = weights[f"{Q}.weight"].double() + up.double() @ down.double()
+    torch.testing.assert_close(kept.double(), exact, atol=1e-9, rtol=1.2e-7)
