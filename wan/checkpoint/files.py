@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import stat
+import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,22 +23,28 @@ from wan.settings.errors import InputError
 from wan.settings.values import shown
 
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantised
+FP8 = ("F8_E4M3",)
 _INDEX = ".safetensors.index.json"
 _STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call weight files
 _OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_t5")  # not a lone weight file
+_FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}  # dtype -> struct's code
 _SAMPLE = 1 << 16  # bytes
 _MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor is and what it looks like; dtype as safetensors writes it ("BF16")."""
+    """Where one tensor is and what it looks like; dtype as safetensors writes it ("BF16").
+
+    scale: what FP8 values are multiplied by, one number or one for each row.
+    """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    scale: TensorInfo | None = None
 
 
 def is_folder(path: Path) -> bool:
@@ -108,6 +115,28 @@ def safetensors_metadata(path: Path, key: str) -> Any:
         return None
 
 
+def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
+    """The first number of tensors, of any float or integer dtype."""
+    wanted = set(names)
+    if not wanted:
+        return {}
+    with _opened(path) as file:  # numpy, which safetensors would need, has no bfloat16
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        found = {}
+        for name in wanted:
+            form, start = header[name]["dtype"], header[name]["data_offsets"][0]
+            file.seek(8 + size + start)
+            if form == "BF16":
+                found[name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
+            elif form in _FORMATS:
+                layout = f"<{_FORMATS[form]}"
+                found[name] = struct.unpack(layout, file.read(struct.calcsize(layout)))[0]
+            else:
+                raise InputError(f"{path}: {name} is stored as {form}; give it as F32.")
+    return found
+
+
 @contextmanager
 def _safetensors(path: Path) -> Iterator[Any]:
     """Opened by the format's own library, which checks the header against the size of the file."""
@@ -168,10 +197,13 @@ def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
 def network_tensors(
     tensors: Mapping[str, TensorInfo], rename: Callable[[str], str]
 ) -> dict[str, TensorInfo]:
-    """The tensors of one network under other names. InputError unless all are floating point."""
+    """The tensors of one network under other names. InputError unless all are floating point.
+
+    FP8 weights have their scale beside them, if they have one.
+    """
     renamed: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        if info.dtype not in FLOATS:
+    for name, info in _with_scales(tensors).items():
+        if info.dtype not in (*FLOATS, *FP8):
             raise InputError(
                 f"{info.file}: {name} is stored as {info.dtype}; quantised weights are not "
                 f"supported there: give weights in one of {', '.join(FLOATS)}."
@@ -182,6 +214,28 @@ def network_tensors(
                 f"{info.file} has {name} again, which is {twin.name} there; download it again."
             )
     return renamed
+
+
+def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """ComfyUI's scaled files: `X.scale_weight` beside `X.weight`, and marks without an effect."""
+    found = dict(tensors)
+    for name, info in tensors.items():
+        if name.endswith(("scaled_fp8", ".scale_input")):  # a mark; for products in FP8
+            del found[name]
+        if not name.endswith((".scale_weight", ".weight_scale")):
+            continue
+        weight = f"{name.rpartition('.')[0]}.weight"
+        own = found.get(weight)
+        if own is None or own.dtype not in FP8 or own.scale is not None:
+            continue  # refused under its own name
+        if prod(info.shape) not in (1, own.shape[0]) or info.dtype not in FLOATS:
+            raise InputError(
+                f"{info.file}: {name} {list(info.shape)} {info.dtype} is no scale of {weight} "
+                f"{list(own.shape)}; download it again."
+            )
+        found[weight] = replace(own, scale=info)
+        del found[name]
+    return found
 
 
 def check_complete(path: Path) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -243,12 +243,40 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
             continue
         with safe_open(file, framework="pt", device="cpu") as handle:
             sources |= {name: _source(handle.get_tensor(tensors[name].name)) for name in names}
+    scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
+    if scales:
+        factors = mapped(scales)
+        sources |= {name: _scaled(sources[name], factors[name]) for name in scales}
     return sources
 
 
 def _source(view: Tensor) -> Source:
     """A view of a mapped file: only the rows that are asked for are read."""
+    view = view.reshape(1) if view.dim() == 0 else view
     return Source(view.dtype, tuple(view.shape), view.__getitem__)
+
+
+def _scaled(stored: Source, scale: Source) -> Source:
+    """FP8 values times their scale, one number or one for each row; float32."""
+    factors, one = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
+
+    def read(rows: slice) -> Tensor:
+        part = stored.read(rows)
+        return part.to(torch.float32).mul_(factors if one else factors[rows])
+
+    return Source(torch.float32, stored.shape, read)
+
+
+def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
+    """The buffers of layers that stay in FP8. kept: layer -> its weight."""
+    infos = {f"{layer}.weight": replace(info, scale=None) for layer, info in kept.items()}
+    scales = {f"{layer}.weight_scale": info.scale for layer, info in kept.items()}
+    sources = mapped(infos | {name: info for name, info in scales.items() if info is not None})
+    for name, info in scales.items():
+        values = torch.ones(1) if info is None else sources[name].read(slice(None)).float()
+        values = values.reshape(1) if values.numel() == 1 else values.reshape(-1, 1)
+        sources[name] = _source(values)
+    return sources
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:

@@ -72,6 +72,8 @@ def _dit(setup: Setup, request: Request) -> tuple[int, int]:
     block = (8 * c + 2 * f) * c * e
     if setup.quantised is not None:
         block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
+    elif setup.keeps_fp8(device(setup).type):
+        block = (8 * c + 2 * f) * c
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     contexts = 2 if request.guided and parallel.cfg_size == 1 else 1
     contexts *= execution.text_kv_cache

@@ -8,6 +8,7 @@ from wan.settings.errors import InputError
 
 DEVICE_TYPES = ("auto", "cpu", "cuda", "npu")
 PRECISIONS = ("auto", "bf16", "fp32")
+FP8_WEIGHTS = ("auto", "keep", "upcast")
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Execution:
         device: One of DEVICE_TYPES.
         precision: One of PRECISIONS; "auto" is bf16 on accelerators, fp32 on the CPU.
         convert_model_dtype: Stores all DiT weights in bf16, also what is computed in float32.
+        fp8_weights: One of FP8_WEIGHTS, of checkpoints that are in FP8; "auto" keeps them so where
+            that is possible.
         offload_model: Keeps one network in memory at a time.
         t5_cpu: The text encoder runs on the CPU.
         text_kv_cache: Keeps the text's keys and values over the steps.
@@ -28,6 +31,7 @@ class Execution:
     device: str = "auto"
     precision: str = "auto"
     convert_model_dtype: bool = False
+    fp8_weights: str = "auto"
     offload_model: bool = True
     t5_cpu: bool = False
     text_kv_cache: bool = True
