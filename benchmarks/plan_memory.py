@@ -97,7 +97,7 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
     live = Live("cpu", resized=parallel.dit_fsdp or parallel.t5_fsdp)
     pipeline = build.pipeline(setup, resolve_device("cpu"), team)
     pipeline.stages = stages = Watched(live, sampler)
-    given = {}
+    given: dict[str, Any] = {}
     if case.loop:
         size = pipeline.text_size
         given = {f"{which}prompt_embeds": torch.zeros(size) for which in ("", "negative_")}

@@ -88,12 +88,13 @@ def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B"])
+@pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B", "i2v-14B", "flf2v-14B"])
 def test_both_layouts_give_one_video(task: str, tiny, image_path: Path, tmp_path: Path) -> None:
     files = []
     for layout in ("official", "diffusers"):
         files.append(tmp_path / f"{layout}.mp4")
         args = ["--task", task, "--image", image_path, "--ckpt_dir", tiny(task, layout)]
+        args += ["--last_image", image_path] if task == "flf2v-14B" else []
         run(*args, "--save_file", files[-1], *QUICK)
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -340,7 +341,7 @@ def test_help_is_light(tmp_path: Path) -> None:
     for shown in (
         "--sample_guide_scale SCALE one number",
         "--comm_type {0,1,2} 0: baseline",
-        "--sample_solver {unipc,dpm++}",
+        "--sample_solver {unipc,dpm++,euler,dmd,rcm}",
         "--cfg_size {1,2}",
         "--rainfusion_type {v1,v2,v3}",
         "--use_rainfusion [{true,false}]",

@@ -38,8 +38,10 @@ def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
 
     def run(task: str, *more: str) -> tuple[list[str], Any]:
         arguments = ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK, *more]
-        if task == "i2v-A14B":
+        if task.startswith(("i2v", "flf2v")):
             arguments += ["--image", str(image_path)]
+        if task == "flf2v-14B":
+            arguments += ["--last_image", str(image_path)]
         if task == "ti2v-5B":  # its tokens are twice as large
             arguments += ["--size", "64*96"]
         key = (task, *more)
@@ -121,6 +123,9 @@ TABLE = [
     ("ti2v-5B", 4, ["--cfg_size", "2", "--comm_type", "1"]),
     ("ti2v-5B", 4, ["--ring_size", "2", "--dit_fsdp", "--t5_fsdp"]),
     ("t2v-1.3B", 4, ["--comm_type", "1"]),
+    ("i2v-14B", 2, ["--comm_type", "1", "--offload_model", "false"]),
+    ("i2v-14B", 4, ["--cfg_size", "2", "--comm_type", "2", "--dit_fsdp"]),
+    ("flf2v-14B", 3, ["--ring_size", "3", "--dit_fsdp", "--text_kv_cache", "false"]),
 ]
 
 

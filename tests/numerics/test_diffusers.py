@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import (
     DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
@@ -20,6 +22,7 @@ from diffusers.hooks import FirstBlockCacheConfig
 from PIL import Image
 
 import wan
+from tests.conftest import slow
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.configs import WAN_CONFIGS
 from wan.modules.model import WanModel
@@ -87,6 +90,13 @@ def test_dit(kind: str, heads: int, head_dim: int) -> None:
 
 def official_scheduler(solver: str, shift: float) -> Any:
     """diffusers' solver whose set_timesteps, called by its pipelines, takes the official table."""
+    if solver == "euler":
+
+        class Euler(FlowMatchEulerDiscreteScheduler):
+            def set_timesteps(self, steps: int, device: Any = None, **_: Any) -> None:
+                super().set_timesteps(sigmas=sigma_table(solver, steps, shift)[0][:-1].tolist())
+
+        return Euler()
     base = UniPCMultistepScheduler if solver == "unipc" else DPMSolverMultistepScheduler
 
     class Official(base):
@@ -99,36 +109,46 @@ def official_scheduler(solver: str, shift: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("task", "with_image", "solver"),
+    ("task", "images", "solver"),
     [
-        ("t2v-A14B", False, "unipc"),
-        ("t2v-A14B", False, "dpm++"),
-        ("i2v-A14B", True, "unipc"),
-        ("ti2v-5B", False, "unipc"),
-        ("ti2v-5B", True, "dpm++"),
+        ("t2v-A14B", 0, "unipc"),
+        slow("t2v-A14B", 0, "dpm++"),
+        ("t2v-A14B", 0, "euler"),
+        ("i2v-A14B", 1, "unipc"),
+        slow("i2v-A14B", 2, "unipc"),
+        slow("i2v-14B", 1, "unipc"),
+        ("flf2v-14B", 2, "euler"),
+        slow("ti2v-5B", 0, "unipc"),
+        ("ti2v-5B", 1, "dpm++"),
     ],
 )
-def test_whole_run(tiny, image_path: Path, task: str, with_image: bool, solver: str) -> None:
+def test_whole_run(tiny, image_path: Path, task: str, images: int, solver: str) -> None:
     """Latents of a whole run, experts, guidance pair, conditioning and solver included."""
-    two = task != "ti2v-5B"
+    two = task.endswith("A14B")
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
-    facade = {"t2v": wan.WanT2V, "i2v": wan.WanI2V, "ti2v": wan.WanTI2V}[task.split("-")[0]]
-    image = Image.open(image_path).convert("RGB") if with_image else None
-    where = {"img": image, "max_area": 96 * 64} if with_image else {"size": (96, 64)}
+    facade = {"t2v": wan.WanT2V, "ti2v": wan.WanTI2V}.get(task.split("-")[0], wan.WanI2V)
+    image = Image.open(image_path).convert("RGB")
+    given = [image, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)][:images]
+    where = {"img": image, "max_area": 96 * 64} if images else {"size": (96, 64)}
+    where |= {"last_image": given[1]} if images == 2 else {}
     ours = facade(WAN_CONFIGS[task], tiny(task)).generate(
         "",
         **where,
         frame_num=9,
         sample_solver=solver,
-        sampling_steps=6,
+        sampling_steps=6 if solver != "euler" else 4,
+        shift=5.0,
         guide_scale=(3.0, 4.0) if two else 5.0,
         seed=3,
         prompt_embeds=context,
         negative_prompt_embeds=negative,
         output_type="latent",
     )
-    theirs = diffusers_latents(tiny(task, "diffusers"), image, solver, two, context, negative)
+    steps = 6 if solver != "euler" else 4
+    theirs = diffusers_latents(
+        tiny(task, "diffusers"), given, solver, two, context, negative, steps
+    )
     assert (ours - theirs).abs().max() <= TOLERANCE
 
 
@@ -163,16 +183,27 @@ def test_first_block_cache(tiny, threshold: float) -> None:
         inner.register_forward_hook(lambda *_: computed.append(name))
 
     theirs = diffusers_latents(
-        tiny("t2v-A14B", "diffusers"), None, "unipc", True, context, negative, 20, cached
+        tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 20, cached
     )
     steps = model.step_cache["computed"]
     assert 4 < len(computed) == sum(map(len, steps.values())) < 40
     assert (ours - theirs).abs().max() <= TOLERANCE
 
 
+def clip_features(encoder: Any, images: list[Image.Image]) -> torch.Tensor:
+    """transformers' network on what the official code shows it."""
+    pictures = [torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1 for image in images]
+    resized = [F.interpolate(x[None].float(), size=(224, 224), mode="bicubic") for x in pictures]
+    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
+    std = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
+    shown = (torch.cat(resized) * 0.5 + 0.5 - mean) / std
+    with torch.no_grad():
+        return encoder(pixel_values=shown, output_hidden_states=True).hidden_states[-2]
+
+
 def diffusers_latents(
     folder: Path,
-    image: Image.Image | None,
+    images: list[Image.Image],
     solver: str,
     two: bool,
     context: torch.Tensor,
@@ -181,15 +212,19 @@ def diffusers_latents(
     cached: Callable[[Any, str], None] | None = None,
 ) -> torch.Tensor:
     """cached: gives a network its cache."""
-    kind = WanPipeline if image is None else WanImageToVideoPipeline
+    kind = WanImageToVideoPipeline if images else WanPipeline
     pipe = kind.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.scheduler = official_scheduler(solver, 5.0)
     if cached is not None:
         cached(pipe.transformer, "high_noise"), cached(pipe.transformer_2, "low_noise")
-    channels, stride = (16, 8) if two else (48, 16)
+    small = pipe.transformer.config.out_channels == 16
+    channels, stride = (16, 8) if small else (48, 16)
+    given = dict(zip(("image", "last_image"), images, strict=False))
+    if getattr(pipe, "image_encoder", None) is not None:
+        pipe.encode_image = lambda *_: clip_features(pipe.image_encoder, images)
     shape = (1, channels, 3, 64 // stride, 96 // stride)
     return pipe(
-        **({} if image is None else {"image": image}),
+        **given,
         **({"guidance_scale": 4.0, "guidance_scale_2": 3.0} if two else {"guidance_scale": 5.0}),
         prompt_embeds=F.pad(context, (0, 0, 0, 512 - len(context)))[None],
         negative_prompt_embeds=F.pad(negative, (0, 0, 0, 512 - len(negative)))[None],

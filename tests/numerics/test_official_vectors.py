@@ -18,11 +18,13 @@ from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel, sinusoidal_embedding
 from wan.modules.rope import apply_rope, rope_angles, rope_table
 from wan.modules.small_ops import BlockOps
-from wan.pipeline import text, vae
+from wan.pipeline import clip, text, vae
+from wan.pipeline.conditioning import pixels
 from wan.pipeline.solvers import make_solver, sigma_table
+from wan.pipeline.timesteps import schedule
 from wan.pipeline.video import to_uint8
 from wan.settings.presets import PRESETS
-from wan.settings.request import size_covered, size_from_area
+from wan.settings.request import make_request, size_covered, size_from_area
 
 CPU = torch.device("cpu")
 SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}
@@ -60,6 +62,33 @@ def test_dit(reference: Path, name: str, case: str) -> None:
     model, arguments, out = dit_case(reference, name, case)
     with torch.no_grad():
         assert distance(model(*arguments)[0], out) <= 2e-5
+
+
+@pytest.mark.parametrize("case", ["a", "b", "b_pad16", "c", "text512"])
+@torch.no_grad()
+def test_dit_with_image_tokens(reference: Path, case: str) -> None:
+    """Wan2.1's image-to-video network; also its image and text attention each."""
+    told = json.loads((reference / "dit_i2v21.json").read_text())
+    config = told["config"] | {"text_len": told["cases"][case]["text_len"]}
+    model = WanModel(**config, image_dim=1280)
+    model.load_state_dict(weights(reference / "dit_i2v21.weights.safetensors"), strict=True)
+    cases = load_file(reference / "dit_i2v21.cases.safetensors")
+    x, y, t, context = (cases[f"{case}.{key}"] for key in ("x", "y", "t", "context"))
+    seen = cases["clip_fea"].float()[told["cases"][case]["clip_rows"]]
+    tokens = int(cases[f"{case}.seq_len"])
+    found = model([x], t, [context], tokens, [y], clip_fea=seen)[0]
+    assert distance(found, cases[f"{case}.out"]) <= 2e-5
+    if case == "b":
+        assert distance(model.img_emb(seen), cases["b.trace.img_emb"]) <= 2e-5
+
+
+@pytest.mark.parametrize("case", ["up", "down"])
+def test_what_clip_looks_at(reference: Path, case: str) -> None:
+    told = json.loads((reference / "clip_preprocess.json").read_text())["cases"][case]
+    cases = load_file(reference / "clip_preprocess.safetensors")
+    image = Image.fromarray(cases[f"{case}.image_u8"].numpy())
+    found = clip.preprocessed(pixels(image))[:, :, :: told["row_step"]]
+    assert distance(found, cases[f"{case}.out_rows"]) <= 1e-4
 
 
 @pytest.mark.slow
@@ -140,9 +169,11 @@ def test_sigma_tables_are_exact(reference: Path) -> None:
 def test_trajectories(reference: Path, solver: str, steps: int, shift: int) -> None:
     cases = load_file(reference / "schedulers.safetensors")
     run = f"s{steps}_shift{shift}"
-    stepper = make_solver(solver, steps, shift)
+    values = {"prompt": "", "sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
+    request = make_request(PRESETS["t2v-A14B"], values)
+    stepper, timesteps = make_solver(request, schedule(request))
     trajectory = [cases[f"{run}.noise"]]
-    for index, t in enumerate(stepper.timesteps):
+    for index, t in enumerate(timesteps):
         velocity = cases[f"{run}.model_outputs"][index]
         trajectory.append(stepper.step(velocity, t, trajectory[-1], return_dict=False)[0])
     theirs = cases[f"{run}.{SOLVERS[solver]}.trajectory"]

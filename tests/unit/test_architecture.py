@@ -43,7 +43,7 @@ WITHOUT_TORCH = (
     "wan.host",
     "wan.log",
     "wan.modules.schedule",
-    *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "quantised")),
+    *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "lora", "quantised")),
     *(
         f"wan.pipeline.{name}"
         for name in ("setup", "bound", "images", "video", "caching", "timesteps")
@@ -52,7 +52,7 @@ WITHOUT_TORCH = (
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
     "diffusers": "wan.pipeline.vae wan.pipeline.solvers wan.pipeline.tiny",
-    "transformers": "wan.pipeline.text wan.pipeline.tiny wan.cli.extend_prompt",
+    "transformers": "wan.pipeline.text wan.pipeline.clip wan.pipeline.tiny wan.cli.extend_prompt",
     "dashscope": "wan.cli.extend_prompt",
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",

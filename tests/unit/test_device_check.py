@@ -106,6 +106,7 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is 1 GB/s" in said and "wrong: raises, hangs, crashes, stops, nan" in said
 
 
+@pytest.mark.slow
 def test_wrong_kernel(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     steps = (check_steps.step(check_steps.wrong_kernel, 120),)

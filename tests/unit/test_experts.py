@@ -43,7 +43,7 @@ def six_steps(source: Any) -> None:
     values |= {"sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
     request = make_request(PRESETS["t2v-A14B"], values)
     context = torch.zeros(1, 4)
-    conditions = prepare(request, (context, context), None, lambda v: v, torch.device("cpu"))
+    conditions = prepare(request, (context, context), [], lambda v: v, None, torch.device("cpu"))
     denoise(request, conditions, source)
 
 

@@ -44,6 +44,11 @@ blocks.10.self_attn.q.weight blocks.10.attn1.to_q.weight
 blocks.10.self_attn.norm_k.weight blocks.10.attn1.norm_k.weight
 blocks.10.cross_attn.v.bias blocks.10.attn2.to_v.bias
 blocks.10.cross_attn.o.bias blocks.10.attn2.to_out.0.bias
+blocks.10.cross_attn.k_img.weight blocks.10.attn2.add_k_proj.weight
+blocks.10.cross_attn.norm_k_img.weight blocks.10.attn2.norm_added_k.weight
+img_emb.emb_pos condition_embedder.image_embedder.pos_embed
+img_emb.proj.0.bias condition_embedder.image_embedder.norm1.bias
+img_emb.proj.4.weight condition_embedder.image_embedder.norm2.weight
 blocks.10.ffn.0.weight blocks.10.ffn.net.0.proj.weight
 blocks.10.ffn.2.weight blocks.10.ffn.net.2.weight
 """

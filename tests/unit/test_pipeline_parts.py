@@ -19,9 +19,10 @@ from PIL import Image
 from wan import log
 from wan.kernels.base import StepInfo
 from wan.pipeline import conditioning
-from wan.pipeline.denoise import Conditions, expert_at, guide, velocity
+from wan.pipeline.denoise import Conditions, guide, velocity
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.solvers import sigma_table
+from wan.pipeline.timesteps import expert_at
 from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8, whole_file
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
@@ -39,7 +40,8 @@ def noise(width: int, height: int) -> Image.Image:
 
 def prepare(r: Request, image: Image.Image | None, encode) -> Conditions:
     contexts = (torch.zeros(1, 4), torch.zeros(1, 4))
-    return conditioning.prepare(r, contexts, image, encode, torch.device("cpu"))
+    images = [] if image is None else [image]
+    return conditioning.prepare(r, contexts, images, encode, None, torch.device("cpu"))
 
 
 def test_noise_is_the_first_draw_of_the_seed() -> None:

@@ -29,11 +29,20 @@ _DIT: Rows = (
     (".k", ".to_k"),
     (".v", ".to_v"),
     (".o", ".to_out.0"),
+    (".k_img", ".add_k_proj"),
+    (".v_img", ".add_v_proj"),
+    (".norm_k_img", ".norm_added_k"),
     (".ffn.0", ".ffn.net.0.proj"),
     (".ffn.2", ".ffn.net.2"),
     # The norm before cross-attention; each side calls the one before the FFN by the other's name,
     # but that norm has no tensors.
     (".norm3", ".norm2"),
+    # Behind it, since these have a norm2 of their own.
+    ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),
+    ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
+    ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
+    ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
+    ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
 )
 
 _T5: Rows = (

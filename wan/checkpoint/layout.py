@@ -28,12 +28,15 @@ from wan.settings.presets import Preset
 from wan.settings.values import shown
 
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
+MODEL_TYPES = (*KINDS.values(), "flf2v")
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
 _DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _T5_STEM = "models_t5_umt5-xxl-enc-bf16"
+_CLIP_STEM = "models_clip_open-clip-xlm-roberta-large-vit-huge-14"
 _EXPECTED = {
     "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth or vae/",
     "text_encoder": f"{_T5_STEM}.pth or text_encoder/",
+    "image_encoder": f"{_CLIP_STEM}.pth or image_encoder/",
     "tokenizer": "google/umt5-xxl/ or tokenizer/",
 }
 
@@ -56,6 +59,8 @@ class DitConfig(TypedDict):
     qk_norm: bool
     cross_attn_norm: bool
     eps: float
+    image_dim: int
+    image_positions: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Checkpoint:
     experts: dict[str, DitFiles]
     vae: Path | None = None
     text_encoder: Path | None = None
+    image_encoder: Path | None = None
     tokenizer: Path | None = None
 
     @property
@@ -100,7 +106,7 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """Every weight file, in a fixed order."""
         found = [info.file for dit in self.experts.values() for info in dit.tensors.values()]
-        for part in (self.vae, self.text_encoder):
+        for part in (self.vae, self.text_encoder, self.image_encoder):
             if part is not None:
                 found += [part] if part.is_file() else part.glob("*.safetensors")
         return sorted(set(found))
@@ -120,7 +126,7 @@ def published(preset: Preset) -> Checkpoint:
     """A task's networks with the sizes they were published with; there are no files."""
     config = {
         **_DEFAULTS,
-        "model_type": preset.kind,
+        "model_type": "flf2v" if preset.images == 2 else preset.kind,
         "patch_size": preset.patch_size,
         "in_dim": {kind: channels for channels, kind in KINDS.items()}[preset.kind],
         "dim": preset.dim,
@@ -132,6 +138,8 @@ def published(preset: Preset) -> Checkpoint:
         "num_layers": preset.num_layers,
         "qk_norm": True,
         "cross_attn_norm": True,
+        "image_dim": 1280 if preset.images else 0,
+        "image_positions": 514 if preset.images == 2 else 0,
     }
     files = DitFiles(Path(preset.folder), cast(DitConfig, config), {})
     return Checkpoint(None, "official", preset.kind, dict.fromkeys(preset.experts, files))
@@ -148,7 +156,9 @@ def describe(folder: Path) -> Checkpoint:
     kind = _kind(first)
     if diffusers:
         vae, encoder = _library_part(folder / "vae"), _library_part(folder / "text_encoder")
+        clip = _library_part(folder / "image_encoder")
     else:
+        clip = _file(folder, _CLIP_STEM)
         vae = _file(folder, "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE")
         encoder = _file(folder, _T5_STEM)
     tokenizer = folder / ("tokenizer" if diffusers else "google/umt5-xxl")
@@ -159,6 +169,7 @@ def describe(folder: Path) -> Checkpoint:
         experts=experts,
         vae=vae,
         text_encoder=encoder,
+        image_encoder=clip if first.config["image_dim"] else None,
         tokenizer=tokenizer if tokenizer.is_dir() else None,
     )
 
@@ -173,6 +184,18 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
             f"needs {'two experts' if len(preset.experts) == 2 else 'one network'} for "
             f"{preset.kind}; give --ckpt_dir a {preset.folder} folder or choose another --task."
         )
+    if images(checkpoint) != preset.images:
+        raise InputError(
+            f"{checkpoint.folder} holds a network that looks at {images(checkpoint)} images, but "
+            f"task {preset.task} needs one for {preset.images}; give --ckpt_dir a {preset.folder} "
+            "folder or choose another --task."
+        )
+
+
+def images(checkpoint: Checkpoint) -> int:
+    """How many images its networks look at beside the text."""
+    config = checkpoint.config
+    return 0 if not config["image_dim"] else 2 if config["image_positions"] else 1
 
 
 def _check_folder(folder: Path) -> None:
@@ -218,6 +241,8 @@ def _find_experts(folder: Path, diffusers: bool) -> dict[str, DitFiles]:
 
 def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
     found = folder_tensors(folder) if file is None else safetensors_header(file)
+    if found is None and any(folder.glob("*.gguf")):
+        raise InputError(f"{folder} holds GGUF weights, which are not supported; get safetensors.")
     if found is None:
         raise InputError(
             f"{folder} holds no video network (DiT): expected diffusion_pytorch_model.safetensors, "
@@ -229,12 +254,25 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
 
 def _kind(files: DitFiles) -> str:
     in_dim = files.config["in_dim"]
-    if in_dim not in KINDS or "blocks.0.cross_attn.k_img.weight" in files.tensors:
+    if in_dim not in KINDS:
         raise InputError(
             f"{files.folder} is a Wan network that is not supported ({in_dim} input channels); "
-            "t2v (16), i2v of Wan2.2 (36) and ti2v (48) are."
+            "t2v (16), i2v (36) and ti2v (48) are."
         )
+    for part, reason in _UNSUPPORTED.items():
+        name = next((name for name in files.tensors if part in name), None)
+        if name is not None:
+            raise InputError(f"{files.folder} has {name}: {reason}.")
     return KINDS[in_dim]
+
+
+_UNSUPPORTED = {
+    "gate_compress": "video sparse attention is not supported; get the FullAttn model",
+    ".weight_scale": "quantised linear layers are not supported there; see --quant_dit_path",
+    "time_embedding_r": "a second timestep (MeanFlow) is not supported",
+    "proj_l.": "sparse-linear attention is not supported; get the weights without it",
+}
+"""Part of a tensor's name -> what it shows."""
 
 
 # A config.json must say what the shapes of the tensors say; for the rest there are rules.
@@ -247,8 +285,9 @@ _SHAPES = {  # key -> the tensor whose shape tells it, the tensor's rank, and th
     "text_dim": ("text_embedding.0.weight", 2, 1),
     "out_dim": ("head.head.weight", 2, 0),  # times the elements of a patch
 }
+_IMAGE = {"image_dim": ("img_emb.proj.1.weight", 1), "image_positions": ("img_emb.emb_pos", 1)}
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model_type": (lambda value: value in KINDS.values(), "t2v, i2v or ti2v"),
+    "model_type": (lambda value: value in MODEL_TYPES, "t2v, i2v, flf2v or ti2v"),
     "num_heads": (lambda value: type(value) is int and 1 <= value <= 1024, "from 1 to 1024"),
     "text_len": (lambda value: type(value) is int and 1 <= value <= 4096, "from 1 to 4096"),
     "window_size": (lambda value: value == [-1, -1], "[-1, -1], all of the video"),
@@ -304,6 +343,8 @@ def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str
         raise InputError(f"{folder} lacks one of the blocks of its network; download it again.")
     told["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
     told["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
+    for key, (name, axis) in _IMAGE.items():
+        told[key] = tensors[name].shape[axis] if name in tensors else 0
     return told
 
 
@@ -320,6 +361,8 @@ def _stated(path: Path) -> dict[str, Any]:
             "in_dim": raw.get("in_channels"),
             "out_dim": raw.get("out_channels"),
             "qk_norm": True,  # there the name of a norm, always the one we have
+            "image_dim": raw.get("image_dim") or 0,
+            "image_positions": raw.get("pos_embed_seq_len") or 0,
         }
     return {key: raw[key] for key in DitConfig.__annotations__ if key in raw}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from easydict import EasyDict
 
-from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, SIZES, TRAIN_TIMESTEPS, Preset
+from wan.settings.presets import PRESETS, SIZES, TRAIN_TIMESTEPS, Preset
 
 
 def _config(preset: Preset) -> EasyDict:
@@ -20,7 +20,7 @@ def _config(preset: Preset) -> EasyDict:
         param_dtype=torch.bfloat16,
         num_train_timesteps=TRAIN_TIMESTEPS,
         sample_fps=preset.fps,
-        sample_neg_prompt=NEGATIVE_PROMPT,
+        sample_neg_prompt=preset.negative_prompt,
         frame_num=preset.frame_num,
         vae_checkpoint=f"Wan{preset.vae}_VAE.pth",
         vae_stride=preset.vae_stride,

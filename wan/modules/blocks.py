@@ -39,6 +39,8 @@ class BlockSizes:
     qk_norm: bool = True
     cross_attn_norm: bool = True
     eps: float = 1e-6
+    image_tokens: bool = False  # before the text's, with keys and values of their own (Wan2.1)
+    text_len: int = 512
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class WanAttentionBlock(nn.Module):
         Args:
             x_BLC: Residual stream, float32; in inference it is updated in place.
             e0_BR6C: Modulation of each run by its timestep, float32.
-            context_BTC: Embedded text, in the dtype of the matrix products.
+            context_BTC: Embedded text, behind image tokens if any, in the dtype of the products.
             kv: The text's keys and values of this layer; None: computed here.
             info: What all blocks are told.
 
@@ -175,19 +177,69 @@ class WanSelfAttention(WanAttention):
 
 
 class WanCrossAttention(WanAttention):
-    """Every token attends to the text, its zero-padded rows included (as the official model)."""
+    """Every token attends to the text, its zero-padded rows included (as the official model).
+
+    With image tokens it attends to them beside: two softmaxes, whose results are added.
+    """
 
     def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
         super().__init__(sizes, given)
-        self.kernel = given.kernel
+        self.kernel, self.text_len = given.kernel, sizes.text_len
+        self.k_img: nn.Linear | None = None
+        if sizes.image_tokens:
+            self.k_img, self.v_img = (nn.Linear(sizes.dim, sizes.dim) for _ in range(2))
+            self.norm_k_img = nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity()
 
     def text_kv(self, context_BTC: Tensor) -> TextKV:
-        """The text's keys and values; the same at every step of a prompt."""
-        return self.normed(self.norm_k, self.k(context_BTC)), self.values(context_BTC)
+        """Keys and values of the text, and of the image; the same at every step of a prompt."""
+        if self.k_img is None:
+            return self.normed(self.norm_k, self.k(context_BTC)), self.values(context_BTC)
+        text, image = context_BTC[:, -self.text_len :], context_BTC[:, : -self.text_len]
+        return (
+            self.normed(self.norm_k, self.k(text)),
+            self.values(text),
+            self.normed(self.norm_k_img, self.k_img(image)),
+            self.v_img(image).unflatten(-1, (self.num_heads, -1)),
+        )
 
     def forward(self, x_BLC: Tensor, kv: TextKV) -> Tensor:
         q_BLND = self.normed(self.norm_q, self.q(x_BLC))
-        return self.o(self.kernel(q_BLND, *kv).flatten(2))
+        out_BLND = self.kernel(q_BLND, *kv[:2])
+        if len(kv) > 2:
+            out_BLND = out_BLND + self.kernel(q_BLND, *kv[2:])
+        return self.o(out_BLND.flatten(2))
+
+
+class ImageEmbedding(nn.Module):
+    """CLIP's features of one image, or of the first and the last one, as tokens (Wan2.1).
+
+    dim_in: Channels of the features. positions: Tokens of both images where they have positions of
+    their own (first and last frame), else 0. Computed in float32.
+    """
+
+    def __init__(self, dim_in: int, dim: int, positions: int = 0) -> None:
+        super().__init__()
+        self.proj = nn.Sequential(
+            nn.LayerNorm(dim_in),
+            nn.Linear(dim_in, dim_in),
+            nn.GELU(),
+            nn.Linear(dim_in, dim),
+            nn.LayerNorm(dim),
+        )
+        self.emb_pos = nn.Parameter(torch.zeros(1, positions, dim_in)) if positions else None
+
+    def forward(self, features_NTC: Tensor) -> Tensor:
+        """[1,T,C], or [1,2T,C] of two images."""
+        x = features_NTC.float()
+        if self.emb_pos is not None:
+            x = x.reshape(-1, *self.emb_pos.shape[1:]) + self.emb_pos.float()
+        for layer in self.proj:
+            if isinstance(layer, nn.LayerNorm):
+                affine = layer.weight.float(), layer.bias.float()
+                x = F.layer_norm(x, layer.normalized_shape, *affine, layer.eps)
+            else:
+                x = fp32_linear(layer, x) if isinstance(layer, nn.Linear) else layer(x)
+        return x
 
 
 class TanhGELU(nn.Module):

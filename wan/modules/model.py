@@ -22,6 +22,7 @@ from wan.modules.blocks import (
     BlockSizes,
     ForwardInfo,
     Head,
+    ImageEmbedding,
     TanhGELU,
     WanAttentionBlock,
     fp32_linear,
@@ -30,15 +31,17 @@ from wan.modules.interfaces import Collaborators
 from wan.modules.rope import RopeTables
 from wan.modules.textcache import TextKVCache, TextState
 
-MODEL_TYPES = ("t2v", "i2v", "ti2v")
+MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v")
 
 
 class WanModel(nn.Module):
     """Predicts the flow velocity of noisy video latents.
 
     The arguments are the official ones (config.json); ValueError for a model type, window or head
-    count that does not exist. collaborators: what several devices, other kernels and caches need;
-    without them the model serves a single device.
+    count that does not exist. image_dim: channels of the CLIP features that a Wan2.1 image model
+    takes beside the text, else 0. image_positions: of first-and-last-frame ones, tokens of both
+    images. collaborators: what several devices, other kernels and caches need; without them the
+    model serves a single device.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class WanModel(nn.Module):
         cross_attn_norm: bool = True,
         eps: float = 1e-6,
         *,
+        image_dim: int = 0,
+        image_positions: int = 0,
         collaborators: Collaborators | None = None,
     ) -> None:
         super().__init__()
@@ -92,11 +97,13 @@ class WanModel(nn.Module):
             nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, dim * 6))
-        sizes = BlockSizes(dim, ffn_dim, num_heads, qk_norm, cross_attn_norm, eps)
+        norms, has_image = (qk_norm, cross_attn_norm, eps), image_dim > 0
+        sizes = BlockSizes(dim, ffn_dim, num_heads, *norms, has_image, text_len)
         self.blocks = nn.ModuleList(
             WanAttentionBlock(sizes, layer, given) for layer in range(num_layers)
         )
         self.head = Head(dim, math.prod(self.patch_size) * out_dim, eps, given.ops)
+        self.img_emb = ImageEmbedding(image_dim, dim, image_positions) if has_image else None
 
     def forward(
         self,
@@ -106,6 +113,7 @@ class WanModel(nn.Module):
         seq_len: int,
         y: list[Tensor] | None = None,
         *,
+        clip_fea: Tensor | None = None,
         step: StepInfo | None = None,
     ) -> list[Tensor]:
         """Velocities, float32 [out_dim, F, H, W] for each sample.
@@ -116,6 +124,8 @@ class WanModel(nn.Module):
             context: Text embeddings, [length <= text_len, text_dim] each.
             seq_len: The official padded length; it must hold the tokens; padding is not computed.
             y: i2v conditioning, concatenated to x on channels.
+            clip_fea: Of Wan2.1's image models, CLIP features [images, tokens, image_dim]; all
+                samples share them.
             step: Where in the run this call is, for attention layers and caches.
 
         Raises:
@@ -123,16 +133,23 @@ class WanModel(nn.Module):
         """
         if y is not None:
             x = [torch.cat(pair, dim=0) for pair in zip(x, y, strict=True)]
-        self._check(x, t, context, seq_len, y)
+        self._check(x, t, context, seq_len, y, clip_fea)
         if len(x) > 1 and (t.dim() == 2 or len({sample.shape for sample in x}) > 1):
             rows = t if t.shape[0] == len(x) else t.expand(len(x), *t.shape[1:])
             steps = [step and replace(step, sample=i) for i in range(len(x))]
             singles = zip(x, rows.split(1), context, steps, strict=True)
-            return [self._forward(s[None], row, [text], at)[0] for s, row, text, at in singles]
-        return list(self._forward(torch.stack(x), t, context, step).unbind(0))
+            return [
+                self._forward(s[None], row, [text], clip_fea, at)[0] for s, row, text, at in singles
+            ]
+        return list(self._forward(torch.stack(x), t, context, clip_fea, step).unbind(0))
 
     def _forward(
-        self, x_BCFHW: Tensor, t: Tensor, context: list[Tensor], step: StepInfo | None
+        self,
+        x_BCFHW: Tensor,
+        t: Tensor,
+        context: list[Tensor],
+        clip_fea: Tensor | None,
+        step: StepInfo | None,
     ) -> Tensor:
         grid = self.grid(x_BCFHW.shape[2:])
         tokens = math.prod(grid)
@@ -143,7 +160,7 @@ class WanModel(nn.Module):
         e_BRC = _in_fp32(self.time_embedding, features)
         e0_BR6C = _in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
         rope = self.rope.get(grid, x_BCFHW.device, self.tokens.shard)
-        text = self._text(context)
+        text = self._text(context, clip_fea)
         info = ForwardInfo(self.tokens.runs(lengths), rope, tokens, step)
 
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
@@ -181,16 +198,20 @@ class WanModel(nn.Module):
         x = x_BSC.reshape(-1, f, h, w, p, q, r, self.out_dim).permute(0, 7, 1, 4, 2, 5, 3, 6)
         return x.reshape(-1, self.out_dim, f * p, h * q, w * r)
 
-    def _text(self, context: list[Tensor]) -> TextState:
-        """The embedded context, from the cache where it is on."""
+    def _text(self, context: list[Tensor], clip_fea: Tensor | None) -> TextState:
+        """The embedded context behind the image's tokens, from the cache where it is on."""
         cache = None if torch.is_grad_enabled() else self.text_cache
-        state = None if cache is None else cache.get(context)
+        key = context if clip_fea is None else [*context, clip_fea]
+        state = None if cache is None else cache.get(key)
         if state is None:
             padded = torch.stack([F.pad(c, (0, 0, 0, self.text_len - len(c))) for c in context])
             embedding = self.text_embedding(padded.to(self.patch_embedding.weight.dtype))
+            if self.img_emb is not None and clip_fea is not None:
+                image = self.img_emb(clip_fea).to(embedding).expand(len(context), -1, -1)
+                embedding = torch.cat((image, embedding), dim=1)
             state = TextState(embedding, [None] * self.num_layers)
             if cache is not None:
-                cache.put(context, state)
+                cache.put(key, state)
         return state
 
     def _check(
@@ -200,10 +221,10 @@ class WanModel(nn.Module):
         context: list[Tensor],
         seq_len: int,
         y: list[Tensor] | None,
+        clip_fea: Tensor | None,
     ) -> None:
         """Refuse what the network cannot compute, with the shapes in the message."""
-        if self.model_type == "i2v" and y is None:
-            raise ValueError("An i2v model needs y, the conditioning latents; none were given.")
+        self._check_images(y, clip_fea)
         if (
             not x
             or len(context) != len(x)
@@ -232,6 +253,15 @@ class WanModel(nn.Module):
         longest = max(len(c) for c in context)
         if longest > self.text_len:
             raise ValueError(f"A context has {longest} rows; text_len is {self.text_len}.")
+
+    def _check_images(self, y: list[Tensor] | None, clip_fea: Tensor | None) -> None:
+        if self.model_type in ("i2v", "flf2v") and y is None:
+            raise ValueError("An i2v model needs y, the conditioning latents; none were given.")
+        if (self.img_emb is None) != (clip_fea is None):
+            raise ValueError(
+                "clip_fea belongs to the image models of Wan2.1, which need it; "
+                f"{'none were' if clip_fea is None else 'this model has no place for those'} given."
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WanModel:
         """Moving or casting the model makes cached keys and values stale."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from wan.torch_private import times_changed
 
-TextKV = tuple[Tensor, Tensor]
-"""Keys and values of one layer's cross-attention, [B,T,N,D] each."""
+TextKV = tuple[Tensor, ...]
+"""Keys and values of a layer's cross-attention, [B,T,N,D] each; then an image's, if any."""
 
 
 @dataclass

@@ -5,7 +5,7 @@ Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,29 +15,39 @@ from PIL import Image
 from torch import Tensor
 
 from wan.pipeline.denoise import Conditions
+from wan.pipeline.solvers import Draw
+from wan.pipeline.timesteps import schedule
 from wan.settings.request import Request
 
 Encode = Callable[[Tensor], Tensor]
 """Pixels [3,F,H,W] in [-1, 1] to normalised latents [Z,f,h,w]."""
+Look = Callable[[Sequence[Tensor]], Tensor]
+"""Pictures [3,H,W] in [-1, 1] to CLIP features [images,T,C]."""
 
 
-def noise(request: Request, device: torch.device) -> Tensor:
-    """Initial noise, float32 [Z,f,h,w], the first draw from the request's seed.
+def noise(request: Request, device: torch.device) -> Draw:
+    """Draws noise, float32 [Z,f,h,w], from the request's seed; the first draw is the start.
 
-    Drawn on the CPU by default, so that a seed means the same video on every device; the official
-    code draws on the device (--noise_device device).
+    On the CPU by default, so that a seed means the same video on every device; the official code
+    draws on the device (--noise_device device).
     """
     where = torch.device("cpu") if request.noise_device == "cpu" else device
     generator = torch.Generator(where).manual_seed(request.base_seed)
     shape = request.latent_shape
-    return torch.randn(shape, generator=generator, device=where, dtype=torch.float32).to(device)
+
+    def draw() -> Tensor:
+        made = torch.randn(shape, generator=generator, device=where, dtype=torch.float32)
+        return made.to(device)
+
+    return draw
 
 
 def prepare(
     request: Request,
     contexts: tuple[Tensor, Tensor],
-    image: Image.Image | None,
+    images: Sequence[Image.Image],
     encode: Encode,
+    look: Look,
     device: torch.device,
 ) -> Conditions:
     """The start of the loop and what it is held to, for the request's kind of task.
@@ -45,18 +55,27 @@ def prepare(
     Args:
         request: The video.
         contexts: Text embeddings of the prompt and of the negative one.
-        image: The image to start from.
+        images: The image to start from, and the one to end with.
         encode: The VAE.
+        look: CLIP, of the tasks that need it.
         device: Where the loop runs.
     """
-    conditions = Conditions(noise(request, device), *contexts)
-    if image is None:
+    draw = noise(request, device)
+    start = draw()
+    if request.sample_solver == "rcm":  # whose first level is below 1
+        start = start * schedule(request).sigmas[0]
+    conditions = Conditions(start, *contexts, draw=draw)
+    if not images:
         return conditions
     if request.preset.kind == "i2v":
-        y = image_channels(request, pixels(image), encode).to(device)
-        return replace(conditions, y=y)
+        first, *last = images
+        last = [one if one.size == first.size else _cropped(one, first.size) for one in last]
+        pictures = [pixels(one) for one in (first, *last)]
+        seen = look(pictures).to(device) if request.preset.images else None
+        y = image_channels(request, pictures, encode).to(device)
+        return replace(conditions, y=y, clip_fea=seen)
     return _hold_first_frame(
-        request, conditions, encode(cover(image, request.video_size)).to(device)
+        request, conditions, encode(cover(images[0], request.video_size)).to(device)
     )
 
 
@@ -66,30 +85,41 @@ def pixels(image: Image.Image) -> Tensor:
     return array.permute(2, 0, 1).float().div_(255).sub_(0.5).div_(0.5)
 
 
-def image_channels(request: Request, image_3HW: Tensor, encode: Encode) -> Tensor:
-    """i2v: [20,f,h,w], a mask of the given frame (4 channels) and the encoded video (16).
+def image_channels(request: Request, images_3HW: Sequence[Tensor], encode: Encode) -> Tensor:
+    """i2v: [20,f,h,w], a mask of the given frames (4 channels) and the encoded video (16).
 
-    The image is resized, not cropped, by bicubic interpolation without antialiasing on the CPU;
-    the frames after it are zeros (mid-grey). Both as officially.
+    The images are resized, not cropped, by bicubic interpolation without antialiasing on the CPU;
+    the frames beside them are zeros (mid-grey). Both as officially. Of the mask's channels each is
+    one of the four frames that a latent frame stands for; the first frame fills all four.
     """
     width, height = request.video_size
-    first = F.interpolate(image_3HW[None], size=(height, width), mode="bicubic")
-    rest = torch.zeros(3, request.frame_num - 1, height, width)
-    latents = encode(torch.cat((first.transpose(0, 1), rest), dim=1))
+    given = [
+        F.interpolate(image[None], size=(height, width), mode="bicubic").transpose(0, 1)
+        for image in images_3HW
+    ]
+    rest = torch.zeros(3, request.frame_num - len(given), height, width)
+    latents = encode(torch.cat((given[0], rest, *given[1:]), dim=1))
     mask = torch.zeros(4, *latents.shape[1:], device=latents.device)
     mask[:, 0] = 1
+    if len(given) == 2:
+        mask[3, -1] = 1
     return torch.cat((mask, latents))
 
 
 def cover(image: Image.Image, size: tuple[int, int]) -> Tensor:
     """ti2v: [3,1,H,W], the image scaled to cover (width, height) and cropped to its centre."""
+    return pixels(_cropped(image, size)).unsqueeze(1)
+
+
+def _cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Scaled to cover (width, height), and cut to its centre."""
     width, height = size
     scale = max(width / image.width, height / image.height)
     resized = image.convert("RGB").resize(
         (round(image.width * scale), round(image.height * scale)), Image.Resampling.LANCZOS
     )
     left, top = (resized.width - width) // 2, (resized.height - height) // 2
-    return pixels(resized.crop((left, top, left + width, top + height))).unsqueeze(1)
+    return resized.crop((left, top, left + width, top + height))
 
 
 def _hold_first_frame(request: Request, conditions: Conditions, first_Z1hw: Tensor) -> Conditions:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from PIL import Image
 from torch import Tensor
@@ -19,6 +19,7 @@ from wan.log import Stages
 from wan.modules.model import WanModel
 from wan.pipeline import conditioning, timesteps
 from wan.pipeline.caching import StepCaches
+from wan.pipeline.clip import ClipVision
 from wan.pipeline.denoise import Branches, both_here, denoise
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
@@ -143,6 +144,7 @@ class Pipeline:
         device: This rank's.
         text: The text encoder.
         vae: The autoencoder.
+        clip: The image encoder.
         experts: The DiTs.
         text_size: Most tokens of a prompt, and channels of each, that the DiTs take.
         offload: Each part is released as soon as its stage is over.
@@ -155,6 +157,7 @@ class Pipeline:
     device: Device
     text: Lazy[TextEncoder]
     vae: Lazy[VideoVAE]
+    clip: Lazy[ClipVision]
     experts: Experts
     text_size: tuple[int, int]
     offload: bool
@@ -172,6 +175,7 @@ class Pipeline:
         image: Image.Image | None = None,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
+        last_image: Image.Image | None = None,
     ) -> Tensor:
         """Denoised latents, float32 [Z,f,h,w], on the device.
 
@@ -180,10 +184,11 @@ class Pipeline:
             image: The image to start from.
             prompt_embeds: [length, text_dim], used instead of the prompt.
             negative_prompt_embeds: Likewise.
+            last_image: The image to end with.
         """
         if prompt_embeds is None:
             self.text.prefetch()
-        self.experts.prefetch(timesteps.experts(request)[0])
+        self.experts.prefetch(timesteps.schedule(request).experts[0])
         with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
             negative = context  # never looked at without guidance
@@ -194,8 +199,9 @@ class Pipeline:
             conditions = conditioning.prepare(
                 request,
                 (context, negative),
-                image,
+                [one for one in (image, last_image) if one is not None],
                 lambda video: self.sharing.latents(lambda: self.vae.get().encode(video)),
+                self._look,
                 self.device.torch_device,
             )
             self._done(self.vae)
@@ -214,6 +220,12 @@ class Pipeline:
             self._done(self.vae)
         return video
 
+    def _look(self, images: Sequence[Tensor]) -> Tensor:
+        """CLIP's features; it is released before the VAE works, which takes more memory."""
+        found = self.sharing.latents(lambda: self.clip.get()(images))
+        self._done(self.clip)
+        return found
+
     def _context(self, prompt: str, embeds: Tensor | None) -> Tensor:
         if embeds is None:
             embeds = self.sharing.text(lambda: self.text.get()(prompt))
@@ -225,7 +237,7 @@ class Pipeline:
             )
         return embeds.to(self.device.torch_device)
 
-    def _done(self, part: Lazy[TextEncoder] | Lazy[VideoVAE] | Experts) -> None:
+    def _done(self, part: Lazy[Any] | Experts) -> None:
         if self.offload:
             part.release()
             self.device.empty_cache()

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint import keymaps
 from wan.checkpoint.files import whole_folder
@@ -36,6 +36,7 @@ State = OrderedDict[str, Tensor]
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
+CLIP_DIM = 160  # two heads of CLIP's size
 TEXT_SIZES = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
 
@@ -52,6 +53,15 @@ class Recipe:
     flow_shift: float = 3.0  # of the published diffusers scheduler; not the official default
     boundary: float | None = None  # given where there are two experts
     sharded: bool = True
+    images: int = 0  # that CLIP looks at
+
+    @property
+    def image_sizes(self) -> dict[str, Any]:
+        """Arguments of the network that the official config.json leaves to the weights."""
+        if not self.images:
+            return {}
+        positions = 2 * CLIP_TOKENS if self.images == 2 else 0
+        return {"image_dim": CLIP_DIM, "image_positions": positions}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -73,11 +83,26 @@ class Recipe:
         }
 
 
+CLIP_TOKENS = 257
+CLIP_NAMES = (  # transformers' and the official part of a name
+    ("embeddings.class_embedding", "cls_embedding"),
+    ("embeddings.position_embedding.weight", "pos_embedding"),
+    ("embeddings.patch_embedding", "patch_embedding"),
+    ("pre_layrnorm", "pre_norm"),
+    ("post_layernorm", "post_norm"),
+    ("encoder.layers", "transformer"),
+    ("layer_norm", "norm"),
+    ("self_attn.out_proj", "attn.proj"),
+    ("mlp.fc1", "mlp.0"),
+    ("mlp.fc2", "mlp.2"),
+)
 RECIPES = {
     "t2v-A14B": Recipe("t2v", 40, 6, 16, 16, boundary=0.875),
     "i2v-A14B": Recipe("i2v", 40, 6, 36, 16, boundary=0.9),
     "ti2v-5B": Recipe("ti2v", 24, 8, 48, 48, flow_shift=5.0),
     "t2v-1.3B": Recipe("t2v", 12, 8, 16, 16, sharded=False),
+    "i2v-14B": Recipe("i2v", 40, 6, 36, 16, images=1),
+    "flf2v-14B": Recipe("flf2v", 40, 6, 36, 16, images=2),
 }
 
 
@@ -112,12 +137,16 @@ class Networks:
             config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
             self.text_encoder: Any = UMT5EncoderModel(config)
             official = {key: value for key, value in recipe.config.items() if key[0] != "_"}
-            dit = WanModel(**official, text_dim=TEXT_SIZES["d_model"])
+            dit = WanModel(**official, **recipe.image_sizes, text_dim=TEXT_SIZES["d_model"])
+            self.clip: Any = _clip()
         random = torch.Generator().manual_seed(seed)
         experts = 1 if recipe.boundary is None else 2
         self.dit_states = [_draw(dit, str, random, dtype) for _ in range(experts)]
         self.vae_state = _draw(self.vae, self._vae_name, random, torch.float32)
         self.text_state = _draw(self.text_encoder, keymaps.t5_official_name, random, torch.bfloat16)
+        self.clip_state: State = OrderedDict()
+        if recipe.images:
+            self.clip_state = _draw(self.clip, str, random, torch.float16)
 
     @property
     def vae_version(self) -> str:
@@ -125,6 +154,15 @@ class Networks:
 
     def _vae_name(self, name: str) -> str:
         return keymaps.vae_official_name(name, self.vae.config.is_residual)
+
+
+def _clip() -> Any:
+    """CLIP's vision tower with its last block, which Wan leaves out."""
+    sizes = {"hidden_size": CLIP_DIM, "intermediate_size": 2 * CLIP_DIM, "num_hidden_layers": 3}
+    config: Any = CLIPVisionConfig(
+        **sizes, num_attention_heads=2, patch_size=14, image_size=224, hidden_act="gelu"
+    )
+    return CLIPVisionModel(config)
 
 
 def _draw(
@@ -191,7 +229,33 @@ def _write_official(folder: Path, networks: Networks) -> None:
         write_json(folder / "configuration.json", {"framework": "Pytorch"})
     torch.save(networks.vae_state, folder / f"Wan{networks.vae_version}_VAE.pth")
     torch.save(networks.text_state, folder / "models_t5_umt5-xxl-enc-bf16.pth")
+    if networks.clip_state:
+        name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+        torch.save(_official_clip(networks.clip_state), folder / name)
     write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
+
+
+def _official_clip(state: State) -> State:
+    """Under the official names, with a text tower and what else Wan does not use."""
+    found: State = OrderedDict()
+    for name, tensor in state.items():
+        name = name.removeprefix("vision_model.")
+        for theirs, official in CLIP_NAMES:
+            name = name.replace(theirs, official)
+        if name.endswith(("cls_embedding", "pos_embedding")):
+            tensor = tensor.reshape(1, -1, CLIP_DIM)
+        if any(f".{part}_proj." in name for part in "qkv"):
+            continue
+        found[f"visual.{name}"] = tensor
+    for name in state:
+        if ".q_proj." in name:
+            parts = [state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            layer, end = name.split("layers.")[1].split(".")[0], name.rpartition(".")[2]
+            found[f"visual.transformer.{layer}.attn.to_qkv.{end}"] = torch.cat(parts)
+    found["visual.head"] = torch.zeros(CLIP_DIM, 8)
+    found["textual.token_embedding.weight"] = torch.zeros(4, 4)
+    found["log_scale"] = torch.zeros(())
+    return found
 
 
 def _save_dit(folder: Path, state: State, shards: int) -> None:
@@ -223,6 +287,10 @@ def _write_diffusers(folder: Path, networks: Networks) -> None:
     tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]  # tied, and saved once
     _save_pretrained(folder / "text_encoder", networks.text_encoder, tensors, sharded=True)
     write_tokenizer(folder / "tokenizer", networks.tokenizer)
+    if networks.clip_state:
+        _save_pretrained(
+            folder / "image_encoder", networks.clip, networks.clip_state, sharded=False
+        )
     scheduler: Any = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=recipe.flow_shift
     )
@@ -244,6 +312,9 @@ def _diffusers_dit(recipe: Recipe) -> Any:
             text_dim=TEXT_SIZES["d_model"],
             ffn_dim=recipe.config["ffn_dim"],
             num_layers=recipe.config["num_layers"],
+            image_dim=CLIP_DIM if recipe.images else None,
+            added_kv_proj_dim=recipe.config["dim"] if recipe.images else None,
+            pos_embed_seq_len=recipe.image_sizes.get("image_positions") or None,
         )
 
 
@@ -274,9 +345,10 @@ def _model_index(recipe: Recipe) -> dict[str, Any]:
         "transformer_2": absent if recipe.boundary is None else dit,
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
-    if recipe.model_type == "i2v":
+    if recipe.model_type in ("i2v", "flf2v"):
         index["_class_name"] = "WanImageToVideoPipeline"
-        index |= {"image_encoder": absent, "image_processor": absent}
+        clip = ["transformers", "CLIPVisionModel"] if recipe.images else absent
+        index |= {"image_encoder": clip, "image_processor": absent}
     return index
 
 

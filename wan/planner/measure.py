@@ -28,7 +28,7 @@ from wan.kernels.npu import planned as npu
 from wan.kernels.select import select
 from wan.modules.model import WanModel
 from wan.modules.schedule import TokenPlan
-from wan.pipeline import bound, build, text, vae
+from wan.pipeline import adapt, bound, build, clip, text, vae
 from wan.pipeline.setup import Setup
 from wan.settings.numerics import acting_as
 from wan.settings.parallel import Parallel
@@ -90,6 +90,8 @@ class Planner:
         if self.device.type == "cpu" or not execution.t5_cpu:
             stage("text encoder", *self._text(parallel.world_size if parallel.t5_fsdp else 1))
         weights, encoding, decoding = self._vae(execution.vae_tiling)
+        if not execution.offload_model:  # it is released before the VAE works otherwise
+            stays += self._clip_weights()
         if encoding:
             stage("image encoder", weights, encoding)
         forward = max(self.forwards(parallel), key=lambda forward: forward.beside.total())
@@ -140,7 +142,9 @@ class Planner:
                     if self.device.type == "npu":
                         npu.quantise(network, export.sizes)
                     else:
-                        build.quantised_layers(export, META, compute)(network, {})
+                        adapt.quantised_layers(export, META, compute)(network, {})
+                elif setup.keeps_fp8(self.device.type):
+                    adapt.keep_fp8(files.tensors, network, {})
             place, _ = build.places(parallel, team)
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
             with _loaded(network, network.blocks, dtypes, place) as (live, weights):
@@ -175,12 +179,17 @@ class Planner:
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
         first = setup.attention.start_step(steps) if setup.attention.use_rainfusion else 0
         again = [0] if setup.cache.policy != "none" else []  # more is kept in the second
+        images = setup.preset.images
+        seen = torch.empty(images, clip.TOKENS, config["image_dim"], device=live.device)
+        live.leave_out([seen])
         for index in [*again, *sorted({0, first})]:
             live.sent.clear()
             for branch, text_LC in zip(branches, texts, strict=True):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
                 with live:
-                    network([x], t, [text_LC], prod(grid), [y] if len(y) else None, step=step)
+                    told = prod(grid), [y] if len(y) else None
+                    clip_fea = seen if images else None
+                    network([x], t, [text_LC], *told, clip_fea=clip_fea, step=step)
             if again:
                 again.clear()
                 continue
@@ -203,6 +212,13 @@ class Planner:
                 with live:
                     network(ids, torch.ones_like(ids))
         return Parts({"text encoder weights": weights}), live.peak
+
+    def _clip_weights(self) -> Parts:
+        path, images = self.setup.checkpoint.image_encoder, self.setup.preset.images
+        if not images:
+            return Parts()
+        count = clip.PUBLISHED if path is None else clip.Blueprint(path).elements
+        return Parts({"CLIP weights": count * self.dtype.itemsize})
 
     def _autoencoder(self, tiling: bool) -> tuple[Parts, Parts, Parts]:
         """The weights, and what lives beside them while an image is encoded and while decoding."""

@@ -12,6 +12,10 @@ NEGATIVE_PROMPT = (
 )
 """The official negative prompt: part of the model's recipe, needed for equal outputs."""
 
+SHAKY = "镜头晃动，"
+CUTS = "镜头切换，"
+"""What the negative prompts of Wan2.1's image models begin with."""
+
 TRAIN_TIMESTEPS = 1000
 MAX_POSITIONS = 1024  # rotary positions per axis the networks were built for
 
@@ -45,6 +49,9 @@ class Preset:
     frame_num: int = 81
     fps: int = 16
     patch_size: tuple[int, int, int] = (1, 2, 2)
+    images: int = 0  # that CLIP looks at
+    negative_prompt: str = NEGATIVE_PROMPT
+    small_shift: float | None = None  # sample_shift of 832*480 and 480*832, where another one
 
     @property
     def prompt(self) -> str:
@@ -67,14 +74,19 @@ _ONE = ("dit",)
 _A14B_SIZES = ("720*1280", "1280*720", "480*832", "832*480")
 _NET_14B: dict[str, Any] = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
 _VAE_21: dict[str, Any] = {"vae": "2.1", "vae_stride": (4, 8, 8)}
-_WAN21: dict[str, Any] = {
-    "kind": "t2v",
+_DENSE: dict[str, Any] = {
     "experts": _ONE,
     **_VAE_21,
-    "sample_steps": 50,
-    "sample_shift": 5.0,
     "sample_guide_scale": (5.0, 5.0),
     "boundary": None,
+}
+_WAN21: dict[str, Any] = {**_DENSE, "kind": "t2v", "sample_steps": 50, "sample_shift": 5.0}
+_IMAGE21: dict[str, Any] = {
+    **_DENSE,
+    "kind": "i2v",
+    **_NET_14B,
+    "size": (1280, 720),
+    "trained_sizes": _A14B_SIZES,
 }
 
 PRESETS: dict[str, Preset] = {
@@ -147,13 +159,32 @@ PRESETS: dict[str, Preset] = {
             trained_sizes=_A14B_SIZES,
             **_WAN21,
         ),
+        Preset(
+            task="i2v-14B",
+            folder="Wan2.1-I2V-14B-720P",
+            sample_steps=40,
+            sample_shift=5.0,
+            small_shift=3.0,
+            images=1,
+            negative_prompt=SHAKY + NEGATIVE_PROMPT,
+            **_IMAGE21,
+        ),
+        Preset(
+            task="flf2v-14B",
+            folder="Wan2.1-FLF2V-14B-720P",
+            sample_steps=50,
+            sample_shift=16.0,
+            images=2,
+            negative_prompt=CUTS + SHAKY + NEGATIVE_PROMPT,
+            **_IMAGE21,
+        ),
     )
 }
 
 ALIASES = {"t2v-14B": "t2v-A14B", "i2v-14B": "i2v-A14B"}
-"""Other names of the two-expert tasks. A folder with a single t2v network makes t2v-14B dense."""
+"""Other names of the two-expert tasks. A folder with a single network makes them Wan2.1's."""
 
-TASKS = (*PRESETS, "i2v-14B")
+TASKS = tuple(PRESETS)
 
 EXAMPLE_PROMPTS = {
     "t2v": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "

@@ -1,0 +1,179 @@
+"""The CLIP image encoder of Wan2.1's image models: transformers' network, the official recipe.
+
+Legend: T tokens (class token first), C channels.
+
+What the DiT takes are the features before the last of the 32 blocks, without the final norm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan.checkpoint.load import Source, fill, mapped, stored
+from wan.settings.errors import InputError
+
+SIDE = 224  # pixels
+TOKENS = 257
+PUBLISHED = 610_000_000  # elements of the published network, about
+HEAD = 80  # channels of an attention head
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_STD = (0.26862954, 0.26130258, 0.27577711)
+
+# Official names of the vision tower -> transformers'; to_qkv is cut into three.
+_ROWS = (
+    (r"^visual\.cls_embedding$", "embeddings.class_embedding"),
+    (r"^visual\.pos_embedding$", "embeddings.position_embedding.weight"),
+    (r"^visual\.patch_embedding\.", "embeddings.patch_embedding."),
+    (r"^visual\.pre_norm\.", "pre_layrnorm."),
+    (r"^visual\.transformer\.(\d+)\.norm1\.", r"encoder.layers.\1.layer_norm1."),
+    (r"^visual\.transformer\.(\d+)\.norm2\.", r"encoder.layers.\1.layer_norm2."),
+    (r"^visual\.transformer\.(\d+)\.attn\.proj\.", r"encoder.layers.\1.self_attn.out_proj."),
+    (r"^visual\.transformer\.(\d+)\.attn\.to_qkv\.", r"encoder.layers.\1.self_attn.to_qkv."),
+    (r"^visual\.transformer\.(\d+)\.mlp\.0\.", r"encoder.layers.\1.mlp.fc1."),
+    (r"^visual\.transformer\.(\d+)\.mlp\.2\.", r"encoder.layers.\1.mlp.fc2."),
+)
+_UNUSED = re.compile(
+    r"textual\.|log_scale$|visual\.(post_norm|head)|post_layernorm\.|visual_projection|.*position_ids$"
+).match
+_LAYERS = "encoder.layers."
+_QKV = ("q_proj", "k_proj", "v_proj")
+_SIZES = ("embeddings.patch_embedding.weight", f"{_LAYERS}0.mlp.fc1.weight")
+
+
+class ClipVision:
+    """Features of pictures."""
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Tensor]) -> Tensor:
+        """[images,T,C] in the dtype of the network, of pictures [3,H,W] in [-1, 1]."""
+        weight = self._network.embeddings.patch_embedding.weight
+        x = torch.cat([preprocessed(image) for image in images]).to(weight.device, weight.dtype)
+        found: Tensor = self._network(pixel_values=x).last_hidden_state
+        return found
+
+
+def preprocessed(image_3HW: Tensor) -> Tensor:
+    """[1,3,224,224]: stretched by bicubic interpolation without antialiasing, as officially."""
+    x = F.interpolate(image_3HW[None].float().cpu(), size=(SIDE, SIDE), mode="bicubic")
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
+    return (x * 0.5 + 0.5 - mean) / std
+
+
+class Blueprint:
+    """The vision tower without its last block, and its file: official, or transformers' folder.
+
+    Raises InputError for a file that holds no such network.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.origin = path
+        found = {name: info for name, info in stored(path, _name).items() if not _UNUSED(name)}
+        layers = [int(name.split(".")[2]) for name in found if name.startswith(_LAYERS)]
+        last = max(layers, default=0)
+        self._files = {n: i for n, i in found.items() if not n.startswith(f"{_LAYERS}{last}.")}
+        shapes = {name: info.shape for name, info in self._files.items()}
+        first, inner = (shapes.get(name, ()) for name in _SIZES)
+        if len(first) != 4 or len(inner) != 2:
+            raise InputError(f"{path} holds no CLIP vision network; download it again.")
+        self.dim = first[0]
+        self._sizes = (self.dim, inner[0], last, first[2])
+        expected = {name: tuple(p.shape) for name, p in self._built().named_parameters()}
+        wrong = [name for name in expected if self._shape(name) != expected[name]]
+        unknown = sorted(name for name in shapes if not {name, *_parts(name)} & expected.keys())
+        if wrong or unknown:
+            name = (wrong or unknown)[0]
+            raise InputError(f"{path}: {name} does not fit CLIP's vision tower; download it again.")
+
+    def _built(self) -> Any:
+        with torch.device("meta"):
+            return _network(*self._sizes)
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor of the network, in the file."""
+        if name in self._files:
+            return _without_ones(self._files[name].shape)
+        whole = self._files.get(_whole(name))
+        return None if whole is None else (whole.shape[0] // 3, *whole.shape[1:])
+
+    @property
+    def elements(self) -> int:
+        """Of the network's weights."""
+        return sum(p.numel() for p in self._built().parameters())
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> ClipVision:
+        """The network, in one dtype."""
+        read, network = mapped(self._files), self._built()
+        sources = {}
+        for name, _ in network.named_parameters():
+            third = "" if name in read else name.split(".")[4]
+            sources[name] = _third(read[_whole(name)], third) if third else _plain(read[name])
+        fill(network, sources, device=device, dtype_of=lambda *_: dtype, label="CLIP")
+        count = len(network.embeddings.position_embedding.weight)
+        network.embeddings.position_ids = torch.arange(count, device=device).unsqueeze(0)
+        return ClipVision(network)
+
+
+def _whole(name: str) -> str:
+    """The official tensor that a projection of queries, keys or values is a third of."""
+    return re.sub(r"\.[qkv]_proj\.", ".to_qkv.", name)
+
+
+def _parts(name: str) -> list[str]:
+    return [name.replace(".to_qkv.", f".{part}.") for part in _QKV]
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Official embeddings have batch axes."""
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
+
+
+def _plain(kept: Source) -> Source:
+    shape = _without_ones(kept.shape)
+    if shape == kept.shape:
+        return kept
+    return Source(kept.dtype, shape, kept.read(slice(None)).reshape(shape).__getitem__)
+
+
+def _third(whole: Source, part: str) -> Source:
+    rows, place = whole.shape[0] // 3, _QKV.index(part)
+    values = whole.read(slice(place * rows, (place + 1) * rows))
+    return Source(whole.dtype, (rows, *whole.shape[1:]), values.__getitem__)
+
+
+def _network(dim: int, inner: int, layers: int, patch: int) -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=dim,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, dim // HEAD),
+        image_size=SIDE,
+        patch_size=patch,
+        hidden_act="gelu",
+        layer_norm_eps=1e-5,
+    )
+    network: Any = CLIPVisionModel(config)
+    network = getattr(network, "vision_model", network)  # transformers 4 has it inside
+    network.post_layernorm = torch.nn.Identity()  # of an output that nobody takes
+    del network.embeddings.position_ids  # a buffer that is in no file
+    return network
+
+
+def _name(name: str) -> str:
+    name = name.removeprefix("vision_model.")
+    for pattern, replacement in _ROWS:
+        name = re.sub(pattern, replacement, name)
+    return name
