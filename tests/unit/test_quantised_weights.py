@@ -598,6 +598,35 @@ def test_which_entry_counts(case: str, broken: Path, tiny: Any) -> None:
     assert (None if layer is None else layer.algorithm) == algorithm
 
 
+def test_a_lora_is_merged_before(tiny: Any, tmp_path: Path) -> None:
+    """The int8 weights are those of the merged checkpoint; what stays FLOAT cannot change."""
+    generator, layer = torch.Generator().manual_seed(0), "blocks.1.ffn.0"
+    checkpoint = tiny("t2v-1.3B")
+    file = checkpoint / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    out_features, in_features = weights[f"{layer}.weight"].shape
+    down = torch.randn(2, in_features, generator=generator) / 10
+    up = torch.randn(out_features, 2, generator=generator) / 10
+    pair = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+    save_file(pair, tmp_path / "lora.safetensors")
+    given = [f"{tmp_path / 'lora.safetensors'}=0.5"]
+    found = load_file(quantize(checkpoint, tmp_path / "out", lora=given) / WEIGHTS)
+    merged = weights[f"{layer}.weight"].double() + 0.5 * up.double() @ down.double()
+    payload, scale = per_token(merged.float())
+    assert torch.equal(found[f"{layer}.weight"], payload)
+    assert torch.equal(found[f"{layer}.weight_scale"], scale)
+    plain = load_file(quantize(checkpoint, tmp_path / "plain") / WEIGHTS)
+    assert not torch.equal(plain[f"{layer}.weight"], payload)
+    assert all(
+        torch.equal(found[n], plain[n]) for n in plain if not n.startswith(f"{layer}.weight")
+    )
+    save_file({"blocks.0.norm3.diff": torch.ones(in_features)}, tmp_path / "norm.safetensors")
+    with pytest.raises(
+        InputError, match=r"changes blocks\.0\.norm3\.weight, which is not quantised"
+    ):
+        quantize(checkpoint, tmp_path / "more", lora=[str(tmp_path / "norm.safetensors")])
+
+
 # --- loading
 
 
