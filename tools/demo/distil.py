@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tools.demo.evaluate import as_pixels, held_out, rates, right
+from tools.demo.evaluate import as_pixels, held_out, psnr, rates, right
 from tools.demo.scenes import caption, random_scene
 from tools.demo.score import look
 from tools.demo.training import Training, averaged_weights, save_atomically
@@ -158,10 +158,12 @@ def score(folder: Path, prompts: int) -> None:
         "4 euler steps, no guidance": ({}, {"recipe": "lightning-4step"}),
         "the LoRA, 4 euler steps": ({"lora_dir": str(folder)}, {"recipe": "lightning-4step"}),
     }
-    print("| Run | Colour / shape / motion | Seconds of denoising |\n|---|---|---|")
+    print("| Run | Colour / shape / motion, % | PSNR to the first | Seconds of denoising |")
+    print("|---|---|---|---|")
+    first: dict[int, Any] = {}
     for name, (loading, video) in rows.items():
         model = WanT2V("t2v-A14B", DEMO, precision="fp32", **loading)
-        verdicts, seconds = [], []
+        verdicts, seconds, like = [], [], []
         for number, scene in held_out(prompts):
             before = model._pipeline.stages.seconds.get("denoising", 0.0)
             frames: Any = model.generate(
@@ -173,10 +175,13 @@ def score(folder: Path, prompts: int) -> None:
                 **video,
             )
             seconds.append(model._pipeline.stages.seconds["denoising"] - before)
-            verdicts.append(right(scene, look(as_pixels(frames))))
+            clip = as_pixels(frames)
+            like.append(psnr(clip, first.setdefault(number, clip)))
+            verdicts.append(right(scene, look(clip)))
         found = rates(verdicts)
         marks = " / ".join(f"{found[key]:.0f}" for key in ("colour", "shape", "motion"))
-        print(f"| {name} | {marks} | {np.median(seconds):.3f} |", flush=True)
+        likeness = f"{np.mean(like):.1f}" if like[0] < 70 else ""
+        print(f"| {name} | {marks} | {likeness} | {np.median(seconds):.3f} |", flush=True)
 
 
 def main() -> None:

@@ -1,0 +1,55 @@
+"""Wan2.1's image tokens on ranks: every rank attends to them itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import profile
+
+from tests.dist import run
+from wan.distributed.tokens import ShardedTokens
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.interfaces import Collaborators
+from wan.modules.model import WanModel
+
+pytestmark = pytest.mark.dist
+HEADS, GRID, TOKENS, FEATURES = 4, (2, 3, 3), 18, 32
+
+
+def velocity(images: int, sharded: bool) -> tuple[Tensor, Counter[str]]:
+    """And the exchanges of the forward, by the name of the operation."""
+    given = Collaborators()
+    if sharded:
+        layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), dist.group.WORLD)
+        given = Collaborators(layer, tokens=ShardedTokens(dist.group.WORLD))
+    torch.manual_seed(0)
+    sizes = {"dim": HEADS * 8, "ffn_dim": 64, "num_heads": HEADS, "num_layers": 2}
+    text = {"text_dim": 16, "text_len": 8}
+    seen = {"image_dim": FEATURES, "image_positions": 20 if images == 2 else 0} if images else {}
+    model = WanModel("i2v", in_dim=36, **sizes, **text, **seen, collaborators=given)
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(c, 2, 6, 6, generator=generator) for c in (16, 20))
+    told = torch.randn(8, 16, generator=generator)
+    features = torch.randn(max(images, 1), 10, FEATURES, generator=generator)
+    more: dict[str, Any] = {"clip_fea": features} if images else {}
+    with torch.no_grad(), profile() as trace:
+        found = model([x], torch.tensor([500.0]), [told], TOKENS, [y], **more)[0]
+    return found, Counter(e.name for e in trace.events() if e.name.startswith("gloo:"))
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_no_exchange_more_than_without_them(images: int) -> None:
+    expected, _ = velocity(images, False)
+    for (found, sent), (_, plain) in zip(
+        run(2, velocity, images, True),
+        run(2, velocity, 0, True),
+        strict=True,
+    ):
+        assert (found - expected).abs().max() <= 2e-5
+        assert sent == plain and sent["gloo:all_to_all"] > 0
