@@ -13,7 +13,6 @@ by the next call: give False to keep what fits.
 from __future__ import annotations
 
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,21 @@ GuideScale = float | tuple[float, float]
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
 _IMAGES = ("image", "last_image")
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
+
+
+class _Float(float):
+    """A default of `generate` that can be told from the same number where it is given."""
+
+
+class _Int(int):
+    """Likewise."""
+
+
+class _Str(str):
+    """Likewise."""
+
+
+_GUIDANCE = _Float(5.0)
 
 
 class _Generator:
@@ -175,7 +189,7 @@ class _Generator:
         )
         absent = {*_IMAGES, *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
         given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
-        recipe, values = self._with_recipe(self._values | read(given, "--{}"))
+        recipe, values = self._with_recipe(self._values | read(given, "--{}"), call)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("max_area", call["max_area"])
@@ -186,8 +200,10 @@ class _Generator:
             logger.warning(notice)
         return request, image, last
 
-    def _with_recipe(self, values: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-        """The recipe, which sets what was left at the defaults of `generate`.
+    def _with_recipe(
+        self, values: dict[str, Any], call: dict[str, Any]
+    ) -> tuple[str | None, dict[str, Any]]:
+        """The recipe, which sets what was not given to `generate`.
 
         So do the presets of Wan2.1's image models, which the official class does not know.
         """
@@ -195,12 +211,13 @@ class _Generator:
         name, sampling = recipes.choose(values.get("recipe", "auto"), *files, self._preset)
         if name is None and not self._preset.images:
             return None, values
-        defaults = signature(type(self).generate).parameters
-        kept = dict(values)
-        for flag in ("sample_solver", "sample_steps", "sample_shift", "sample_guide_scale"):
-            default = defaults[KEYWORDS.get(flag, flag)].default
-            if values[flag] == read({flag: default}, "--{}")[flag]:
-                del kept[flag]
+        absent = {
+            flag
+            for flag, keyword in KEYWORDS.items()
+            if isinstance(call.get(keyword), _Float | _Int | _Str)
+        }
+        absent |= {"sample_solver"} if isinstance(call["sample_solver"], _Str) else set()
+        kept = {flag: value for flag, value in values.items() if flag not in absent}
         return name, recipes.under(kept, sampling)
 
 
@@ -260,10 +277,10 @@ class WanT2V(_Generator):
         input_prompt: str,
         size: tuple[int, int] = (1280, 720),
         frame_num: int = 81,
-        shift: float = 5.0,
-        sample_solver: str = "unipc",
-        sampling_steps: int = 50,
-        guide_scale: GuideScale = 5.0,
+        shift: float = _Float(5.0),
+        sample_solver: str = _Str("unipc"),
+        sampling_steps: int = _Int(50),
+        guide_scale: GuideScale = _GUIDANCE,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: bool = True,
@@ -312,10 +329,10 @@ class WanI2V(_Generator):
         img: Any,
         max_area: int = 720 * 1280,
         frame_num: int = 81,
-        shift: float = 5.0,
-        sample_solver: str = "unipc",
-        sampling_steps: int = 40,
-        guide_scale: GuideScale = 5.0,
+        shift: float = _Float(5.0),
+        sample_solver: str = _Str("unipc"),
+        sampling_steps: int = _Int(40),
+        guide_scale: GuideScale = _GUIDANCE,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: bool = True,
@@ -352,10 +369,10 @@ class WanTI2V(_Generator):
         size: tuple[int, int] = (1280, 704),
         max_area: int = 704 * 1280,
         frame_num: int = 81,
-        shift: float = 5.0,
-        sample_solver: str = "unipc",
-        sampling_steps: int = 50,
-        guide_scale: GuideScale = 5.0,
+        shift: float = _Float(5.0),
+        sample_solver: str = _Str("unipc"),
+        sampling_steps: int = _Int(50),
+        guide_scale: GuideScale = _GUIDANCE,
         n_prompt: str = "",
         seed: int | None = -1,
         offload_model: bool = True,

@@ -246,7 +246,7 @@ def test_a_record_keeps_the_schedule_and_steps_take_it_back(tmp_path: Path) -> N
 
 
 def test_python_classes_take_a_recipe(tiny: Any) -> None:
-    """It sets what was left at the defaults of `generate`, and nothing else."""
+    """It sets what is not given, and nothing else."""
     model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
     common: dict[str, Any] = {"size": (32, 32), "frame_num": 1, "seed": 2, "output_type": "latent"}
     found = model.generate("a cat", **common, recipe="lightning-4step")
@@ -254,6 +254,9 @@ def test_python_classes_take_a_recipe(tiny: Any) -> None:
     assert torch.equal(found, model.generate("a cat", **common, **four))
     three = model.generate("a cat", **common, recipe="lightning-4step", sampling_steps=3)
     assert torch.equal(three, model.generate("a cat", **common, **four | {"sampling_steps": 3}))
+    given = {"sampling_steps": 50, "guide_scale": 5.0, "shift": 5.0}  # generate's own defaults
+    fifty = model.generate("a cat", **common, recipe="lightning-4step", **given)
+    assert torch.equal(fifty, model.generate("a cat", **common, **given, sample_solver="euler"))
     with pytest.raises(InputError, match="recipe fastwan-3step is for ti2v-5B, not for t2v-A14B"):
         model.generate("a cat", **common, recipe="fastwan-3step")
 
