@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.conftest import slow
 from tools.demo import evaluate
+from tools.demo.scenes import caption
 from tools.demo.score import look
 from wan import WanI2V, WanT2V
 from wan.checkpoint.layout import describe
@@ -22,6 +23,7 @@ from wan.configs import WAN_CONFIGS
 pytestmark = pytest.mark.usefixtures("one_thread")
 REPO = Path(__file__).parents[2]
 DEMO = REPO / "examples" / "demo"
+LORA = DEMO / "T2V-A14B-4steps-lora"
 IMAGE = REPO / "examples" / "star.png"
 
 
@@ -53,8 +55,9 @@ def test_heads_are_many_enough_for_real_chunks(task: str) -> None:
 
 
 def test_the_files_stay_small() -> None:
-    files = [p for p in DEMO.rglob("*") if p.is_file() and not p.is_symlink()]
-    assert sum(p.stat().st_size for p in files) <= 20e6
+    for folder, limit in ((DEMO, 22.5e6), (LORA, 2.5e6)):
+        files = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
+        assert sum(p.stat().st_size for p in files) <= limit
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,20 @@ def test_it_draws_what_the_prompt_says(setting: evaluate.Setting) -> None:
     model = WanT2V(WAN_CONFIGS["t2v-A14B"], DEMO / "t2v-A14B")
     found = evaluate.score_t2v(model, setting)
     assert found["colour"] >= 95 and found["motion"] >= 90 and found["shape"] >= 80, found
+
+
+@pytest.mark.slow
+def test_its_lora_draws_in_four_steps() -> None:
+    """The recipe is recognised from the folder's name."""
+    model = WanT2V("t2v-A14B", DEMO / "t2v-A14B", lora_dir=LORA)
+    verdicts = []
+    for number, scene in evaluate.held_out(10):
+        video = model.generate(
+            caption(scene), size=(64, 64), frame_num=9, seed=number, offload_model=False
+        )
+        verdicts.append(evaluate.right(scene, look(evaluate.as_pixels(video))))
+    found = evaluate.rates(verdicts)
+    assert found["colour"] >= 95 and found["motion"] >= 85 and found["shape"] >= 80, found
 
 
 def test_a_video_starts_with_the_image_it_is_given() -> None:
