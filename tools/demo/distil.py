@@ -1,6 +1,6 @@
 """Distils the demo checkpoint into four steps without guidance, as a LoRA for each expert.
 
-    python -m tools.demo.distil --state STATE --pairs 2048
+    python -m tools.demo.distil --state STATE --pairs 1024
     python -m tools.demo.distil --state STATE --expert high_noise    (and low_noise)
     python -m tools.demo.distil --state STATE --out examples/demo/T2V-A14B-4steps-lora
     python -m tools.demo.distil --score examples/demo/T2V-A14B-4steps-lora
@@ -191,7 +191,7 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, help="clips that the teacher makes")
     parser.add_argument("--expert", choices=PARTS, help="train its pairs")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--out", type=Path, help="write the --lora_dir")
     parser.add_argument("--score", type=Path, help="a --lora_dir to compare with the teacher")
