@@ -23,7 +23,7 @@ from wan.checkpoint.load import Blueprint, dit_dtypes, rotations
 from wan.checkpoint.quantised import QuantisedDit, resolve
 from wan.kernels.int8_linear import W8A8Linear
 from wan.modules.model import WanModel
-from wan.pipeline import build
+from wan.pipeline import adapt
 from wan.pipeline.tiny import make_checkpoint
 from wan.settings.errors import InputError
 
@@ -106,7 +106,7 @@ def network(pair: tuple[Path, Path], where: torch.device, name: str) -> WanModel
     return Blueprint("DiT", lambda: WanModel(**files.config), files.tensors, pair[0]).load(
         device=where,
         dtype_of=dit_dtypes(torch.bfloat16, False),
-        adapt=build.quantised_layers(export, where, torch.bfloat16),
+        adapt=adapt.quantised_layers(export, where, torch.bfloat16),
     )
 
 
