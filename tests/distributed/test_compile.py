@@ -37,7 +37,7 @@ STAGES = {
 
 @pytest.mark.parametrize(
     ("mode", "valid_len"),
-    [case if case == (1, 21) else slow(*case) for case in product(MODES, (24, 21))],
+    [slow(*case) for case in product(MODES, (24, 21))],
 )
 def test_compiled_block(mode: int, valid_len: int) -> None:
     for found in dist.run(RANKS, compile_block, mode, valid_len):

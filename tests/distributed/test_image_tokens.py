@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import profile
 
+from tests.conftest import slow
 from tests.dist import run
 from wan.distributed.tokens import ShardedTokens
 from wan.modules.attnlayer import FAPowerCapAttention
@@ -43,7 +44,7 @@ def velocity(images: int, sharded: bool) -> tuple[Tensor, Counter[str]]:
     return found, Counter(e.name for e in trace.events() if e.name.startswith("gloo:"))
 
 
-@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("images", [slow(1), 2])
 def test_no_exchange_more_than_without_them(images: int) -> None:
     expected, _ = velocity(images, False)
     for (found, sent), (_, plain) in zip(
