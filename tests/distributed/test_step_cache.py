@@ -152,19 +152,23 @@ def test_ranks_skip_together_and_compute_what_one_does(layout: Layout, policy: s
         assert (result - expected).abs().max() <= 5e-5
 
 
+@pytest.mark.parametrize("policy", ["first_block", "order 1"])
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(1, 2, 1), slow(Layout(2, 2, 2, 1)), slow(Layout(2, 1, 2, 2)), slow(Layout(1, 1, 4))],
+    "layout", [layout if layout == FAST[0] else slow(layout) for layout in LAYOUTS]
 )
-def test_ranks_that_disagree_decide_together(layout: Layout) -> None:
+def test_ranks_that_disagree_decide_together(layout: Layout, policy: str) -> None:
     """No hang, one list on all ranks and, of one process that is given it, the same results."""
-    found = run(layout.parallel.world_size, work, POLICIES["first_block"], layout, True, timeout=60)
-    lists = {str(sorted(own.items())) for _, own in found}
-    if layout.cfg == 2:
-        lists = {str(steps) for _, own in found for steps in own.values()}
-    assert len(lists) == 1
-    for result, _ in found[1:]:
-        assert (result - found[0][0]).abs().max() <= 5e-5
+    plan = POLICIES[policy]
+    found = run(layout.parallel.world_size, work, plan, layout, True, timeout=60)
+    listed: dict[str, list[int]] = {}
+    for _, own in found:
+        for branch, steps in own.items():
+            for name in ("cond", "uncond") if layout.cfg == 2 else (branch,):
+                assert listed.setdefault(name, steps) == steps
+    computed = {name: tuple(s in steps for s in range(STEPS)) for name, steps in listed.items()}
+    expected, _ = velocities(replace(plan, computed=computed, threshold=None), None)
+    for result, _ in found:
+        assert (result - expected).abs().max() <= 5e-5
 
 
 def killed(plan: Plan, layout: Layout) -> None:

@@ -71,7 +71,7 @@ def pair(shape: torch.Size, rank: int, seed: int, dtype: torch.dtype) -> tuple[T
 def read(path: Path, folder: Path, strength: float = 1.0, expert: str = "dit") -> dict[str, Tensor]:
     """The merged weights of a network that the file changes."""
     checkpoint = describe(folder)
-    values = {"lora": (str(Named(path, strength)),)}
+    values = {"lora": (f"{path}={strength}",)}
     loras = lora.resolve(values, checkpoint)[expert]
     sources = merged(mapped(checkpoint.experts[expert].tensors), loras)
     return {name: sources[name].read(slice(None)) for one in loras for name in one.changes}

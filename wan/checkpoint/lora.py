@@ -89,9 +89,6 @@ class Named:
     file: Path
     strength: float = 1.0
 
-    def __str__(self) -> str:
-        return f"{self.file}={self.strength:g}"
-
 
 def named(text: str) -> Named:
     """Split at the last "=" where a number follows it."""
@@ -249,7 +246,7 @@ def _kind(path: Path, name: str) -> tuple[str, str]:
     for end, kind in _KINDS.items():
         if name.endswith(end):
             return name.removesuffix(end), kind
-    if name in ("diff_b", "diff_m") or name.endswith((".weight", ".bias", ".modulation")):
+    if name.endswith((".weight", ".bias", ".modulation")):
         raise InputError(
             f"LoRA {path} holds {name}: whole weights, not differences; give such a file as a "
             "checkpoint (--ckpt_dir)."

@@ -89,6 +89,9 @@ def pipeline(
         checkpoint.heads,
     )
     logger.info("%s", attention_line(setup, selected))
+    if setup.has_fp8:
+        kept = setup.keeps_fp8(device.type)
+        logger.info("FP8 weights: %s", "kept, upcast when used" if kept else "upcast once")
     if device.type == "cpu" and execution.precision == "auto" and logger.isEnabledFor(logging.INFO):
         _suggest_bf16()
     text_dtype = t5_dtype or DTYPES[execution.precision_on(device.type)]

@@ -21,7 +21,7 @@ from wan.settings.errors import InputError
 
 SIDE = 224  # pixels
 TOKENS = 257
-PUBLISHED = 610_000_000  # elements of the published network, about
+PUBLISHED = 611_086_080  # elements of the published network without its last block
 HEAD = 80  # channels of an attention head
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)

@@ -92,9 +92,10 @@ class Request:
                 f"--sample_solver rcm with {steps} steps: it has at most 4; add --sample_steps 4, "
                 "or give --timesteps."
             )
-        if solver == "rcm" and self.timesteps is None and steps > 1 and self.first_sigma <= 15:
+        if solver == "rcm" and self.timesteps is None and steps > 1 and self.first_sigma <= 14.2:
             raise InputError(
-                f"--sigma_max is {self.sigma_max:g}, but rcm's second level has 14.1; give more."
+                f"--sigma_max is {self.sigma_max:g}, but rcm's second level has 14.1 (tan 1.5); "
+                "give more than 14.2."
             )
         if self.timesteps is not None and self.sigma_max is not None:
             raise InputError("--sigma_max has no effect with --timesteps; drop one of them.")
