@@ -69,7 +69,7 @@ def _terminate(_: int, __: FrameType | None) -> NoReturn:
     raise Terminated
 
 
-def say(text: str) -> None:
+def say(text: str, command: str = "generate.py") -> None:
     """One line on stderr under the command's name."""
-    sys.stderr.write(f"generate.py: {' '.join(text.split())}\n")  # at once: several ranks may speak
+    sys.stderr.write(f"{command}: {' '.join(text.split())}\n")  # at once: several ranks may speak
     sys.stderr.flush()

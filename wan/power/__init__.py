@@ -1,0 +1,1 @@
+"""Evidence of FA_Power_Cap: meters, schedule reports, comparisons of modes, predictions."""

@@ -1,0 +1,39 @@
+"""`python -m wan.power`: what FA_Power_Cap does on a machine, measured or predicted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from wan.cli import failures
+from wan.settings.errors import InputError, exit_code
+
+COMMANDS = {  # modules of wan.power, each with a main(argv)
+    "report": "what a schedule trace (--trace) shows: order, gaps, exposed communication",
+    "compare": "run generate.py's modes side by side and recommend one",
+    "predict": "whether chunking attention can help, before anything is run",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes are those of generate.py: 0 done, 1 failed, 2 refused."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if not argv or argv[0] in ("-h", "--help"):
+            print("usage: python -m wan.power COMMAND ...\n")
+            print("\n".join(f"  {name:9}{text}" for name, text in COMMANDS.items()))
+            return 0
+        if argv[0] not in COMMANDS:
+            raise InputError(f"There is no command {argv[0]!r}; use {', '.join(COMMANDS)}.")
+        return import_module(f"wan.power.{argv[0]}").main(argv[1:])
+    except BaseException as error:
+        sentence = failures.describe(error)
+        if sentence is None:
+            raise
+        failures.say(sentence, "wan.power")
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
