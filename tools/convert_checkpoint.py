@@ -1,7 +1,11 @@
 """A checkpoint's DiTs in bfloat16: half the bytes to keep, read and send to a device.
 
     python tools/convert_checkpoint.py --ckpt_dir Wan2.2-T2V-A14B --out Wan2.2-T2V-A14B-bf16
+    python tools/convert_checkpoint.py --ckpt_dir Wan2.2-I2V-A14B --out TurboWan2.2-I2V-A14B \
+        --high_noise TurboWan2.2-I2V-A14B-high-720P.pth --low_noise TurboWan2.2-...-low-720P.pth
 
+The second one takes the DiTs from other files, `.pth` as rCM and TurboDiffusion publish them
+(--dit where there is one network), and everything else from the folder.
 A run with --precision bf16 computes the same bits from either folder: what it keeps in float32
 (norms, modulation, time embedding, head) stays float32. The layout stays as well; text encoder,
 VAE, tokenizer and settings are linked, or copied to another file system. Started again after an
@@ -16,7 +20,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
@@ -29,49 +35,90 @@ from torch import Tensor
 from tools.safetensors_stream import write
 from wan.checkpoint.files import (
     TensorInfo,
+    check_complete,
     fingerprint,
     read_json,
     safetensors_header,
     whole_file,
 )
-from wan.checkpoint.layout import describe
-from wan.checkpoint.load import mapped
+from wan.checkpoint.keymaps import dit_official_name
+from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, describe
+from wan.checkpoint.load import mapped, stored
 from wan.cli.flags import Parser
 from wan.log import setup
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 
 UNFINISHED = "unfinished_conversion.json"
+NETWORKS = ("dit", "high_noise", "low_noise")
 _INDEX = ".safetensors.index.json"
+_PATCHES = "patch_embedding.weight"
 
 
-def convert(ckpt_dir: Path, out: Path) -> Path:
+def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = None) -> Path:
     """Write the folder `out` and return it.
 
+    Args:
+        ckpt_dir: A checkpoint.
+        out: A new folder, or that of an unfinished conversion.
+        networks: Files to take its networks from, by name ("high_noise", "low_noise", "dit").
+
     Raises:
-        InputError: `ckpt_dir` is no checkpoint, or `out` holds something other than an unfinished
-            conversion of it.
+        InputError: `ckpt_dir` is no checkpoint, `networks` are not as many or of another shape, or
+            `out` holds something other than an unfinished conversion of this.
         OSError: `out` cannot be written.
     """
-    checkpoint = describe(ckpt_dir)
-    by_file: dict[Path, dict[str, TensorInfo]] = {}
-    for dit in checkpoint.experts.values():
-        for name, info in dit.tensors.items():
-            by_file.setdefault(info.file, {})[name] = info
-    _begin(out, {"from": fingerprint(sorted(by_file)), "dtype": "bf16"})
-    for file in sorted(path for path in ckpt_dir.rglob("*") if path.is_file()):
+    experts = describe(ckpt_dir).experts
+    old = {info.file for dit in experts.values() for info in dit.tensors.values()}
+    by_file: dict[Path, dict[str, TensorInfo]] = {}  # what is written: tensors by their new file
+    if networks:
+        if networks.keys() != experts.keys():
+            flags = " and ".join(f"--{name}" for name in experts)
+            raise InputError(f"The networks of {ckpt_dir} are given by {flags}, each once.")
+        for name, file in networks.items():
+            target = experts[name].folder / "diffusion_pytorch_model.safetensors"
+            by_file[target] = _network(file, experts[name])
+    else:
+        for dit in experts.values():
+            for name, info in dit.tensors.items():
+                by_file.setdefault(info.file, {})[name] = info
+    sources = {info.file for tensors in by_file.values() for info in tensors.values()}
+    _begin(out, {"from": fingerprint(sorted(sources)), "dtype": "bf16"})
+    files = {path for path in ckpt_dir.rglob("*") if path.is_file()} - old
+    for file in sorted(files | by_file.keys()):
         target = out / file.relative_to(ckpt_dir)
-        if target.exists():
+        indexes_old = file.name.endswith(_INDEX) and file.parent in {path.parent for path in old}
+        if target.exists() or (networks and indexes_old):
             continue
         with whole_file(target) as temporary:
             if file in by_file:
-                _convert(temporary, by_file[file], str(file.relative_to(ckpt_dir)))
-            elif file.name.endswith(_INDEX) and file.parent in {path.parent for path in by_file}:
+                label = str(file.relative_to(ckpt_dir))
+                _convert(temporary, by_file[file], label, official=bool(networks))
+            elif indexes_old:  # behind what it names: "." comes after "-"
                 temporary.write_text(_index(file, target.parent), encoding="utf-8")
             else:
                 _link(file, temporary)
     (out / UNFINISHED).unlink()
     return out
+
+
+def _network(file: Path, dit: DitFiles) -> dict[str, TensorInfo]:
+    """The tensors of a file, which must be those of a network."""
+    tensors = stored(check_complete(file), dit_official_name)
+    found = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
+    for name in found.keys() | dit.tensors.keys():
+        if name not in found or name not in dit.tensors:
+            verb = "has" if name in found else "lacks"
+            raise InputError(f"{file} {verb} {name}, unlike {dit.folder}; give files of one task.")
+        shapes = found[name].shape, dit.tensors[name].shape
+        matrix = name == _PATCHES and prod(shapes[0]) == prod(shapes[1])  # a patch's elements in
+        if shapes[0] != shapes[1] and not matrix:  # a row, as rCM has them
+            raise InputError(
+                f"{file}: {name} is {list(shapes[0])}, but {list(shapes[1])} in {dit.folder}; give "
+                "files of one task."
+            )
+        found[name] = replace(found[name], shape=shapes[1])
+    return found
 
 
 def _begin(out: Path, state: dict[str, str]) -> None:
@@ -90,14 +137,18 @@ def _dtype(name: str, stored: torch.dtype) -> torch.dtype:
     return stored if keeps_fp32(name) else torch.bfloat16
 
 
-def _convert(path: Path, tensors: dict[str, TensorInfo], label: str) -> None:
-    """A file of weights under its own names."""
+def _convert(path: Path, tensors: dict[str, TensorInfo], label: str, official: bool) -> None:
+    """A file of weights under official names, or under those it has."""
     sources = mapped(tensors)
-    form = {tensors[name].name: (_dtype(name, s.dtype), s.shape) for name, s in sources.items()}
+    names = {name: name if official else info.name for name, info in tensors.items()}
+    form = {
+        names[name]: (_dtype(name, s.dtype), tensors[name].shape) for name, s in sources.items()
+    }
 
     def converted() -> Iterator[tuple[str, Tensor]]:
         for name, source in sources.items():
-            yield tensors[name].name, source.read(slice(None)).to(_dtype(name, source.dtype))
+            values = source.read(slice(None)).to(_dtype(name, source.dtype))
+            yield names[name], values.reshape(tensors[name].shape)
 
     write(path, form, converted(), f"converting {label}")
 
@@ -122,11 +173,16 @@ def main(argv: list[str] | None = None) -> int:
     """0; with one sentence on stderr 2 where the request is refused, 130 where interrupted."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ckpt_dir", required=True, type=Path, help="a checkpoint folder")
+    for name in NETWORKS:
+        parser.add_argument(
+            f"--{name}", type=Path, metavar="FILE", help="take this network instead"
+        )
     parser.add_argument("--out", required=True, type=Path, help="a new folder, or one begun before")
     setup()
     options: argparse.Namespace = parser.parse_args(argv)
     try:
-        print(convert(options.ckpt_dir, options.out))
+        given = {name: file for name in NETWORKS if (file := getattr(options, name)) is not None}
+        print(convert(options.ckpt_dir, options.out, given))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

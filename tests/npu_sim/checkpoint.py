@@ -5,6 +5,7 @@ Everything else is as small as it can be; the width alone (40 x 64) makes 0.2 GB
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +25,9 @@ class OneLayer(tiny_networks.Recipe):
         return super().config | {"num_layers": 1, "ffn_dim": 64}
 
 
-def make(out: Path) -> Path:
+def make(out: Path, task: str = TASK, heads: int = 40) -> Path:
     """Write the folder `out` and return it."""
-    recipe = OneLayer("t2v", 40, HEAD_DIM, 16, 16, boundary=0.875)
-    with mock.patch.dict(tiny_networks.RECIPES, {TASK: recipe}):
-        return make_checkpoint(TASK, out)
+    sizes = replace(tiny_networks.RECIPES[task], num_heads=heads, head_dim=HEAD_DIM)
+    recipe = OneLayer(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
+    with mock.patch.dict(tiny_networks.RECIPES, {task: recipe}):
+        return make_checkpoint(task, out)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.npu_sim.ranks import on_chip
+from wan import device as devices
 from wan.cli import flags
 from wan.cli.resolve import Run, resolve
 from wan.device import Device
@@ -62,7 +63,14 @@ def arguments(checkpoint: object, way: Way) -> list[str]:
 def latents(argv: Sequence[str], chip: str) -> Tensor:
     """float32 [C,F,H,W], as generate.py makes them from this command line, on every rank."""
     asked, pipeline = composed(argv, chip)
-    return pipeline.latents(asked.request)
+    return pipeline.latents(asked.request, asked.image, last_image=asked.last_image)
+
+
+def on_cpu(argv: Sequence[str]) -> Tensor:
+    """The same without an NPU, in its dtype."""
+    asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), _none)
+    pipeline = build.pipeline(asked.setup, devices.resolve("cpu"))
+    return pipeline.latents(asked.request, asked.image, last_image=asked.last_image)
 
 
 def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:

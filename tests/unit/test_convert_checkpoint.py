@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.pipelines import on_cpu
 from tools import convert_checkpoint as tool
 from wan.checkpoint.layout import describe
+from wan.checkpoint.load import mapped
 
 
 def predicted(task: str, folder: Path, expert: str) -> torch.Tensor:
@@ -69,6 +70,38 @@ def test_an_interruption_is_gone_on_from(tiny, tmp_path: Path, monkeypatch) -> N
     assert tool.main(arguments) == 0
     assert first.stat().st_mtime_ns == times and load_file(first).keys() == content.keys()
     assert not mark.exists() and describe(out).experts.keys() == describe(source).experts.keys()
+
+
+def published_file(folder: Path, expert: str, file: Path) -> Path:
+    """One expert as rCM and TurboDiffusion publish it."""
+    sources = mapped(describe(folder).experts[expert].tensors)
+    state = {f"net.{name}": source.read(slice(None)).float() for name, source in sources.items()}
+    state["net.patch_embedding.weight"] = state["net.patch_embedding.weight"].flatten(1)
+    state["net.blocks.0.self_attn.attn_op.local_attn.proj_l.weight"] = torch.ones(16, 16)
+    torch.save(state, file)
+    return file
+
+
+def test_networks_of_pth_files(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    base, out = tiny("t2v-A14B"), tmp_path / "TurboWan2.2-T2V-A14B"
+    given = {  # the other way round, so that it is seen whose weights these are
+        name: published_file(base, other, tmp_path / f"{name}.pth")
+        for name, other in (("high_noise", "low_noise"), ("low_noise", "high_noise"))
+    }
+    networks = [word for name, file in given.items() for word in (f"--{name}", str(file))]
+    assert tool.main(["--ckpt_dir", str(base), "--out", str(out), *networks]) == 0
+    for name, other in (("high_noise", "low_noise"), ("low_noise", "high_noise")):
+        assert torch.equal(predicted("t2v-A14B", out, name), predicted("t2v-A14B", base, other))
+    (tmp_path / "again").mkdir()
+    arguments = ["--ckpt_dir", str(base), "--out", str(tmp_path / "again")]
+    assert tool.main([*arguments, *networks[:2]]) == 2
+    assert "are given by --high_noise and --low_noise" in capfd.readouterr().err
+    torch.save(torch.load(given["low_noise"]) | {"net.more": torch.ones(1)}, given["low_noise"])
+    assert tool.main([*arguments, *networks]) == 2
+    assert "low_noise.pth has more, unlike" in capfd.readouterr().err
+    shutil.copy(given["low_noise"], tmp_path / "again")
+    assert tool.main(["--ckpt_dir", str(tmp_path / "again"), "--out", str(out)]) == 2
+    assert "convert it with tools/convert_checkpoint.py" in capfd.readouterr().err
 
 
 def test_what_is_refused(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

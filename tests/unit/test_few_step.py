@@ -298,7 +298,6 @@ def test_the_folder_decides_which_image_model_it_is(tiny: Any, image_path: Path)
     ("name", "sentence"),
     [
         ("blocks.0.self_attn.gate_compress.weight", "video sparse attention is not supported"),
-        ("blocks.0.self_attn.proj_l.weight", "sparse-linear attention is not supported"),
         ("time_embedding_r.0.weight", "a second timestep"),
     ],
 )
@@ -310,6 +309,16 @@ def test_networks_that_need_more_are_named(
     save_file({**load_file(file), name: torch.zeros(2, 2)}, file)
     with pytest.raises(InputError, match=f"has {name}.*{sentence}"):
         describe(folder)
+
+
+def test_turbo_weights_attend_densely(tiny: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "TurboWan2.1-T2V-1.3B"))
+    file = folder / "diffusion_pytorch_model.safetensors"
+    plain, name = describe(folder).experts["dit"], "blocks.0.self_attn.attn_op.proj_l.weight"
+    save_file({**load_file(file), name: torch.zeros(2, 2)}, file)
+    turbo = describe(folder).experts["dit"]
+    assert turbo.sparse_linear and not plain.sparse_linear
+    assert turbo.tensors.keys() == plain.tensors.keys()
 
 
 def test_gguf_is_named(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantis
 FP8 = ("F8_E4M3",)
 _INDEX = ".safetensors.index.json"
 _STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call weight files
-_OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_t5")  # not a lone weight file
+OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)")  # not a lone weight file
 _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}  # dtype -> struct's code
 _SAMPLE = 1 << 16  # bytes
 _MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
@@ -164,7 +164,7 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
             return safetensors_header(file)
         if any(folder.glob(f"{stem}-*-of-*.safetensors")):
             raise InputError(f"{index} is missing, but its shards are there; download the index.")
-    lone = [path for path in folder.glob("*.safetensors") if not _OTHER_PARTS.search(path.name)]
+    lone = [path for path in folder.glob("*.safetensors") if not OTHER_PARTS.search(path.name)]
     return safetensors_header(lone[0]) if len(lone) == 1 else None
 
 

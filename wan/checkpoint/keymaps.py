@@ -97,7 +97,9 @@ _VAE_NESTED: Rows = (
 
 def dit_official_name(name: str) -> str:
     """The official name of a DiT tensor, from diffusers' name or a prefixed community one."""
-    return _rename(name.removeprefix("model.").removeprefix("diffusion_model."), _inverse(_DIT))
+    for prefix in ("net.", "model.", "diffusion_model."):  # net: training code's
+        name = name.removeprefix(prefix)
+    return _rename(name, _inverse(_DIT))
 
 
 def dit_diffusers_name(official: str) -> str:

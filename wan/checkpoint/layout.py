@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from wan.checkpoint.files import (
+    OTHER_PARTS,
     TensorInfo,
     check_complete,
     folder_tensors,
@@ -65,11 +66,15 @@ class DitConfig(TypedDict):
 
 @dataclass(frozen=True)
 class DitFiles:
-    """One network: its configuration, and its tensors under official names."""
+    """One network: its configuration, and its tensors under official names.
+
+    sparse_linear: It was trained with sparse-linear attention, whose projections are left out.
+    """
 
     folder: Path
     config: DitConfig
     tensors: dict[str, TensorInfo]
+    sparse_linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,13 +248,20 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
     found = folder_tensors(folder) if file is None else safetensors_header(file)
     if found is None and any(folder.glob("*.gguf")):
         raise InputError(f"{folder} holds GGUF weights, which are not supported; get safetensors.")
+    pickled = [path.name for path in folder.glob("*.pth") if not OTHER_PARTS.search(path.name)]
+    if found is None and pickled:
+        raise InputError(
+            f"{folder} holds {pickled[0]}, but a video network is read from safetensors only; "
+            "convert it with tools/convert_checkpoint.py."
+        )
     if found is None:
         raise InputError(
             f"{folder} holds no video network (DiT): expected diffusion_pytorch_model.safetensors, "
             "its shards with an index, or the folders high_noise_model/ and low_noise_model/."
         )
     tensors = network_tensors(found, dit_official_name)
-    return DitFiles(folder, _dit_config(folder, tensors), tensors)
+    dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
+    return DitFiles(folder, _dit_config(folder, dense), dense, len(dense) < len(tensors))
 
 
 def _kind(files: DitFiles) -> str:
@@ -270,9 +282,9 @@ _UNSUPPORTED = {
     "gate_compress": "video sparse attention is not supported; get the FullAttn model",
     ".weight_scale": "quantised linear layers are not supported there; see --quant_dit_path",
     "time_embedding_r": "a second timestep (MeanFlow) is not supported",
-    "proj_l.": "sparse-linear attention is not supported; get the weights without it",
 }
 """Part of a tensor's name -> what it shows."""
+SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's; attention is dense without it
 
 
 # A config.json must say what the shapes of the tensors say; for the rest there are rules.

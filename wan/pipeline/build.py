@@ -92,6 +92,8 @@ def pipeline(
     if setup.has_fp8:
         kept = setup.keeps_fp8(device.type)
         logger.info("FP8 weights: %s", "kept, upcast when used" if kept else "upcast once")
+    if any(expert.sparse_linear for expert in checkpoint.experts.values()):
+        logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
     if device.type == "cpu" and execution.precision == "auto" and logger.isEnabledFor(logging.INFO):
         _suggest_bf16()
     text_dtype = t5_dtype or DTYPES[execution.precision_on(device.type)]
