@@ -42,11 +42,11 @@ LAYERS += ["ffn.0", "ffn.2"]
 class Lora(nn.Module):
     """A frozen linear layer, and the pair beside it that learns."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear, rank: int = RANK) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, RANK, bias=False)
-        self.up = nn.Linear(RANK, base.out_features, bias=False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,11 +127,11 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
         training.update(F.mse_loss(torch.stack(found), wanted))
 
 
-def export(state: Path, out: Path) -> None:
+def export(state: Path, out: Path, trained: str) -> None:
     """Both files of a --lora_dir, in bfloat16, under lightx2v's names."""
     out.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
-        weights = averaged_weights(state / f"distilled_{part}.pt")
+        weights = averaged_weights(state / f"{trained}_{part}.pt")
         tensors = {
             f"diffusion_model.{name.removesuffix(f'.{end}.weight')}.lora_{end}.weight": tensor
             for name, tensor in weights.items()
@@ -206,7 +206,7 @@ def main() -> None:
     if options.expert:
         train(options.state, options.expert, options.steps, options.peak)
     if options.out:
-        export(options.state, options.out)
+        export(options.state, options.out, "distilled")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,136 @@
+"""Teaches the demo checkpoint to end a video with a given image, as a LoRA for each i2v expert.
+
+    python -m tools.demo.last_image --state STATE --clips 1200
+    python -m tools.demo.last_image --state STATE --expert high_noise    (and low_noise)
+    python -m tools.demo.last_image --state STATE --out examples/demo/I2V-A14B-last-image-lora
+    python -m tools.demo.last_image --score examples/demo/I2V-A14B-last-image-lora
+
+It was trained on first frames alone. Scenes are training scenes; those of the scores were never
+seen. Half of the steps drop the caption, so that the images alone have to do.
+Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from tools.demo.distil import BATCH, LAYERS, TOKENS, Lora, contexts, export
+from tools.demo.dit import sigmas
+from tools.demo.evaluate import as_pixels, held_out, psnr
+from tools.demo.latents import pixels_of
+from tools.demo.render import render
+from tools.demo.scenes import caption, random_scene
+from tools.demo.training import Training, save_atomically
+from wan import WanI2V
+from wan.settings.presets import PRESETS
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "i2v-A14B"
+FRAMES, RANK, SEED, DROPPED = 9, 16, 5000, 0.5
+
+
+def base(**options: Any) -> Any:
+    return WanI2V("i2v-A14B", DEMO, precision="fp32", text_kv_cache=False, **options)
+
+
+@torch.inference_mode()
+def make_clips(state: Path, count: int) -> None:
+    """Write latents of clips [N,16,f,h,w] and of their ends [N,16,f,h,w], unless they are there."""
+    file = state / "ends.pt"
+    if file.exists():
+        return
+    encode, clean, ends = base()._pipeline.vae.get().encode, [], []
+    for index in range(count):
+        video = pixels_of(SEED, index, FRAMES)
+        clean.append(encode(video))
+        between = torch.zeros_like(video[:, 1:-1])
+        ends.append(encode(torch.cat((video[:, :1], between, video[:, -1:]), dim=1)))
+    save_atomically((torch.stack(clean), torch.stack(ends)), file)
+
+
+def train(state: Path, part: str, steps: int, peak: float) -> None:
+    """Flow matching as in `tools.demo.dit`, with the mask of two given frames."""
+    torch.manual_seed(0)
+    model = base()
+    network = (model.high_noise_model if part == "high_noise" else model.low_noise_model).float()
+    network.requires_grad_(False)
+    for block in network.blocks:
+        for layer in LAYERS:
+            block.set_submodule(layer, Lora(block.get_submodule(layer), RANK))
+    clean, ends = torch.load(state / "ends.pt", mmap=True)
+    texts = [
+        caption(random_scene(SEED, i), np.random.default_rng([SEED, i])) for i in range(len(clean))
+    ]
+    told = contexts(model, [*texts, ""])
+    mask = torch.zeros(BATCH, 4, *clean.shape[2:])
+    mask[:, :, 0] = mask[:, 3, -1] = 1
+    training = Training(network, state / f"ends_{part}.pt", steps=steps, peak=peak)
+    while not training.done:
+        random = np.random.default_rng([7, training.step])
+        rows = torch.from_numpy(random.integers(len(clean), size=BATCH))
+        noise = torch.from_numpy(random.standard_normal(clean[rows].shape, dtype=np.float32))
+        sigma = sigmas(random, BATCH, PRESETS["i2v-A14B"], part)
+        x = torch.lerp(clean[rows], noise, sigma.view(-1, 1, 1, 1, 1))
+        y = torch.cat((mask, ends[rows]), dim=1)
+        text = [told[-1 if random.random() < DROPPED else row] for row in rows.tolist()]
+        found = network(list(x), 1000 * sigma, text, TOKENS, list(y))
+        training.update(F.mse_loss(torch.stack(found), noise - clean[rows]))
+
+
+def score(folder: Path, prompts: int) -> None:
+    """PSNR of the first and the last frame to the given ones, with and without the LoRA."""
+    print("| Run | PSNR of the first frame, dB | of the last frame | of the whole clip |")
+    print("|---|---|---|---|")
+    rows: dict[str, tuple[dict[str, Any], bool]] = {
+        "first image only": ({}, False),
+        "both, without the LoRA": ({}, True),
+        "both, with it": ({"lora_dir": str(folder)}, True),
+    }
+    for name, (loading, with_last) in rows.items():
+        model, found = base(**loading), []
+        for number, scene in held_out(prompts):
+            clip = render(scene, FRAMES, 64)
+            first, last = Image.fromarray(clip[0]), Image.fromarray(clip[-1])
+            given = {"last_image": last} if with_last else {}
+            made: Any = model.generate(
+                caption(scene), first, max_area=64 * 64, frame_num=FRAMES, seed=number, **given
+            )
+            pixels = as_pixels(made)
+            pairs = (pixels[:1], clip[:1]), (pixels[-1:], clip[-1:]), (pixels, clip)
+            found.append([psnr(mine, true) for mine, true in pairs])
+        print(f"| {name} | {' | '.join(f'{x:.1f}' for x in np.mean(found, axis=0))} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--state", type=Path, default=Path("outputs/last_image"), help="folder for states and data"
+    )
+    parser.add_argument("--clips", type=int, help="clips that are encoded")
+    parser.add_argument("--expert", choices=("high_noise", "low_noise"), help="train its pairs")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--out", type=Path, help="write the --lora_dir")
+    parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")
+    parser.add_argument("--prompts", type=int, default=100)
+    options = parser.parse_args()
+    if options.score:
+        score(options.score, options.prompts)
+        return
+    options.state.mkdir(parents=True, exist_ok=True)
+    if options.clips:
+        make_clips(options.state, options.clips)
+    if options.expert:
+        train(options.state, options.expert, options.steps, options.peak)
+    if options.out:
+        export(options.state, options.out, "ends")
+
+
+if __name__ == "__main__":
+    main()
