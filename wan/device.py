@@ -38,6 +38,16 @@ class Device:
         if self._accelerator is not None:
             self._accelerator.synchronize(self.torch_device)
 
+    def idle(self, seconds: float) -> None:
+        """Give the device nothing to do for so long, when it has done what it was given."""
+        self.synchronize()
+        if self._accelerator is None:
+            time.sleep(seconds)
+            return
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:  # a sleeping host would come back too late
+            pass
+
     def empty_cache(self) -> None:
         if self._accelerator is not None:
             self._accelerator.empty_cache()

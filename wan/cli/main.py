@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             argv = sys.argv[1:] if argv is None else argv
             if "--plan" in argv:
                 return _plan(argv)
-            if env.world_size() > 1:
-                return _launch(argv)
-            generate(_resolved(argv, lambda make: make()))
+            return carry_out(argv, generate)
     except BaseException as error:
         sentence = failures.describe(error)
         if sentence is None:
@@ -55,6 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks or isinstance(error, InputError):
             failures.say(sentence)
         return exit_code(error)
+    return 0
+
+
+def carry_out(argv: Sequence[str], work: Callable[[Run, Team | None], None]) -> int:
+    """What a command line asks for, given to `work`: here, or by torchrun's ranks together."""
+    if env.world_size() > 1:
+        return _launch(argv, work)
+    work(_resolved(argv, lambda make: make()), None)
     return 0
 
 
@@ -88,7 +94,7 @@ def _plan(argv: Sequence[str]) -> int:
     return 0
 
 
-def _launch(argv: Sequence[str]) -> int:
+def _launch(argv: Sequence[str], work: Callable[[Run, Team | None], None]) -> int:
     """One rank of several."""
     _load_torch()
     from wan import device as devices
@@ -112,7 +118,7 @@ def _launch(argv: Sequence[str]) -> int:
             facts=facts,
         )
 
-    return launch.run(prepare, generate, failures.describe, failures.say)
+    return launch.run(prepare, work, failures.describe, failures.say)
 
 
 def generate(run: Run, team: Team | None = None) -> None:

@@ -23,7 +23,7 @@ from wan.distributed.tokens import ShardedTokens
 from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens
+from wan.modules.interfaces import Attention, Collaborators, LocalAttention, LocalTokens
 from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
@@ -49,6 +49,7 @@ def pipeline(
     team: Team | None = None,
     t5_dtype: torch.dtype | None = None,
     caches: StepCaches | None = None,
+    attention: Callable[[Attention], Attention] | None = None,
 ) -> Pipeline:
     """Everything composed and no weight read yet; names and shapes of all tensors are checked.
 
@@ -58,6 +59,7 @@ def pipeline(
         team: The ranks, in the topology of the setup; None for one process.
         t5_dtype: What the text encoder computes in; None: the run's precision.
         caches: In place of those that the setup asks for.
+        attention: Gets the self-attention of all blocks and returns what they use instead.
 
     Raises:
         InputError: For a device that cannot run the setup, and for files that are damaged or do
@@ -72,7 +74,10 @@ def pipeline(
     head_dim, compiled = checkpoint.head_dim, execution.compile
     selected = select(setup.attention, device, head_dim, compute, exported, compiled)
     caches = step_caches(setup, team) if caches is None else caches
-    parts = _Parts(setup, device, collaborators(setup, selected, team, caches), team)
+    shared = collaborators(setup, selected, team, caches)
+    if attention is not None:
+        shared = replace(shared, attention=attention(shared.attention))
+    parts = _Parts(setup, device, shared, team)
     caches.changes = parts.changes
     stages = Stages(device.synchronize)
 

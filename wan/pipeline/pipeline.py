@@ -189,12 +189,7 @@ class Pipeline:
         if prompt_embeds is None:
             self.text.prefetch()
         self.experts.prefetch(timesteps.schedule(request).experts[0])
-        with self.stages("text"):
-            context = self._context(request.prompt, prompt_embeds)
-            negative = context  # never looked at without guidance
-            if request.guided:
-                negative = self._context(request.negative_prompt, negative_prompt_embeds)
-            self._done(self.text)
+        context, negative = self.texts(request, prompt_embeds, negative_prompt_embeds)
         with self.stages("conditioning"):
             conditions = conditioning.prepare(
                 request,
@@ -212,6 +207,21 @@ class Pipeline:
             self.caches.end()
             self._done(self.experts)
         return latents
+
+    def texts(
+        self,
+        request: Request,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings of the prompt and of the negative one, unless they are given."""
+        with self.stages("text"):
+            context = self._context(request.prompt, prompt_embeds)
+            negative = context  # never looked at without guidance
+            if request.guided:
+                negative = self._context(request.negative_prompt, negative_prompt_embeds)
+            self._done(self.text)
+        return context, negative
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor:
         """Pixels [3,F,H,W] in [-1, 1]."""
