@@ -26,7 +26,7 @@ from tools.demo.dit import sigmas
 from tools.demo.evaluate import as_pixels, held_out, psnr
 from tools.demo.latents import pixels_of
 from tools.demo.render import render
-from tools.demo.scenes import caption, random_scene
+from tools.demo.scenes import Scene, caption, random_scene
 from tools.demo.training import Training, save_atomically
 from wan import WanI2V
 from wan.settings.presets import PRESETS
@@ -84,27 +84,39 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
 
 
 def score(folder: Path, prompts: int) -> None:
-    """PSNR of the first and the last frame to the given ones, with and without the LoRA."""
-    print("| Run | PSNR of the first frame, dB | of the last frame | of the whole clip |")
-    print("|---|---|---|---|")
-    rows: dict[str, tuple[dict[str, Any], bool]] = {
-        "first image only": ({}, False),
-        "both, without the LoRA": ({}, True),
-        "both, with it": ({"lora_dir": str(folder)}, True),
-    }
-    for name, (loading, with_last) in rows.items():
-        model, found = base(**loading), []
-        for number, scene in held_out(prompts):
-            clip = render(scene, FRAMES, 64)
-            first, last = Image.fromarray(clip[0]), Image.fromarray(clip[-1])
-            given = {"last_image": last} if with_last else {}
-            made: Any = model.generate(
-                caption(scene), first, max_area=64 * 64, frame_num=FRAMES, seed=number, **given
-            )
-            pixels = as_pixels(made)
-            pairs = (pixels[:1], clip[:1]), (pixels[-1:], clip[-1:]), (pixels, clip)
-            found.append([psnr(mine, true) for mine, true in pairs])
-        print(f"| {name} | {' | '.join(f'{x:.1f}' for x in np.mean(found, axis=0))} |", flush=True)
+    """PSNR to a clip whose ends are given, with its caption or none, with the LoRA or without."""
+    print("| Given | LoRA | PSNR of the first frame, dB | of the last frame | of the clip |")
+    print("|---|---|---|---|---|")
+    for loading in ({}, {"lora_dir": str(folder)}):
+        model = base(**loading)
+        for told in (True, False):
+            for with_last in (True,) if loading else (False, True):
+                found = [_errors(model, *row, told, with_last) for row in held_out(prompts)]
+                given = [*(["caption"] if told else []), "first image"]
+                given += ["last image"] if with_last else []
+                means = " | ".join(f"{mean:.1f}" for mean in np.mean(found, axis=0))
+                lora = "yes" if loading else "no"
+                print(f"| {', '.join(given)} | {lora} | {means} |", flush=True)
+
+
+def _errors(model: Any, number: int, scene: Scene, told: bool, with_last: bool) -> list[float]:
+    clip = render(scene, FRAMES, 64)
+    first, last = Image.fromarray(clip[0]), Image.fromarray(clip[-1])
+    options: dict[str, Any] = {"last_image": last} if with_last else {}
+    if not told:
+        options["guide_scale"] = 1.0
+    made: Any = model.generate(
+        caption(scene) if told else ".",
+        first,
+        max_area=64 * 64,
+        frame_num=FRAMES,
+        seed=number,
+        sampling_steps=20,
+        **options,
+    )
+    pixels = as_pixels(made)
+    pairs = (pixels[:1], clip[:1]), (pixels[-1:], clip[-1:]), (pixels, clip)
+    return [psnr(mine, true) for mine, true in pairs]
 
 
 def main() -> None:
