@@ -192,19 +192,6 @@ def combine(found: Sequence[Measured]) -> Measured:
     why = next((one.why for one in found if not one.samples), None)
     if len(parts) < 2:
         return replace(parts[0], why=why) if parts else Measured(why=why)
-    seconds = sum(one.seconds for one in parts)
-    shares = [(one.seconds / seconds if seconds else 1 / len(parts), one) for one in parts]
-
-    def over(name: str, take: Callable[[list[float]], float]) -> float | None:
-        told = [value for one in parts if (value := getattr(one, name)) is not None]
-        return take(told) if told else None
-
-    def mean(name: str) -> float | None:
-        told = [(share, getattr(one, name)) for share, one in shares]
-        told = [(share, value) for share, value in told if value is not None]
-        weight = sum(share for share, _ in told)
-        return sum(share * value for share, value in told) / weight if weight else None
-
     return Measured(
         source=", ".join(dict.fromkeys(one.source for one in parts)),
         why=why,
@@ -212,18 +199,33 @@ def combine(found: Sequence[Measured]) -> Measured:
         seconds=max(one.seconds for one in parts),
         samples=sum(one.samples for one in parts),
         failed=sum(one.failed for one in parts),
-        mean_w=over("mean_w", sum),
-        peak_w=over("peak_w", max),
-        joules=over("joules", sum),
-        mean_mhz=mean("mean_mhz"),
-        min_mhz=over("min_mhz", min),
-        rated_mhz=over("rated_mhz", max),
-        limit_w=over("limit_w", max),
-        throttled=mean("throttled"),
+        mean_w=_over("mean_w", parts, sum),
+        peak_w=_over("peak_w", parts, max),
+        joules=_over("joules", parts, sum),
+        mean_mhz=_mean("mean_mhz", parts),
+        min_mhz=_over("min_mhz", parts, min),
+        rated_mhz=_over("rated_mhz", parts, max),
+        limit_w=_over("limit_w", parts, max),
+        throttled=_mean("throttled", parts),
         reasons={
-            name: sum(share * one.reasons.get(name, 0.0) for share, one in shares)
+            name: sum(one.reasons.get(name, 0.0) * one.seconds for one in parts)
+            / sum(one.seconds for one in parts)
             for name in sorted({name for one in parts for name in one.reasons})
         },
         cpu_seconds=sum(one.cpu_seconds for one in found),
         parts=parts,
     )
+
+
+def _over(
+    name: str, parts: Sequence[Measured], take: Callable[[list[float]], float]
+) -> float | None:
+    told = [value for one in parts if (value := getattr(one, name)) is not None]
+    return take(told) if told else None
+
+
+def _mean(name: str, parts: Sequence[Measured]) -> float | None:
+    """Over the time of those that tell it."""
+    told = [one for one in parts if getattr(one, name) is not None]
+    seconds = sum(one.seconds for one in told)
+    return sum(getattr(one, name) * one.seconds for one in told) / seconds if seconds else None

@@ -50,7 +50,7 @@ def places(text: str) -> dict[int, Place]:
     Raises:
         MeterError: Where the text holds no such table.
     """
-    lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in _complete(text)]
     heads = [number for number, line in enumerate(lines) if {"NPU ID", "Chip ID"} <= {*line}]
     found = {}
     for head in heads[:1]:
@@ -66,24 +66,39 @@ def places(text: str) -> dict[int, Place]:
     return found
 
 
-def from_table(text: str, place: Place) -> Reading:
-    """Of `npu-smi info`: the power of a die's board.
+def powers(text: str) -> dict[int, list[float | None]]:
+    """Of `npu-smi info`: of each board, what the table has as the power of each of its dies.
 
     Raises:
-        MeterError: Where the text holds no such table, or no power of that board.
+        MeterError: Where the text holds no such table.
     """
-    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in _table(text)]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _table(text)]
     column = next((n for n, cell in enumerate(rows[0]) if cell.startswith("Power(W)")), None)
-    if column is None:
-        raise MeterError(f"`npu-smi info` shows no column of power: {_begin(text)}")
+    found: dict[int, list[float | None]] = {}
     for first, second in zip(rows[1:], rows[2:], strict=False):  # the two lines of a die
-        if len(first) != len(rows[0]) or len(second) != len(rows[0]):
+        if column is None or len(first) != len(rows[0]) or len(second) != len(rows[0]):
             continue
-        board, watts = first[0].split()[:1], first[column].split()[:1]
-        told = _positive("".join(watts))
-        if ":" not in first[1] and ":" in second[1] and board == [str(place.board)] and told:
-            return Reading(watts=told)
-    raise MeterError(f"`npu-smi info` tells no power of NPU {place.board}: {_begin(text)}")
+        board = _whole("".join(first[0].split()[:1]))
+        if board is not None and not _bus(first[1]) and _bus(second[1]):
+            watts = _positive("".join(first[column].split()[:1]))
+            found.setdefault(board, []).append(watts)
+    if not found:
+        raise MeterError(f"`npu-smi info` shows no power of NPUs: {_begin(text)}")
+    return found
+
+
+def from_table(text: str, place: Place) -> Reading:
+    """Of `npu-smi info`: the power of a die, or of its board where only that is told.
+
+    Raises:
+        MeterError: As `powers`, and where the table has neither.
+    """
+    told = powers(text).get(place.board, [])
+    own = told[place.chip : place.chip + 1]
+    watts = next((watts for watts in (*own, *told) if watts is not None), None)
+    if watts is None:
+        raise MeterError(f"`npu-smi info` tells no power of NPU {place.board}")
+    return Reading(watts=watts)
 
 
 def from_fields(text: str, place: Place) -> Reading:
@@ -94,7 +109,7 @@ def from_fields(text: str, place: Place) -> Reading:
     Raises:
         MeterError: Where the text tells no power.
     """
-    blocks = [_fields(block) for block in re.split(r"\n\s*\n", text)]
+    blocks = [_fields(block) for block in re.split(r"\n\s*\n", "\n".join(_complete(text)))]
     own = next((block for block in blocks if _whole(block.get("Chip ID")) == place.chip), None)
     if own is None:  # an A5 names no chip
         own = next((b for b in blocks if "Chip ID" not in b and "Chip Name" not in b and _w(b)), {})
@@ -140,7 +155,7 @@ def run(*arguments: str) -> str:
 
 
 class NpuSmi(Source):
-    """One call of npu-smi per reading. Two dies of a board share its power."""
+    """One call of npu-smi per reading. Dies that are told one power are one device."""
 
     name = "npu-smi"
     power_is = "the tool's latest value"
@@ -159,6 +174,8 @@ class NpuSmi(Source):
         self._place = found[index]
         board = str(self._place.board)
         self.device = f"NPU {board}"
+        if self._alone():
+            self.device += f" chip {self._place.chip}"
         ways: tuple[tuple[Callable[[str, Place], Reading], tuple[str, ...]], ...] = (
             (from_fields, ("info", "-t", "common", "-i", board)),
             (from_fields, ("info", "-t", "power", "-i", board)),
@@ -172,6 +189,14 @@ class NpuSmi(Source):
             except MeterError as reason:
                 refusals.append(str(reason))
         raise MeterError(refusals[0])
+
+    def _alone(self) -> bool:
+        """Whether the die's power is its own, though another die is on its board."""
+        try:
+            told = powers(self._answer("info")).get(self._place.board, [])
+        except MeterError:
+            return False
+        return len(told) > 1 and None not in told
 
     def read(self) -> Sample:
         found, reasons = self._reading(), None
@@ -194,13 +219,23 @@ class NpuSmi(Source):
 
 
 def _table(text: str) -> Sequence[str]:
-    """The lines of the table of NPUs between its rules, from its two lines of headings on."""
-    lines = [line for line in text.splitlines() if line.strip().startswith("|")]
+    """The lines of the table of NPUs without its rules, from its headings on."""
+    lines = [line.strip() for line in _complete(text)]
+    lines = [line for line in lines if line.startswith("|") and line.endswith("|")]
     heads = [n for n, line in enumerate(lines) if "Health" in line and "Name" in line]
-    ends = [n for n, line in enumerate(lines) if "Process" in line]
     if not heads:
         raise MeterError(f"`npu-smi info` shows no table of NPUs: {_begin(text)}")
+    ends = [n for n, line in enumerate(lines) if "Process" in line and n > heads[0]]
     return lines[heads[0] : ends[0] if ends else None]
+
+
+def _bus(cell: str) -> bool:
+    return ":" in cell or cell == "NA"
+
+
+def _complete(text: str) -> Sequence[str]:
+    """The lines that have their end: a value that is cut off would be another one."""
+    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def _fields(block: str) -> Mapping[str, str]:
