@@ -185,10 +185,8 @@ def test_what_is_no_power(shown: str) -> None:
         npu_smi.from_fields(text("power_910B").replace("103.5", shown), Place(0, 0))
 
 
-@pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the PATH with an npu-smi that prints files: `info`, `info_-m`, ..."""
-    folder = tmp_path / "bin"
+def make_tool(folder: Path) -> Path:
+    """A folder for the PATH with an npu-smi that prints files: `info`, `info_-m`, ..."""
     folder.mkdir()
     script = folder / "npu-smi"
     script.write_text(
@@ -197,6 +195,12 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         'if [ -f "$name" ]; then cat "$name"; else cat fails 2>/dev/null; exit 187; fi\n'
     )
     script.chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = make_tool(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 
