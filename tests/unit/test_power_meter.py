@@ -282,14 +282,14 @@ def test_rapl_that_is_not_there(tmp_path: Path, sysfs: Path) -> None:
 
 def test_rapl_for_root_only(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As since Linux 5.10; tests may run as root, whom no mode keeps out."""
-    read_text = Path.read_text
+    opened = Path.open
 
-    def refused(path: Path, *arguments: Any, **more: Any) -> str:
+    def refused(path: Path, *arguments: Any, **more: Any) -> Any:
         if path.name == "energy_uj":
             raise PermissionError(13, "Permission denied", str(path))
-        return read_text(path, *arguments, **more)
+        return opened(path, *arguments, **more)
 
-    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(MeterError, match=r"root only: .*sudo chmod a\+r"):
         rapl.Rapl(sysfs)
 

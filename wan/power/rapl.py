@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from wan.power.measured import Sample
@@ -36,44 +37,56 @@ class Rapl(Source):
         self.limit_w = sum(told) / 1e6 if len(told) == len(zones) else None
         policies = sorted((sys / "devices/system/cpu/cpufreq").glob("policy*"))
         policies = policies[:: -(-len(policies) // _CLOCKS) or 1]
-        self._clocks = [policy / "scaling_cur_freq" for policy in policies]
+        clocks = [policy / "scaling_cur_freq" for policy in policies]
+        self._clocks = [Attribute(path) for path in clocks if _number(path) is not None]
         rated = [khz for p in policies if (khz := _number(p / "cpuinfo_max_freq")) is not None]
         self.rated_mhz = max(rated) / 1000 if rated else None
 
     def read(self) -> Sample:
-        clocks = [khz for path in self._clocks if (khz := _number(path)) is not None]
+        clocks = [clock.read() for clock in self._clocks]
         return Sample(
             joules=sum(counter.joules() for counter in self._counters),
             mhz=sum(clocks) / len(clocks) / 1000 if clocks else None,
         )
 
 
+class Attribute:
+    """A number in a file of the kernel, which stays open: opening costs more than reading."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+        except PermissionError as error:
+            raise MeterError(
+                f"{path} may be read by root only: run as root, or allow it until the next start "
+                f"of the machine with `sudo chmod a+r {path}`"
+            ) from error
+        except OSError as error:
+            raise MeterError(f"{path} cannot be read ({error.strerror})") from error
+
+    def read(self) -> int:
+        try:
+            return int(os.pread(self._file.fileno(), 64, 0))
+        except (OSError, ValueError) as error:
+            raise MeterError(f"{self._path} cannot be read ({error})") from error
+
+
 class _Counter:
     """The energy of one package, which starts again from 0 after some minutes."""
 
     def __init__(self, zone: Path) -> None:
-        self._file = zone / "energy_uj"
+        self._file = Attribute(zone / "energy_uj")
         self._range = _number(zone / "max_energy_range_uj") or 0
         self._wrapped = 0
-        self._last = self._microjoules()
+        self._last = self._file.read()
 
     def joules(self) -> float:
-        now = self._microjoules()
+        now = self._file.read()
         if now < self._last:
             self._wrapped += self._range
         self._last = now
         return (self._wrapped + now) / 1e6
-
-    def _microjoules(self) -> int:
-        try:
-            return int(self._file.read_text())
-        except PermissionError as error:
-            raise MeterError(
-                f"{self._file} may be read by root only: run as root, or allow it until the next "
-                f"start of the machine with `sudo chmod a+r {self._file}`"
-            ) from error
-        except (OSError, ValueError) as error:
-            raise MeterError(f"{self._file} cannot be read ({error})") from error
 
 
 def _text(path: Path) -> str:
