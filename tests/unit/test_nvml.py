@@ -144,7 +144,15 @@ def test_an_older_gpu(driver: Driver) -> None:
 def test_power_smoothing(driver: Driver, pynvml: ModuleType) -> None:
     if not hasattr(pynvml, "NVML_FI_PWR_SMOOTHING_ENABLED"):
         pytest.skip("older than 12.570")
-    driver.fields |= {(251, 0): 1, (264, 0): 2, (260, 2): 50, (262, 2): 9000, (263, 2): 300}
+    values = {  # of the GPU, then of profile 2; versions of the library number them differently
+        ("ENABLED", 0): 1,
+        ("ACTIVE_PRESET_PROFILE", 0): 2,
+        ("PROFILE_PERCENT_TMP_FLOOR", 2): 50,
+        ("PROFILE_RAMP_DOWN_RATE", 2): 9000,
+        ("PROFILE_RAMP_DOWN_HYST_VAL", 2): 300,
+    }
+    for (name, scope), value in values.items():
+        driver.fields[getattr(pynvml, f"NVML_FI_PWR_SMOOTHING_{name}"), scope] = value
     source = nvml()
     assert source.smoothing == {
         "enabled": 1,
