@@ -21,7 +21,7 @@ def test_boards_of_two_ranks(visible: str, boards: list[int], rig: Path, tmp_pat
     tool = make_tool(tmp_path / "bin")
     install(tool, info__m=text("map_A3"), info=text("info_A3_25.2.0"))
     for board, watts in ((0, "74.0"), (1, "100.0")):  # both dies tell their board's
-        told = text("common_two_chips").replace("69.0", watts).replace("74.0", watts)
+        told = text("common_two_dies").replace("69.0", watts).replace("74.0", watts)
         install(tool, **{f"info__t_common__i_{board}": told})
     environ = {"PATH": f"{tool}:{os.environ['PATH']}", "ASCEND_RT_VISIBLE_DEVICES": visible}
     argv = [*arguments(rig, WAYS["dense"]), *ULYSSES, "--power", "--size", "64*64"]

@@ -38,8 +38,8 @@ READINGS = {
     ("common_310P", 0): Reading(13.4, 960, 1080, False),
     ("common_310P_Duo", 0): Reading(45.2, 960, 1080, False),
     ("common_310P_Duo", 1): Reading(45.2, 960, 1080, False),
-    ("common_two_chips", 0): Reading(69.0, 1000, 1000, False),
-    ("common_two_chips", 1): Reading(74.0, 1000, 1000, False),
+    ("common_two_dies", 0): Reading(69.0, 1000, 1000, False),
+    ("common_two_dies", 1): Reading(74.0, 1000, 1000, False),
     ("common_310B", 0): Reading(13.3, None, None, False),
     ("common_A5", 0): Reading(298.6, 100, 1650, False),
     ("power_910B", 0): Reading(103.5),
@@ -77,18 +77,18 @@ def test_every_fixture_is_read_and_has_a_source() -> None:
 def test_tables(name: str) -> None:
     assert npu_smi.powers(text(name)) == POWERS[name]
     for board, told in POWERS[name].items():
-        for chip in range(len(told)):
-            expected = told[chip] or told[0]
+        for die in range(len(told)):
+            expected = told[die] or told[0]
             if expected is None:
                 with pytest.raises(MeterError, match=f"no power of NPU {board}"):
-                    npu_smi.from_table(text(name), Place(board, chip))
+                    npu_smi.from_table(text(name), Place(board, die))
             else:
-                assert npu_smi.from_table(text(name), Place(board, chip)) == Reading(expected)
+                assert npu_smi.from_table(text(name), Place(board, die)) == Reading(expected)
 
 
-@pytest.mark.parametrize(("name", "chip"), READINGS)
-def test_fields(name: str, chip: int) -> None:
-    assert npu_smi.from_fields(text(name), Place(0, chip)) == READINGS[name, chip]
+@pytest.mark.parametrize(("name", "die"), READINGS)
+def test_fields(name: str, die: int) -> None:
+    assert npu_smi.from_fields(text(name), Place(0, die)) == READINGS[name, die]
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -122,11 +122,11 @@ def test_tables_that_break_off(name: str) -> None:
             assert value == (told[: len(value)] if isinstance(told, list) else told)
 
 
-@pytest.mark.parametrize(("name", "chip"), READINGS)
-def test_fields_that_break_off(name: str, chip: int) -> None:
-    whole, expected = text(name), READINGS[name, chip]
+@pytest.mark.parametrize(("name", "die"), READINGS)
+def test_fields_that_break_off(name: str, die: int) -> None:
+    whole, expected = text(name), READINGS[name, die]
     for end in range(len(whole)):
-        found = whatever(lambda t: npu_smi.from_fields(t, Place(0, chip)), whole[:end])
+        found = whatever(lambda t: npu_smi.from_fields(t, Place(0, die)), whole[:end])
         if found is not None:
             told = {w for (n, _), r in READINGS.items() if n == name for w in [r.watts]}
             assert found.watts in told | ({16.9} if name == "power_310B" else set())
@@ -232,11 +232,11 @@ def test_npu_smi_on_an_a2(tool: Path) -> None:
 def test_two_dies_of_a_board_are_one_device(tool: Path) -> None:
     """On an A3 both dies tell the board's power, and the table has it once."""
     install(tool, info__m=text("map_A3"), info=text("info_A3_25.2.0"))
-    install(tool, info__t_common__i_0=text("common_two_chips"))
+    install(tool, info__t_common__i_0=text("common_two_dies"))
     assert [npu_smi.NpuSmi(index).device for index in (0, 1)] == ["NPU 0", "NPU 0"]
     install(tool, info=text("info_A3_25.2.0").replace("-           37 ", "74.0        37 ", 1))
     dies = [npu_smi.NpuSmi(index) for index in (0, 1)]
-    assert [die.device for die in dies] == ["NPU 0 chip 0", "NPU 0 chip 1"]
+    assert [die.device for die in dies] == ["NPU 0 die 0", "NPU 0 die 1"]
     assert [die.read().watts for die in dies] == [69.0, 74.0]
 
 

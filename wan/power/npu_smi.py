@@ -28,7 +28,7 @@ class Place:
     """Where a die is."""
 
     board: int
-    chip: int
+    die: int
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def places(text: str) -> dict[int, Place]:
         names = lines[head]
         for line in lines[head + 1 :]:
             row = dict(zip(names, line, strict=False))
-            board, chip = _whole(row.get("NPU ID")), _whole(row.get("Chip ID"))
+            board, die = _whole(row.get("NPU ID")), _whole(row.get("Chip ID"))
             logic = _whole(row.get("Chip Logic ID", row.get("NPU ID")))  # an A5 names it so
-            if board is not None and chip is not None and logic is not None:  # no controller
-                found[logic] = Place(board, chip)
+            if board is not None and die is not None and logic is not None:  # no controller
+                found[logic] = Place(board, die)
     if not found:
         raise MeterError(f"`npu-smi info -m` lists no NPU: {_begin(text)}")
     return found
@@ -94,7 +94,7 @@ def from_table(text: str, place: Place) -> Reading:
         MeterError: As `powers`, and where the table has neither.
     """
     told = powers(text).get(place.board, [])
-    own = told[place.chip : place.chip + 1]
+    own = told[place.die : place.die + 1]
     watts = next((watts for watts in (*own, *told) if watts is not None), None)
     if watts is None:
         raise MeterError(f"`npu-smi info` tells no power of NPU {place.board}")
@@ -110,8 +110,8 @@ def from_fields(text: str, place: Place) -> Reading:
         MeterError: Where the text tells no power.
     """
     blocks = [_fields(block) for block in re.split(r"\n\s*\n", "\n".join(_complete(text)))]
-    own = next((block for block in blocks if _whole(block.get("Chip ID")) == place.chip), None)
-    if own is None:  # an A5 names no chip
+    own = next((block for block in blocks if _whole(block.get("Chip ID")) == place.die), None)
+    if own is None:  # an A5 names none
         own = next((b for b in blocks if "Chip ID" not in b and "Chip Name" not in b and _w(b)), {})
     boards = (block for block in blocks if "Chip ID" not in block)  # the controller's
     watts = next((w for block in (own, *boards) if (w := _w(block)) is not None), None)
@@ -175,7 +175,7 @@ class NpuSmi(Source):
         board = str(self._place.board)
         self.device = f"NPU {board}"
         if self._alone():
-            self.device += f" chip {self._place.chip}"
+            self.device += f" die {self._place.die}"
         ways: tuple[tuple[Callable[[str, Place], Reading], tuple[str, ...]], ...] = (
             (from_fields, ("info", "-t", "common", "-i", board)),
             (from_fields, ("info", "-t", "power", "-i", board)),
@@ -220,8 +220,7 @@ class NpuSmi(Source):
 
 def _table(text: str) -> Sequence[str]:
     """The lines of the table of NPUs without its rules, from its headings on."""
-    lines = [line.strip() for line in _complete(text)]
-    lines = [line for line in lines if line.startswith("|") and line.endswith("|")]
+    lines = [line.strip() for line in _complete(text) if line.strip().startswith("|")]
     heads = [n for n, line in enumerate(lines) if "Health" in line and "Name" in line]
     if not heads:
         raise MeterError(f"`npu-smi info` shows no table of NPUs: {_begin(text)}")
