@@ -67,6 +67,10 @@ class Device:
             return "CPU"
         return self._accelerator.get_device_name(self.torch_device)
 
+    def uuid(self) -> str:
+        """Of a GPU, as the vendor's library knows it whatever CUDA_VISIBLE_DEVICES shows."""
+        return str(self._accelerator.get_device_properties(self.torch_device).uuid)
+
 
 def bf16_gain() -> float:
     """How many times as fast this CPU multiplies bfloat16 matrices as float32 ones, measured now.

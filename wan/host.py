@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,26 @@ def cores() -> int:
 def hides(variable: str) -> bool:
     """Whether a vendor's variable, such as CUDA_VISIBLE_DEVICES, is set to no device."""
     return os.environ.get(variable, "0").strip() in ("", "-1")
+
+
+def renumbered(variable: str, index: int) -> int | None:
+    """The machine's number of this process's device `index`, which a vendor's variable renumbers.
+
+    None where the variable does not hold numbers.
+    """
+    numbers = os.environ.get(variable)
+    try:
+        return index if numbers is None else int(numbers.split(",")[index])
+    except (ValueError, IndexError):
+        return None
+
+
+def machine() -> str:
+    """Equal for all processes on this machine, also in containers; on Linux no other has it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 @contextmanager

@@ -463,7 +463,7 @@ def test_folder_of_another_task(
         ('{"settings": {"base_seed": ' + "9" * 5000 + "}}", "is not valid JSON"),
         *(
             (f'{{"settings": {{"{name}": 1}}}}', f"{name} is not part of a record; remove it.")
-            for name in ("plan", "chip", "device_memory", "from_json", "decode_latents")
+            for name in ("plan", "chip", "device_memory", "from_json", "decode_latents", "power")
         ),
         ('{"settings": {"ulysses_size": 2}}', "ulysses_size is not part of a record"),
     ],

@@ -13,6 +13,7 @@ import pytest
 REPO = Path(__file__).parents[2]
 FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
 
+METERS = [f"wan.power.{name}" for name in ("measured", "meter", "nvml", "npu_smi", "rapl")]
 # Module or folder -> what of `wan` it may import. The longest match counts.
 MAY_IMPORT = {
     "generate": "wan.__main__",
@@ -32,6 +33,7 @@ MAY_IMPORT = {
     "wan.settings": "wan.settings wan.modules.schedule",
     "wan.configs": "wan.settings",
     "wan.device": "wan.settings wan.host",
+    **dict.fromkeys(METERS, "wan.power.measured wan.power.meter wan.host"),
     **dict.fromkeys(("wan.modules.schedule", "wan.host", "wan.log", "wan.torch_private"), ""),
 }
 BUILDERS = {"wan.api", "wan.cli.main", "wan.planner.measure", "wan.planner.report"}
@@ -43,6 +45,7 @@ WITHOUT_TORCH = (
     "wan.host",
     "wan.log",
     "wan.modules.schedule",
+    *METERS,
     *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "lora", "quantised")),
     *(
         f"wan.pipeline.{name}"
@@ -57,6 +60,7 @@ ONLY_IN = {
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
+    "pynvml": "wan.power.nvml",
 }
 # Longer than 40 lines, and why.
 LONG_FUNCTIONS = {

@@ -223,6 +223,11 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             "prompt_extend_target_lang", choice("zh", "en"), "default zh", needs="use_prompt_extend"
         ),
     ),
+    "evidence": (
+        _command(
+            "power", switch, "meter power, energy, clock and throttling of the run", record=False
+        ),
+    ),
     "output": (
         _command("save_file", values.path, "path of the mp4; default: a name from task and prompt"),
         _command("fps", real(1, 240), "frames per second of the file"),

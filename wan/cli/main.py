@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -27,9 +27,12 @@ from wan.settings.errors import InputError, exit_code
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from wan.device import Device
     from wan.distributed.launch import Once, Prepared
     from wan.distributed.mesh import Team
     from wan.pipeline.pipeline import Pipeline
+    from wan.power.measured import Measured
+    from wan.power.video import VideoMeter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,33 +128,53 @@ def generate(run: Run, team: Team | None = None) -> None:
     """Carry out a resolved run. Of several ranks, the main one decodes and writes the video."""
     _load_torch()
     from wan import device as devices
-    from wan.pipeline import build, video
+    from wan.pipeline import build
 
     for notice in run.notices:
         logger.warning(notice)
     device = devices.resolve(run.setup.execution.device) if team is None else team.device
     pipeline = build.pipeline(run.setup, device, team)
     device.reset_peak_memory()
+    if run.decode_latents is None:
+        run = _extended(run, pipeline, team)
+        logger.info("Prompt: %s", run.request.prompt)
+    with _meter(run, device) as meter:
+        _make_video(run, pipeline, team, meter)
+
+
+def _meter(run: Run, device: Device) -> AbstractContextManager[VideoMeter | None]:
+    if not run.power:
+        return nullcontext()
+    from wan.power.video import VideoMeter
+
+    whole = run.decode_latents is None
+    return VideoMeter(device, "text to decoded video" if whole else "decoding only")
+
+
+def _make_video(run: Run, pipeline: Pipeline, team: Team | None, meter: VideoMeter | None) -> None:
+    from wan.pipeline import video
+
     kept: Path | None
     if run.decode_latents is not None:
         latents, kept = video.load_latents(run.decode_latents), run.decode_latents
     else:
-        run = _extended(run, pipeline, team)
-        logger.info("Prompt: %s", run.request.prompt)
         latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
         if team is not None:
+            if meter is not None:
+                meter.gather(team)
             team.close()
             if not team.is_main:
                 return
         kept = _save_latents(run, latents)
     with latents_survive(kept):
         frames = pipeline.decode(latents)
+        power = None if meter is None else meter.stop()
         with pipeline.stages("writing"):
             video.save_video(frames, run.output.save_file, run.output.fps)
     if kept is not None and run.decode_latents is None:
         _put_away(run, kept)
-    record = _save_record(run, pipeline, frames)
-    _summary(run, pipeline, record)
+    record = _save_record(run, pipeline, frames, power)
+    _summary(run, pipeline, record, power)
 
 
 def _load_torch() -> None:
@@ -225,7 +248,9 @@ def _put_away(run: Run, latents: Path) -> None:
         logger.error("The latents stay in %s (%s).", latents, error.strerror or error)
 
 
-def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | None:
+def _save_record(
+    run: Run, pipeline: Pipeline, frames_3FHW: Tensor, power: Measured | None
+) -> Path | None:
     """The JSON record; where it cannot be written beside the video, in the temporary folder."""
     execution, device = run.setup.execution, pipeline.device
     _, count, height, width = frames_3FHW.shape
@@ -246,6 +271,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | No
         **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
         "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
         "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
+        **({"power": power.record()} if power is not None else {}),
         "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
     }
     text = json.dumps(record, indent=1, ensure_ascii=False)
@@ -272,13 +298,15 @@ def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: s
     return None
 
 
-def _summary(run: Run, pipeline: Pipeline, record: Path | None) -> None:
+def _summary(run: Run, pipeline: Pipeline, record: Path | None, power: Measured | None) -> None:
     device = pipeline.device.peak_memory()
     parts = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
     memory = f"host {host.peak_memory() / 2**30:.2f} GiB"
     if device is not None:
         memory = f"device {device / 2**30:.2f} GiB, {memory}"
     logger.info("Seconds: %s. Peak memory: %s.", ", ".join(parts), memory)
+    if power is not None:
+        logger.info("%s", power.line())
     skipped = pipeline.caches.summary()
     if skipped is not None:
         logger.info("%s", skipped)

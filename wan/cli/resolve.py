@@ -54,6 +54,7 @@ class Run:
         extension: The language model that extends the prompt.
         decode_latents: The latents that are only decoded.
         device_memory: Bytes of a device, as --device_memory says.
+        power: The run is metered.
         settings: For the JSON record: what --from_json repeats the run from.
         notices: Lines that the user should see before the work.
     """
@@ -66,6 +67,7 @@ class Run:
     extension: Extension | None
     decode_latents: Path | None
     device_memory: int | None
+    power: bool
     settings: dict[str, Any]
     notices: tuple[str, ...]
 
@@ -94,6 +96,7 @@ class Run:
                 for name, ones in setup.loras.items()
                 for one in ones
             ],
+            "--power": self.power,
             "the video's size": self.request.video_size,
             "the device": device,
             "the checkpoint's content": fingerprint(setup.checkpoint.files()),
@@ -162,6 +165,7 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
         extension=extension,
         decode_latents=values.get("decode_latents"),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
+        power=values.get("power", False),
         settings=record(values | {"task": task, "ckpt_dir": folder}, setup, request, output),
         notices=(
             *_about(request, output, folder if is_demo and not plan else None, defaults),

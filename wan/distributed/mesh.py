@@ -147,6 +147,12 @@ class Team:
         dist.broadcast_object_list(box, src=0, device=self.device.torch_device)
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's picklable value, by rank, on every rank."""
+        values = [value] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
     def both_branches(self, branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         """(conditional, unconditional) results: each half of the ranks computes one of them."""
         group = self.group("cfg")

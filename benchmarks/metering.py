@@ -1,0 +1,116 @@
+"""What metering costs: CPU time of the meter's thread, and steps with and without it.
+
+    python benchmarks/metering.py --out metering.json
+
+Every source that this machine has is metered; and always "files", which is no meter: it reads as
+many of the kernel's files as RAPL and cpufreq do (energy of two packages, clocks of eight cores),
+taken from /proc, so that there is a figure where there are no counters. It tells no power.
+
+A step is a number of matrix products. Rounds with and without the meter alternate. Of npu-smi, the
+time of its processes counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from wan import device as devices
+from wan.device import Device
+from wan.power.measured import Measured, Sample
+from wan.power.meter import PERIOD, Absent, Meter, Source
+from wan.power.rapl import Attribute
+from wan.power.video import source_of
+
+
+class Files(Source):
+    """Reads as many files as RAPL with two packages and eight clocks."""
+
+    name, device = "files", "/proc"
+
+    def __init__(self) -> None:
+        self._files = [Attribute(Path("/proc/sys/kernel/ns_last_pid")) for _ in range(10)]
+
+    def read(self) -> Sample:
+        values = [file.read() for file in self._files]
+        return Sample(mhz=sum(values) / len(values))
+
+
+def sources() -> dict[str, tuple[Device, Callable[[], Source]]]:
+    """Name -> what is kept busy, and a new source; all that can be had here."""
+    cpu = devices.resolve("cpu")
+    found: dict[str, tuple[Device, Callable[[], Source]]] = {"files": (cpu, Files)}
+    for kind in ("cpu", "auto"):
+        device = devices.resolve(kind)
+        source = source_of(device)
+        source.close()
+        if not isinstance(source, Absent):
+            found[source.name] = (device, partial(source_of, device))
+    return found
+
+
+def step(matrix: torch.Tensor, products: int) -> None:
+    for _ in range(products):
+        matrix = torch.nn.functional.normalize(matrix @ matrix)
+
+
+def measure(name: str, device: Device, make: Callable[[], Source], asked: Any) -> dict[str, Any]:
+    matrix = torch.randn(asked.size, asked.size, device=device.torch_device)
+    run = partial(step, matrix, asked.products)
+    found: list[Measured] = []
+
+    def steps(metered: bool) -> None:
+        meter = Meter(make() if metered else Absent("not asked for"), asked.period)
+        with meter:
+            for _ in range(asked.steps):
+                run()
+            device.synchronize()
+        if metered:
+            found.append(meter.stop())
+
+    variants = {"metered": partial(steps, True), "plain": partial(steps, False)}
+    steps(False)
+    times = common.interleave(variants, asked.rounds, device.torch_device)
+    cpu, seconds = (sum(getattr(one, n) for one in found) for n in ("cpu_seconds", "seconds"))
+    samples = sum(one.samples for one in found)
+    return {
+        "source": name,
+        "device": device.name(),
+        "period_ms": 1e3 * found[0].period,
+        "step_seconds": common.spread([t / asked.steps for t in times["metered"]]),
+        "samples": samples,
+        "cpu_us_per_sample": 1e6 * cpu / samples,
+        "cpu_share_of_step_time": cpu / seconds,
+        "metered_over_plain": common.ratios(times["metered"], times["plain"]),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--period", type=float, default=PERIOD, help="seconds")
+    parser.add_argument("--size", type=int, default=512, help="of the matrices")
+    parser.add_argument("--products", type=int, default=20, help="matrix products of a step")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--out", help="JSON file")
+    asked = parser.parse_args(argv)
+    began = time.perf_counter()
+    results = [measure(name, *source, asked) for name, source in sources().items()]
+    print(json.dumps(results, indent=1))
+    print(f"{time.perf_counter() - began:.0f} s on {common.cpu_name()}")
+    common.write_json(asked.out, devices.resolve("auto").torch_device, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""npu-smi: recorded outputs of many versions, broken ones, and the tool as a process."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wan import host
+from wan.power import npu_smi
+from wan.power.meter import MeterError
+from wan.power.npu_smi import Place, Reading
+
+FIXTURES = Path(__file__).parent / "fixtures" / "npu_smi"
+POWERS: dict[str, dict[int, list[float | None]]] = {
+    "info_910A_20.2.2": {0: [68.6], 1: [63.7]},
+    "info_910A_21.0.4": {0: [70.9], 1: [67.2]},
+    "info_910A_23.0.rc1": {0: [72.0], 1: [70.2]},
+    "info_910B4_24.1.1": {0: [88.2], 1: [87.0]},
+    "info_910B4-1_25.2.0": {0: [91.3], 1: [88.1]},
+    "info_910B4_25.5.2": {5: [89.9]},
+    "info_910B4_26.0.rc1": {0: [82.6]},
+    "info_A3_24.1.rc3.7": {0: [178.8, None]},
+    "info_A3_25.2.0": {0: [162.8, None], 1: [167.1, None]},
+    "info_A3_25.3.rc1": {0: [199.1, None], 1: [200.3, None]},
+    "info_A3_26.0.rc2": {0: [162.6, None]},
+    "info_310P3": {0: [15.8], 1: [15.4]},
+    "info_310P3_Duo_25.2.0": {2: [None, None]},
+    "info_310B_25.2.0": {0: [10.4]},
+}
+READINGS = {
+    ("common_910B_idle", 0): Reading(93.4, 800, 1800, False),
+    ("common_910B_busy", 0): Reading(331.1, 1800, 1800, True),
+    ("common_310P", 0): Reading(13.4, 960, 1080, False),
+    ("common_310P_Duo", 0): Reading(45.2, 960, 1080, False),
+    ("common_310P_Duo", 1): Reading(45.2, 960, 1080, False),
+    ("common_two_dies", 0): Reading(69.0, 1000, 1000, False),
+    ("common_two_dies", 1): Reading(74.0, 1000, 1000, False),
+    ("common_310B", 0): Reading(13.3, None, None, False),
+    ("common_A5", 0): Reading(298.6, 100, 1650, False),
+    ("power_910B", 0): Reading(103.5),
+    ("power_310B", 0): Reading(9.1),
+}
+PLACES = {
+    "map_910B": {0: Place(0, 0), 1: Place(1, 0)},
+    "map_A3": {0: Place(0, 0), 1: Place(0, 1), 2: Place(1, 0)},
+    "map_310P": {0: Place(4, 0)},
+    "map_310P_Duo": {0: Place(1, 0), 1: Place(1, 1), 2: Place(2, 0), 3: Place(2, 1)},
+}
+ERRORS = ("error_8005", "error_8020")
+A5_MAP = "".join(  # as the driver's source prints it
+    "\t" + " ".join(f"{cell:<30}" for cell in row) + "\n"
+    for row in (
+        ("NPU ID", "Slot ID", "Chip ID", "Chip Phy-ID", "Chip Name"),
+        ("0", "1", "0", "0", "Ascend950"),
+        ("1", "2", "0", "1", "Ascend950"),
+    )
+)
+
+
+def text(name: str) -> str:
+    return (FIXTURES / f"{name}.txt").read_text()
+
+
+def test_every_fixture_is_read_and_has_a_source() -> None:
+    read = {*POWERS, *(name for name, _ in READINGS), *PLACES, *ERRORS}
+    assert {path.stem for path in FIXTURES.glob("*.txt")} == read
+    sources = (FIXTURES / "SOURCES.md").read_text()
+    assert all(f"`{name}.txt`" in sources for name in read)
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_tables(name: str) -> None:
+    assert npu_smi.powers(text(name)) == POWERS[name]
+    for board, told in POWERS[name].items():
+        for die in range(len(told)):
+            expected = told[die] or told[0]
+            if expected is None:
+                with pytest.raises(MeterError, match=f"no power of NPU {board}"):
+                    npu_smi.from_table(text(name), Place(board, die))
+            else:
+                assert npu_smi.from_table(text(name), Place(board, die)) == Reading(expected)
+
+
+@pytest.mark.parametrize(("name", "die"), READINGS)
+def test_fields(name: str, die: int) -> None:
+    assert npu_smi.from_fields(text(name), Place(0, die)) == READINGS[name, die]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_mapping(name: str) -> None:
+    assert npu_smi.places(text(name)) == PLACES[name]
+
+
+def test_mapping_of_an_a5() -> None:
+    assert npu_smi.places(A5_MAP) == {0: Place(0, 0), 1: Place(1, 0)}
+
+
+def whatever(parse: Any, broken: str) -> Any:
+    """What a parser makes of a text; None where it says why it cannot."""
+    try:
+        return parse(broken)
+    except MeterError as reason:
+        assert str(reason)
+        return None
+
+
+@pytest.mark.parametrize("name", [*POWERS, *PLACES])
+def test_tables_that_break_off(name: str) -> None:
+    """At every character: what is still read was there."""
+    whole = text(name)
+    expected: dict[int, Any] = {**POWERS, **PLACES}[name]
+    parse = npu_smi.powers if name in POWERS else npu_smi.places
+    for end in range(len(whole)):
+        found = whatever(parse, whole[:end]) or {}
+        for key, value in found.items():
+            told = expected[key]
+            assert value == (told[: len(value)] if isinstance(told, list) else told)
+
+
+@pytest.mark.parametrize(("name", "die"), READINGS)
+def test_fields_that_break_off(name: str, die: int) -> None:
+    whole, expected = text(name), READINGS[name, die]
+    for end in range(len(whole)):
+        found = whatever(lambda t: npu_smi.from_fields(t, Place(0, die)), whole[:end])
+        if found is not None:
+            told = {w for (n, _), r in READINGS.items() if n == name for w in [r.watts]}
+            assert found.watts in told | ({16.9} if name == "power_310B" else set())
+            assert found.mhz in (None, expected.mhz)
+
+
+BROKEN = {
+    "nothing": "",
+    "blank lines": "\n\n\n",
+    "other columns": text("info_A3_25.2.0").replace("Power(W)", "Leistung"),
+    "a column less": re.sub(r"\| (OK|Health) +", "", text("info_910B4_24.1.1")),
+    "one line of two": re.sub(r"(?m)^\| 0 {25,}.*\n", "", text("info_910B4_24.1.1")),
+    "translated": "NPU 编号：0\n芯片数量：1\n\n芯片编号：0\nNPU 实时功率(W)：93.4\n",
+    "translated table": "| NPU 名称 | 健康 | 功率(W) |\n| 芯片 | 总线 | - |\n| 0 910B | - | 93 |\n",
+    "help": "Usage: npu-smi info <watch|proc|-h|-m|-l|-t type> [Options...]\n",
+    "no boards": "There is no NPU card on this server.\n",
+    "bytes": "\x00\ufffd\x1b[31m| NPU Name | Health | Power(W) |\n" * 3,
+    "html": "<html><body>502 Bad Gateway</body></html>\n",
+    **{name: text(name) for name in ERRORS},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_outputs_that_cannot_be_used(name: str) -> None:
+    for parse in (npu_smi.powers, npu_smi.places):
+        with pytest.raises(MeterError, match="it says"):
+            parse(BROKEN[name])
+    for parse in (npu_smi.from_table, npu_smi.from_fields):
+        with pytest.raises(MeterError, match="npu-smi"):
+            parse(BROKEN[name], Place(0, 0))
+
+
+def test_outputs_with_random_damage() -> None:
+    rng = random.Random(0)
+    parsers = (
+        npu_smi.powers,
+        npu_smi.places,
+        lambda t: npu_smi.from_table(t, Place(0, 0)),
+        lambda t: npu_smi.from_fields(t, Place(0, 1)),
+    )
+    for path in sorted(FIXTURES.glob("*.txt")):
+        for _ in range(40):
+            characters = list(path.read_text())
+            for _ in range(rng.randrange(1, 9)):
+                spot = rng.randrange(len(characters))
+                characters[spot : spot + rng.choice((0, 1, 30))] = rng.choice(
+                    ("", "|", "\n", "-", "NA", ":", "9", "²", "\t")
+                )
+            for parse in parsers:
+                whatever(parse, "".join(characters))
+
+
+@pytest.mark.parametrize("shown", ["0", "0.0", "-", "NA", "N/A", "nan", "inf", "-5.0", "1e3", ""])
+def test_what_is_no_power(shown: str) -> None:
+    with pytest.raises(MeterError):
+        npu_smi.from_fields(text("power_910B").replace("103.5", shown), Place(0, 0))
+
+
+def make_tool(folder: Path) -> Path:
+    """A folder for the PATH with an npu-smi that prints files: `info`, `info_-m`, ..."""
+    folder.mkdir()
+    script = folder / "npu-smi"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'cd {folder}; name=$(echo "$*" | tr " " _)\n'
+        'if [ -f "$name" ]; then cat "$name"; else cat fails 2>/dev/null; exit 187; fi\n'
+    )
+    script.chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = make_tool(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def install(tool: Path, **files: str) -> None:
+    for name, content in files.items():
+        (tool / name.replace("__", "_-")).write_text(content)
+
+
+def test_npu_smi_on_an_a2(tool: Path) -> None:
+    busy = text("common_910B_busy").replace(
+        "curFreq(MHZ)            : 1800", "curFreq(MHZ)  : 1400"
+    )
+    install(tool, info__m=text("map_910B"), info=text("info_910B4_24.1.1"))
+    install(tool, info__t_common__i_1=busy)
+    source = npu_smi.NpuSmi(1)
+    assert (source.device, source.rated_mhz) == ("NPU 1", 1800)
+    sample = source.read()
+    assert (sample.watts, sample.mhz) == (331.1, 1400)
+    assert sample.reasons == {npu_smi.BELOW_RATED} and source.cpu_elsewhere > 0
+    install(tool, info__t_common__i_1=text("common_910B_idle"))
+    assert source.read().reasons == frozenset(), "idle, a low clock is no loss"
+    (tool / "info_-t_common_-i_1").unlink()
+    install(tool, fails=text("error_8020"))
+    with pytest.raises(MeterError, match=r"failed: dcmi model .* ret is -8020"):
+        source.read()
+
+
+def test_two_dies_of_a_board_are_one_device(tool: Path) -> None:
+    """On an A3 both dies tell the board's power, and the table has it once."""
+    install(tool, info__m=text("map_A3"), info=text("info_A3_25.2.0"))
+    install(tool, info__t_common__i_0=text("common_two_dies"))
+    assert [npu_smi.NpuSmi(index).device for index in (0, 1)] == ["NPU 0", "NPU 0"]
+    install(tool, info=text("info_A3_25.2.0").replace("-           37 ", "74.0        37 ", 1))
+    dies = [npu_smi.NpuSmi(index) for index in (0, 1)]
+    assert [die.device for die in dies] == ["NPU 0 die 0", "NPU 0 die 1"]
+    assert [die.read().watts for die in dies] == [69.0, 74.0]
+
+
+def test_other_ways_where_one_tells_no_power(tool: Path) -> None:
+    without = text("common_910B_idle").replace("Real-time Power", "Rated Power")
+    install(tool, info__m=text("map_910B"), info__t_common__i_0=without)
+    install(tool, info=text("info_910B4_24.1.1"))
+    assert npu_smi.NpuSmi(0).read().watts == 88.2
+    install(tool, info__t_power__i_0=text("power_910B"))
+    assert npu_smi.NpuSmi(0).read().watts == 103.5
+    install(tool, info__m=text("map_310P_Duo"), info__t_common__i_1=text("common_310P_Duo"))
+    install(tool, info=text("info_310P3_Duo_25.2.0").replace("| 2  ", "| 1  "))
+    duo = npu_smi.NpuSmi(1)
+    assert (duo.device, duo.read().watts) == ("NPU 1", 45.2)
+
+
+def test_npu_smi_that_cannot_be_used(tool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tool, fails=text("error_8005"))
+    with pytest.raises(MeterError, match=r"`npu-smi info -m` failed: dcmi .* ret is -8005"):
+        npu_smi.NpuSmi(0)
+    install(tool, info__m=text("map_910B"))
+    with pytest.raises(MeterError, match="no NPU with the logic ID 5"):
+        npu_smi.NpuSmi(5)
+    install(tool, info__t_common__i_0="", info__t_power__i_0="", info="")
+    with pytest.raises(MeterError, match="tells no power of NPU 0: it says nothing"):
+        npu_smi.NpuSmi(0)
+    (tool / "npu-smi").chmod(0o644)
+    monkeypatch.setenv("PATH", str(tool))
+    with pytest.raises(MeterError, match=r"npu-smi (on the PATH|info -m` cannot be called)"):
+        npu_smi.NpuSmi(0)
+    (tool / "npu-smi").unlink()
+    with pytest.raises(MeterError, match="no npu-smi on the PATH"):
+        npu_smi.NpuSmi(0)
+
+
+@pytest.mark.parametrize(
+    ("value", "index", "number"),
+    [(None, 3, 3), ("0,1", 1, 1), ("6, 4", 0, 6), ("6,4", 2, None), ("", 0, None), ("x", 0, None)],
+)
+def test_renumbered_devices(
+    value: str | None, index: int, number: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
+    assert host.renumbered("ASCEND_RT_VISIBLE_DEVICES", index) == number

@@ -1,0 +1,338 @@
+"""The power meter: its sums against numpy, the CPU's counters, and runs with --power."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.dist import Ranks, launcher
+from wan.cli import main as generate
+from wan.power import rapl
+from wan.power.measured import Measured, Sample, Series, combine
+from wan.power.meter import Absent, Meter, MeterError, Source
+
+QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "1", "--base_seed", "7"]
+
+
+# The meter
+
+
+class Recorded(Source):
+    """Gives samples (None: a reading that fails), one after the other, then none any more."""
+
+    name, device, power_is = "recorded", "the device", "exact"
+    limit_w, rated_mhz = 700.0, 1980.0
+
+    def __init__(self, samples: Sequence[Sample | None]) -> None:
+        self.left, self.given, self.closed = list(samples), threading.Event(), 0
+
+    def read(self) -> Sample:
+        sample = self.left.pop(0) if self.left else None
+        if not self.left:
+            self.given.set()
+        if sample is None:
+            raise MeterError("nothing is left")
+        return sample
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def measured(samples: Sequence[Sample | None]) -> Measured:
+    source = Recorded(samples)
+    meter = Meter(source, period=1e-4)
+    meter.start()
+    assert source.given.wait(60)
+    found = meter.stop()
+    assert meter.stop() == found and source.closed == 1
+    return found
+
+
+def times(count: int) -> np.ndarray:
+    """Not evenly spaced, as those of a thread."""
+    return 1e5 + np.cumsum(np.random.default_rng(0).uniform(0.01, 0.2, count))
+
+
+def area(values: np.ndarray, at: np.ndarray) -> float:
+    return float(np.trapezoid(values, at))
+
+
+def test_constant_power() -> None:
+    at = times(200)
+    found = measured([Sample(300.0, time=t) for t in at])
+    assert found.seconds == pytest.approx(at[-1] - at[0])
+    assert found.joules == pytest.approx(300 * (at[-1] - at[0]))
+    assert found.mean_w == pytest.approx(300) and found.peak_w == 300 and found.samples == 200
+    assert found.joules_by == "integral of power"
+    assert found.throttled is None and found.mean_mhz is None
+
+
+def test_power_and_clock_that_change() -> None:
+    at = times(500)
+    watts = np.linspace(100, 600, 500) + 50 * np.sin(at)
+    mhz = 1500 + 400 * np.cos(at)
+    found = measured([Sample(w, mhz=f, time=t) for w, f, t in zip(watts, mhz, at, strict=True)])
+    span = at[-1] - at[0]
+    assert found.joules == pytest.approx(area(watts, at))
+    assert found.mean_w == pytest.approx(area(watts, at) / span)
+    assert found.mean_mhz == pytest.approx(area(mhz, at) / span)
+    assert (found.peak_w, found.min_mhz) == (watts.max(), mhz.min())
+
+
+def test_an_energy_counter_is_believed() -> None:
+    """Over the integral: readings of power may be means of a second."""
+    at = times(50)
+    joules = 7e6 + 400 * (at - at[0])
+    found = measured([Sample(100.0, j, time=t) for j, t in zip(joules, at, strict=True)])
+    assert found.joules == pytest.approx(400 * (at[-1] - at[0])) and found.peak_w == 100
+    assert found.mean_w == pytest.approx(400) and found.joules_by == "energy counter"
+
+
+def test_power_from_a_counter_alone() -> None:
+    at = times(100)
+    joules = 5 + np.cumsum(np.random.default_rng(1).uniform(0, 30, 100))
+    found = measured([Sample(joules=j, time=t) for j, t in zip(joules, at, strict=True)])
+    assert found.joules == pytest.approx(joules[-1] - joules[0])
+    assert found.peak_w == pytest.approx((np.diff(joules) / np.diff(at)).max())
+
+
+def test_shares_of_reasons() -> None:
+    at, names = times(300), ("SW power cap", "HW slowdown")
+    held = np.random.default_rng(2).random((2, 300)) < 0.3
+    reasons = [frozenset(n for n, h in zip(names, row, strict=True) if h) for row in held.T]
+    found = measured([Sample(1.0, reasons=r, time=t) for r, t in zip(reasons, at, strict=True)])
+    span = at[-1] - at[0]
+    for name, row in zip(names, held, strict=True):
+        assert found.reasons[name] == pytest.approx(area(row.astype(float), at) / span)
+    assert found.throttled == pytest.approx(area(held.any(axis=0).astype(float), at) / span)
+    assert "throttled" in found.line() and "SW power cap" in found.line()
+
+
+def test_readings_that_fail() -> None:
+    samples = [Sample(200.0, time=float(t)) for t in range(10)]
+    found = measured([None, *samples[:5], None, None, *samples[7:]])
+    assert found.joules == pytest.approx(200 * 9) and found.samples == 8 and found.failed >= 3
+    nothing = measured([None, None])
+    assert not nothing.samples and nothing.line() == "Power: not available (nothing is left)."
+    assert nothing.record() == {"source": "none", "why": "nothing is left"}
+
+
+def test_values_that_are_told_now_and_then() -> None:
+    """What is not told counts as the mean of what is."""
+    samples = [Sample(100.0 if t % 2 else None, time=float(t)) for t in range(11)]
+    found = measured(samples)
+    assert found.mean_w == pytest.approx(100) and found.joules == pytest.approx(1000)
+
+
+def test_one_reading() -> None:
+    found = measured([Sample(250.0, 1.0, 1500.0, frozenset(), time=3.0)])
+    assert found.samples == 1 and found.mean_w == 250 and found.joules is None
+    assert found.mean_mhz == 1500 and found.throttled == 0 and "J per" not in found.line()
+
+
+def test_without_a_meter() -> None:
+    with Meter(Absent("there is none here")) as meter:
+        assert not [t for t in threading.enumerate() if t.name == "power meter"]
+    assert meter.stop().line() == "Power: not available (there is none here)."
+
+
+def test_a_failing_run_does_not_wait_for_the_meter() -> None:
+    source = Recorded([Sample(1.0)])
+    with pytest.raises(ZeroDivisionError), Meter(source, period=1e-4):
+        raise ZeroDivisionError
+    for thread in threading.enumerate():
+        if thread.name == "power meter":
+            thread.join(60)
+    assert not [t for t in threading.enumerate() if t.name == "power meter"]
+
+
+def test_a_series_is_bounded() -> None:
+    series = Series(most=100)
+    for number in range(10_000):
+        series.add(Sample(float(number), time=float(number)))
+    assert 50 <= len(series.times) <= 100 and series.times[0] == 0 and series.times[-1] > 9_700
+    steps = np.diff(np.array(series.times))
+    assert (steps == steps[0]).all() and list(series.watts) == list(series.times)
+    assert {len(column) for column in series.record().values()} == {len(series.times)}
+    json.dumps(series.record(), allow_nan=False)
+
+
+def test_a_record_is_json() -> None:
+    at = times(5)
+    found = measured([Sample(1 / 3, j, None, frozenset({"x"}), t) for j, t in enumerate(at)])
+    record = json.loads(json.dumps(found.record(), allow_nan=False))
+    assert record["reasons"] == {"x": 1.0} and record["throttled"] == 1.0
+    assert record["joules"] == 4 and "series" not in record
+
+
+# Several devices
+
+
+def one(device: str, machine: str, seconds: float, watts: float, **more: Any) -> Measured:
+    values = {"source": "NVML", "device": device, "machine": machine, "seconds": seconds}
+    values |= {"samples": 9, "mean_w": watts, "peak_w": 2 * watts, "joules": watts * seconds}
+    return Measured(**{**values, **more})
+
+
+def test_devices_together() -> None:
+    found = combine(
+        [
+            one(
+                "a", "m", 10, 100, mean_mhz=1000.0, min_mhz=900.0, throttled=0.5, reasons={"x": 0.5}
+            ),
+            one(
+                "b", "m", 30, 300, mean_mhz=2000.0, min_mhz=800.0, throttled=0.1, reasons={"y": 0.1}
+            ),
+        ]
+    )
+    assert (found.mean_w, found.joules, found.peak_w) == (400, 10_000, 600)
+    assert found.mean_mhz == pytest.approx(1750) and found.min_mhz == 800
+    assert found.throttled == pytest.approx(0.2)
+    assert found.reasons == pytest.approx({"x": 0.125, "y": 0.075})
+    assert [part["device"] for part in found.record()["devices"]] == ["a", "b"]
+    assert "mean 400.0 W of 2 devices, peak 600.0 W of one" in found.line()
+
+
+def test_a_device_counts_once() -> None:
+    """One CPU that two ranks have metered, and a like-named one of another machine."""
+    cpu = [one("CPU", machine, s, 50) for machine, s in (("m", 20), ("m", 10), ("n", 10))]
+    found = combine(cpu)
+    assert (found.mean_w, found.joules, len(found.parts)) == (100, 1500, 2)
+    assert combine(cpu[:2]).joules == 1000 and not combine(cpu[:2]).parts
+
+
+def test_devices_without_a_meter() -> None:
+    absent = Measured(why="no driver")
+    found = combine([absent, one("a", "m", 10, 100)])
+    assert found.joules == 1000 and "is not available (no driver)" in found.line()
+    assert combine([absent, absent]).line() == "Power: not available (no driver)."
+
+
+# RAPL
+
+
+def write(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """Of a machine with two packages, as Linux 6 shows them."""
+    powercap = tmp_path / "class/powercap"
+    for zone, name, energy in (
+        ("intel-rapl:0", "package-0", 262_143_000_000),
+        ("intel-rapl:0:0", "core", 5_000_000),
+        ("intel-rapl:0:1", "dram", 6_000_000),
+        ("intel-rapl:1", "package-1", 1_000_000),
+        ("intel-rapl:2", "psys", 7_000_000),
+        ("intel-rapl-mmio:0", "package-0", 8_000_000),
+    ):
+        write(powercap / zone / "name", name)
+        write(powercap / zone / "energy_uj", energy)
+        write(powercap / zone / "max_energy_range_uj", 262_143_328_850)
+        write(powercap / zone / "constraint_0_power_limit_uw", 205_000_000)
+    for core in range(64):
+        policy = tmp_path / f"devices/system/cpu/cpufreq/policy{core}"
+        write(policy / "scaling_cur_freq", 2_400_000)
+        write(policy / "cpuinfo_max_freq", 3_700_000)
+    return tmp_path
+
+
+def energy(sysfs: Path, package: int, microjoules: int) -> None:
+    write(sysfs / f"class/powercap/intel-rapl:{package}/energy_uj", microjoules)
+
+
+def test_rapl_sums_packages_and_goes_on_where_counters_begin_again(sysfs: Path) -> None:
+    source = rapl.Rapl(sysfs)
+    assert (source.limit_w, source.rated_mhz, source.device) == (410, 3700, "2 CPU packages")
+    first = source.read()
+    assert first.watts is None and first.mhz == 2400 and first.reasons is None
+    energy(sysfs, 0, 171_150)  # 500 000 further on, over the end of its range
+    energy(sysfs, 1, 4_000_000)
+    second = source.read()
+    assert second.joules - first.joules == pytest.approx(0.5 + 3)
+    energy(sysfs, 0, 100_000)
+    assert source.read().joules - second.joules == pytest.approx(262_143.328850 - 0.07115)
+
+
+def test_rapl_without_clocks_and_limits(sysfs: Path) -> None:
+    for path in [*sysfs.glob("devices/**/scaling_*"), *sysfs.glob("class/*/*/constraint_0*")]:
+        path.unlink()
+    write(sysfs / "class/powercap/intel-rapl:0/constraint_0_power_limit_uw", "broken")
+    source = rapl.Rapl(sysfs)
+    assert source.read().mhz is None and source.limit_w is None
+
+
+def test_rapl_that_is_not_there(tmp_path: Path, sysfs: Path) -> None:
+    with pytest.raises(MeterError, match=r"no RAPL in .*virtual machines"):
+        rapl.Rapl(tmp_path / "nowhere")
+    write(sysfs / "class/powercap/intel-rapl:1/energy_uj", "not a number")
+    with pytest.raises(MeterError, match=r"intel-rapl:1/energy_uj cannot be read"):
+        rapl.Rapl(sysfs)
+
+
+def test_rapl_for_root_only(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As since Linux 5.10; tests may run as root, whom no mode keeps out."""
+    opened = Path.open
+
+    def refused(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path.name == "energy_uj":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(MeterError, match=r"root only: .*sudo chmod a\+r"):
+        rapl.Rapl(sysfs)
+
+
+# generate.py --power
+
+
+def check_metered(video: Path, said: str) -> None:
+    power = json.loads(video.with_suffix(".json").read_text())["power"]
+    (line,) = re.findall(r"Power\b.*", said)
+    if power["source"] == "none":
+        assert line == f"Power: not available ({power['why']})."
+    else:  # a machine with RAPL that may be read
+        assert power["source"] == "RAPL" and power["joules"] > 0 and " J per video" in line
+
+
+def test_a_run_on_the_cpu(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "v.mp4"
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B")), *QUICK, "--save_latents"]
+    assert generate.main([*argv, "--power", "--save_file", str(out)]) == 0
+    check_metered(out, capfd.readouterr().out)
+    assert "power" not in json.loads(out.with_suffix(".json").read_text())["settings"]
+    latents = str(out.with_suffix(".latents.safetensors"))
+    assert generate.main(["--decode_latents", latents, "--power"]) == 0
+    check_metered(out, capfd.readouterr().out)
+    assert generate.main(["--decode_latents", latents]) == 0
+    assert "power" not in json.loads(out.with_suffix(".json").read_text())
+    assert "Power" not in capfd.readouterr().out
+
+
+def generate_each(arguments: list[list[str]]) -> int:
+    """As a rank: generate.py with the arguments of its own."""
+    return generate.main(arguments[int(os.environ["RANK"])])
+
+
+@pytest.mark.dist
+def test_two_ranks(tiny, tmp_path: Path) -> None:
+    out = tmp_path / "v.mp4"
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B")), *QUICK]
+    argv += ["--save_file", str(out)]
+    with Ranks(launcher(2), generate_each, [[*argv, "--power"]] * 2) as ranks:
+        assert ranks.ended(120) == [0, 0], ranks.said()
+        check_metered(out, "".join(ranks.texts))
+    with Ranks(launcher(2), generate_each, [argv, [*argv, "--power"]]) as ranks:
+        assert ranks.ended(120) == [2, 2], ranks.said()
+        assert any("--power is True, but False on rank 0" in line for line in ranks.lines())

@@ -1,0 +1,101 @@
+"""Energy of a machine's CPU packages from Linux's powercap (RAPL), their clock from cpufreq."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from wan.power.measured import Sample
+from wan.power.meter import MeterError, Source
+
+_CLOCKS = 8  # cores whose clock is read, at most: each is a question to the hardware
+
+
+class Rapl(Source):
+    """The sum of all packages, without the memory beside them.
+
+    Reasons for a lowered clock are not told.
+    """
+
+    name = "RAPL"
+    power_is = "means between two readings"
+
+    def __init__(self, sys: Path = Path("/sys")) -> None:
+        """sys: where sysfs is.
+
+        Raises:
+            MeterError: Where there are no packages, or their energy may not be read.
+        """
+        zones = sorted((sys / "class/powercap").glob("intel-rapl:*"))  # AMD's have this name, too
+        zones = [zone for zone in zones if _text(zone / "name").startswith("package")]
+        if not zones:
+            raise MeterError(f"no RAPL in {sys / 'class/powercap'}, as on most virtual machines")
+        self.device = f"{len(zones)} CPU package{'s' if zones[1:] else ''}"
+        self._counters = [_Counter(zone) for zone in zones]
+        limits = [_number(zone / "constraint_0_power_limit_uw") for zone in zones]  # the long term
+        told = [limit for limit in limits if limit]
+        self.limit_w = sum(told) / 1e6 if len(told) == len(zones) else None
+        policies = sorted((sys / "devices/system/cpu/cpufreq").glob("policy*"))
+        policies = policies[:: -(-len(policies) // _CLOCKS) or 1]
+        clocks = [policy / "scaling_cur_freq" for policy in policies]
+        self._clocks = [Attribute(path) for path in clocks if _number(path) is not None]
+        rated = [khz for p in policies if (khz := _number(p / "cpuinfo_max_freq")) is not None]
+        self.rated_mhz = max(rated) / 1000 if rated else None
+
+    def read(self) -> Sample:
+        clocks = [clock.read() for clock in self._clocks]
+        return Sample(
+            joules=sum(counter.joules() for counter in self._counters),
+            mhz=sum(clocks) / len(clocks) / 1000 if clocks else None,
+        )
+
+
+class Attribute:
+    """A number in a file of the kernel, which stays open: opening costs more than reading."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+        except PermissionError as error:
+            raise MeterError(
+                f"{path} may be read by root only: run as root, or allow it until the next start "
+                f"of the machine with `sudo chmod a+r {path}`"
+            ) from error
+        except OSError as error:
+            raise MeterError(f"{path} cannot be read ({error.strerror})") from error
+
+    def read(self) -> int:
+        try:
+            return int(os.pread(self._file.fileno(), 64, 0))
+        except (OSError, ValueError) as error:
+            raise MeterError(f"{self._path} cannot be read ({error})") from error
+
+
+class _Counter:
+    """The energy of one package, which starts again from 0 after some minutes."""
+
+    def __init__(self, zone: Path) -> None:
+        self._file = Attribute(zone / "energy_uj")
+        self._range = _number(zone / "max_energy_range_uj") or 0
+        self._wrapped = 0
+        self._last = self._file.read()
+
+    def joules(self) -> float:
+        now = self._file.read()
+        if now < self._last:
+            self._wrapped += self._range
+        self._last = now
+        return (self._wrapped + now) / 1e6
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text.isascii() and text.isdigit() else None
