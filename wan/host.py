@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PIECE = 1 << 20  # bytes; of one request to read ahead, Linux serves a few hundred kB to some MB
@@ -25,6 +26,13 @@ def cores() -> int:
     """CPU cores of this process's share, at least one: those it may use, by its machine's ranks."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max((usable or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+
+
+def name() -> str:
+    """Of the running system: processes that read the same one share a clock."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def hides(variable: str) -> bool:
