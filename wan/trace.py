@@ -74,7 +74,7 @@ class Clock(Protocol):
 class HostClock:
     """Implements `Clock` where a call returns when it is done."""
 
-    name = "host"
+    name = "host clock"
 
     def start(self) -> None: ...
 
