@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wan import host
+from wan import host, trace
 from wan.settings.devices import Capabilities, of_type
 from wan.settings.errors import InputError
 
@@ -62,6 +62,12 @@ class Device:
             return None
         return self._accelerator.max_memory_allocated(self.torch_device)
 
+    def clock(self) -> trace.Clock:
+        """Says when what is recorded has begun and ended."""
+        if self._accelerator is None:
+            return trace.HostClock()
+        return EventClock(self._accelerator, self.torch_device)
+
     def name(self) -> str:
         if self._accelerator is None:
             return "CPU"
@@ -70,6 +76,32 @@ class Device:
     def uuid(self) -> str:
         """Of a GPU, as the vendor's library knows it whatever CUDA_VISIBLE_DEVICES shows."""
         return str(self._accelerator.get_device_properties(self.torch_device).uuid)
+
+
+class EventClock:
+    """Implements `wan.trace.Clock` by events on the current stream of an accelerator."""
+
+    name = "device events"
+
+    def __init__(self, accelerator: Any, device: torch.device) -> None:
+        self._accelerator, self._device = accelerator, device
+
+    def start(self) -> None:
+        """The device is idle: its first event happens when the host says so."""
+        self._accelerator.synchronize(self._device)
+        self._zero, self._host = self._event(), time.perf_counter_ns()
+
+    def now(self) -> trace.Later:
+        event, zero, host = self._event(), self._zero, self._host
+        return lambda: host + round(zero.elapsed_time(event) * 1e6)
+
+    def stop(self) -> None:
+        self._accelerator.synchronize(self._device)
+
+    def _event(self) -> Any:
+        event = self._accelerator.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def bf16_gain() -> float:

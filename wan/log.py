@@ -30,6 +30,12 @@ def setup(main_rank: bool = True) -> None:
     logger.setLevel(logging.INFO if main_rank else logging.ERROR)
 
 
+def set_level(name: str) -> None:
+    """ "info" or "debug": what the main rank says."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.setLevel(name.upper())
+
+
 def progress(total: int | None, description: str, unit: str) -> Any:
     """A tqdm bar on the main rank, silent elsewhere and where nobody set up logging (API use)."""
     from tqdm import tqdm

@@ -21,20 +21,25 @@ MAY_IMPORT = {
     "wan.cli": "wan",
     "wan.planner": "wan",
     "wan.pipeline": "wan.pipeline wan.cache wan.checkpoint wan.modules wan.kernels wan.settings "
-    "wan.device wan.host wan.log wan.torch_private",
+    "wan.device wan.host wan.log wan.torch_private wan.trace",
     "wan.pipeline.build": "wan",
     "wan.checkpoint": "wan.checkpoint wan.settings wan.host wan.log",
-    "wan.cache": "wan.cache wan.settings wan.checkpoint.files wan.kernels.base wan.modules.model",
-    "wan.modules": "wan.modules wan.settings wan.kernels.base wan.kernels.sdpa wan.torch_private",
-    "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa",
-    "wan.kernels": "wan.kernels wan.settings wan.device wan.log wan.torch_private",
-    "wan.distributed": "wan.distributed wan.settings wan.device wan.torch_private "
-    "wan.modules.schedule",
+    "wan.cache": "wan.cache wan.settings wan.checkpoint.files wan.kernels.base wan.modules.model "
+    "wan.trace",
+    "wan.modules": "wan.modules wan.settings wan.kernels.base wan.kernels.sdpa wan.torch_private "
+    "wan.trace",
+    "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa "
+    "wan.trace",
+    "wan.kernels": "wan.kernels wan.settings wan.device wan.log wan.torch_private wan.trace",
+    "wan.distributed": "wan.distributed wan.settings wan.device wan.host wan.torch_private "
+    "wan.modules.schedule wan.trace",
     "wan.settings": "wan.settings wan.modules.schedule",
     "wan.configs": "wan.settings",
-    "wan.device": "wan.settings wan.host",
+    "wan.device": "wan.settings wan.host wan.trace",
     **dict.fromkeys(METERS, "wan.power.measured wan.power.meter wan.host"),
-    **dict.fromkeys(("wan.modules.schedule", "wan.host", "wan.log", "wan.torch_private"), ""),
+    **dict.fromkeys(
+        ("wan.modules.schedule", "wan.host", "wan.log", "wan.torch_private", "wan.trace"), ""
+    ),
 }
 BUILDERS = {"wan.api", "wan.cli.main", "wan.planner.measure", "wan.planner.report"}
 WITHOUT_TORCH = (
@@ -44,6 +49,7 @@ WITHOUT_TORCH = (
     "wan.settings",
     "wan.host",
     "wan.log",
+    "wan.trace",
     "wan.modules.schedule",
     *METERS,
     *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "lora", "quantised")),

@@ -94,6 +94,7 @@ def test_notes() -> None:
             "ulysses_size": st.integers(1, 64),
             "ring_type": st.sampled_from(["ring", "bidirectional"]),
             "comm_type": st.sampled_from(list(MODES)),
+            "chunks": st.integers(1, 20),
             "fa_alltoall_overlap": st.booleans(),
             "dit_fsdp": st.booleans(),
             "t5_fsdp": st.booleans(),

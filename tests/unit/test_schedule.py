@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,6 +130,16 @@ def test_a_run_asks_for_a_row() -> None:
     for overlap in (False, True):
         with pytest.raises(ValueError, match=r"comm_type must be 0, 1, .*, but got nonsense\.$"):
             mode_of("nonsense", overlap)  # type: ignore[arg-type]
+
+
+def test_another_number_of_chunks() -> None:
+    """Of the modes that have some; all else of the row stays."""
+    for comm_type, overlap in ((1, False), (2, False), (0, True)):
+        row, asked = mode_of(comm_type, overlap), mode_of(comm_type, overlap, 3)
+        assert asked == replace(row, chunks=3)
+    for comm_type, chunks in ((0, 2), (0, 1), (1, 0), (2, -1)):
+        with pytest.raises(ValueError, match="chunks must be at least 1, and None for mode 0"):
+            mode_of(comm_type, chunks=chunks)
 
 
 def test_in_order() -> None:

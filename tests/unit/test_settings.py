@@ -277,6 +277,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "ulysses_size": ("2", 2, ()),
     "ring_type": ("bidirectional", "bidirectional", ("--ring_size", "2")),
     "comm_type": ("1", 1, TWO),
+    "chunks": ("3", 3, (*TWO, "--comm_type", "1")),
     "fa_alltoall_overlap": ("true", True, TWO),
     "t5_fsdp": ("true", True, TWO),
     "dit_fsdp": ("true", True, TWO),
@@ -287,6 +288,9 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "save_file": ("/tmp/v.mp4", Path("/tmp/v.mp4"), ()),
     "fps": ("5", 5.0, ()),
     "save_latents": ("true", True, ()),
+    "trace": ("/tmp/trace", Path("/tmp/trace"), ()),
+    "trace_steps": ("0-2,5", (0, 1, 2, 5), ("--trace", "/tmp/trace")),
+    "log_level": ("debug", "debug", ()),
 }
 ELSEWHERE = {  # set something that is no field of the same name
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),

@@ -32,7 +32,7 @@ HIGH, LOW = "high_noise", "low_noise"
 T2V = (HIGH,) * 26 + (LOW,) * 14
 CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "word": ("--step_cache second_block", "it must be none, first_block, mag, tea, attention, cfg"),
-    "list": ("--step_cache steps:3-", "write the steps that are computed, from 0"),
+    "list": ("--step_cache steps:3-", "has the steps 3-; write them from 0"),
     "falling list": ("--step_cache steps:5-3", "they must rise"),
     "late": ("--step_cache steps:0-45", "names step 45, but there are 40"),
     "few steps": ("--step_cache mag --sample_steps 4", "add --step_cache_force"),

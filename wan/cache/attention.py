@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from wan import trace
 from wan.cache.lists import Computed
 from wan.kernels.base import StepInfo
 
@@ -45,6 +46,8 @@ class AttentionCache:
         steps = (self.computed if row[step.index] else self.skipped).setdefault(step.branch, [])
         if step.index not in steps:  # the first of the layers
             steps.append(step.index)
+        decision = "computed" if row[step.index] else "skipped"
+        trace.mark("cache", what="attention", decision=decision)
         if not row[step.index]:
             return self._kept[key]
         self._kept.pop(key, None)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from wan import trace
 from wan.cache.lists import Computed
 
 _LOW, _HIGH = 1.0, 1.2
@@ -41,6 +42,8 @@ class GuidanceCache:
             self.computed.setdefault("cond", []).append(step)
             uncond_steps = self.computed if self._listed[step] else self.skipped
             uncond_steps.setdefault("uncond", []).append(step)
+            decision = "computed" if self._listed[step] else "skipped"
+            trace.mark("cache", what="uncond", decision=decision)
             if not self._listed[step]:
                 cond = branch("cond")
                 return cond, self._rebuilt(cond)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wan import trace
 from wan.cache.lists import Plan
 from wan.kernels.base import Grid, StepInfo
 
@@ -96,7 +97,7 @@ class ResidualCache:
             return blocks(x_BLC, 0, None)
         plan, state = self._plan, self._state(step)
         reuses = state.residual is not None and not plan.computed[step.branch][step.index]
-        threshold, before = plan.threshold, None
+        threshold, before, sums = plan.threshold, None, None
         if threshold is not None:
             before = x_BLC.clone()
         if plan.first:
@@ -104,13 +105,29 @@ class ResidualCache:
         if threshold is not None and before is not None:
             first = torch.sub(x_BLC, before, out=before).to(dtype)
             before = None
-            reuses = reuses and self._agree(change(first, state.first, valid), threshold)
+            if reuses:
+                sums = change(first, state.first, valid)
+                reuses = self._agree(sums, threshold)
             state.first = state.first if reuses else first
+        self._note(reuses, sums)
         if reuses:
             return self._reused(x_BLC, state, step)
         x_BLC = self._computed(x_BLC, blocks, plan.first, state, step, dtype)
         self.computed.setdefault(step.branch, []).append(step.index)
         return x_BLC
+
+    def _note(self, reuses: bool, sums: Tensor | None) -> None:
+        """The decision, and how much the first block changed, for a trace."""
+        assert self._plan is not None
+
+        def distance() -> float | None:  # of all ranks: `Agree` adds them up in place
+            change, size = (0.0, 0.0) if sums is None else sums.tolist()
+            return change / size if size else None
+
+        decision = "skipped" if reuses else "computed"
+        trace.mark(
+            "cache", what="blocks", decision=decision, first=self._plan.first, distance=distance
+        )
 
     def _state(self, step: StepInfo) -> _State:
         """Other experts' and other grids' are freed."""

@@ -187,6 +187,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             choice(*MODES),
             ", ".join(f"{key}: {mode.name}" for key, mode in MODES.items()) + " (default 0)",
         ),
+        _layout("chunks", _SIZE, "most head chunks, to search for the best (published: 10)"),
         _layout("fa_alltoall_overlap", switch, "hide exchanges under attention (or OVERLAP=1)"),
         _layout("t5_fsdp", switch, "shard the text encoder"),
         _layout("dit_fsdp", switch, "shard the DiT"),
@@ -232,6 +233,22 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         _command("save_file", values.path, "path of the mp4; default: a name from task and prompt"),
         _command("fps", real(1, 240), "frames per second of the file"),
         _command("save_latents", switch, "keep the denoised latents"),
+        _command(
+            "trace", values.path, "folder for a schedule trace (python -m wan.power)", record=False
+        ),
+        _command(
+            "trace_steps",
+            values.steps,
+            "which steps, from 0, as in 3,7-9; default: the second of each expert",
+            record=False,
+            needs="trace",
+        ),
+        _command(
+            "log_level",
+            choice("info", "debug"),
+            "debug: also the order of exchanges and attention in the layers",
+            record=False,
+        ),
         _command("decode_latents", values.path, "only decode this latents file", record=False),
         _command(
             "from_json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
-from wan import host, log
+from wan import host, log, trace
 from wan.checkpoint import lora
 from wan.checkpoint.files import whole_file
 from wan.cli import env, failures, flags
 from wan.cli.output import latents_survive
 from wan.cli.resolve import Run, resolve
 from wan.log import logger
+from wan.pipeline import timesteps
+from wan.power.recording import Recording, nth_steps, plan_of
 from wan.settings.errors import InputError, exit_code
 
 if TYPE_CHECKING:
@@ -130,6 +133,7 @@ def generate(run: Run, team: Team | None = None) -> None:
     from wan import device as devices
     from wan.pipeline import build
 
+    log.set_level(run.output.log_level)
     for notice in run.notices:
         logger.warning(notice)
     device = devices.resolve(run.setup.execution.device) if team is None else team.device
@@ -158,7 +162,8 @@ def _make_video(run: Run, pipeline: Pipeline, team: Team | None, meter: VideoMet
     if run.decode_latents is not None:
         latents, kept = video.load_latents(run.decode_latents), run.decode_latents
     else:
-        latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
+        with _recorded(run, pipeline, team):
+            latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
         if team is not None:
             if meter is not None:
                 meter.gather(team)
@@ -217,6 +222,27 @@ def _extended(run: Run, pipeline: Pipeline, team: Team | None) -> Run:
         if team is not None:
             prompt = team.value_from_main(prompt)
     return run.with_prompt(prompt)
+
+
+@contextmanager
+def _recorded(run: Run, pipeline: Pipeline, team: Team | None) -> Iterator[None]:
+    """What --trace and --log_level debug ask for."""
+    folder, verbose = run.output.trace, run.output.log_level == "debug"
+    if folder is None and not verbose:
+        yield
+        return
+    experts = timesteps.schedule(run.request).experts
+    steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
+    rank = 0 if team is None else team.rank
+    plan = plan_of(run.setup, run.request, steps, pipeline.merges, rank)
+    device = pipeline.device
+    printed = nth_steps(experts, 0) if verbose else ()
+    recording = Recording(plan, device.clock(), printed, None if folder is None else team)
+    with trace.recording(recording.recorder):
+        yield
+    if folder is not None:
+        recording.write(folder, {"device": device.name(), "kernel": pipeline.kernel})
+        logger.info("Trace: %s  (python -m wan.power report %s)", folder, shlex.quote(str(folder)))
 
 
 def _save_latents(run: Run, latents: Tensor) -> Path | None:

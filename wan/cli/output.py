@@ -27,11 +27,17 @@ class Output:
         save_file: The video (.mp4); the record and the latents stand beside it under its name.
         fps: Frames per second of the file.
         save_latents: The denoised latents stay on disk; otherwise they go with the written video.
+        trace: The folder of a schedule trace.
+        trace_steps: Which steps are traced; None: as `wan.power.recording` chooses.
+        log_level: "info", or "debug": the order in the layers is printed.
     """
 
     save_file: Path
     fps: float
     save_latents: bool = False
+    trace: Path | None = None
+    trace_steps: tuple[int, ...] | None = None
+    log_level: str = "info"
 
     @property
     def record(self) -> Path:
@@ -66,15 +72,42 @@ def check_writable(path: Path) -> None:
             f"--save_file {path} would replace {record}, which is no record of generate.py; "
             "choose another name."
         )
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
+    _check_folder("--save_file", path, path.absolute().parent)
+
+
+def check_trace(output: Output, compiled: bool, steps: int) -> None:
+    """InputError for a trace that cannot be written, or of what does not happen.
+
+    Args:
+        output: What is asked for.
+        compiled: --compile.
+        steps: Sampling steps.
+    """
+    asked = {"--trace": output.trace is not None, "--log_level debug": output.log_level == "debug"}
+    for flag in (flag for flag, given in asked.items() if given and compiled):
+        raise InputError(
+            f"{flag} does not work with --compile, whose graphs have no ranges inside; drop one "
+            "of them."
+        )
+    if output.trace_steps is not None and max(output.trace_steps) >= steps:
+        raise InputError(
+            f"--trace_steps names step {max(output.trace_steps)}, but there are {steps} "
+            f"(--sample_steps): 0 to {steps - 1}."
+        )
+    if output.trace is not None:
+        _check_folder("--trace", output.trace, output.trace.absolute())
+
+
+def _check_folder(flag: str, path: Path, folder: Path) -> None:
+    """The folder, or the first one above it that exists, must be writable."""
+    while not folder.exists():
+        folder = folder.parent
     try:
-        with tempfile.TemporaryFile(dir=parent):  # permission bits alone do not tell, nor does root
+        with tempfile.TemporaryFile(dir=folder):  # permission bits alone do not tell, nor does root
             pass
     except OSError as error:
         raise InputError(
-            f"--save_file {path} cannot be written: {parent} is not a writable folder "
+            f"{flag} {path} cannot be written: {folder} is not a writable folder "
             f"({error.strerror}); choose another one."
         ) from error
 

@@ -111,7 +111,7 @@ def record(values: Values, setup: Setup, request: Request, output: Output) -> di
     found: dict[str, Any] = {**_named(setup.execution), **_named(setup.attention)}
     found |= given(setup.cache) | {"step_cache": setup.cache.step_cache}
     found |= {**values, **_named(request), **_named(output)}  # latents keep how they were made
-    found |= {name: str(Path(found[name]).absolute()) for name in PATHS if name in found}
+    found |= {name: str(Path(found[name]).absolute()) for name in PATHS if found.get(name)}
     return {
         name: found[name]
         for name, flag in FLAGS.items()

@@ -17,7 +17,7 @@ from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.cli import env, memory
 from wan.cli.extend_prompt import Extension
 from wan.cli.flags import FLAGS
-from wan.cli.output import Output, check_writable, generated_name
+from wan.cli.output import Output, check_trace, check_writable, generated_name
 from wan.cli.records import PATHS, Values, generation_config, layered, record
 from wan.pipeline import images
 from wan.pipeline.caching import find_curve
@@ -98,6 +98,9 @@ class Run:
             ],
             "--power": self.power,
             "the video's size": self.request.video_size,
+            "--trace": self.output.trace is not None,
+            "--trace_steps": self.output.trace_steps,
+            "--log_level": self.output.log_level,
             "the device": device,
             "the checkpoint's content": fingerprint(setup.checkpoint.files()),
         }
@@ -151,11 +154,11 @@ def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = 
             checkpoint.require(part)
         if not decodes:
             memory.check(setup, request, env.local_world_size())
-    output = Output(
-        save_file=values.get("save_file") or Path(generated_name(task, request)),
-        fps=values.get("fps", preset.fps),
-        save_latents=values.get("save_latents", False),
+    output = _made(
+        Output,
+        {"save_file": Path(generated_name(task, request)), "fps": preset.fps, **values},
     )
+    check_trace(output, setup.execution.compile, request.sample_steps)
     return Run(
         setup=setup,
         request=request,

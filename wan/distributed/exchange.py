@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wan import trace
 from wan.distributed import compiled
 
 
@@ -45,6 +46,7 @@ class Pending:
     """An exchange under way. What is being sent stays alive until `wait`.
 
     in_graph: what a compiled graph has received; a later exchange may be told to come after it.
+    what: its name in a trace; empty where nothing is sent.
     """
 
     def __init__(
@@ -54,14 +56,19 @@ class Pending:
         work: dist.Work | None = None,
         send: Tensor | None = None,
         in_graph: Tensor | None = None,
+        what: str = "",
     ) -> None:
         """parts: what is received, the group's ranks in front of their tokens or heads (axis)."""
         self._parts: Tensor | None = parts
         self._axis, self._work, self._send = axis, work, send
-        self.in_graph = in_graph
+        self.in_graph, self.what = in_graph, what
 
     def wait(self, into: Tensor | None = None) -> Tensor:
         """The result; written to `into` where given, which saves a copy. Call it once."""
+        with trace.span("a2a wait" if self.what else "copy", what=self.what):
+            return self._wait(into)
+
+    def _wait(self, into: Tensor | None) -> Tensor:
         assert self._parts is not None, "an exchange is waited for once"
         if self._work is not None:
             self._work.wait()
@@ -91,6 +98,7 @@ def start_all_to_all_4D(
     *,
     async_op: bool = True,
     after: Pending | None = None,
+    what: str = "x",
 ) -> Pending:
     """`all_to_all_4D` as a handle.
 
@@ -98,7 +106,7 @@ def start_all_to_all_4D(
     order); coming back, each rank's heads are put between the others' (batch 1; else one more).
 
     async_op: it runs beside what follows. after: an exchange that a compiler must not start this
-    one before; eager calls run as they come.
+    one before; eager calls run as they come. what: its name in a trace.
     """
     if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
         raise ValueError(
@@ -117,11 +125,12 @@ def start_all_to_all_4D(
         received = compiled.all_to_all(x_PBxxx, earlier, process_group(group))
         parts = received.view(x.dtype).movedim(0, gather_idx)
         return Pending(parts, gather_idx, in_graph=received)
-    send = x_PBxxx.contiguous()
-    received = torch.empty_like(send)
-    work = dist.all_to_all_single(received, send, group=process_group(group), async_op=async_op)
+    with trace.span("a2a", x, what=what, beside=async_op):
+        send = x_PBxxx.contiguous()
+        received = torch.empty_like(send)
+        work = dist.all_to_all_single(received, send, group=process_group(group), async_op=async_op)
     parts = received.view(x.dtype).movedim(0, gather_idx)
-    return Pending(parts, gather_idx, work, send if async_op else None)
+    return Pending(parts, gather_idx, work, send if async_op else None, what=what)
 
 
 def all_gather_tokens(x: Tensor, group: Group) -> Tensor:

@@ -7,6 +7,7 @@ and gets the neighbouring, fastest links.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wan import torch_private
+from wan import host, torch_private
 from wan.device import Device
 from wan.settings.errors import InputError
 
@@ -152,6 +153,16 @@ class Team:
         values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
+
+    def common_time(self) -> tuple[int, float]:
+        """A point in time on `time.perf_counter_ns`, the same on all ranks, and in `time.time`.
+
+        Ranks of rank 0's machine share its clock; on other machines it is when they left a barrier.
+        """
+        dist.barrier()
+        now = time.perf_counter_ns()
+        machine, point, seconds = self.value_from_main((host.machine(), now, time.time()))
+        return point if machine == host.machine() else now, seconds
 
     def both_branches(self, branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
         """(conditional, unconditional) results: each half of the ranks computes one of them."""

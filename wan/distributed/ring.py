@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wan import trace
 from wan.distributed.exchange import (
     Group,
     all_gather_tokens,
@@ -88,10 +89,13 @@ class Ring:
                 for peer, block in pairs
                 for tensor in held[block]
             ]
-            works = dist.batch_isend_irecv(operations) if operations else []
+            sent = sum(x.nbytes for _, block in hop.sends for x in ready[block])
+            with trace.span("hop", bytes=sent):
+                works = dist.batch_isend_irecv(operations) if operations else []
             yield from ((owner, *kv) for owner, kv in ready.items())
-            for work in works:
-                work.wait()
+            with trace.span("hop wait"):
+                for work in works:
+                    work.wait()
             ready = arriving
         yield from ((owner, *kv) for owner, kv in ready.items())
 
@@ -112,8 +116,15 @@ class Ring:
             rows = valid[owner]
             if not rows:
                 continue
-            for q, total in zip(q_blocks, merged, strict=True):
-                total.add(*with_lse(q, k_block[:, :rows], v_block[:, :rows]))
+            k_block, v_block = k_block[:, :rows], v_block[:, :rows]
+            for block, (q, total) in enumerate(zip(q_blocks, merged, strict=True)):
+                with trace.span(
+                    "attention", q, block=block, keys=rows, owner=owner, method="dense"
+                ):
+                    part = with_lse(q, k_block, v_block)
+                with trace.span("merge", block=block):
+                    total.add(*part)
+                del part
         return [total.result().to(k.dtype) for total in merged]
 
     def gather(self, x: Tensor) -> Tensor:

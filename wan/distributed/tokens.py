@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan import trace
 from wan.distributed.exchange import Group, all_gather_tokens, group_rank, group_size
 from wan.modules.schedule import TokenPlan
 
@@ -62,7 +63,8 @@ class ShardedTokens:
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
         """[B,L,C] -> [B,S,C] in raster order on every rank."""
-        whole = all_gather_tokens(x_BLC, self.group) if self.ranks > 1 else x_BLC
+        with trace.span("gather", x_BLC, what="velocity"):
+            whole = all_gather_tokens(x_BLC, self.group) if self.ranks > 1 else x_BLC
         if self.order is None:
             return whole[:, : prod(grid)]
         return whole[:, self._index(grid, whole.device)[1]]

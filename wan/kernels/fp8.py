@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan import trace
 from wan.kernels.base import QKV, AttendRows, Payload, StepInfo
 from wan.kernels.reference import tiled_attention
 from wan.settings.numerics import KV_ROWS, Q_ROWS, acts_as
@@ -257,16 +258,22 @@ class Fp8Attention:
                 f"{rows}: pad them"
             )
         q, k, v = (pad_rows(x[:, :valid], rows - valid) for x in (q_BsND, k_BsND, v_BsND))
-        return self._quantiser.q(q, step), self._quantiser.k(k, step), self._quantiser.v(v)
+        with trace.span("quantise", q, what="q k v"):
+            return self._quantiser.q(q, step), self._quantiser.k(k, step), self._quantiser.v(v)
 
     def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
         """Keys and values are quantised here, once; queries when their block's turn comes."""
         quantiser = self._quantiser
-        keys = self._place(quantiser.k(k.values, step) if k.scale is None else k)
-        values = self._place(quantiser.v(v.values) if v.scale is None else v)
+        with trace.span("prepare", k.values, what="k v"):
+            keys = self._place(quantiser.k(k.values, step) if k.scale is None else k)
+            values = self._place(quantiser.v(v.values) if v.scale is None else v)
 
         def attend(q_block: Payload, first: int) -> Tensor:
-            queries = quantiser.q(q_block.values, step) if q_block.scale is None else q_block
-            return self._kernel(queries, keys, values, self._dtype)
+            queries = q_block
+            if q_block.scale is None:
+                with trace.span("quantise", q_block.values, what="q"):
+                    queries = quantiser.q(q_block.values, step)
+            with trace.span("attention", queries.values, keys=keys.values.shape[1], method="fp8"):
+                return self._kernel(queries, keys, values, self._dtype)
 
         return attend

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wan import trace
 from wan.kernels.base import QKV, AttendRows, Payload, StepInfo
 from wan.kernels.fp8 import Place, Quantiser, as_they_are
 from wan.kernels.rainfusion_masks import plan
@@ -161,14 +162,19 @@ class RainFusionAttention:
         quantised here. Raises ValueError if step is None, or does not fit q and k.
         """
         mask, quantiser = self._mask(q.values, k.values, _known(step)), self._quantiser
-        keys = self._place(k if quantiser is None else quantiser.k(k.values, step))
-        values = self._place(v if quantiser is None else quantiser.v(v.values))
+        with trace.span("prepare", k.values, what="k v"):
+            keys = self._place(k if quantiser is None else quantiser.k(k.values, step))
+            values = self._place(v if quantiser is None else quantiser.v(v.values))
 
         def attend(q_block: Payload, first: int) -> Tensor:
-            begin, rows = first // Q_ROWS, q_block.values.shape[1]
-            seen = mask[:, :, begin : begin + math.ceil(rows / Q_ROWS)]
-            queries = q_block if quantiser is None else quantiser.q(q_block.values, step)
-            out = self._kernel(queries, keys, values, seen, self.k_rows)
+            begin, blocks = first // Q_ROWS, math.ceil(q_block.values.shape[1] / Q_ROWS)
+            seen = mask[:, :, begin : begin + blocks]
+            queries, rows = q_block, keys.values.shape[1]
+            if quantiser is not None:
+                with trace.span("quantise", q_block.values, what="q"):
+                    queries = quantiser.q(q_block.values, step)
+            with trace.span("attention", queries.values, keys=rows, method="rainfusion"):
+                out = self._kernel(queries, keys, values, seen, self.k_rows)
             return out.to(q_block.values.dtype)
 
         return attend
@@ -177,7 +183,8 @@ class RainFusionAttention:
         blocks = math.ceil(q_BSND.shape[1] / Q_ROWS), math.ceil(k_BSND.shape[1] / self.k_rows)
         mask = self.masks.get(step, (q_BSND.shape[0], q_BSND.shape[2], *blocks))
         if mask is None:
-            mask = plan(q_BSND, k_BSND, step.grid, self._sparsity, step.first_row, self.k_rows)
+            with trace.span("mask", q_BSND):
+                mask = plan(q_BSND, k_BSND, step.grid, self._sparsity, step.first_row, self.k_rows)
             self.masks.put(step, mask)
         return mask
 

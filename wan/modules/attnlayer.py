@@ -19,9 +19,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from wan import trace
 from wan.distributed.exchange import Group, Pending, group_rank, group_size, start_all_to_all_4D
 from wan.distributed.ring import Ring
-from wan.kernels.base import QKV, Kernel, Method, Payload, StepInfo
+from wan.kernels.base import QKV, AttendRows, Kernel, Method, Payload, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules import schedule
 from wan.modules.schedule import MODES, OVERLAP, Mode, Range
@@ -66,6 +67,7 @@ class FAPowerCapAttention:
         ring: The ranks that pass K/V round.
         methods: The first that applies to a call computes it; where none does, the dense kernel.
         clock: Entered around every call.
+        chunks: Most head chunks of a call, in place of the mode's own; ValueError for mode 0.
     """
 
     def __init__(
@@ -78,10 +80,11 @@ class FAPowerCapAttention:
         ring: Ring | None = None,
         methods: Sequence[Method] = (),
         clock: AbstractContextManager[object] | None = None,
+        chunks: int | None = None,
     ) -> None:
         self.args, self.ulysses_pg = args, ulysses_pg
         self.fa_alltoall_overlap, self.comm_type = fa_alltoall_overlap, args.comm_type
-        self.mode = schedule.mode_of(args.comm_type, fa_alltoall_overlap)
+        self.mode = schedule.mode_of(args.comm_type, fa_alltoall_overlap, chunks)
         self.world_size, self.rank = group_size(ulysses_pg), group_rank(ulysses_pg)
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
@@ -163,7 +166,8 @@ class FAPowerCapAttention:
 
         No exchange in is started before the last chunk finished so far, also where it is compiled.
         """
-        ranges = schedule.head_ranges(qkv[0].shape[2], self.world_size, mode.chunks)
+        most = self.mode.chunks  # the row's, or as it was asked for
+        ranges = schedule.head_ranges(qkv[0].shape[2], self.world_size, most)
         chunks = self._split_qkv_by_head(qkv, ranges)
         out_BsND: Tensor | None = None  # not made before it is needed: attention is the peak
         incoming: dict[int, list[_Incoming]] = {}
@@ -171,19 +175,20 @@ class FAPowerCapAttention:
         finished: Pending | None = None
         for verb, chunk in mode.order(len(ranges)):
             of_chunk = self._of_chunk(call, ranges[chunk])
-            if verb == "start":
-                packed = self._packed(chunks[chunk], of_chunk)
-                incoming[chunk] = self._exchange_in(packed, mode.overlaps, finished)
-                del packed
-            elif verb == "attend":
-                result = self._attention_forward(incoming.pop(chunk), of_chunk, mode.blocks)
-                outgoing[chunk] = self._exchange_out(result, mode.overlaps)
-                del result
-            else:
-                first, last = ranges[chunk]
-                finished = outgoing.pop(chunk)
-                out_BsND = torch.empty_like(qkv[0]) if out_BsND is None else out_BsND
-                finished.wait(into=out_BsND[:, :, first:last])
+            with trace.place(chunk=chunk):
+                if verb == "start":
+                    packed = self._packed(chunks[chunk], of_chunk)
+                    incoming[chunk] = self._exchange_in(packed, mode.overlaps, finished)
+                    del packed
+                elif verb == "attend":
+                    result = self._attention_forward(incoming.pop(chunk), of_chunk, mode.blocks)
+                    outgoing[chunk] = self._exchange_out(result, mode.overlaps)
+                    del result
+                else:
+                    first, last = ranges[chunk]
+                    finished = outgoing.pop(chunk)
+                    out_BsND = torch.empty_like(qkv[0]) if out_BsND is None else out_BsND
+                    finished.wait(into=out_BsND[:, :, first:last])
         assert out_BsND is not None, "there is no chunk"
         return out_BsND
 
@@ -216,17 +221,19 @@ class FAPowerCapAttention:
         The values go first, all of them, then the scales: these are small and of their own kind.
         """
 
-        def start(x: Tensor) -> Pending:
+        def start(x: Tensor, what: str) -> Pending:
             group = self.ulysses_pg
-            return start_all_to_all_4D(x, 2, 1, group, async_op=overlaps, after=after)
+            return start_all_to_all_4D(x, 2, 1, group, async_op=overlaps, after=after, what=what)
 
-        values = [start(x.values) for x in packed]
-        scales = [None if x.scale is None else start(x.scale) for x in packed]
+        named = list(zip("qkv", packed, strict=True))
+        values = [start(x.values, name) for name, x in named]
+        scales = [None if x.scale is None else start(x.scale, f"{name} scale") for name, x in named]
         return [_Incoming(v, s, x.rows) for v, s, x in zip(values, scales, packed, strict=True)]
 
     def _exchange_out(self, out_BSND: Tensor, overlaps: bool) -> Pending:
         """Start [B,S,h,D] -> [B,s,N,D]."""
-        return start_all_to_all_4D(out_BSND, 1, 2, self.ulysses_pg, async_op=overlaps)
+        group = self.ulysses_pg
+        return start_all_to_all_4D(out_BSND, 1, 2, group, async_op=overlaps, what="out")
 
     def _attention_forward(self, incoming: list[_Incoming], call: _Call, blocks: int) -> Tensor:
         """One chunk [B,S/R,h_c,D]: queries in blocks, each against all keys; padding cut away."""
@@ -259,14 +266,30 @@ class FAPowerCapAttention:
             if call.method is None and self.kernel.can_return_lse:
                 blocks = [q.values[:, a:b] for a, b in ranges]
                 return self.ring.attend(self.kernel.with_lse, blocks, k.values, v.values, valid)
-            k, v = k.map(self.ring.gather), v.map(self.ring.gather)
+            with trace.span("gather", k.values, what="k"):
+                k = k.map(self.ring.gather)
+            with trace.span("gather", v.values, what="v"):
+                v = v.map(self.ring.gather)
         k, v = k.cut(0, sum(valid)), v.cut(0, sum(valid))
-        if call.method is None:
-            return [self.kernel(q.values[:, a:b], k.values, v.values) for a, b in ranges]
         if not ranges:
             return []
-        attend = call.method.prepare(q.cut(0, ranges[-1][1]), k, v, call.step)
-        return [attend(q.cut(a, b), a) for a, b in ranges]
+        attend = self._dense(k, v)
+        if call.method is not None:
+            attend = call.method.prepare(q.cut(0, ranges[-1][1]), k, v, call.step)
+        found = []
+        for block, (a, b) in enumerate(ranges):
+            with trace.place(block=block):
+                found.append(attend(q.cut(a, b), a))
+        return found
+
+    def _dense(self, k: Payload, v: Payload) -> AttendRows:
+        """The dense kernel as methods are."""
+
+        def attend(q: Payload, _: int) -> Tensor:
+            with trace.span("attention", q.values, keys=k.values.shape[1], method="dense"):
+                return self.kernel(q.values, k.values, v.values)
+
+        return attend
 
 
 def _received(incoming: list[_Incoming]) -> QKV:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan import trace
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import Collaborators
 from wan.modules.rope import RopeTable
@@ -113,11 +114,14 @@ class WanAttentionBlock(nn.Module):
         else:
             x_BLC = ops.gated_add(x_BLC, y_BLC, gate1, runs)
             y_BLC = x_BLC.to(dtype, copy=True)
-        kv = self.cross_attn.text_kv(context_BTC) if kv is None else kv
-        y_BLC = self.cross_attn(y_BLC, kv)
+        with trace.span("cross-attention"):
+            kv = self.cross_attn.text_kv(context_BTC) if kv is None else kv
+            y_BLC = self.cross_attn(y_BLC, kv)
 
         x_BLC, y_BLC = ops.add_modulated_norm(x_BLC, y_BLC, shift2, scale2, runs, self.eps, dtype)
-        return ops.gated_add(x_BLC, self.ffn(y_BLC), gate2, runs), kv
+        with trace.span("feed-forward"):
+            y_BLC = self.ffn(y_BLC)
+        return ops.gated_add(x_BLC, y_BLC, gate2, runs), kv
 
 
 class Head(nn.Module):
@@ -146,14 +150,30 @@ class WanAttention(nn.Module):
             nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity() for _ in range(2)
         )
 
+    def queries(self, x_BLC: Tensor, rope: RopeTable | None = None) -> Tensor:
+        """[B,L,N,D], normalised (and rotated)."""
+        with trace.span("project", what="q"):
+            return self.normed(self.norm_q, self.q(x_BLC), rope)
+
+    def keys(self, x_BLC: Tensor, rope: RopeTable | None = None) -> Tensor:
+        """[B,L,N,D], normalised (and rotated)."""
+        with trace.span("project", what="k"):
+            return self.normed(self.norm_k, self.k(x_BLC), rope)
+
+    def values(self, x_BLC: Tensor) -> Tensor:
+        """[B,L,N,D]."""
+        with trace.span("project", what="v"):
+            return self.v(x_BLC).unflatten(-1, (self.num_heads, -1))
+
+    def out(self, x_BLND: Tensor) -> Tensor:
+        """[B,L,C]."""
+        with trace.span("project", what="o"):
+            return self.o(x_BLND.flatten(2))
+
     def normed(self, norm: nn.Module, x_BLC: Tensor, rope: RopeTable | None = None) -> Tensor:
         """Normalised (and rotated) queries or keys [B,L,N,D]; x is used up."""
         weight_C = norm.weight if isinstance(norm, nn.RMSNorm) else None
         return self.ops.norm_heads(x_BLC, weight_C, self.num_heads, self.eps, rope)
-
-    def values(self, x_BLC: Tensor) -> Tensor:
-        """[B,L,N,D]."""
-        return self.v(x_BLC).unflatten(-1, (self.num_heads, -1))
 
 
 class WanSelfAttention(WanAttention):
@@ -166,14 +186,14 @@ class WanSelfAttention(WanAttention):
     def forward(self, x_BLC: Tensor, info: ForwardInfo) -> Tensor:
         # The layer's arguments are given without names, so that they are freed when it returns.
         out_BLND = self.attention(
-            self.normed(self.norm_q, self.q(x_BLC), info.rope),
-            self.normed(self.norm_k, self.k(x_BLC), info.rope),
+            self.queries(x_BLC, info.rope),
+            self.keys(x_BLC, info.rope),
             self.values(x_BLC),
             valid_len=info.valid_len,
             step=info.step,
             layer=self.layer,
         )
-        return self.o(out_BLND.flatten(2))
+        return self.out(out_BLND)
 
 
 class WanCrossAttention(WanAttention):
@@ -193,21 +213,21 @@ class WanCrossAttention(WanAttention):
     def text_kv(self, context_BTC: Tensor) -> TextKV:
         """Keys and values of the text, and of the image; the same at every step of a prompt."""
         if self.k_img is None:
-            return self.normed(self.norm_k, self.k(context_BTC)), self.values(context_BTC)
+            return self.keys(context_BTC), self.values(context_BTC)
         text, image = context_BTC[:, -self.text_len :], context_BTC[:, : -self.text_len]
         return (
-            self.normed(self.norm_k, self.k(text)),
+            self.keys(text),
             self.values(text),
             self.normed(self.norm_k_img, self.k_img(image)),
             self.v_img(image).unflatten(-1, (self.num_heads, -1)),
         )
 
     def forward(self, x_BLC: Tensor, kv: TextKV) -> Tensor:
-        q_BLND = self.normed(self.norm_q, self.q(x_BLC))
+        q_BLND = self.queries(x_BLC)
         out_BLND = self.kernel(q_BLND, *kv[:2])
         if len(kv) > 2:
             out_BLND = out_BLND + self.kernel(q_BLND, *kv[2:])
-        return self.o(out_BLND.flatten(2))
+        return self.out(out_BLND)
 
 
 class ImageEmbedding(nn.Module):

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wan import trace
 from wan.kernels.base import Grid, Kernel, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.small_ops import BlockOps
@@ -80,7 +81,9 @@ class LocalAttention:
         layer: int | None = None,
     ) -> Tensor:
         """Keys at or behind valid_len are not attended to; step and layer do not matter here."""
-        return self.kernel(q_BLND, k_BLND[:, :valid_len], v_BLND[:, :valid_len])
+        k_BLND, v_BLND = k_BLND[:, :valid_len], v_BLND[:, :valid_len]
+        with trace.span("attention", q_BLND, chunk=0, block=0, method="dense"):
+            return self.kernel(q_BLND, k_BLND, v_BLND)
 
 
 class LocalTokens:

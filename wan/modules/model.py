@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan import trace
 from wan.kernels.base import Grid, StepInfo
 from wan.modules.blocks import (
     BlockSizes,
@@ -165,7 +166,8 @@ class WanModel(nn.Module):
 
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
             for layer, block in islice(enumerate(self.blocks), first, last):
-                x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], info)
+                with trace.span("layer", x_BLC, layer=layer):
+                    x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], info)
                 if self.text_cache is not None and not torch.is_grad_enabled():
                     text.kv[layer] = kv
             return x_BLC

@@ -8,7 +8,7 @@ and in which order chunks are exchanged and attended to. A new mode is a new row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Range = tuple[int, int]
 Event = tuple[str, int]
@@ -70,13 +70,22 @@ MODES = {  # by --comm_type
 OVERLAP = Mode("A2A/FA overlap", chunks=10, blocks=1, order=pipelined)
 
 
-def mode_of(comm_type: int, fa_alltoall_overlap: bool = False) -> Mode:
-    """The row that a run asks for. ValueError for a comm_type that has none."""
+def mode_of(comm_type: int, fa_alltoall_overlap: bool = False, chunks: int | None = None) -> Mode:
+    """The row that a run asks for, perhaps with another number of chunks.
+
+    Raises:
+        ValueError: There is no such row, or chunks are given for one that has none.
+    """
     legal = list(MODES)
     if comm_type not in legal:
         words = ", ".join(str(value) for value in legal[:-1])
         raise ValueError(f"comm_type must be {words}, or {legal[-1]}, but got {comm_type}.")
-    return OVERLAP if fa_alltoall_overlap else MODES[comm_type]
+    mode = OVERLAP if fa_alltoall_overlap else MODES[comm_type]
+    if chunks is None:
+        return mode
+    if chunks < 1 or mode.chunks == 1:
+        raise ValueError(f"chunks must be at least 1, and None for mode 0, but got {chunks}.")
+    return replace(mode, chunks=chunks)
 
 
 def near_even(total: int, parts: int) -> tuple[Range, ...]:

@@ -116,6 +116,7 @@ def pipeline(
         offload=execution.offload_model,
         stages=stages,
         kernel=selected.describe(),
+        merges=selected.dense.can_return_lse,
         caches=caches,
         sharing=sharing(setup.parallel, team),
     )
@@ -317,6 +318,7 @@ def collaborators(
         ring=None if team is None else Ring(team.group("ring"), parallel.ring_type),
         methods=selected.methods,
         clock=selected.clock,
+        chunks=parallel.chunks,
     )
     tokens = ShardedTokens(group, multiple, selected.order)
     return Collaborators(layer, selected.text, tokens, ops, text_cache, *kept)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wan import trace
 from wan.kernels.base import StepInfo
 from wan.log import progress
 from wan.pipeline.caching import StepCaches
@@ -109,13 +110,15 @@ def denoise(
             bar.set_postfix_str(f"{name}, {skipped} skipped" if skipped else name, refresh=False)
             step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
             told = (latents, conditions.timesteps(timestep), conditions, step)
-            guided = guide(
-                partial(velocity, experts.get(name), *told),  # no name keeps it from its release
-                request.sample_guide_scale[scale],
-                branches if guidance is None else guidance.at(index, branches),
-            )
-            latents = solver.step(guided, timestep.float(), latents, return_dict=False)[0]
-            latents = conditions.impose(latents)
+            experts.get(name)  # here, since loading is no part of a step's time
+            with trace.step(index, name):
+                guided = guide(
+                    partial(velocity, experts.get(name), *told),  # no name keeps it from release
+                    request.sample_guide_scale[scale],
+                    branches if guidance is None else guidance.at(index, branches),
+                )
+                latents = solver.step(guided, timestep.float(), latents, return_dict=False)[0]
+                latents = conditions.impose(latents)
             bar.update()
     return latents
 
@@ -137,7 +140,8 @@ def velocity(
     y = None if conditions.y is None else [conditions.y]
     info = replace(step, branch=branch)
     seen = {} if conditions.clip_fea is None else {"clip_fea": conditions.clip_fea}
-    return model([latents], t, [context], info.valid_len, y, **seen, step=info)[0]
+    with trace.span("branch", branch=branch):
+        return model([latents], t, [context], info.valid_len, y, **seen, step=info)[0]
 
 
 def guide(branch: Callable[[str], Tensor], scale: float, branches: Branches = both_here) -> Tensor:

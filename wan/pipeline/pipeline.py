@@ -150,6 +150,7 @@ class Pipeline:
         offload: Each part is released as soon as its stage is over.
         stages: Seconds of each stage.
         kernel: What computes self-attention, for records.
+        merges: Its dense kernel returns the log-sum-exp, by which a ring merges.
         caches: What is taken from earlier steps.
         sharing: How ranks share work.
     """
@@ -163,6 +164,7 @@ class Pipeline:
     offload: bool
     stages: Stages
     kernel: str
+    merges: bool
     caches: StepCaches
     sharing: Sharing = ONE_PROCESS
 

@@ -25,6 +25,7 @@ class Parallel:
         ring_type: One of RING_TYPES.
         comm_type: A key of `wan.modules.schedule.MODES`.
         fa_alltoall_overlap: Exchanges run under attention; replaces the mode.
+        chunks: Most head chunks of a call; None: as published.
         dit_fsdp: The DiT's weights are sharded.
         t5_fsdp: The text encoder's weights are sharded.
         dist_timeout: Minutes that a rank waits for the others.
@@ -37,6 +38,7 @@ class Parallel:
     ring_type: str = "ring"
     comm_type: int = 0
     fa_alltoall_overlap: bool = False
+    chunks: int | None = None
     dit_fsdp: bool = False
     t5_fsdp: bool = False
     dist_timeout: float = 30.0
@@ -44,7 +46,7 @@ class Parallel:
     @property
     def mode(self) -> Mode:
         """How attention is split into pieces."""
-        return mode_of(self.comm_type, self.fa_alltoall_overlap)
+        return mode_of(self.comm_type, self.fa_alltoall_overlap, self.chunks)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -88,6 +90,7 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
     parallel = Parallel(world, cfg, ring, ulysses, **chosen)
     _check_product(parallel, heads)
     _check_modes(parallel, values)
+    _check_chunks(parallel, heads)
     notices = []
     if world > 1 and ("ulysses_size" not in values or ("ring_size" not in values and ring > 1)):
         notices.append(f"Chosen: {size_flags(cfg, ring, ulysses)} for {world} ranks.")
@@ -194,6 +197,23 @@ def _check_modes(parallel: Parallel, values: Mapping[str, Any]) -> None:
         ):
             if asked:
                 raise InputError(f"--compile does not work with {wish}; drop one of them.")
+
+
+def _check_chunks(parallel: Parallel, heads: int) -> None:
+    """--chunks is the number that a search tries: it must be one that can be had."""
+    chunks, most = parallel.chunks, heads // parallel.ulysses_size
+    if chunks is None:
+        return
+    if not (parallel.comm_type or parallel.fa_alltoall_overlap):
+        raise InputError(
+            f"--chunks {chunks} divides the heads of --comm_type 1, 2 and --fa_alltoall_overlap; "
+            "add one of them, or drop it."
+        )
+    if chunks > most:
+        raise InputError(
+            f"--chunks is {chunks}, but a rank has {most} of {heads} heads with --ulysses_size "
+            f"{parallel.ulysses_size}: give 1 to {most}, or a smaller --ulysses_size."
+        )
 
 
 def _legal_words(world: int, heads: int, cfgs: tuple[int, ...] = (1, 2)) -> str:

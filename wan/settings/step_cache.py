@@ -10,9 +10,9 @@ from typing import Any
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
-from wan.settings.presets import TRAIN_TIMESTEPS, Preset
+from wan.settings.presets import Preset
 from wan.settings.request import Request
-from wan.settings.values import Reader, shown
+from wan.settings.values import Reader, listed, shown
 
 POLICIES = ("none", "first_block", "mag", "tea", "attention", "cfg")
 FEWEST_STEPS = 8
@@ -64,7 +64,7 @@ class StepCache:
     @property
     def steps(self) -> frozenset[int]:
         """The steps that are computed, of the policy "steps"."""
-        return frozenset(_listed("--step_cache", self.step_cache.partition(":")[2]))
+        return frozenset(listed("--step_cache", self.step_cache.partition(":")[2]))
 
     @property
     def threshold(self) -> float:
@@ -85,29 +85,9 @@ def is_read(name: str, values: Mapping[str, Any]) -> bool:
     return name not in READS or cache.policy in READS[name]
 
 
-def _listed(name: str, text: str) -> list[int]:
-    """Steps written as in `0-5,8,11`."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()) or part.strip().endswith("-"):
-            raise InputError(
-                f"{name} is steps:{shown(text)}; write the steps that are computed, from 0, for "
-                "example steps:0-5,8,11."
-            )
-        low, high = int(first), int(last or first)
-        if not low <= high < TRAIN_TIMESTEPS:
-            raise InputError(
-                f"{name} has the steps {low} to {high}; they must rise and stay below "
-                f"{TRAIN_TIMESTEPS}."
-            )
-        found += range(low, high + 1)
-    return found
-
-
 def _policy(name: str, raw: Any) -> str:
     if isinstance(raw, str) and raw.startswith("steps:"):
-        _listed(name, raw.partition(":")[2])
+        listed(name, raw.partition(":")[2])
         return raw
     if raw not in POLICIES:
         raise InputError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.settings.errors import InputError
+from wan.settings.presets import TRAIN_TIMESTEPS
 
 _MAX_SIDE = 1_000_000  # pixels; what a task takes is far less and is checked there
 
@@ -187,6 +188,25 @@ def _timesteps(name: str, raw: Any) -> tuple[float, ...]:
     return tuple(found)
 
 
+def listed(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers written as in `0-5,8,11`, each once and rising."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()) or part.strip().endswith("-"):
+            raise InputError(
+                f"{name} has the steps {shown(text)}; write them from 0, for example 0-5,8,11."
+            )
+        low, high = int(first), int(last or first)
+        if not low <= high < TRAIN_TIMESTEPS:
+            raise InputError(
+                f"{name} has the steps {low} to {high}; they must rise and stay below "
+                f"{TRAIN_TIMESTEPS}."
+            )
+        found |= set(range(low, high + 1))
+    return tuple(sorted(found))
+
+
 def _frame_num(name: str, raw: Any) -> int:
     value = int(integer(1, 4093)(name, raw))
     below = (value - 1) // 4 * 4 + 1
@@ -219,6 +239,12 @@ def _guide_scale(name: str, raw: Any) -> tuple[float, float]:
     return one(name, parts[0]), one(name, parts[-1])
 
 
+def _steps(name: str, raw: Any) -> tuple[int, ...]:
+    return listed(name, _text(name, raw))
+
+
+steps = Reader(_steps)
+"""Sampling steps, as in `0-5,8,11`."""
 frame_num = Reader(_frame_num)
 """A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
 size = Reader(_size)

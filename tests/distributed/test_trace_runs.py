@@ -1,0 +1,243 @@
+"""Traces of real ranks: their order is the planned one in every mode, layout and method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.conftest import slow
+from tests.dist import Ranks, launcher, run
+from tests.distributed.test_attention_matrix import GatheringKernel
+from tests.distributed.test_model import Job
+from tests.distributed.topology import ROWS, Topology, attention_layer
+from wan import trace
+from wan.cli import main as generate
+from wan.distributed.tokens import ShardedTokens
+from wan.kernels.base import Method
+from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
+from wan.kernels.rainfusion import RainFusionAttention
+from wan.kernels.rainfusion_masks import window_order
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.schedule import Event, Mode, heads_per_chunk
+from wan.power.__main__ import main as power
+from wan.power.analysis import Rank, analyse
+from wan.power.order import Plan
+from wan.power.traces import Trace
+from wan.trace import HostClock, Recorder
+
+pytestmark = pytest.mark.dist
+
+JOB = Job(grid=(3, 9, 10), heads=8)  # 270 tokens: on 4 ranks some hold padding
+KINDS = {  # name -> multiple of a rank's tokens
+    "dense": 1,
+    "gathered": 1,  # a kernel without log-sum-exp
+    "fp8": 128,
+    "fp8 exchange": 256,
+    "rainfusion": 128,
+    "rainfusion fp8": 128,
+}
+LAYOUTS = {
+    2: [Topology(2, 1)],
+    3: [Topology(1, 3, "bidirectional")],
+    4: [Topology(2, 2, "bidirectional"), Topology(4, 1), Topology(1, 4), Topology(2, 2)],
+}
+
+
+def methods(kind: str) -> tuple[Method, ...]:
+    if kind.startswith("rainfusion"):
+        quantiser = Fp8Quantiser(Rotations(8, sylvester)) if kind.endswith("fp8") else None
+        return (RainFusionAttention("v3", 0.6, 0, quantiser=quantiser),)
+    if kind.startswith("fp8"):
+        quantiser, early = Fp8Quantiser(Rotations(8)), kind.endswith("exchange")
+        return (Fp8Attention(quantiser, torch.float32, before_exchange=early),)
+    return ()
+
+
+def plan_of(topology: Topology, mode: str, kind: str) -> Plan:
+    return Plan(
+        rank=dist.get_rank(),
+        comm_type=int(mode) if mode.isdigit() else 0,
+        overlap=mode == "overlap",
+        chunks=None,
+        heads=JOB.heads,
+        layers=2,
+        tokens=JOB.tokens,
+        multiple=1 if topology.ring == 1 and kind == "fp8" else KINDS[kind],
+        sizes=(1, topology.ring, topology.ulysses),
+        ring_type=topology.ring_type,
+        merges=kind != "gathered",
+        fp8=kind.startswith("fp8"),
+        fp8_exchange=kind == "fp8 exchange",
+        sparse_from=0 if kind.startswith("rainfusion") else None,
+        steps={0: "dit"},
+    )
+
+
+def velocities(layer: FAPowerCapAttention, plan: Plan) -> Tensor:
+    """Of a model whose tokens stand and are padded as the plan says."""
+    sparse = window_order if plan.sparse_from == 0 else None
+    net = JOB.model(attention=layer, tokens=ShardedTokens(None, plan.multiple, sparse))
+    return torch.stack(JOB.velocities(net))
+
+
+def traced(layer: FAPowerCapAttention, plan: Plan) -> tuple[Rank, Tensor]:
+    """The figures of one step, and what the model says in it."""
+    events: list[trace.Event] = []
+    with (
+        trace.recording(Recorder((0,), HostClock(), events.extend)),
+        trace.step(0, "dit"),
+        trace.span("branch", branch="cond"),
+    ):
+        found = velocities(layer, plan)
+    return analyse(Trace(plan, events, {})), found
+
+
+Way = tuple[Topology, str, str]
+"""(ranks, mode, kind)."""
+
+
+@torch.inference_mode()
+def all_ways(layouts: list[Topology]) -> list[tuple[Way, Rank]]:
+    """Every mode and method of these layouts; untraced, they have the same bits."""
+    figures, different = [], []
+    for way in product(layouts, ROWS, KINDS):
+        topology, mode, kind = way
+        if kind == "fp8 exchange" and topology.ulysses == 1:
+            continue
+        kernel = GatheringKernel() if kind == "gathered" else None
+        layer = attention_layer(topology, mode, kernel, methods(kind))
+        plan = plan_of(*way)
+        rank, found = traced(layer, plan)
+        figures.append((way, rank))
+        if kind in ("dense", "rainfusion fp8"):
+            different += [] if torch.equal(velocities(layer, plan), found) else [way]
+    assert not different
+    return figures
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [LAYOUTS[2], LAYOUTS[4][:1], *map(slow, ([Topology(1, 2)], LAYOUTS[3], LAYOUTS[4][1:]))],
+)
+def test_every_way_is_as_planned(layouts: list[Topology]) -> None:
+    for figures in run(layouts[0].world, all_ways, layouts):
+        for (topology, mode, kind), rank in figures:
+            case = f"{topology}, mode {mode}, {kind}"
+            assert rank.verdict.difference is None, f"{case}: {rank.verdict.difference}"
+            assert rank.verdict.layers == 2, case
+            assert (rank.duty > 0) == (rank.counts["FA"] > 0), f"{case}: padding attends nowhere"
+            if topology == Topology(2, 1):
+                chunks = len(heads_per_chunk(JOB.heads, 2, ROWS[mode].chunks))
+                scales = 3 * chunks if kind == "fp8 exchange" else 0
+                expected = {"A2A": 4 * chunks, "FA": chunks * ROWS[mode].blocks, "scales": scales}
+                assert {key: rank.counts[key] for key in expected} == expected, case
+                assert (rank.hidden > 0) == ROWS[mode].overlaps, case
+
+
+def eager(chunks: int) -> Iterator[Event]:
+    """A schedule that exchanges everything first: the rests are gone."""
+    for verb in ("start", "attend", "finish"):
+        yield from ((verb, chunk) for chunk in range(chunks))
+
+
+class Eager(FAPowerCapAttention):
+    def _dispatch(self, qkv: Any, call: Any) -> Tensor:
+        return self._run(qkv, call, Mode("eager", 10, 1, eager))
+
+
+@torch.inference_mode()
+def trace_eager() -> tuple[str, str]:
+    """What is said of a layer that does not keep to the order of mode 1, and of mode 1 itself."""
+    topology = Topology(2, 1)
+    plain = attention_layer(topology, "1")
+    plan = plan_of(topology, "1", "dense")
+    found = [traced(layer, plan)[0] for layer in (Eager(plain.args, plain.ulysses_pg), plain)]
+    return str(found[0].verdict.difference), str(found[1].verdict.difference)
+
+
+def test_a_deliberate_reordering_is_caught() -> None:
+    for rank, (said, planned) in enumerate(run(2, trace_eager)):
+        assert said == (
+            f"rank {rank}, step 0 (cond), layer 0, position 3: expected wait q of chunk 0, "
+            "found A2A q of chunk 1"
+        )
+        assert planned == "None"
+
+
+@torch.inference_mode()
+def all_chunk_counts() -> None:
+    """Whatever the number of chunks: mode 1 and overlap have the bits of mode 0, mode 2 its own."""
+    topology, found, ranks = Topology(2, 1), {}, {}
+    for mode, row in ROWS.items():
+        plain, plan = attention_layer(topology, mode), plan_of(topology, mode, "dense")
+        found[mode, 0] = velocities(plain, plan)
+        for chunks in range(1, JOB.heads // 2 + 1) if row.chunks > 1 else ():
+            args, group, overlap = plain.args, plain.ulysses_pg, plain.fa_alltoall_overlap
+            layer = FAPowerCapAttention(args, group, overlap, chunks=chunks)
+            ranks[chunks], found[mode, chunks] = traced(layer, replace(plan, chunks=chunks))
+    for chunks, rank in ranks.items():
+        assert rank.verdict.difference is None and rank.counts["A2A"] == 4 * chunks
+    for (mode, chunks), result in found.items():
+        base = found[mode if ROWS[mode].blocks > 1 else "0", 0]
+        assert torch.equal(result, base), (mode, chunks)
+
+
+def test_any_number_of_chunks_gives_the_same_bits() -> None:
+    run(2, all_chunk_counts)
+
+
+RUNS: dict[str, tuple[int, str]] = {
+    "halves": (4, "--cfg_size 2 --comm_type 1 --chunks 3 --step_cache steps:0,3"),
+    "ring, first block": (
+        4,
+        "--ring_size 2 --comm_type 2 --step_cache first_block --step_cache_threshold 0.9",
+    ),
+    "attention cache": (
+        2,
+        "--fa_alltoall_overlap --use_attentioncache --start_step 1 --end_step 7 "
+        "--attentioncache_interval 3",
+    ),
+    "no branch": (2, "--comm_type 1 --step_cache cfg --dit_fsdp"),
+    "sparse": (2, "--ring_size 2 --use_rainfusion"),
+}
+
+
+@pytest.mark.xdist_group("torchrun")  # it takes no pools
+@pytest.mark.parametrize("name", ["halves", *(slow(name) for name in RUNS if name != "halves")])
+def test_whole_runs(name: str, tiny: Any, tmp_path: Path, capsys: Any) -> None:
+    """Latents are those of the same run without a trace, and what caches skip is no difference."""
+    ranks, flags = RUNS[name]
+    arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
+    arguments += ["--sample_steps", "9", "--base_seed", "7", "--save_latents", *flags.split()]
+    latents, folder = [], tmp_path / "trace"
+    for more in ([], ["--trace", str(folder), "--trace_steps", "0-8", "--log_level", "debug"]):
+        video = tmp_path / f"{len(latents)}.mp4"
+        each = [*arguments, *more, "--save_file", str(video)]
+        with Ranks(launcher(ranks), generate.main, each) as processes:
+            assert not any(processes.ended(180)), processes.said()
+        latents.append(load_file(video.with_suffix(".latents.safetensors"))["latents"])
+    assert torch.equal(*latents)
+    assert "step 0 cond layer 0" in processes.texts[0]
+    assert not any("layer 0" in text for text in processes.texts[1:])
+
+    assert power(["report", str(folder)]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert ("skipped by a step cache" in said) == (
+        "cache" in flags and "step_cache cfg" not in flags
+    )
+    (report,) = json.loads((folder / "report.json").read_text())
+    assert len(report["ranks"]) == ranks
+    began = [json.loads(path.read_text())["traceEvents"][2] for path in folder.glob("rank*")]
+    assert {row["name"] for row in began} == {"step 0"}
+    starts = [row["ts"] for row in began]
+    assert max(starts) - min(starts) < 60e6 and min(starts) >= 0, "one common time"

@@ -1,0 +1,429 @@
+"""The schedule trace: what is recorded, what is planned, and what the report makes of both."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from wan import trace
+from wan.cli import main as generate
+from wan.power import order, traces
+from wan.power.__main__ import main as power
+from wan.power.analysis import EDGES, analyse
+from wan.power.order import Plan
+from wan.power.recording import nth_steps
+from wan.power.traces import Trace
+from wan.trace import Event, HostClock, Recorder
+
+PLAN = Plan(
+    rank=0,
+    comm_type=1,
+    overlap=False,
+    chunks=None,
+    heads=4,
+    layers=2,
+    tokens=10,
+    multiple=1,
+    sizes=(1, 1, 2),
+    ring_type="ring",
+    merges=True,
+    fp8=False,
+    fp8_exchange=False,
+    sparse_from=None,
+    steps={0: "dit"},
+)
+INTO = "A2A q, A2A k, A2A v"
+GOT = "wait q, wait k, wait v"
+OUT = "A2A out, wait out"
+
+
+def names(plan: Plan, chunk: int = 0, step: int = 0) -> str:
+    """What a chunk does, in the planned order."""
+    return ", ".join(name for place, name in order.expected(plan, step) if place == chunk)
+
+
+@pytest.mark.parametrize(("comm_type", "chunks", "fa"), [(0, 1, "FA 0"), (1, 2, "FA 0")])
+def test_the_order_of_a_chunk(comm_type: int, chunks: int, fa: str) -> None:
+    plan = replace(PLAN, comm_type=comm_type)
+    assert names(plan) == f"{INTO}, {GOT}, {fa}, {OUT}"
+    assert {chunk for chunk, _ in order.expected(plan, 0)} == set(range(chunks))
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"comm_type": 2}, f"{INTO}, {GOT}, FA 0, FA 1, {OUT}"),
+        ({"comm_type": 2, "tokens": 1}, f"{INTO}, {GOT}, FA 0, {OUT}"),  # one row is one block
+        ({"sizes": (1, 1, 1), "comm_type": 0}, "FA 0"),
+        ({"sizes": (1, 2, 1), "comm_type": 0}, "hop, FA 0 of 0, in, FA 0 of 1"),
+        ({"sizes": (1, 2, 1), "comm_type": 0, "merges": False}, "gather k, gather v, FA 0"),
+        ({"sizes": (1, 2, 1), "comm_type": 0, "fp8": True}, "gather k, gather v, FA 0"),
+        ({"sizes": (1, 2, 1), "comm_type": 0, "tokens": 1}, "hop, FA 0 of 0, in"),  # one is padding
+        ({"sizes": (1, 2, 1), "comm_type": 0, "tokens": 1, "rank": 1}, "hop, in"),
+        (
+            {"sizes": (1, 3, 1), "comm_type": 0, "ring_type": "bidirectional", "rank": 1},
+            "hop, FA 0 of 1, in, hop, FA 0 of 0, FA 0 of 2, in",
+        ),
+        (
+            {"sizes": (1, 3, 1), "comm_type": 0, "rank": 1},
+            "hop, FA 0 of 1, in, hop, FA 0 of 0, in, FA 0 of 2",
+        ),
+        (
+            {"fp8": True, "fp8_exchange": True},
+            f"{INTO}, A2A q scale, A2A k scale, A2A v scale, wait q, wait q scale, wait k, "
+            f"wait k scale, wait v, wait v scale, FA 0, {OUT}",
+        ),
+        # 10 tokens: a sparse or quantised call divides queries at multiples of 128 rows.
+        ({"comm_type": 2, "sparse_from": 0}, f"{INTO}, {GOT}, FA 0, {OUT}"),
+        ({"comm_type": 2, "sparse_from": 1}, f"{INTO}, {GOT}, FA 0, FA 1, {OUT}"),
+    ],
+)
+def test_what_the_sizes_change(changed: dict[str, Any], expected: str) -> None:
+    assert names(replace(PLAN, **changed)) == expected
+
+
+def test_the_order_of_overlap() -> None:
+    """One chunk ahead, and no further."""
+    plan = replace(PLAN, comm_type=0, overlap=True, heads=6)
+    assert [name for name in order.expected(plan, 0) if "q" in name[1] or "F" in name[1]] == [
+        *((0, "A2A q"), (1, "A2A q"), (0, "wait q"), (0, "FA 0")),
+        *((2, "A2A q"), (1, "wait q"), (1, "FA 0")),
+        *((2, "wait q"), (2, "FA 0")),
+    ]
+
+
+def test_one_warm_step_of_each_expert_is_traced() -> None:
+    experts = ("high_noise",) * 3 + ("low_noise",) * 2
+    assert nth_steps(experts, 0) == (0, 3) and nth_steps(experts, 1) == (1, 4)
+    assert nth_steps(("dit",), 1) == (0,)
+
+
+class Ticks(HostClock):
+    """A clock that a test moves on. Milliseconds."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> Callable[[], int]:
+        found = round(self.time * 1e6)
+        return lambda: found
+
+
+def recorded(work: Callable[[Ticks], None], steps: Sequence[int] = (0,)) -> list[Event]:
+    """What is recorded of a step's work."""
+    clock, events = Ticks(), list[Event]()
+    with trace.recording(Recorder(steps, clock, events.extend)), trace.step(0, "dit"):
+        work(clock)
+    return events
+
+
+def test_nothing_is_recorded_where_nobody_asks() -> None:
+    x = torch.zeros(2, 3)
+    nothing = trace.span("a2a", x, what="q")
+    assert trace.span("layer", layer=1) is nothing is trace.place(chunk=1)
+    assert trace.step(0, "dit") is nothing
+    assert not recorded(lambda _: trace.mark("cache"), steps=(1,)), "of another step"
+
+
+def test_a_range_knows_where_it_is_and_what_it_holds() -> None:
+    x = torch.zeros(2, 3, dtype=torch.bfloat16)
+    late = list[int]()
+
+    def work(clock: Ticks) -> None:
+        with trace.span("branch", branch="cond"), trace.span("layer", layer=3):
+            with trace.place(chunk=1), trace.span("a2a", x, what="q"):
+                clock.time += 2
+            with trace.span("project", what="o"):
+                clock.time += 1
+            trace.mark("cache", distance=lambda: late[0])
+        late.append(7)
+
+    step, branch, layer, a2a, project, cache = recorded(work)
+    assert step.facts == {"step": 0, "expert": "dit"} and step.length == 3_000_000
+    assert branch.facts == {**step.facts, "branch": "cond"}
+    assert layer.facts == {**branch.facts, "layer": 3}
+    own = {"what": "q", "bytes": 12, "shape": [2, 3], "dtype": "bfloat16"}
+    assert a2a.facts == {**layer.facts, "chunk": 1, **own} and a2a.length == 2_000_000
+    assert project.facts == {**layer.facts, "what": "o"} and project.begin == a2a.end
+    assert cache.facts == {**layer.facts, "distance": 7} and cache.length == 0
+
+
+def test_a_failing_step_leaves_nothing_behind() -> None:
+    events = list[Event]()
+    recorder = Recorder((0, 1), Ticks(), events.extend)
+
+    def fail(_: Ticks) -> None:
+        with trace.step(0, "dit"), trace.span("layer", layer=3):
+            raise RuntimeError("out of memory")
+
+    with trace.recording(recorder):
+        with pytest.raises(RuntimeError):
+            fail(Ticks())
+        assert not events and trace.span("layer") is trace.place()
+        with trace.step(1, "dit"), trace.span("layer", layer=0):
+            pass
+    assert [event.kind for event in events] == ["step", "layer"]
+    assert "chunk" not in events[1].facts
+
+
+KINDS = {"A2A": "a2a", "wait": "a2a wait", "FA": "attention", "in": "hop wait"}
+
+
+def play(plan: Plan, items: Callable[[int], list[order.Item]] | None = None) -> Trace:
+    """A trace in which each exchange takes 2 ms, attention 5, a wait 1, the rest of a layer 3.
+
+    items: what each layer does; None: as planned.
+    """
+
+    def layer_of(clock: Ticks, layer: int) -> None:
+        with trace.span("layer", layer=layer):
+            for chunk, name in order.expected(plan, 0) if items is None else items(layer):
+                word, _, what = name.partition(" ")
+                facts = {"block": 0} if word == "FA" else {"what": what, "beside": plan.overlap}
+                with trace.place(chunk=chunk), trace.span(KINDS[word], **facts):
+                    clock.time += {"A2A": 2, "FA": 5, "wait": 1}[word]
+            with trace.span("cross-attention"), trace.span("project", what="q"):
+                clock.time += 3
+
+    def work(clock: Ticks) -> None:
+        with trace.span("branch", branch="cond"):
+            for layer in range(plan.layers):
+                layer_of(clock, layer)
+        clock.time += 4
+
+    about = {"clock": "ticks", "run": "1", "device": "none", "kernel": "none"}
+    return Trace(plan, recorded(work), about)
+
+
+def test_figures_of_a_rank() -> None:
+    """Two layers of two chunks: (3 x 2 + 3 x 1) + 5 + (2 + 1) ms each, and 3 ms behind them."""
+    rank = analyse(play(PLAN))
+    assert rank.verdict == order.Verdict(layers=2, skipped=0, difference=None)
+    assert rank.counts == {"A2A": 8, "scales": 0, "FA": 2, "hops": 0, "gathers": 0}
+    assert rank.step == 2 * (2 * 17 + 3) + 4 and rank.parts["attention"] == 20
+    assert rank.exposed == 48 and rank.hidden == 0 and rank.duty == 20 / 78
+    assert rank.parts["cross-attention"] == 6 and rank.parts["projections"] == 0
+    assert rank.parts["other"] == 4
+    assert (rank.within.count, rank.within.median) == (2, 12)
+    assert (rank.across.count, rank.across.longest) == (1, 15)
+    assert rank.within.histogram[EDGES.index(10.0) + 1] == 2 == sum(rank.within.histogram)
+    assert [(one.layer, one.time, one.attention) for one in rank.layers] == [
+        (0, 37, 10),
+        (1, 37, 10),
+    ]
+
+
+def test_what_is_hidden_under_attention() -> None:
+    """The second chunk's exchange is under way during the first's attention, and so on."""
+    plan = replace(PLAN, comm_type=0, overlap=True, layers=1)
+    rank = analyse(play(plan))
+    assert rank.verdict.difference is None
+    assert rank.hidden == 10, "chunk 1 comes in under FA 0, the result of 0 goes out under FA 1"
+
+
+def test_a_changed_order_is_found_and_named() -> None:
+    def swapped(layer: int) -> list[order.Item]:
+        items = order.expected(PLAN, 0)
+        if layer == 1:
+            items[7], items[6] = items[6], items[7]  # the result is sent before it is computed
+        return items
+
+    difference = analyse(play(PLAN, swapped)).verdict.difference
+    assert str(difference) == (
+        "rank 0, step 0 (cond), layer 1, position 6: expected FA 0 of chunk 0, "
+        "found A2A out of chunk 0"
+    )
+    lost = analyse(play(PLAN, lambda layer: order.expected(PLAN, 0)[: -layer or None]))
+    assert "expected wait out of chunk 1, found the end of the layer" in str(
+        lost.verdict.difference
+    )
+    empty = Trace(PLAN, [], {})
+    assert "expected a step, found nothing" in str(analyse(empty).verdict.difference)
+
+
+def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
+    def work(what: str) -> Callable[[Ticks], None]:
+        def forward(_: Ticks) -> None:
+            with trace.span("branch", branch="cond"):
+                if what == "blocks":
+                    trace.mark("cache", what="blocks", decision="skipped", first=0)
+                for layer in range(2 if what == "attention" else 0):
+                    with trace.span("layer", layer=layer):
+                        trace.mark("cache", what="attention", decision="skipped")
+
+        return forward
+
+    for what in ("blocks", "attention"):
+        verdict = order.compare(PLAN, recorded(work(what)))
+        assert verdict == order.Verdict(layers=0, skipped=2, difference=None)
+
+
+def test_the_line_of_a_layer() -> None:
+    inside = order.by_layer(play(PLAN).events)[0]
+    assert order.line(inside) == ("0: A2A q k v, FA 0, A2A out | 1: A2A q k v, FA 0, A2A out")
+    plan = replace(PLAN, comm_type=0, overlap=True)
+    assert order.line(order.by_layer(play(plan).events)[0]) == (
+        "0: A2A q k v | 1: A2A q k v | 0: wait q k v, FA 0, A2A out | "
+        "1: wait q k v, FA 0, A2A out | 0: wait out | 1: wait out"
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Traces of two ranks."""
+    for rank in range(2):
+        traces.write(play(replace(PLAN, rank=rank)), tmp_path / "run", zero=0)
+    return tmp_path / "run"
+
+
+def ranges(path: Path) -> list[dict[str, Any]]:
+    rows = json.loads(path.read_text())["traceEvents"]
+    return [row for row in rows if row["ph"] == "X"]
+
+
+def assert_chrome(path: Path) -> None:
+    """What a viewer needs: named ranges with times, one inside another or behind it."""
+    rows = ranges(path)
+    assert len(rows) > 10
+    open_: list[float] = []
+    for row in rows:
+        assert {"name", "cat", "pid", "tid", "ts", "dur", "args"} <= row.keys()
+        assert math.isfinite(row["ts"]) and row["dur"] >= 0
+        while open_ and row["ts"] >= open_[-1] - 1e-3:
+            open_.pop()
+        end = row["ts"] + row["dur"]
+        assert not open_ or end <= open_[-1] + 1e-3, row
+        if row["dur"]:
+            open_.append(end)
+    assert all(a["ts"] <= b["ts"] for a, b in pairwise(rows))
+
+
+def test_the_file_is_chromes_and_comes_back(folder: Path) -> None:
+    assert_chrome(folder / "rank1.json")
+    assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
+    found, expected = traces.read(folder)[1], play(replace(PLAN, rank=1))
+    assert (found.plan, found.about) == (expected.plan, expected.about)
+    times = [(event.kind, event.facts, event.begin, event.end) for event in found.events]
+    assert times == [(e.kind, e.facts, e.begin, e.end) for e in expected.events]
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "overlap"
+    plan = replace(PLAN, comm_type=0, overlap=True, sizes=(1, 1, 2))
+    for rank in range(2):
+        traces.write(play(replace(plan, rank=rank)), other, zero=0)
+    out = tmp_path / "out"
+    assert power(["report", str(folder), str(other), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("Order: as planned") == 2 and "a layer, each rank: A2A 8, FA 2" in said
+    assert "run (InsertComm)" in said and "overlap (A2A/FA overlap)" in said
+    first, second = json.loads((out / "report.json").read_text())
+    assert first["verdict"] == second["verdict"] == "as planned"
+    assert first["ranks"][1]["duty"] == 20 / 78 and second["ranks"][0]["hidden"] == 20
+    with Image.open(out / "timeline.png") as image:
+        assert image.width > 1000 and len(image.getcolors(1 << 24)) > 20
+    assert (out / "timeline.png").stat().st_size < 150_000
+
+
+def test_an_edited_trace_is_caught(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two exchanges' times are exchanged: the viewer would show them so, and so does the report."""
+    path = folder / "rank1.json"
+    content = json.loads(path.read_text())
+    sent = [row for row in content["traceEvents"] if row.get("cat") == "a2a"]
+    sent[0]["ts"], sent[1]["ts"] = sent[1]["ts"], sent[0]["ts"]
+    path.write_text(json.dumps(content))
+    assert power(["report", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "Order: rank 1, step 0 (cond), layer 0, position 0: expected A2A q of chunk 0, found A2A k "
+        "of chunk 0"
+    ) in said
+    assert json.loads((folder / "report.json").read_text())[0]["verdict"].startswith("rank 1")
+
+
+def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / "rank1.json").read_text())
+        change(content)
+        (folder / "rank1.json").write_text(json.dumps(content))
+
+    return edit
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (lambda folder: folder.rename(f"{folder}-gone"), "is no folder; give the one"),
+    "empty": (
+        lambda folder: [path.unlink() for path in folder.iterdir()],
+        "holds no rank0.json, ...; give the folder that --trace named",
+    ),
+    "a rank is missing": (
+        lambda folder: (folder / "rank1.json").unlink(),
+        "rank1.json is missing: the run had 2 ranks",
+    ),
+    "cut off": (
+        lambda folder: (folder / "rank1.json").write_text('{"traceEvents": ['),
+        "rank1.json is no whole trace",
+    ),
+    "other JSON": (lambda folder: (folder / "rank0.json").write_text("[1]"), "is no whole trace"),
+    "not text": (lambda folder: (folder / "rank0.json").write_bytes(b"\xff"), "no whole trace"),
+    "no plan": (broken(lambda content: content["otherData"].pop("plan")), "KeyError: 'plan'"),
+    "a plan of later days": (
+        broken(lambda content: content["otherData"]["plan"].update(more=1)),
+        "no whole trace",
+    ),
+    "an unknown mode": (
+        broken(lambda content: content["otherData"]["plan"].update(comm_type=9)),
+        "comm_type must be 0, 1, or 2, but got 9",
+    ),
+    "no time": (
+        broken(lambda content: content["traceEvents"][5].update(ts=float("nan"))),
+        "has no time",
+    ),
+    "another run": (
+        broken(lambda content: content["otherData"]["about"].update(run="2")),
+        "rank1.json is not of the same run as",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_traces(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    breaks, words = BROKEN[case]
+    breaks(folder)
+    assert power(["report", str(folder)]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_a_report_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert power(["report", str(folder), "--out", "/proc/nowhere"]) == 2
+    assert "name a folder with --out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_one_process(tiny: Callable[[str], Path], tmp_path: Path, capfd: Any) -> None:
+    """A run that leaves blocks out, printed and traced; the report finds nothing wrong."""
+    arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "32*32", "--frame_num", "1"]
+    arguments += ["--sample_steps", "4", "--step_cache", "steps:0,2", "--step_cache_force"]
+    arguments += ["--trace", str(tmp_path / "trace"), "--trace_steps", "0-1"]
+    arguments += ["--log_level", "debug", "--save_file", str(tmp_path / "v.mp4")]
+    assert generate.main(arguments) == 0
+    said = capfd.readouterr().out
+    assert "step 0 cond layer 0 baseline: 0: FA 0" in said
+    assert_chrome(tmp_path / "trace" / "rank0.json")
+    decisions = [
+        r["args"] for r in ranges(tmp_path / "trace" / "rank0.json") if r["cat"] == "cache"
+    ]
+    assert {(facts["step"], facts["decision"]) for facts in decisions} >= {(0, "computed")}
+    assert power(["report", str(tmp_path / "trace")]) == 0
+    assert "skipped by a step cache" in capfd.readouterr().out
+    assert "trace" not in json.loads((tmp_path / "v.json").read_text())["settings"]
