@@ -27,6 +27,8 @@ from torch.autograd import DeviceType
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+from wan import host
+
 _SPIN = """
 import os
 parent = os.getppid()
@@ -154,19 +156,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "cpu": cpu_name(),
+        "cpu": host.cpu(),
         "device": str(device)
         if device.type == "cpu"
         else torch.get_device_module(device).get_device_name(device),
     }
-
-
-def cpu_name() -> str:
-    """The processor's model name, where Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def grid(text: str) -> tuple[int, ...]:

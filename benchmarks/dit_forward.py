@@ -33,6 +33,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from wan import host
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.kernels.compiled_ops import STEPS, Compiled
 from wan.modules.interfaces import Collaborators
@@ -270,7 +271,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
 def main(argv: Sequence[str] | None = None) -> None:
     options, case = parse(argv)
     records = []
-    print(f"{common.cpu_name()}, {torch.get_num_threads()} threads, {options.load} busy processes")
+    print(f"{host.cpu()}, {torch.get_num_threads()} threads, {options.load} busy processes")
     with common.busy(options.load):
         for dtype in options.dtype:
             bench = Bench(case, DTYPES[dtype], options.device)

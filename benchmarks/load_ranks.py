@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given = (Path(name), options.precision, options.threads, options.repeats)
         times = ranks.slowest(ranks.launch(options.ranks, work, *given))
     print(f"{options.ranks} ranks x {options.threads} threads, {size / 1e9:.2f} GB")
-    print(common.cpu_name())
+    print(host.cpu())
     for what, seconds in times.items():
         middle = common.spread(seconds)["median"]
         print(f"  {what:28}{middle:7.2f} s  {size / middle / 1e9:6.2f} GB/s per rank")

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from wan import device as devices
+from wan import host
 from wan.device import Device
 from wan.power.measured import Measured, Sample
 from wan.power.meter import PERIOD, Absent, Meter, Source
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.perf_counter()
     results = [measure(name, *source, asked) for name, source in sources().items()]
     print(json.dumps(results, indent=1))
-    print(f"{time.perf_counter() - began:.0f} s on {common.cpu_name()}")
+    print(f"{time.perf_counter() - began:.0f} s on {host.cpu()}")
     common.write_json(asked.out, devices.resolve("auto").torch_device, results)
 
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.ranks import CPU, interleave, launch, slowest
+from wan import host
 from wan.cache.lists import Plan
 from wan.cache.residual import ResidualCache, change
 from wan.device import resolve
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kept = [one["kept"] / one["expected"] for one in found]
     medians = {name: common.spread(values)["median"] for name, values in seconds.items()}
     print(
-        f"{common.cpu_name()}, {options.ranks} ranks, {prod(options.grid)} tokens, "
+        f"{host.cpu()}, {options.ranks} ranks, {prod(options.grid)} tokens, "
         f"{LAYERS} layers\n"
         f"  plain {medians['plain']:.3f} s, cached {medians['cached']:.3f} s, "
         f"ratio {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})\n"

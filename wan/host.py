@@ -6,6 +6,7 @@ Importing it imports no torch.
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import socket
 import sys
@@ -26,6 +27,14 @@ def cores() -> int:
     """CPU cores of this process's share, at least one: those it may use, by its machine's ranks."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max((usable or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+
+
+def cpu() -> str:
+    """The processor's model name, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def hides(variable: str) -> bool:

@@ -41,7 +41,9 @@ MAY_IMPORT = {
         ("wan.modules.schedule", "wan.host", "wan.log", "wan.torch_private", "wan.trace"), ""
     ),
 }
-BUILDERS = {"wan.api", "wan.cli.main", "wan.planner.measure", "wan.planner.report"}
+BUILDERS = {
+    *("wan.api", "wan.cli.main", "wan.planner.measure", "wan.planner.report", "wan.power.rounds")
+}
 WITHOUT_TORCH = (
     "generate",
     "wan.__main__",
@@ -66,7 +68,7 @@ ONLY_IN = {
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
-    "pynvml": "wan.power.nvml",
+    "pynvml": "wan.power.nvml wan.power.locks",
 }
 # Longer than 40 lines, and why.
 LONG_FUNCTIONS = {

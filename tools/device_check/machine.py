@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import wan
-from benchmarks import common
 from tools.device_check.bench import LIMITS, Bench
 from tools.device_check.steps import WRONG, Figure, Line, absent, error, line
 from wan import device as devices
@@ -35,7 +34,7 @@ def environment(device: Device) -> dict[str, Any]:
         "wan": wan.__version__,
         **versions(device.type),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": common.cpu_name(),
+        "cpu": host.cpu(),
         "threads": torch.get_num_threads(),
         "device": device.name(),
         "devices": 1 if device.type == "cpu" else torch.get_device_module(place).device_count(),

@@ -1,0 +1,188 @@
+"""One rank's share of attention for minutes, in the order of each mode: time, power, clock.
+
+    python -m benchmarks.powercap_gpu --json docs/results/powercap_gpu.json
+    python -m benchmarks.powercap_gpu --device cpu --tokens 2048 --hidden 256 --seconds 2  (trial)
+
+The share is that of 4 ranks at 720p x 161 frames: 147 600 tokens, 10 heads of 128, random bfloat16.
+A layer is the projections and the feed-forward of a rank's tokens, the exchanges, attention. One
+device has nobody to exchange with, so an exchange is its packing and unpacking copies and then
+nothing until its bytes would have crossed a link of --link_gbs (given, not measured). Blocks of
+--seconds are run in random order. Controls: the baseline's exchanges first and then chunks with
+rests of the same length between them; the baseline with its clock locked, where that is permitted.
+The raw series of power and clock are in the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import common
+from wan.device import Device, resolve
+from wan.kernels.base import Kernel
+from wan.kernels.select import dense
+from wan.modules.schedule import MODES, near_even, q_ranges
+from wan.power.locks import Lock
+from wan.power.measured import Measured
+from wan.power.meter import Meter, MeterError
+from wan.power.video import source_of
+from wan.settings.attention import Attention
+
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of a layer, and the device that computes it.
+
+    Attributes:
+        device: Which.
+        kernel: Dense attention.
+        qkv: [B,S,N,D] each: queries, keys and values of all tokens and the rank's heads.
+        linear: The matrix products of the rank's tokens.
+        link: Bytes a second of the link.
+    """
+
+    device: Device
+    kernel: Kernel
+    qkv: tuple[Tensor, Tensor, Tensor]
+    linear: Callable[[], None]
+    link: float
+
+    def exchange(self, x_BSND: Tensor) -> Tensor:
+        """Packed, on its way, unpacked."""
+        packed = x_BSND.transpose(1, 2).contiguous()
+        self.device.idle(x_BSND.nbytes * (RANKS - 1) / RANKS / self.link)
+        return packed.transpose(1, 2).contiguous()
+
+
+Layer = Callable[[Share], None]
+
+
+def mode(number: int) -> Layer:
+    """A layer as a mode orders it."""
+    row = MODES[number]
+
+    def layer(share: Share) -> None:
+        heads = share.qkv[0].shape[2]
+        for first, last in near_even(heads, min(row.chunks, heads)):
+            q, k, v = (share.exchange(x[:, :, first:last]) for x in share.qkv)
+            blocks = q_ranges(q.shape[1], row.blocks)
+            share.exchange(torch.cat([share.kernel(q[:, a:b], k, v) for a, b in blocks], dim=1))
+
+    return layer
+
+
+def rests(share: Share) -> None:
+    """The baseline's exchanges, and the rests that InsertComm's exchanges would be."""
+    q, k, v = (share.exchange(x) for x in share.qkv)
+    heads = q.shape[2]
+    parts: list[Tensor] = []
+    for first, last in near_even(heads, min(MODES[1].chunks, heads)):
+        if parts:
+            share.device.idle(4 * parts[-1].nbytes * (RANKS - 1) / RANKS / share.link)
+        parts.append(share.kernel(*(x[:, :, first:last].contiguous() for x in (q, k, v))))
+    share.exchange(torch.cat(parts, dim=2))
+
+
+LAYERS: dict[str, Layer] = {
+    **{row.name: mode(number) for number, row in MODES.items()},
+    "control: rests without exchanges": rests,
+}
+LOCKED = "control: baseline, locked clock"
+
+
+def make_share(options: argparse.Namespace) -> Share:
+    device = resolve(options.device)
+    on = device.torch_device
+    generator = torch.Generator(on).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=on).to(torch.bfloat16)
+
+    q, k, v = (draw(1, options.tokens, options.heads, options.head_dim) for _ in range(3))
+    wide = options.hidden * 27 // 10 // 64 * 64 or 64  # the feed-forward's 13 824 of 5 120
+    own = draw(options.tokens // RANKS, options.hidden)
+    square, up = draw(options.hidden, options.hidden), draw(options.hidden, wide)
+
+    def linear() -> None:
+        for _ in range(8):  # self- and cross-attention's
+            own @ square
+        (own @ up) @ up.T
+
+    kernel = dense(Attention(), device, options.head_dim, torch.bfloat16)
+    return Share(device, kernel, (q, k, v), linear, options.link_gbs * 1e9)
+
+
+def block(share: Share, layer: Layer, seconds: float) -> tuple[list[float], Measured]:
+    """Layers for so many seconds: the time of each, and what the meter told."""
+    times: list[float] = []
+    share.device.synchronize()
+    with Meter(source_of(share.device), period=0.02) as meter:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            begun = time.perf_counter()
+            share.linear()
+            layer(share)
+            share.device.synchronize()
+            times.append(time.perf_counter() - begun)
+    return times, meter.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=147_600)
+    parser.add_argument("--heads", type=int, default=10)
+    parser.add_argument("--head_dim", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=5120)
+    parser.add_argument("--link_gbs", type=float, default=20.0, help="GB/s of the link, assumed")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of a block")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each variant")
+    options = parser.parse_args()
+    share, order = make_share(options), random.Random(0)
+    _, warm = block(share, LAYERS[MODES[0].name], options.seconds / 4)
+    names, lock = list(LAYERS), None
+    try:
+        with Lock(share.device, warm.mean_mhz) as lock:
+            pass
+        names.append(LOCKED)
+    except MeterError as reason:
+        print(f"No locked clock: {reason}.")
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for _ in range(options.rounds):
+        for name in order.sample(names, len(names)):
+            if name == LOCKED and lock is not None:
+                with lock:
+                    times, told = block(share, LAYERS[MODES[0].name], options.seconds)
+            else:
+                times, told = block(share, LAYERS[name], options.seconds)
+            series = None if told.series is None else told.series.record()
+            found[name].append({"layers": times, "power": told.record(), "series": series})
+            middle = statistics.median(times[len(times) // 2 :])  # the clock has settled
+            print(f"{name}: {1e3 * middle:.2f} ms a layer, {len(times)} layers. {told.line()}")
+    base = _settled(found[MODES[0].name])
+    for name in names:
+        ratios = common.ratios(_settled(found[name]), base)
+        spread = f"{ratios['median']:.4f} ({ratios['min']:.4f} to {ratios['max']:.4f})"
+        print(f"{name} / baseline: {spread}")
+    results = [{"options": vars(options), "variants": found}]
+    common.write_json(options.json, share.device.torch_device, results)
+
+
+def _settled(blocks: list[dict[str, Any]]) -> list[float]:
+    """Of each block the median seconds of a layer in its second half."""
+    return [statistics.median(one["layers"][len(one["layers"]) // 2 :]) for one in blocks]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`python -m wan.power compare`: its control layer, its refusals, and a whole comparison."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import slow
+from tests.dist import REPO, TORCHRUN, Ranks, launcher, run
+from tests.distributed.topology import Topology, attention_layer
+from wan.kernels.base import StepInfo
+from wan.power import compare
+from wan.power.__main__ import main
+from wan.power.side_by_side import Rests, SideBySide, Variant, layer_of
+
+pytestmark = pytest.mark.dist
+
+
+def control(topology: Topology, tokens: int) -> tuple[bool, int]:
+    """Whether the control computes the baseline's bits, and how often it rested."""
+    built = attention_layer(topology, "1")
+    waited: list[float] = []
+    rests = Rests(built, 10, waited.append)
+    baseline = layer_of(Variant("baseline", 0), built)
+    rows = -(-tokens // topology.world)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    qkv = [torch.randn(1, rows, 12, 16, generator=generator) for _ in range(3)]
+    step = StepInfo(0, 4, "cond", "dit", (1, 1, tokens), tokens)
+    beside = SideBySide({"rests": rests, "baseline": baseline})
+    found = beside(*qkv, valid_len=tokens, step=step, layer=0)
+    beside.choose("baseline")
+    same = torch.equal(found, beside(*qkv, valid_len=tokens, step=step, layer=0))
+    return same, len(waited)
+
+
+@pytest.mark.parametrize("layout", [Topology(2, 1), Topology(2, 2), Topology(4, 1)], ids=str)
+def test_the_control_is_the_baseline_with_rests(layout: Topology) -> None:
+    heads = 12 // layout.ulysses
+    assert run(layout.world, control, layout, 37) == [(True, min(10, heads) - 1)] * layout.world
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("", "--out"),
+        ("--out x --repeats 3", "--repeats is 3"),
+        ("--out x --repeats many", "--repeats is"),
+        ("--out x --modes 0,3", "--modes is"),
+        ("--out x --chunks 0", "--chunks is 0"),
+        ("--out x --preset huge", "huge"),
+        ("--out x -- --comm_type 1", "--comm_type is not for compare"),
+        ("--out x -- --trace y", "--trace is not for compare"),
+        ("--out x -- --compile", "--compile is not for compare"),
+        ("--out x -- --frame_num 8", "frame_num"),
+        ("--out x", "one process has none: start it as torchrun"),
+    ],
+)
+def test_refusals(arguments: str, sentence: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *arguments.split()]) == 2
+    said = capfd.readouterr().err.strip()
+    assert sentence in said and said.startswith("wan.power: ") and "\n" not in said
+
+
+def check(out: Path, ranks: int, names: list[str]) -> None:
+    found = json.loads((out / "comparison.json").read_text())
+    assert list(found["variants"]) == names and found["machine"]["ranks"] == ranks
+    for name, one in found["variants"].items():
+        assert len(one["seconds"]) == 5 and all(len(steps) == 4 for steps in one["steps"])
+        for steps, whole in zip(one["steps"], one["seconds"], strict=True):
+            assert 0 < sum(steps) <= 1.05 * whole
+        assert one["largest_difference"] <= (1 if name == "BlockAttn" else 0)
+        planned = not name.startswith("control")
+        assert one["schedule"].startswith("as planned") is planned
+    assert {path.name for path in out.glob("*.png")} >= {"times.png"}
+    assert len(list(out.glob("*.mp4"))) == len(names)
+    report = (out / "report.md").read_text()
+    assert all(f"| {name} |" in report for name in names) and "Recommended: `--comm_type" in report
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "flags"),
+    [
+        (2, ["--chunks", "3"], []),
+        slow(4, ["--modes", "1"], ["--ring_size", "2"]),
+        slow(4, [], ["--cfg_size", "2", "--dit_fsdp"]),
+        slow(2, [], ["--fa_quant", "fp8", "--quant_alltoall"]),
+    ],
+)
+def test_a_whole_comparison(
+    ranks: int, more: list[str], flags: list[str], tiny: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "found"
+    asked = ["compare", "--out", str(out), *more, "--", "--ckpt_dir", str(tiny("t2v-A14B"))]
+    asked += ["--size", "64*48", "--frame_num", "5", "--base_seed", "1", *flags]
+    with Ranks(launcher(ranks), main, asked) as processes:
+        assert not any(processes.ended(240)), processes.said()
+    names = ["baseline", "InsertComm", "BlockAttn"]
+    if more[:1] == ["--modes"]:
+        names.remove("BlockAttn")
+    names += ["InsertComm, 3 chunks"] if more[:1] == ["--chunks"] else []
+    check(out, ranks, [*names, "control: rests without exchanges"])
+
+
+def test_the_named_preset_is_that_of_mlperf() -> None:
+    found = compare.parse(compare.PRESETS["mlperf"])
+    assert (found["size"], found["frame_num"], found["sample_steps"]) == ((1280, 720), 81, 20)
+    assert found["sample_guide_scale"] == (3.0, 4.0) and found["base_seed"] == 42
+
+
+@pytest.mark.slow
+def test_as_a_user_starts_it(tmp_path: Path) -> None:
+    """torchrun -m wan.power compare, with the demo checkpoint."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "wan.power", "compare", "--out", str(tmp_path), "--", "--sample_steps", "2"]
+    done = subprocess.run(
+        command, cwd=REPO, env={**TORCHRUN, "PATH": "/usr/bin"}, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "report.md").is_file()

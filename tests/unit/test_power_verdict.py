@@ -1,0 +1,86 @@
+"""What a comparison of modes concludes, from times whose true ratios are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from wan.power.measured import Measured
+from wan.power.side_by_side import Variant, variants
+from wan.power.verdict import Verdict, ratio, recommend
+
+BASE, INSERT, BLOCK, RESTS, _ = variants((0, 1, 2), ())
+FEW = Variant("InsertComm, 5 chunks", 1, 5)
+
+
+def concluded(
+    factors: dict[Variant, float], *told: Measured, noise: float = 0.004, rounds: int = 7
+) -> Verdict:
+    """Of variants whose times are the baseline's times a factor, a drift and noise."""
+    random = np.random.default_rng(3)
+    drift = np.linspace(10, 12, rounds)
+    times = {
+        one: list(factor * drift * (1 + noise * random.standard_normal(rounds)))
+        for one, factor in {BASE: 1.0, **factors}.items()
+    }
+    ratios = {one.name: ratio(times[one], times[BASE]) for one in factors}
+    return recommend([BASE, *factors], ratios, told)
+
+
+def test_a_ratio_and_its_interval_hold_the_true_one() -> None:
+    held = 0
+    for seed in range(200):
+        random = np.random.default_rng(seed)
+        drift, noise = np.linspace(5, 9, 7), 1 + 0.02 * random.standard_normal((2, 7))
+        found = ratio(list(0.9 * drift * noise[0]), list(drift * noise[1]))
+        assert found.low <= found.median <= found.high
+        held += found.low <= 0.9 <= found.high
+    assert held >= 170  # seven rounds: a bootstrap of the median is a little too narrow
+
+
+def test_the_fastest_mode_is_recommended() -> None:
+    found = concluded({INSERT: 0.84, BLOCK: 0.93, RESTS: 0.85})
+    assert (found.comm_type, found.chunks) == (1, None) and found.flags == "--comm_type 1"
+    assert "InsertComm takes -1" in found.reason and "it is the rests that help" in found.reason
+
+
+def test_what_nothing_tells_apart_is_the_simpler_one() -> None:
+    assert concluded({INSERT: 0.9, BLOCK: 0.8999, RESTS: 0.9}).comm_type == 1
+    assert concluded({INSERT: 0.9, FEW: 0.8999, RESTS: 0.9}).flags == "--comm_type 1"
+    assert concluded({INSERT: 0.95, FEW: 0.85, RESTS: 0.9}).flags == "--comm_type 1 --chunks 5"
+
+
+@pytest.mark.parametrize(
+    ("rests", "words"),
+    [(0.97, "the rests that help."), (1.02, "not the rests that help"), (None, "was not run")],
+)
+def test_rest_is_told_from_overlap(rests: float | None, words: str) -> None:
+    more = {} if rests is None else {RESTS: rests}
+    assert words in concluded({INSERT: 0.9, **more}).reason
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ([], "could not be read here"),
+        ([Measured(throttled=0.0, samples=9)], "the clock was never held down"),
+        (
+            [Measured(throttled=0.4, reasons={"SW thermal slowdown": 0.4}, samples=9)],
+            "40 % of the time (SW thermal slowdown), but not for power",
+        ),
+        (
+            [Measured(throttled=0.4, reasons={"SW power cap": 0.4}, samples=9)],
+            "40 % of the time (SW power cap): the rests are too short",
+        ),
+    ],
+)
+def test_no_gain_has_a_reason(told: list[Measured], words: str) -> None:
+    for factor, slower in ((1.0, "no mode is certainly faster"), (1.05, "is slower")):
+        found = concluded({INSERT: factor, BLOCK: factor}, *told)
+        assert found.flags == "--comm_type 0" and found.reason.startswith("No gain on this machine")
+        assert words in found.reason and slower in found.reason
+
+
+def test_a_control_is_never_recommended() -> None:
+    assert concluded({INSERT: 1.02, RESTS: 0.8}).comm_type == 0
+    assert concluded({INSERT: 1.02, RESTS: 0.8}).chunks is None

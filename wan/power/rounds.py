@@ -1,0 +1,292 @@
+"""The measured runs of a comparison: one pipeline, in which a run uses one variant's layer."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from wan import trace
+from wan.checkpoint.files import whole_file
+from wan.cli.resolve import Run
+from wan.distributed.mesh import Team
+from wan.log import logger
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.interfaces import Attention
+from wan.modules.schedule import MODES
+from wan.pipeline import build, timesteps, video
+from wan.power.locks import Lock
+from wan.power.measured import Measured, combine
+from wan.power.meter import Meter, MeterError
+from wan.power.recording import Recording, plan_of
+from wan.power.side_by_side import Rests, SideBySide, Variant, layer_of
+from wan.power.video import source_of
+from wan.settings.request import Request
+from wan.trace import Event
+
+_FINE = 0.02  # seconds between two samples of a series
+_KINDS = {  # of events -> of a series
+    "attention": "fa",
+    **dict.fromkeys(("a2a", "a2a wait", "hop wait", "gather"), "comm"),
+    **dict.fromkeys(("project", "cross-attention", "feed-forward"), "linear"),
+}
+
+
+@dataclass
+class Found:
+    """What was measured of a variant; lists have an element for each round.
+
+    Attributes:
+        variant: Which.
+        seconds: Of denoising.
+        steps: Seconds of each step.
+        power: All ranks' meters together.
+        peak_memory: Bytes of the fullest device; None where that cannot be told.
+        folder: Its trace.
+        largest: Difference of a value of the video (0 to 255) from the baseline's.
+        psnr: Of the video to the baseline's, dB.
+    """
+
+    variant: Variant
+    seconds: list[float] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)
+    power: list[Measured] = field(default_factory=list)
+    peak_memory: int | None = None
+    folder: Path | None = None
+    largest: int = 0
+    psnr: float = float("inf")
+
+
+class StepTimes(trace.Recorder):
+    """Only the lengths of whole steps."""
+
+    def __init__(self, clock: trace.Clock, count: int) -> None:
+        super().__init__(range(count), clock, lambda _: None)
+        self._ends: list[tuple[trace.Later, trace.Later]] = []
+        clock.start()
+
+    @contextmanager
+    def step(self, index: int, expert: str) -> Iterator[None]:
+        begin = self.clock.now()
+        yield
+        self._ends.append((begin, self.clock.now()))
+
+    def seconds(self) -> list[float]:
+        """To be called when the device has ended."""
+        return [(end() - begin()) / 1e9 for begin, end in self._ends]
+
+
+class Rounds:
+    """Makes the runs; every rank calls every method, in the same order.
+
+    Args:
+        run: What is made; its attention is the baseline's.
+        team: The ranks.
+        variants: What is compared, the baseline first.
+        out: Folder of the results.
+    """
+
+    def __init__(self, run: Run, team: Team, variants: Sequence[Variant], out: Path) -> None:
+        self._run, self._team, self._out = run, team, out
+        self.variants = list(variants)
+        self.found = {variant.name: Found(variant) for variant in variants}
+        self._latents: dict[str, Tensor] = {}
+        self._rests: Rests | None = None
+        self._lock: Lock | None = None
+        self._pipeline = build.pipeline(run.setup, team.device, team, attention=self._beside)
+        self._texts = self._pipeline.texts(run.request)
+        self._pipeline.text.release()
+
+    def _beside(self, built: Attention) -> Attention:
+        assert isinstance(built, FAPowerCapAttention), "there are exchanges"
+        layers: dict[str, Attention] = {}
+        for variant in self.variants:
+            layers[variant.name] = layer_of(variant, built)
+            if variant.rests:
+                self._rests = Rests(built, MODES[1].chunks, self._team.device.idle)
+                layers[variant.name] = self._rests
+        self._layers = SideBySide(layers)
+        return self._layers
+
+    def prepare(self) -> None:
+        """Both experts' first steps with every layer, and a trace of each: no time counts yet."""
+        short = _short(self._run.request)
+        for variant in self.variants:
+            if variant.locked:  # its layer is the baseline's
+                continue
+            self._layers.choose(variant.name)
+            self._denoise(short)
+            events = self._traced(variant, short, self._out / "traces" / slug(variant))
+            if variant.comm_type == 1 and self._rests is not None and not self._rests.seconds:
+                own = statistics.median(rests(events) or [0.0])
+                self._rests.seconds = max(self._team.gather(own))  # the same on all ranks
+                logger.info("Rests of %s: %.3f ms (measured).", variant.name, 1e3 * own)
+        self._lock = self._lockable(short)
+
+    def _lockable(self, short: Request) -> Lock | None:
+        """The clock of the baseline's mean, where every rank may lock it; else there is no such
+        variant."""
+        locked = [variant for variant in self.variants if variant.locked]
+        if not locked:
+            return None
+        self._layers.choose(self.variants[0].name)
+        with Meter(source_of(self._team.device)) as meter:
+            self._denoise(short)
+            self._team.device.synchronize()
+        lock, why = None, ""
+        try:
+            lock = Lock(self._team.device, meter.stop().mean_mhz)
+            with lock:
+                pass
+        except MeterError as reason:
+            why = str(reason)
+        reasons = [reason for reason in self._team.gather(why) if reason]
+        if not reasons:
+            return lock
+        logger.info("No run with a locked clock: %s.", reasons[0])
+        self.variants = [variant for variant in self.variants if not variant.locked]
+        del self.found[locked[0].name]
+        return None
+
+    def _traced(self, variant: Variant, request: Request, folder: Path | None) -> list[Event]:
+        """What a run's layers do, step by step; written to a folder."""
+        parallel = replace(
+            self._run.setup.parallel, comm_type=variant.comm_type, chunks=variant.chunks
+        )
+        setup, steps = replace(self._run.setup, parallel=parallel), range(request.sample_steps)
+        plan = plan_of(setup, request, tuple(steps), self._pipeline.merges, self._team.rank)
+        recording = Recording(plan, self._team.device.clock(), team=self._team)
+        with trace.recording(recording.recorder):
+            self._denoise(request)
+        if folder is not None:
+            about = {"device": self._team.device.name(), "kernel": self._pipeline.kernel}
+            recording.write(folder, about | {"variant": variant.name})
+            self.found[variant.name].folder = folder
+        return recording.events
+
+    def calibration(self) -> Path | None:
+        """A series of the baseline that `predict --calibrate` reads; None without a meter."""
+        baseline = self.variants[0]
+        told = self.found[baseline.name].power[0]
+        if told.mean_mhz is None or told.mean_w is None:
+            return None
+        self._layers.choose(baseline.name)
+        with Meter(source_of(self._team.device), _FINE) as meter:
+            events = self._traced(baseline, self._run.request, None)
+        found = meter.stop()
+        path = self._out / "series.json"
+        if self._team.is_main:
+            with whole_file(path) as temporary:
+                temporary.write_text(json.dumps(series_of(found, events)), encoding="utf-8")
+        return path
+
+    def measure(self, variant: Variant) -> float:
+        """One run of the whole request, metered; seconds of denoising."""
+        found, device = self.found[variant.name], self._team.device
+        self._layers.choose(variant.name)
+        device.reset_peak_memory()
+        steps = StepTimes(device.clock(), self._run.request.sample_steps)
+        lock = self._lock if variant.locked else None
+        dist.barrier()
+        with lock or nullcontext(), trace.recording(steps), Meter(source_of(device)) as meter:
+            begun = time.perf_counter()
+            latents = self._denoise(self._run.request)
+            device.synchronize()
+            seconds = time.perf_counter() - begun
+        self._latents.setdefault(variant.name, latents.cpu())
+        ranks = self._team.gather((seconds, meter.stop(), device.peak_memory()))
+        found.seconds.append(max(rank[0] for rank in ranks))
+        found.steps.append(steps.seconds())
+        found.power.append(combine([rank[1] for rank in ranks]))
+        peaks = [rank[2] for rank in ranks if rank[2] is not None]
+        found.peak_memory = max([*peaks, found.peak_memory or 0]) if peaks else None
+        return found.seconds[-1]
+
+    def _denoise(self, request: Request) -> Tensor:
+        run = self._run
+        return self._pipeline.latents(request, run.image, *self._texts, last_image=run.last_image)
+
+    def close(self) -> None:
+        """Ranks part; the main one decodes a video of each variant and compares them."""
+        self._team.close()
+        if not self._team.is_main:
+            return
+        self._pipeline.experts.release()
+        baseline: Tensor | None = None
+        for name, found in self.found.items():
+            frames = self._pipeline.decode(self._latents[name])
+            path = self._out / f"{slug(found.variant)}.mp4"
+            video.save_video(frames, path, self._run.output.fps)
+            levels = ((frames + 1) * 127.5).round_()
+            baseline = levels if baseline is None else baseline
+            difference = (levels - baseline).abs_()
+            found.largest = int(difference.max())
+            mean = float(difference.square_().mean())
+            found.psnr = 10 * float(np.log10(255**2 / mean)) if mean else float("inf")
+
+
+def rests(events: Sequence[Event]) -> list[float]:
+    """Seconds without attention between consecutive head chunks of the same layer."""
+    found, last = [], None
+    for event in events:
+        if event.kind != "attention":
+            continue
+        here = tuple(event.facts.get(name) for name in ("step", "branch", "layer"))
+        chunk = event.facts.get("chunk")
+        if last is not None and last[0] == here and last[1] != chunk:
+            found.append((event.begin - last[2]) / 1e9)
+        last = here, chunk, event.end
+    return found
+
+
+def series_of(measured: Measured, events: Sequence[Event]) -> dict[str, Any]:
+    """Samples of a meter and the calls of a traced run, in seconds of one clock.
+
+    On Linux both clocks are the system's monotonic one.
+    """
+    one = (measured.parts or (measured,))[0]
+    assert one.series is not None
+    columns = zip(one.series.times, one.series.watts, one.series.mhz, strict=True)
+    return {
+        "source": f"{one.source}, {one.device}",
+        "rated_mhz": one.rated_mhz,
+        "limit_w": one.limit_w,
+        "samples": [
+            {"t": t, "watts": watts, "mhz": mhz}
+            for t, watts, mhz in columns
+            if not math.isnan(watts) and not math.isnan(mhz)
+        ],
+        "calls": [
+            {"kind": _KINDS[event.kind], "start": event.begin / 1e9, "end": event.end / 1e9}
+            for event in events
+            if event.kind in _KINDS
+        ],
+    }
+
+
+def slug(variant: Variant) -> str:
+    """Its name for files."""
+    return re.sub(r"[^a-z0-9]+", "_", variant.name.lower()).strip("_")
+
+
+def _short(request: Request) -> Request:
+    """Two steps, one of each expert where there are two."""
+    two = len(set(timesteps.schedule(request).experts)) == 2
+    listed = None if request.timesteps is None else request.timesteps[:2]
+    return replace(
+        request,
+        timesteps=listed,
+        sample_steps=min(2, request.sample_steps),
+        boundary_step=1 if two else request.boundary_step,
+    )
