@@ -19,9 +19,7 @@ ASSUMED, GIVEN, MEASURED = "assumed", "command line", "measured"
 FITTED = "assumed, to fit the published row"
 
 
-def _one(
-    default: float, unit: str, meaning: str, low: float, high: float, **more: Any
-) -> float:
+def _one(default: float, unit: str, meaning: str, low: float, high: float, **more: Any) -> float:
     """A field.
 
     more: source, if it is not just assumed; of: the governors that it matters to, if not to all;
@@ -30,7 +28,7 @@ def _one(
     facts = {"source": ASSUMED, "of": GOVERNORS, "unit": unit, "meaning": meaning} | more
     edges = {name: facts.pop(name) for name in ("above", "below") if name in facts}
     facts["read"] = real(low, high, **edges)
-    return field(default=default, metadata=facts)  # type: ignore[no-any-return]
+    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True)
@@ -51,20 +49,20 @@ class Assumptions:
         },
     )
     tau: float = _one(
-        *(0.06, "s", "time constant of the average of power that the governor looks at"),
+        *(0.06, "s", "time constant of the governor's power average"),
         *(1e-3, 1e3),
         of=("hysteresis", "average"),
         source=FITTED,
     )
     f_low: float = _one(
-        *(0.55, "", "dropped clock (average: the lowest), share of the rated clock"),
+        *(0.55, "", "dropped clock / rated clock (average: lowest)"),
         *(0.05, 1),
         below=True,
         of=("hysteresis", "average"),
         source=FITTED,
     )
     hold: float = _one(
-        *(0.25, "s", "how long a dropped clock stays"),
+        *(0.25, "s", "how long the dropped clock stays"),
         *(1e-3, 1e3),
         of=("hysteresis",),
         source=FITTED,
@@ -77,9 +75,7 @@ class Assumptions:
     tick: float = _one(
         *(0.01, "s", "between two steps of the controller"), *(1e-4, 10), of=("average",)
     )
-    pfa: float = _one(
-        1.05, "TDP", "power of attention at the rated clock", 0.01, 10, source=FITTED
-    )
+    pfa: float = _one(1.05, "TDP", "power of attention at the rated clock", 0.01, 10, source=FITTED)
     ps: float = _one(0.3, "TDP", "static power", 0, 1, below=True)
     alpha: float = _one(3, "", "dynamic power grows with clock ** alpha", 1, 4)
     a_linear: float = _one(0.75, "", "dynamic power of other work / of attention", 0, 2)
@@ -90,9 +86,7 @@ class Assumptions:
     exchange_us: float = _one(30, "us", "of each exchange, whatever its size", 0, 1e6)
     launch_us: float = _one(10, "us", "without work before each attention call", 0, 1e6)
     element_bytes: float = _one(2, "bytes", "of an element that is exchanged", 0.5, 4)
-    fixed: float = _one(
-        12.3, "s", "everything but denoising, not throttled", 0, 1e5, source=FITTED
-    )
+    fixed: float = _one(12.3, "s", "everything but denoising, not throttled", 0, 1e5, source=FITTED)
 
     def __post_init__(self) -> None:
         if self.pfa <= self.ps:
@@ -105,15 +99,13 @@ class Assumptions:
         activity = {"fa": 1.0, "linear": self.a_linear, "comm": self.a_comm, "idle": 0.0}
         return Device(self.ps, self.pfa, self.alpha, activity)
 
-    def capped(self) -> tuple[Assumptions, float]:
-        """With attention at a clock that is set: the highest at which it keeps the limit."""
+    def locked(self) -> tuple[Assumptions, float]:
+        """With the clock locked where attention just keeps the limit; and that clock."""
         clock = self.device().clock_within(1.0)
         if clock == 1:
             return self, clock
-        less = clock**self.alpha  # of attention's dynamic power, which the others are shares of
-        changes = {"pfa": 1.0, "fa_tflops": self.fa_tflops * clock}
-        linear, comm = self.a_linear / less, self.a_comm / less
-        return replace(self, **changes, a_linear=linear, a_comm=comm), clock
+        fa, linear = self.fa_tflops * clock, self.linear_tflops * clock
+        return replace(self, pfa=1.0, fa_tflops=fa, linear_tflops=linear), clock
 
     def model(self) -> Governor:
         """The governor."""

@@ -20,7 +20,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cache, partial
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -32,13 +33,21 @@ from wan.settings.errors import InputError
 from wan.settings.values import choice, real
 
 SAMPLES, SECONDS = 200, 10.0  # the least that a series must have
+_TIME = 1e9  # seconds, the latest
 _FEW = 8  # samples of a kind at a clock that its power is known from
 _THROTTLED = 0.97  # clocks below this share of the rated one
+_FINEST = 0.1  # the shortest tau, times between two samples
+_RARE = 0.02  # share of samples that may have any clock
 _DIFFER = 0.15  # share of samples that the fitted model may have wrong
 _TAU, _HOLD = (2e-3, 2.0), (1e-2, 2.0)  # seconds that are looked at
-_GRID, _VALLEYS, _ROUNDS = 24, 6, 6  # values of each at first; best points, halvings of the grid
+_GRID, _VALLEYS = 40, 30  # values of each at first; points around which there are more
+_SHARES = (1 / 8, 1 / 8, 1 / 4, 1 / 2, 1, 1, 1)  # of the samples, from grid to finer grid
 _AROUND = tuple(product((-1, 0, 1), repeat=2))
 _ALIKE, _WIDE = 0.004, 1.25  # share of samples that is no difference; ratio that is too wide
+
+
+Point = tuple[float, float]
+"""Logarithms of tau and hold."""
 
 
 class Sample(NamedTuple):
@@ -115,30 +124,7 @@ def read_series(path: Path) -> Series:
     raw = read_json(path)
     limit = _number(path, raw, "limit_w", 1, 1e5)
     rated = _number(path, raw, "rated_mhz", 1, 1e5)
-    calls = [
-        (
-            str(choice(*KINDS)(f"{where}: kind", one.get("kind"))),
-            _number(where, one, "start", 0, 1e9),
-            _number(where, one, "end", 0, 1e9),
-        )
-        for where, one in _entries(path, raw, "calls")
-    ]
-    for (_, _, end), (kind, start, stop) in zip([("", 0, 0), *calls], calls, strict=False):
-        if not end <= start < stop:
-            raise InputError(
-                f"{path}: the {kind} call from {start:g} to {stop:g} s is empty or begins before "
-                f"the one before it ends ({end:g} s); write calls one after the other."
-            )
-    points = [
-        (
-            _number(where, one, "t", 0, 1e9),
-            _number(where, one, "watts", 0, 1e5),
-            _number(where, one, "mhz", 0, 1e5) / rated,
-        )
-        for where, one in _entries(path, raw, "samples")
-    ]
-    if any(b[0] <= a[0] for a, b in zip(points, points[1:], strict=False)):
-        raise InputError(f"{path}: the times t of samples must rise; sort them.")
+    calls, points = list(_calls(path, raw)), list(_points(path, raw))
     start, end = calls[0][1], calls[-1][2]
     points = [point for point in points if start <= point[0] < end]
     if len(points) < SAMPLES or end - start < SECONDS:
@@ -147,14 +133,41 @@ def read_series(path: Path) -> Series:
             f"{end - start:.3g} s; measure at least {SAMPLES} in {SECONDS:g} s."
         )
     segments = tuple(_segments(calls))
-    return Series(str(path), str(raw.get("source", path)), limit, rated,
-                  tuple(_samples(points, segments, start)), segments, start)
+    samples = tuple(_samples(points, segments, start, rated))
+    source = str(raw.get("source", path))
+    return Series(str(path), source, limit, rated, samples, segments, start)
+
+
+def _calls(path: Path, raw: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """(kind, start, end), one after the other."""
+    before = 0.0
+    for where, one in _entries(path, raw, "calls"):
+        kind = str(choice(*KINDS)(f"{where}: kind", one.get("kind")))
+        start, end = (_number(where, one, name, 0, _TIME) for name in ("start", "end"))
+        if not before <= start < end:
+            raise InputError(
+                f"{where} is from {start:g} to {end:g} s, and the call before it ends at "
+                f"{before:g} s; write calls one after the other."
+            )
+        yield kind, start, end
+        before = end
+
+
+def _points(path: Path, raw: Mapping[str, Any]) -> Iterator[tuple[float, float, float]]:
+    """(t, watts, MHz) in the order of time."""
+    before = -1.0
+    for where, one in _entries(path, raw, "samples"):
+        t = _number(where, one, "t", 0, _TIME)
+        if t <= before:
+            raise InputError(f"{where} is at {t:g} s, not after {before:g} s; sort the samples.")
+        yield t, _number(where, one, "watts", 0, 1e5), _number(where, one, "mhz", 0, 1e5)
+        before = t
 
 
 def _entries(path: Path, raw: Mapping[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     entries = raw.get(name)
     if not isinstance(entries, list) or not entries:
-        raise InputError(f"{path} has no list of {name}; write a series as --help of it says.")
+        raise InputError(f"{path} has no list of {name}; docs/power_prediction.md has an example.")
     for index, one in enumerate(entries):
         if not isinstance(one, dict):
             raise InputError(f"{path}: {name}[{index}] is not an object; write one with its keys.")
@@ -177,15 +190,18 @@ def _segments(calls: Sequence[tuple[str, float, float]]) -> Iterator[Segment]:
 
 
 def _samples(
-    points: Sequence[tuple[float, float, float]], segments: Sequence[Segment], start: float
+    points: Sequence[tuple[float, float, float]],
+    segments: Sequence[Segment],
+    start: float,
+    rated: float,
 ) -> Iterator[Sample]:
     """Each point with what was being done."""
     begins = [start]
     for _, seconds in segments:
         begins.append(begins[-1] + seconds)
-    for t, watts, clock in points:
+    for t, watts, mhz in points:
         index = min(bisect_right(begins, t) - 1, len(segments) - 1)
-        yield Sample(t, segments[index][0], watts, clock)
+        yield Sample(t, segments[index][0], watts, mhz / rated)
 
 
 def _powers(series: Series, otherwise: Assumptions) -> dict[str, float]:
@@ -223,11 +239,12 @@ def _powers(series: Series, otherwise: Assumptions) -> dict[str, float]:
 
 def _low_clock(series: Series) -> float:
     """The clock of a throttled device, where there are just two."""
-    clocks = [one.clock for one in series.samples]
-    middle = (1 + min(clocks)) / 2
+    clocks = sorted(one.clock for one in series.samples)
+    lowest = clocks[int(_RARE * len(clocks))]
+    middle = (1 + lowest) / 2
     low, high = [c for c in clocks if c < middle], [c for c in clocks if c >= middle]
-    if min(clocks) >= _THROTTLED or len(low) < _FEW:
-        reason = f"no throttling was seen (lowest clock {min(clocks):.2f} of the rated one)"
+    if lowest >= _THROTTLED or len(low) < _FEW:
+        reason = f"no throttling was seen (lowest clock {lowest:.2f} of the rated one)"
         raise _unknown(series, "f_low, hold and tau", reason)
     if len(high) < _FEW or median(high) < _THROTTLED:
         raise _unknown(series, "pfa", "the clock never stays near rated_mhz")
@@ -245,57 +262,65 @@ def _is_low(sample: Sample, f_low: float) -> bool:
 
 
 def _times(series: Series, device: Device, f_low: float) -> tuple[float, float, float]:
-    """tau, hold, and the share of samples that the model with them has at another clock.
-
-    A grid first, as there are several valleys; then smaller and smaller ones around its best
-    points. The mean of all points that are as good as the best one is the result.
-    """
-    times = [one.t for one in series.samples]
-    lows = [_is_low(one, f_low) for one in series.samples]
-    known = dict[tuple[float, float], int]()
-
-    def differ(point: tuple[float, float]) -> int:
-        """Samples at another clock; point: logarithms of tau and hold."""
-        if point not in known:
-            tau, hold = map(math.exp, point)
-            edges = _edges(series, device, Hysteresis(tau, f_low, hold))
-            states = (bisect_right(edges, t) % 2 == 1 for t in times)
-            known[point] = sum(a != b for a, b in zip(states, lows, strict=True))
-        return known[point]
-
-    axes = [
-        [math.log(a) + i * math.log(b / a) / (_GRID - 1) for i in range(_GRID)]
-        for a, b in (_TAU, _HOLD)
-    ]
-    steps = [axis[1] - axis[0] for axis in axes]
-    centres = sorted(product(*axes), key=differ)[:_VALLEYS]
-    for _ in range(_ROUNDS):
-        steps = [step / 2 for step in steps]
-        around = [(x + i * steps[0], y + j * steps[1]) for x, y in centres for i, j in _AROUND]
-        centres = sorted({*centres, *around}, key=differ)[:_VALLEYS]
-    least = differ(centres[0])
-    if least > _DIFFER * len(times):
-        reason = f"the fitted model has {least / len(times):.0%} of the clocks wrong"
+    """tau, hold, and the share of samples that the model with them has at another clock."""
+    costs = _search(series, device, f_low)
+    least = min(costs.values())
+    if least > _DIFFER:
+        reason = f"the fitted model has {least:.0%} of the clocks wrong"
         raise _unknown(series, "tau and hold", reason + ": its governor is no hysteresis")
-    good = [point for point, count in known.items() if count <= least + _ALIKE * len(times)]
-    for name, values in zip(("tau", "hold"), zip(*good, strict=True), strict=True):
+    alike = [point for point, cost in costs.items() if cost <= least + _ALIKE]
+    for name, values in zip(("tau", "hold"), zip(*alike, strict=True), strict=True):
         if max(values) - min(values) > math.log(_WIDE):
             span = f"{math.exp(min(values)):.2g} to {math.exp(max(values)):.2g} s"
             raise _unknown(series, name, f"any from {span} explains its clocks as well")
-    best = [point for point, count in known.items() if count == least]
+    best = [point for point, cost in costs.items() if cost == least]
     tau, hold = (math.exp(fmean(axis)) for axis in zip(*best, strict=True))
-    return tau, hold, least / len(times)
+    between = median(b.t - a.t for a, b in pairwise(series.samples))
+    if tau < between * _FINEST:
+        reason = f"it is below {between * _FINEST:.2g} s, too short for a sample every"
+        raise _unknown(series, "tau", f"{reason} {between:.2g} s")
+    return tau, hold, least
 
 
-def _edges(series: Series, device: Device, governor: Hysteresis) -> list[float]:
-    """When the model's clock drops and is released, in turn, through the measured calls."""
-    now, clock, state, edges = series.start, 1.0, State(device.ps), list[float]()
+def _search(series: Series, device: Device, f_low: float) -> dict[Point, float]:
+    """What points near the best ones cost: the share of samples at another clock.
+
+    A grid first, then smaller and smaller ones around its best points. Only the beginning of the
+    series counts at first: over all of it a small error of a period adds up until nothing fits, and
+    a coarse grid would miss the valley.
+    """
+    differ = cache(partial(_differ, series, device, f_low))
+    taus, holds = _axis(*_TAU), _axis(*_HOLD)
+    across, down = taus[1] - taus[0], holds[1] - holds[0]
+    points, costs = {(x, y) for x in taus for y in holds}, dict[Point, float]()
+    for share in _SHARES:
+        costs = {point: differ(point, int(share * len(series.samples))) for point in points}
+        best = sorted(points, key=costs.__getitem__)[:_VALLEYS]
+        across, down = across / 2, down / 2
+        points = {(x + i * across, y + j * down) for x, y in best for i, j in _AROUND}
+    return costs
+
+
+def _differ(series: Series, device: Device, f_low: float, point: Point, count: int) -> float:
+    """Share of the first samples at another clock than the model led through the calls."""
+    samples = series.samples[:count]
+    tau, hold = map(math.exp, point)
+    governor, now, clock, state = Hysteresis(tau, f_low, hold), series.start, 1.0, State(device.ps)
+    edges = list[float]()  # when the clock drops and is released, in turn
     for segment in series.segments:
+        if now > samples[-1].t:
+            break
         for piece, after in pieces(device, governor, state, segment, by_clock=False):
             if piece.clock != clock:
                 edges.append(now)
             now, clock, state = now + piece.seconds, piece.clock, after
-    return edges
+    wrong = (bisect_right(edges, one.t) % 2 != _is_low(one, f_low) for one in samples)
+    return sum(wrong) / count
+
+
+def _axis(low: float, high: float) -> list[float]:
+    """Logarithms from low to high."""
+    return [math.log(low) + i * math.log(high / low) / (_GRID - 1) for i in range(_GRID)]
 
 
 def _checked(series: Series, name: str, value: float) -> float:
@@ -305,5 +330,5 @@ def _checked(series: Series, name: str, value: float) -> float:
 def _unknown(series: Series, names: str, reason: str) -> InputError:
     return InputError(
         f"{series.name} cannot identify {names}: {reason}; measure mode 0 on a throttled device "
-        "for longer, or give the values as flags."
+        "for longer, or give values as flags instead."
     )

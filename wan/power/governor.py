@@ -23,8 +23,8 @@ KINDS = ("fa", "linear", "comm", "idle")
 COMPUTES = ("fa", "linear")
 """Kinds whose time depends on the clock."""
 
-_MOST = 400  # repeats that are simulated where the state never repeats
 _DIGITS = 9  # to which a state is the same
+_BLOCK, _SAME = 100, 1e-4  # repeats that are compared; relative difference that is none
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ def simulate(
 ) -> Totals:
     """Work that is repeated, from a device that has been idle.
 
-    Once a repeat begins in the same state as an earlier one, all that follows is known. Where that
-    does not happen within 400 repeats, the second half of these stands for the rest.
+    Once a repeat begins in the same state as an earlier one, all that follows is known. Where a
+    hundred repeats take as long as the hundred before them, they stand for what follows.
 
     Args:
         device: Its powers.
@@ -270,14 +270,14 @@ def simulate(
     """
     state, seen, done = State(device.ps), dict[tuple[float, ...], int](), list[Totals]()
     first = None
-    while len(done) < min(count, _MOST) and first is None:
+    while len(done) < count and first is None:
         key = tuple(round(value, _DIGITS) for value in state[:3])
-        first = seen.get(key)
+        first = seen.get(key, _settled(done))
         if first is None:
             seen[key] = len(done)
             totals, state = _once(device, governor, state, layer)
             done.append(totals)
-    again = done[len(done) // 2 if first is None else first :]
+    again = done[first:]
     whole, rest = divmod(count - len(done), len(again))
     found = Totals()
     for totals in (*done, *again[:rest]):
@@ -285,3 +285,14 @@ def simulate(
     for totals in again if whole else ():
         found = found.plus(totals, whole)
     return found
+
+
+def _settled(done: Sequence[Totals]) -> int | None:
+    """Where the last hundred repeats begin, if they took as long as the hundred before them."""
+    if len(done) % _BLOCK or len(done) < 2 * _BLOCK:
+        return None
+    before, last = (
+        sum(totals.seconds for totals in done[at : at + _BLOCK])
+        for at in (len(done) - 2 * _BLOCK, len(done) - _BLOCK)
+    )
+    return len(done) - _BLOCK if abs(last - before) <= _SAME * last else None

@@ -23,6 +23,7 @@ from wan.power.prediction import Prediction, Row, predict, verdict
 from wan.power.workload import EXCHANGED, Workload, layer, workload
 from wan.settings import values
 from wan.settings.errors import InputError
+from wan.settings.parallel import SIZES
 from wan.settings.presets import ALIASES
 from wan.settings.values import Reader, real
 
@@ -112,11 +113,11 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
 
 def make_report(given: Mapping[str, Any]) -> Report:
     """The prediction for checked flags. InputError for what contradicts, or cannot be predicted."""
-    asked = {name: given[name] for name in RUN_FLAGS if name in given}
-    task = asked.get("task", PUBLISHED_RUN["task"])
+    wanted = {name: given[name] for name in RUN_FLAGS if name in given}
+    task = wanted.get("task", PUBLISHED_RUN["task"])
     is_like = ALIASES.get(task, task) == PUBLISHED_RUN["task"]
     basis = PUBLISHED_RUN if is_like else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
-    run = resolve({**basis, **asked, "plan": True}, lambda *_: None, plan=True)
+    run = resolve({**basis, **wanted, "plan": True}, lambda *_: None, plan=True)
     if run.setup.parallel.ulysses_size == 1:
         raise InputError(
             "--ulysses_size 1 exchanges nothing, so there is nothing to put between pieces of "
@@ -146,7 +147,7 @@ def make_report(given: Mapping[str, Any]) -> Report:
 def lines(report: Report) -> Iterator[str]:
     """For the terminal."""
     run, work, by, found = report.run, report.work, report.by, report.found
-    parallel, request = run.setup.parallel, run.request
+    parallel = run.setup.parallel
     yield (
         f"Predicted, not run: {_name(report)}, {parallel.world_size} ranks (ulysses "
         f"{parallel.ulysses_size}, ring {parallel.ring_size}, cfg {parallel.cfg_size}), "
@@ -166,7 +167,7 @@ def lines(report: Report) -> Iterator[str]:
     yield ""
     yield from _table(report)
     yield ""
-    gains = (f"{row.chunks}: {found.gain(row):.1%}" for row in found.by_chunks)
+    gains = (f"{row.chunks}: {found.gain(row):z.1%}" for row in found.by_chunks)
     yield "Predicted gain of mode 1 by head chunks: " + ", ".join(gains)
     yield from verdict(work, by, found)
     if is_published(run):
@@ -177,19 +178,23 @@ def lines(report: Report) -> Iterator[str]:
             f"clock in {1 - report.calibration.differ:.1%} of its samples."
         )
     yield ""
-    yield "Every predicted value above rests on:"
+    yield "All predicted values rest on these (--calibrate measures the governor and the powers):"
     for one in listed(by, report.sources):
         value = one["value"] if isinstance(one["value"], str) else f"{one['value']:.4g}"
         yield f"  {one['name']:14}{value:>11} {one['unit']:8}{one['source']:36}{one['meaning']}"
 
 
+def asked(run: Run) -> dict[str, Any]:
+    """What is predicted, by flags."""
+    names = ("size", "frame_num", "sample_steps", "sample_guide_scale")
+    found = {"task": run.request.preset.task}
+    found |= {name: getattr(run.request, name) for name in names}
+    return found | dict(zip(SIZES, run.setup.parallel.sizes, strict=True))
+
+
 def is_published(run: Run) -> bool:
     """Whether it is the run of the published row."""
-    parallel, request = run.setup.parallel, run.request
-    asked = {**PUBLISHED_RUN, "task": request.preset.task, "ulysses_size": parallel.ulysses_size}
-    asked |= {name: getattr(request, name) for name in ("size", "frame_num", "sample_steps")}
-    asked["sample_guide_scale"] = request.sample_guide_scale
-    return asked == PUBLISHED_RUN and parallel.world_size == parallel.ulysses_size
+    return asked(run) == {**dict.fromkeys(SIZES, 1), **PUBLISHED_RUN}
 
 
 def record(report: Report, swept: sensitivity.Swept) -> dict[str, Any]:
@@ -203,7 +208,7 @@ def record(report: Report, swept: sensitivity.Swept) -> dict[str, Any]:
         return {"chunks": row.chunks, "seconds": row.seconds, "gain": gain, "denoising": totals}
 
     return {
-        "run": {name: report.run.settings.get(name) for name in RUN_FLAGS},
+        "run": asked(report.run),
         "limit_watts": report.watts,
         "assumptions": list(listed(report.by, report.sources)),
         "calibration": None if calibration is None else {"measured": asdict(calibration)},
@@ -227,7 +232,7 @@ def _table(report: Report) -> Iterator[str]:
         totals = row.denoising
         cells = (
             f"{row.seconds:.2f} s",
-            f"{found.gain(row):.2%}" if row is not found.modes[0] else "-",
+            f"{found.gain(row):z.2%}" if row is not found.modes[0] else "-",
             _power(totals.mean_power, report.watts),
             f"{totals.trips:.0f}" if report.by.governor == "hysteresis" else "-",
             f"{totals.throttled / totals.seconds:.0%}",
@@ -247,10 +252,9 @@ def _name(report: Report) -> str:
 
 
 def _beside_published(found: Prediction) -> str:
-    base = PUBLISHED[0]
     words = [
-        f"mode {key} {PUBLISHED[key]:.2f} s ({1 - PUBLISHED[key] / base:.2%}; predicted "
-        f"{row.seconds:.2f} s, {found.gain(row):.2%})"
+        f"mode {key} measured {PUBLISHED[key]:.2f} s ({1 - PUBLISHED[key] / PUBLISHED[0]:.2%}), "
+        f"predicted {row.seconds:.2f} s ({found.gain(row):z.2%})"
         for key, row in found.modes.items()
     ]
-    return "Measured and published by the authors: " + ", ".join(words) + "."
+    return "Published by the authors: " + "; ".join(words) + "."

@@ -10,7 +10,7 @@ from wan.power.assumptions import Assumptions
 from wan.power.governor import Totals, simulate, stays_within, trip_time
 from wan.power.workload import Workload, layer
 
-WORTH = 0.01  # gain from which on chunks are said to help; the assumptions allow nothing finer
+WORTH = 0.02  # gain from which on something is said to help; assumptions allow nothing finer
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,22 @@ class Prediction:
     Attributes:
         modes: By --comm_type.
         overlap: The opposite aim.
-        capped: Mode 0 with attention at the clock `cap`.
+        locked: Mode 0 with the clock locked at `clock`.
         by_chunks: Mode 1 with 1, 2, ... chunks, as many as a rank has heads.
-        cap: Share of the rated clock at which attention draws no more than the limit; 1: any.
+        clock: Share of the rated one at which attention draws no more than the limit.
     """
 
     modes: dict[int, Row]
     overlap: Row
-    capped: Row
+    locked: Row
     by_chunks: tuple[Row, ...]
-    cap: float
+    clock: float
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """For a table."""
-        capped = (self.capped,) if self.cap < 1 else ()
-        return (*self.modes.values(), self.overlap, *capped)
+        locked = (self.locked,) if self.clock < 1 else ()
+        return (*self.modes.values(), self.overlap, *locked)
 
     @property
     def best(self) -> Row:
@@ -77,63 +77,63 @@ def predict(work: Workload, by: Assumptions) -> Prediction:
         key: replace(run_time(work, by, mode, mode.chunks), name=f"{key} {mode.name}")
         for key, mode in MODES.items()
     }
-    slower, cap = by.capped()
-    capped = run_time(work, slower, MODES[0], 1)
+    slower, clock = by.locked()
+    locked = run_time(work, slower, MODES[0], 1)
     return Prediction(
         modes,
         run_time(work, by, OVERLAP, OVERLAP.chunks),
-        replace(capped, name=f"0, attention at {cap:.1%} of the clock"),
+        replace(locked, name=f"0, clock locked at {clock:.1%}"),
         tuple(run_time(work, by, MODES[1], n + 1) for n in range(work.local_heads)),
-        cap,
+        clock,
     )
 
 
 def verdict(work: Workload, by: Assumptions, found: Prediction) -> Iterator[str]:
     """Whether head chunks can help, why, and what else does; a sentence each."""
-    best, base = found.best, found.modes[0]
-    gain = found.gain(best)
-    if gain >= WORTH:
+    best, gain = found.best, found.gain(found.best)
+    before, after = (_throttled(row) for row in (found.modes[0], best))
+    if gain < WORTH:
         yield (
-            f"Verdict: head chunks are predicted to help: {_chunks(best)} of mode 1 are the fewest "
-            f"that save most, predicted {gain:.2%}, as mode 0 is predicted to be throttled for "
-            f"{base.denoising.throttled / base.denoising.seconds:.0%} of denoising."
+            f"Verdict: head chunks are predicted not to help (best predicted gain {gain:z.2%}, "
+            f"with {_chunks(best)}): {_why_not(work, by, found)}."
         )
     else:
         yield (
-            "Verdict: head chunks are predicted not to help (best predicted gain "
-            f"{gain:.2%}, with {_chunks(best)}): {_why_not(work, by, found)}."
+            f"Verdict: head chunks are predicted to help. {_chunks(best)} of mode 1 are predicted "
+            f"to be the fewest that save most: predicted gain {gain:.2%}, predicted throttling "
+            f"{before:.0%} -> {after:.0%} of denoising."
         )
-    if found.cap < 1:
-        yield (
-            f"A clock cap of attention at predicted {found.cap:.1%} of the rated clock is "
-            f"predicted to save {found.gain(found.capped):.2%} without any chunk "
-            "(--fa_freq_cap on NPUs)."
-        )
-    if found.overlap.seconds < min(best.seconds, base.seconds):
-        yield (
-            "Hiding the exchanges (--fa_alltoall_overlap) is predicted to save "
-            f"{found.gain(found.overlap):.2%}, which is more."
-        )
+        if after >= WORTH:
+            yield f"They do not end the throttling: {_why_not(work, by, found)}."
+    others = {
+        f"Mode 0 with the clock locked at predicted {found.clock:.1%} of the rated one (a GPU's "
+        "-lgc; during attention: --fa_freq_cap of NPUs)": found.locked,
+        "Hiding the exchanges instead (--fa_alltoall_overlap)": found.overlap,
+    }
+    for words, row in others.items():
+        if found.gain(row) >= WORTH:
+            more = "more" if row.seconds < best.seconds else "less"
+            yield f"{words} is predicted to save {found.gain(row):.2%}, {more} than head chunks."
 
 
 def _why_not(work: Workload, by: Assumptions, found: Prediction) -> str:
-    """The reason that the governor's formulas give; parts of a sentence."""
-    device, governor = by.device(), by.governor
+    """The reason that the governor's formulas give; part of a sentence."""
+    device, row = by.device(), found.modes[0]
+    if work.local_heads == 1:
+        return "each rank has one head, so there is one chunk; use a smaller --ulysses_size"
     if by.pfa <= 1:
-        return f"attention draws predicted {by.pfa:g} TDP, which is within the limit"
-    if governor == "clamp":
+        return "attention draws no more than the limit (pfa)"
+    if by.governor == "clamp":
         return (
-            "the governor reacts faster than any chunk: each piece is slowed as soon as it draws "
-            "more than the limit, however short it is"
+            "the governor acts at once, and slows every piece that draws more than the limit, "
+            "however short it is"
         )
-    if governor == "average":
+    if by.governor == "average":
+        return "the governor keeps the mean power, which rests inside a layer hardly change"
+    if not row.denoising.trips:
         return (
-            "an averaging governor keeps the mean power, which rests inside a layer hardly change"
-        )
-    if not found.modes[0].denoising.trips:
-        return (
-            f"the governor averages over predicted {by.tau:g} s, longer than a layer, whose mean "
-            "power is within the limit: nothing is throttled"
+            "nothing is throttled, as the governor's average (tau) does not reach the limit within "
+            "the attention of a layer"
         )
     finest = layer(work, MODES[1], work.local_heads, by)
     burst = max(seconds for kind, seconds in finest if kind == "fa")
@@ -142,16 +142,21 @@ def _why_not(work: Workload, by: Assumptions, found: Prediction) -> str:
     mean = share * by.pfa + (1 - share) * device.power("comm", 1)
     if mean >= 1:
         return (
-            "attention's power is too far above the limit: with its exchanges evenly between its "
-            f"pieces it still averages predicted {mean:.3f} TDP; cap the clock instead"
+            "attention's power (pfa) is too far above the limit, and with exchanges evenly between "
+            f"its pieces the predicted mean is still {mean:.3f} TDP"
         )
     if not stays_within(device, by.tau, burst, gap):
         trip = trip_time(device.power("comm", 1), by.pfa, by.tau)
         return (
-            "the governor reacts faster than the shortest chunk: it trips within predicted "
-            f"{trip * 1e3:.0f} ms of attention, and a chunk of one head takes {burst * 1e3:.0f} ms"
+            f"the governor reacts faster than a chunk: predicted {trip * 1e3:.0f} ms of attention "
+            f"are enough, and a chunk of one head takes predicted {burst * 1e3:.0f} ms"
         )
-    return "what they save in throttling they cost in exchanges"
+    return "they cost about as much in exchanges and other work as they save"
+
+
+def _throttled(row: Row) -> float:
+    """Share of denoising."""
+    return row.denoising.throttled / row.denoising.seconds
 
 
 def _chunks(row: Row) -> str:

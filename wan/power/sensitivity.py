@@ -109,11 +109,11 @@ def draw(swept: Swept, by: Assumptions, found: Prediction, path: Path) -> None:
         axis.plot([own], [gain], "ko", label="the set")
         axis.set_xscale(_RANGES[name][0])
         if _RANGES[name][0] == "log":
-            axis.set_xticks(ticks := [own / 4, own / 2, own, own * 2, own * 4][:])
+            axis.set_xticks([own / 4, own / 2, own, own * 2, own * 4])
             axis.set_xticks([], minor=True)
             axis.set_xlim(values[0], values[-1])
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-        axis.set_title(f"{name}: {fact.meaning}", fontsize=8, wrap=True)
+        axis.set_title(f"{name}\n{fact.meaning}", fontsize=8)
         axis.set_xlabel(f"{fact.unit}  (within 1 point: {low:.3g} to {high:.3g})", fontsize=8)
         axis.set_ylim(*_SHOWN)
         axis.yaxis.set_major_formatter(PercentFormatter(1, 0))

@@ -108,25 +108,29 @@ def layer(work: Workload, mode: Mode, chunks: int, by: Assumptions) -> tuple[Seg
     """
     found, now, lane = list[Segment](), 0.0, 0.0
     sizes = heads_per_chunk(work.heads, work.ulysses, chunks)
-    ready = dict[int, float]()
+    arrived, returned = dict[int, float](), dict[int, float]()
 
     def spend(kind: str, seconds: float) -> None:
         nonlocal now
-        if seconds > 0:
-            found.append((kind, seconds))
-            now += seconds
+        if seconds <= 0:
+            return
+        now += seconds
+        if found and found[-1][0] == kind == "comm":
+            seconds += found.pop()[1]
+        found.append((kind, seconds))
 
     for verb, chunk in mode.order(len(sizes)):
         size = work.exchange_bytes(sizes[chunk], by.element_bytes)
         one = size / (by.link_gbs * 1e9) + by.exchange_us / 1e6
-        if verb == "attend":
-            spend("comm", ready[chunk] - now)
+        if verb == "start":
+            arrived[chunk] = lane = max(lane, now) + (EXCHANGED - 1) * one
+        elif verb == "attend":
+            spend("comm", arrived[chunk] - now)
             for kind, seconds in _attention(work, mode, sizes[chunk], by):
                 spend(kind, seconds)
+            returned[chunk] = lane = max(lane, now) + one
         else:
-            lane = max(lane, now) + (one if verb == "finish" else (EXCHANGED - 1) * one)
-            ready[chunk] = lane
-    spend("comm", lane - now)
+            spend("comm", returned[chunk] - now)
     spend("linear", work.linear_flops / (by.linear_tflops * 1e12))
     return tuple(found)
 
