@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.conftest import slow
 from tests.dist import REPO
 from tests.power_series import made
 from wan.cli import flags
@@ -195,9 +196,9 @@ def test_never_trips(pfa: float, tau: float, burst: float, gap: float) -> None:
     share = (1 - math.exp(-burst / tau)) / (1 - math.exp(-(burst + gap) / tau))
     peak = low + (pfa - low) * share
     assert stays_within(of, tau, burst, gap) == (peak < 1)
-    count = int(40 * tau / (burst + gap)) + 2
+    count = int(20 * tau / (burst + gap)) + 2
     found = simulate(of, Hysteresis(tau, 0.5, 0.1), [("fa", burst), ("comm", gap)], count)
-    if abs(peak - 1) > 1e-6:
+    if abs(peak - 1) > 1e-3:
         assert (found.trips == 0) == (peak < 1)
 
 
@@ -417,11 +418,9 @@ def test_locked_clock() -> None:
 # --- Calibration
 
 
-SETS: list[dict[str, Any]] = [
+SETS: list[Any] = [
     {},
     {"tau": 0.05, "f_low": 0.6, "hold": 0.2},
-    {"tau": 0.03, "f_low": 0.7, "hold": 0.1, "pfa": 1.1, "ps": 0.25},
-    {"tau": 0.12, "f_low": 0.5, "hold": 0.4, "pfa": 1.2, "layers": 40},
     {
         "tau": 0.1,
         "f_low": 0.65,
@@ -430,7 +429,12 @@ SETS: list[dict[str, Any]] = [
         "idle": 0.02,
         "alpha": 2.4,
         "a_comm": 0.25,
+        "layers": 40,
     },
+    slow({"tau": 0.03, "f_low": 0.7, "hold": 0.1, "pfa": 1.1, "ps": 0.25}),
+    slow({"tau": 0.12, "f_low": 0.5, "hold": 0.4, "pfa": 1.2}),
+    slow({"tau": 0.02, "hold": 0.6, "layers": 200}),
+    slow({"tau": 0.3, "f_low": 0.7, "hold": 0.5, "pfa": 1.4, "seed": 2}),
 ]
 
 
@@ -550,20 +554,21 @@ def test_watts_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_calibrated_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    series, _ = made()
+    series, true = made(layers=30)
     path = tmp_path / "series.json"
     path.write_text(json.dumps(series))
-    found = {}
-    for tdp in (None, 450):
-        more = [] if tdp is None else ["--tdp", str(tdp)]
-        assert main(["predict", "--calibrate", str(path), "--alpha", "2.5", *more]) == 0
-        said = capsys.readouterr().out
-        assert re.search(r"tau +0\.0\d+ s +measured ", said)
-        assert re.search(r"alpha +2\.5 +command line ", said)
-        assert re.search(r"fa_tflops +310 TFLOP/s assumed ", said)
-        assert "Measured series (synthetic)" in said
-        found[tdp] = float(re.search(r"pfa +([\d.]+) TDP +measured", said)[1])  # type: ignore[index]
-    assert found[450] == pytest.approx(found[None] * series["limit_w"] / 450, rel=1e-3)
+    asked = ["predict", "--calibrate", str(path), "--alpha", "3"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"tau +0\.0\d+ s +measured ", said)
+    assert re.search(r"alpha +3 +command line ", said)
+    assert re.search(r"fa_tflops +310 TFLOP/s assumed ", said)
+    assert "Measured series (synthetic)" in said and re.search(r"0 baseline .* \d{3} W ", said)
+    assert main([*asked, "--tdp", "450"]) == 0  # the device as it is, under another limit
+    power = re.search(r"pfa +([\d.]+) TDP +measured", capsys.readouterr().out)
+    assert power and float(power[1]) == pytest.approx(true["pfa"] * 350 / 450, rel=0.02)
+    assert main([*asked, "--tdp", "90"]) == 2
+    assert "give a larger --tdp" in capsys.readouterr().err
 
 
 def test_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

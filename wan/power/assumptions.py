@@ -89,6 +89,11 @@ class Assumptions:
     fixed: float = _one(12.3, "s", "everything but denoising, not throttled", 0, 1e5, source=FITTED)
 
     def __post_init__(self) -> None:
+        if self.ps >= 1:
+            raise InputError(
+                f"Static power (ps) is {self.ps:.2f} of the limit, which no clock could keep; give "
+                "a larger --tdp, or a smaller --ps."
+            )
         if self.pfa <= self.ps:
             raise InputError(
                 f"--pfa {self.pfa:g} is not above --ps {self.ps:g}: attention draws more than a "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from statistics import fmean
 from typing import NamedTuple, Protocol
 
 Segment = tuple[str, float]
@@ -260,7 +261,8 @@ def simulate(
     """Work that is repeated, from a device that has been idle.
 
     Once a repeat begins in the same state as an earlier one, all that follows is known. Where a
-    hundred repeats take as long as the hundred before them, they stand for what follows.
+    hundred repeats take as long as the hundred before them, from the same averages of power, they
+    stand for what follows.
 
     Args:
         device: Its powers.
@@ -269,12 +271,13 @@ def simulate(
         count: How often, at least once.
     """
     state, seen, done = State(device.ps), dict[tuple[float, ...], int](), list[Totals]()
-    first = None
+    averages, first = list[float](), None
     while len(done) < count and first is None:
         key = tuple(round(value, _DIGITS) for value in state[:3])
-        first = seen.get(key, _settled(done))
+        first = seen.get(key, _settled(averages, done))
         if first is None:
             seen[key] = len(done)
+            averages.append(state.average)
             totals, state = _once(device, governor, state, layer)
             done.append(totals)
     again = done[first:]
@@ -287,12 +290,13 @@ def simulate(
     return found
 
 
-def _settled(done: Sequence[Totals]) -> int | None:
-    """Where the last hundred repeats begin, if they took as long as the hundred before them."""
+def _settled(averages: Sequence[float], done: Sequence[Totals]) -> int | None:
+    """Where the last hundred repeats begin, if they are like the hundred before them."""
     if len(done) % _BLOCK or len(done) < 2 * _BLOCK:
         return None
-    before, last = (
-        sum(totals.seconds for totals in done[at : at + _BLOCK])
-        for at in (len(done) - 2 * _BLOCK, len(done) - _BLOCK)
-    )
-    return len(done) - _BLOCK if abs(last - before) <= _SAME * last else None
+    seconds = [totals.seconds for totals in done]
+    for values in (averages, seconds):
+        before, last = fmean(values[-2 * _BLOCK : -_BLOCK]), fmean(values[-_BLOCK:])
+        if abs(last - before) > _SAME * last:
+            return None
+    return len(done) - _BLOCK

@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from wan.cli.flags import FLAGS, Parser
@@ -92,7 +93,7 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
         prog="python -m wan.power predict",
         description="Predict the time of each mode of attention, without running anything.",
         epilog="Flags left out: the run and the assumptions of the published row; for another "
-        "task its own size, frames, steps and guidance.",
+        "task its own size, frames, steps and guidance, on 4 ranks.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -123,25 +124,25 @@ def make_report(given: Mapping[str, Any]) -> Report:
             "--ulysses_size 1 exchanges nothing, so there is nothing to put between pieces of "
             "attention; give the ranks that share the heads, for example --ulysses_size 4."
         )
-    assumed, _ = decide(given, {})
     calibration, measured, watts = None, dict[str, float](), given.get("tdp")
+    assumed, _ = decide(given, measured)
     if "calibrate" in given:
-        if assumed.governor != "hysteresis":
-            raise InputError(
-                f"--calibrate fits the hysteresis governor, but --governor is {assumed.governor}; "
-                "drop one of them."
-            )
-        calibration = calibrate(given["calibrate"], assumed)
-        watts = watts or calibration.limit
-        shares = {"pfa", "ps"}  # of the limit of the series; --tdp asks about another one
-        ratio = calibration.limit / watts
-        measured = {
-            name: value * ratio if name in shares else value
-            for name, value in calibration.found.items()
-        }
+        calibration = _calibrated(given["calibrate"], assumed)
+        watts, measured = watts or calibration.limit, dict(calibration.found)
+        for name in ("pfa", "ps"):  # shares of the series' limit; --tdp asks about another one
+            measured[name] *= calibration.limit / watts
     by, sources = decide(given, measured)
     work = workload(run)
     return Report(run, work, by, sources, predict(work, by), watts, calibration)
+
+
+def _calibrated(path: Path, assumed: Assumptions) -> Calibration:
+    if assumed.governor != "hysteresis":
+        raise InputError(
+            f"--calibrate fits the hysteresis governor, but --governor is {assumed.governor}; "
+            "drop one of them."
+        )
+    return calibrate(path, assumed)
 
 
 def lines(report: Report) -> Iterator[str]:

@@ -17,7 +17,7 @@ from wan.settings.errors import InputError
 Swept = dict[str, list[tuple[float, float, float]]]
 """By assumption: (its value, predicted gain of mode 1, predicted gain of mode 2)."""
 
-_POINTS = 60
+_POINTS = 48
 # Ranges: of its value in the set where the scale is "log", else as they stand.
 _RANGES = {
     "tau": ("log", 1 / 8, 8),
@@ -102,7 +102,7 @@ def draw(swept: Swept, by: Assumptions, found: Prediction, path: Path) -> None:
         own, fact = getattr(by, name), FACTS[name]
         low, high = near(points, own, gain)
         values, ones, twos = zip(*points, strict=True)
-        axis.axhspan(gain - _NEAR, gain + _NEAR, color="0.9")
+        axis.axhspan(gain - _NEAR, gain + _NEAR, color="0.9", label="within 1 point of the set")
         axis.axhline(0, color="0.6", linewidth=0.8)
         axis.plot(values, ones, "C0.-", markersize=3, linewidth=1, label="mode 1")
         axis.plot(values, twos, "C1--", linewidth=1, label="mode 2")
@@ -121,7 +121,7 @@ def draw(swept: Swept, by: Assumptions, found: Prediction, path: Path) -> None:
     for axis in axes.flat[len(swept) :]:
         axis.set_visible(False)
     figure.supylabel("predicted gain against mode 0, share of the whole time", fontsize=9)
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle("Predicted gain when one assumption changes and all others stay", fontsize=10)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
