@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -190,6 +190,7 @@ def test_trip_time(pfa: float, tau: float) -> None:
     burst=st.floats(0.005, 0.2),
     gap=st.floats(0.001, 0.1),
 )
+@example(pfa=1.125, tau=0.5, burst=0.006, gap=0.001)  # trips late, after hundreds of equal repeats
 def test_never_trips(pfa: float, tau: float, burst: float, gap: float) -> None:
     """Bursts and gaps for ever: the inequality, and its peak in the limit."""
     of, low = device(pfa), 0.3 + 0.12 * (pfa - 0.3)
@@ -369,11 +370,15 @@ def test_published_row(published: Prediction) -> None:
         assert 100 * published.gain(row) == pytest.approx(gain, abs=1)
 
 
-def test_best_is_the_fewest_chunks(published: Prediction) -> None:
-    seconds = [row.seconds for row in published.by_chunks]
-    assert [row.chunks for row in published.by_chunks] == list(range(1, 11))
-    assert published.best.seconds <= 1.001 * min(seconds)
-    assert all(s > 1.001 * min(seconds) for s in seconds[: published.best.chunks - 1])
+@pytest.mark.parametrize("changes", [{}, {"pfa": 1.1, "exchange_us": 0, "launch_us": 0}], ids=str)
+def test_best_is_the_fewest_chunks(changes: dict[str, Any]) -> None:
+    """That take at most 0.1 % longer than the best number, which is 8 once, and 10 once."""
+    found = predict(RUN, Assumptions(**changes))
+    seconds = [row.seconds for row in found.by_chunks]
+    assert [row.chunks for row in found.by_chunks] == list(range(1, 11))
+    assert (seconds.index(min(seconds)) == 7) is (not changes) and found.best.chunks == 8
+    assert found.best.seconds <= 1.001 * min(seconds)
+    assert all(s > 1.001 * min(seconds) for s in seconds[:7])
 
 
 @pytest.mark.parametrize(
@@ -402,7 +407,7 @@ def test_verdicts(changes: dict[str, Any], words: str) -> None:
 
 def test_one_head_has_nothing_to_interleave() -> None:
     work, by = replace(RUN, heads=4), Assumptions()
-    assert "one head" in next(verdict(work, by, predict(work, by)))
+    assert "each rank has one head" in next(verdict(work, by, predict(work, by)))
 
 
 def test_locked_clock() -> None:
@@ -424,10 +429,10 @@ SETS: list[Any] = [
     {
         "tau": 0.1,
         "f_low": 0.65,
-        "hold": 0.1,
+        "hold": 0.5,
         "pfa": 1.15,
         "idle": 0.02,
-        "alpha": 2.4,
+        "alpha": 1.6,
         "a_comm": 0.25,
         "layers": 40,
     },
@@ -475,7 +480,10 @@ def thinned(series: dict[str, Any], low: bool) -> None:
             lambda s: [x.update(mhz=1650) for x in s["samples"]],
             "cannot identify f_low, hold and tau",
         ),
-        (lambda s: [x.update(mhz=900) for x in s["samples"]], "cannot identify pfa"),
+        (
+            lambda s: [x.update(mhz=x["mhz"] * 0.8) for x in s["samples"]],
+            "cannot identify pfa: the clock never stays near rated_mhz",
+        ),
         (lambda s: thinned(s, low=False), "cannot identify pfa"),
         (lambda s: thinned(s, low=True), "cannot identify ps"),
         (lambda s: s.update(limit_w=380), "cannot identify tau and hold"),
@@ -484,10 +492,6 @@ def thinned(series: dict[str, Any], low: bool) -> None:
         (
             lambda s: [x.update(mhz=1650 - i % 2 * i) for i, x in enumerate(s["samples"])],
             "no hysteresis",
-        ),
-        (
-            lambda s: [x.update(mhz=(907, 1650)[i // 3 % 2]) for i, x in enumerate(s["samples"])],
-            "cannot identify",
         ),
         (lambda s: s.pop("limit_w"), "has no limit_w"),
         (lambda s: s.update(rated_mhz="fast"), "rated_mhz is fast; it must be a number"),
@@ -510,9 +514,23 @@ def test_series_that_identify_nothing(change: Change, words: str, tmp_path: Path
         calibrate(path, Assumptions())
 
 
+def test_clocks_that_follow_no_average(tmp_path: Path) -> None:
+    """The right powers at two clocks, which change by a timer."""
+    series = copy.deepcopy(SERIES)
+    for one in series["samples"]:
+        call = next(call for call in series["calls"] if one["t"] < call["end"])
+        clock = 0.55 if one["t"] % 0.37 < 0.17 else 1.0
+        one["mhz"] = 1650 * clock
+        one["watts"] = 350 * (0.3 + 0.75 * ACTIVITY[call["kind"]] * clock**3)
+    path = tmp_path / "series.json"
+    path.write_text(json.dumps(series))
+    with pytest.raises(InputError, match="wrong: its governor is no hysteresis"):
+        calibrate(path, Assumptions())
+
+
 def test_a_governor_faster_than_the_meter(tmp_path: Path) -> None:
     """It trips within 11 ms of attention, and there is a sample every 50 ms."""
-    series, _ = made(tau=0.004, hold=0.6)
+    series, _ = made(tau=0.004, hold=0.6, seed=2)
     path = tmp_path / "series.json"
     path.write_text(json.dumps(series))
     with pytest.raises(InputError, match="cannot identify tau: "):
