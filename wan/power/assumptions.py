@@ -1,7 +1,7 @@
 """What the prediction assumes: every number of it that the model's arithmetic does not give.
 
 The defaults are the set that reproduces the published row of FA_Power_Cap; a flag of the same name
-replaces each of them, and a calibration replaces those that a measured series shows.
+replaces each of them, and a calibration replaces what a measured series shows.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@
      "calls": [{"kind": "fa", "start": 0.041, "end": 0.398}, ...]}
 
 `t`, `start` and `end` are seconds of one clock; watts and mhz are what the device drew and ran at
-at t, not means over a longer time. Kinds are those of `governor.KINDS`; what is in no call is idle.
+at t, not means over a longer time. Kinds are `governor.KINDS`; what is in no call is idle.
 The series is one of mode 0 that is throttled, on a device that drops its clock and releases it
 again (hysteresis): that is what can be fitted.
 
-Powers are medians of samples, by kind and clock. The two times of the governor are those with which
-its model, led through the measured calls, has the measured clock in the most samples.
+Powers are medians of samples, by kind and clock. tau and hold are the values with which the model,
+led through the measured calls, has the measured clock in the most samples.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def pieces(
 ) -> Iterator[tuple[Piece, State]]:
     """One segment, from event to event; each piece with the state at its end.
 
-    by_clock: seconds are those at the rated clock; else those that were really taken.
+    by_clock: seconds are at the rated clock; else as they were really taken.
     """
     kind, work = segment
     stretches = by_clock and kind in COMPUTES
