@@ -59,6 +59,13 @@ WITHOUT_TORCH = (
         f"wan.pipeline.{name}"
         for name in ("setup", "bound", "images", "video", "caching", "timesteps")
     ),
+    *(
+        f"wan.power.{name}"
+        for name in (
+            *("assumptions", "governor", "workload", "prediction", "predict"),
+            *("calibrate", "sensitivity"),
+        )
+    ),
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
