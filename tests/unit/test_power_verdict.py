@@ -1,13 +1,19 @@
-"""What a comparison of modes concludes, from times whose true ratios are known."""
+"""What a comparison of modes concludes, and the series that it leaves for the predictor."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from wan.power.measured import Measured
+from wan.power.__main__ import main
+from wan.power.measured import Measured, Sample, Series
+from wan.power.rounds import rests, series_of
 from wan.power.side_by_side import Variant, variants
 from wan.power.verdict import Verdict, ratio, recommend
+from wan.trace import Event
 
 BASE, INSERT, BLOCK, RESTS, _ = variants((0, 1, 2), ())
 FEW = Variant("InsertComm, 5 chunks", 1, 5)
@@ -84,3 +90,44 @@ def test_no_gain_has_a_reason(told: list[Measured], words: str) -> None:
 def test_a_control_is_never_recommended() -> None:
     assert concluded({INSERT: 1.02, RESTS: 0.8}).comm_type == 0
     assert concluded({INSERT: 1.02, RESTS: 0.8}).chunks is None
+
+
+def layer(at: float, index: int) -> list[Event]:
+    """From `at` on, half a second: two chunks, the first in two query blocks, and what is around."""
+
+    def event(kind: str, begin: float, end: float, **facts: object) -> Event:
+        times = (round(1e9 * (at + x)) for x in (begin, end, begin))
+        return Event(kind, {"step": 0, "branch": "cond", "layer": index, **facts}, *times)
+
+    return [
+        event("project", 0.0, 0.05),
+        event("a2a", 0.05, 0.1, chunk=0),
+        event("attention", 0.1, 0.2, chunk=0, block=0),
+        event("attention", 0.21, 0.25, chunk=0, block=1),
+        event("a2a", 0.26, 0.3, chunk=1),
+        event("attention", 0.31, 0.4, chunk=1, block=0),
+        event("cross-attention", 0.4, 0.5),
+        event("project", 0.41, 0.45),
+    ]
+
+
+def test_rests_are_those_between_chunks() -> None:
+    events = [*layer(1.0, 0), *layer(2.0, 1)]
+    assert rests(events) == pytest.approx([0.06, 0.06])
+
+
+def test_the_series_is_one_that_the_predictor_reads(tmp_path: Path, capfd) -> None:
+    series = Series()
+    for t in np.arange(0, 15, 0.05):
+        series.add(Sample(watts=200.0, mhz=1650.0, time=float(t)))
+    events = [event for second in range(15) for event in layer(float(second), second)]
+    told = Measured(source="s", device="d", rated_mhz=1650.0, limit_w=300.0, series=series)
+    found = series_of(told, events)
+    assert len(found["samples"]) == 300 and len(found["calls"]) == 15 * 7
+    assert all(
+        a["end"] <= b["start"] for a, b in zip(found["calls"], found["calls"][1:], strict=False)
+    )
+    file = tmp_path / "series.json"
+    file.write_text(json.dumps(found))
+    assert main(["predict", "--calibrate", str(file)]) == 2  # all is well with it, but:
+    assert "throttl" in capfd.readouterr().err

@@ -65,6 +65,16 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def readable() -> Iterator[None]:
+    """Who reads our output may leave early (`| head`); that is no failure."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+
+
 def _terminate(_: int, __: FrameType | None) -> NoReturn:
     raise Terminated
 

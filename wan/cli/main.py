@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     speaks = True
     try:
-        with failures.terminable(), _readable():
+        with failures.terminable(), failures.readable():
             speaks = env.rank() == 0
             log.setup(speaks)
             argv = sys.argv[1:] if argv is None else argv
@@ -68,16 +67,6 @@ def carry_out(argv: Sequence[str], work: Callable[[Run, Team | None], None]) -> 
         return _launch(argv, work)
     work(_resolved(argv, lambda make: make()), None)
     return 0
-
-
-@contextmanager
-def _readable() -> Iterator[None]:
-    """Who reads our output may leave early (`| head`); that is no failure."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
 def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:

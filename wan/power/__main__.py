@@ -20,19 +20,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes are those of generate.py: 0 done, 1 failed, 2 refused."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if not argv or argv[0] in ("-h", "--help"):
-            print("usage: python -m wan.power COMMAND ...\n")
-            print("\n".join(f"  {name:9}{text}" for name, text in COMMANDS.items()))
-            return 0
-        if argv[0] not in COMMANDS:
-            raise InputError(f"There is no command {argv[0]!r}; use {', '.join(COMMANDS)}.")
-        return import_module(f"wan.power.{argv[0]}").main(argv[1:])
+        with failures.terminable(), failures.readable():
+            return _command(argv)
     except BaseException as error:
         sentence = failures.describe(error)
         if sentence is None:
             raise
         failures.say(sentence, "wan.power")
         return exit_code(error)
+
+
+def _command(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m wan.power COMMAND ...\n")
+        print("\n".join(f"  {name:9}{text}" for name, text in COMMANDS.items()))
+        return 0
+    if argv[0] not in COMMANDS:
+        raise InputError(f"There is no command {argv[0]!r}; use {', '.join(COMMANDS)}.")
+    return int(import_module(f"wan.power.{argv[0]}").main(argv[1:]))
 
 
 if __name__ == "__main__":

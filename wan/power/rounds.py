@@ -267,12 +267,17 @@ def series_of(measured: Measured, events: Sequence[Event]) -> dict[str, Any]:
             for t, watts, mhz in columns
             if not math.isnan(watts) and not math.isnan(mhz)
         ],
-        "calls": [
-            {"kind": _KINDS[event.kind], "start": event.begin / 1e9, "end": event.end / 1e9}
-            for event in events
-            if event.kind in _KINDS
-        ],
+        "calls": list(_calls(events)),
     }
+
+
+def _calls(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    """One after the other; what is inside another one counts as that."""
+    end = 0
+    for event in events:
+        if event.kind in _KINDS and event.begin >= end:
+            end = event.end
+            yield {"kind": _KINDS[event.kind], "start": event.begin / 1e9, "end": end / 1e9}
 
 
 def slug(variant: Variant) -> str:
