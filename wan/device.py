@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,26 @@ class Device:
         if self._accelerator is None:
             return trace.HostClock()
         return EventClock(self._accelerator, self.torch_device)
+
+    @contextmanager
+    def profiled(self, path: Path) -> Iterator[None]:
+        """Runs PyTorch's profiler, or the NPU's, and writes what it saw as a trace of its own."""
+        if self.type == "npu":
+            import torch_npu
+
+            profiler = torch_npu.profiler
+        else:
+            profiler = torch.profiler
+        kinds = profiler.ProfilerActivity
+        device = [] if self.type == "cpu" else [getattr(kinds, self.type.upper())]
+        with profiler.profile(activities=[kinds.CPU, *device]) as running:
+            yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        running.export_chrome_trace(str(path))
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """A named range of a profiler that runs."""
+        return torch.profiler.record_function(name)
 
     def name(self) -> str:
         if self._accelerator is None:

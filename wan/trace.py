@@ -24,6 +24,7 @@ Facts = dict[str, object]
 Later = Callable[[], int]
 """A point in time, nanoseconds of `time.perf_counter_ns`; known when the step has ended."""
 
+_NOTHING = nullcontext()
 PLACES = ("step", "expert", "branch", "layer", "chunk", "block")
 """Facts that also hold for the ranges inside."""
 
@@ -92,7 +93,8 @@ class Recorder:
         steps: Which ones.
         clock: Says when.
         done: Gets the events of a step, in the order in which they began, when it has ended.
-        before: Called before a recorded step begins.
+        around: around(step) is entered around a recorded step.
+        ranges: ranges(name) is entered in every range, for a profiler that runs meanwhile.
     """
 
     def __init__(
@@ -100,10 +102,11 @@ class Recorder:
         steps: Collection[int],
         clock: Clock,
         done: Callable[[list[Event]], None],
-        before: Callable[[], None] = lambda: None,
+        around: Callable[[int], AbstractContextManager[None]] = lambda _: _NOTHING,
+        ranges: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
-        self.steps, self.clock = steps, clock
-        self._done, self._before = done, before
+        self.steps, self.clock, self._ranges = steps, clock, ranges
+        self._done, self._around = done, around
         self._spans: list[_Span] = []
         self._places: list[Facts] = [{}]
 
@@ -111,16 +114,20 @@ class Recorder:
     def step(self, index: int, expert: str) -> Iterator[None]:
         """Records what happens inside."""
         global _active
-        self._before()
-        self.clock.start()
-        self._spans, self._places, _active = [], [{}], self
-        try:
-            with span("step", step=index, expert=expert):
-                yield
-        finally:
-            _active = None
-        self.clock.stop()
+        with self._around(index):
+            self.clock.start()
+            self._spans, self._places, _active = [], [{}], self
+            try:
+                with span("step", step=index, expert=expert):
+                    yield
+            finally:
+                _active = None
+            self.clock.stop()
         self._done([one.event() for one in self._spans])
+
+    def shown(self, name: str) -> AbstractContextManager[object]:
+        """The same range for a profiler."""
+        return _NOTHING if self._ranges is None else self._ranges(name)
 
     def enter(self, places: Facts, begun: _Span | None = None) -> Facts:
         """A range begins, or only its places hold; returns what holds outside."""
@@ -137,13 +144,15 @@ class Recorder:
 class _Span:
     """A range while it is recorded."""
 
-    __slots__ = ("_begin", "_end", "_facts", "_issued", "_kind", "_recorder")
+    __slots__ = ("_begin", "_end", "_facts", "_issued", "_kind", "_range", "_recorder")
 
     def __init__(self, recorder: Recorder, kind: str, facts: Facts) -> None:
         self._recorder, self._kind, self._facts = recorder, kind, facts
 
     def __enter__(self) -> None:
         places = {name: value for name, value in self._facts.items() if name in PLACES}
+        self._range = self._recorder.shown(label(self._kind, self._facts))
+        self._range.__enter__()
         self._facts = {**self._recorder.enter(places, self), **self._facts}
         self._issued = time.perf_counter_ns()
         self._begin = self._end = self._recorder.clock.now()
@@ -151,10 +160,17 @@ class _Span:
     def __exit__(self, *_: object) -> None:
         self._end = self._recorder.clock.now()
         self._recorder.leave()
+        self._range.__exit__(None, None, None)
 
     def event(self) -> Event:
         facts = {name: x() if callable(x) else x for name, x in self._facts.items()}
         return Event(self._kind, facts, self._begin(), self._end(), self._issued)
+
+
+def label(kind: str, facts: Facts) -> str:
+    """What a viewer writes on a range: `a2a q`, `layer 3`."""
+    known = {"step", "branch", "layer"} & {kind} | {"what", "decision"}
+    return " ".join([kind, *(str(facts[name]) for name in sorted(known) if name in facts)])
 
 
 class _Place:
@@ -170,7 +186,6 @@ class _Place:
         self._recorder.leave()
 
 
-_NOTHING = nullcontext()
 _installed: Recorder | None = None  # waits for its steps
 _active: Recorder | None = None  # is in one
 

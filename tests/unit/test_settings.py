@@ -290,6 +290,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "save_latents": ("true", True, ()),
     "trace": ("/tmp/trace", Path("/tmp/trace"), ()),
     "trace_steps": ("0-2,5", (0, 1, 2, 5), ("--trace", "/tmp/trace")),
+    "trace_kernels": ("true", True, ("--trace", "/tmp/trace")),
     "log_level": ("debug", "debug", ()),
 }
 ELSEWHERE = {  # set something that is no field of the same name

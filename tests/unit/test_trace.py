@@ -415,15 +415,21 @@ def test_one_process(tiny: Callable[[str], Path], tmp_path: Path, capfd: Any) ->
     arguments = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "32*32", "--frame_num", "1"]
     arguments += ["--sample_steps", "4", "--step_cache", "steps:0,2", "--step_cache_force"]
     arguments += ["--trace", str(tmp_path / "trace"), "--trace_steps", "0-1"]
-    arguments += ["--log_level", "debug", "--save_file", str(tmp_path / "v.mp4")]
+    arguments += ["--trace_kernels", "--log_level", "debug", "--save_file", str(tmp_path / "v.mp4")]
     assert generate.main(arguments) == 0
     said = capfd.readouterr().out
     assert "step 0 cond layer 0 baseline: 0: FA 0" in said
     assert_chrome(tmp_path / "trace" / "rank0.json")
+    seen = {row["name"] for row in ranges(tmp_path / "trace" / "rank0.step0.kernels.json")}
+    assert {"step 0", "layer 1", "attention", "aten::scaled_dot_product_attention"} <= seen
     decisions = [
         r["args"] for r in ranges(tmp_path / "trace" / "rank0.json") if r["cat"] == "cache"
     ]
-    assert {(facts["step"], facts["decision"]) for facts in decisions} >= {(0, "computed")}
+    assert [(facts["step"], facts["branch"], facts["decision"]) for facts in decisions] == [
+        (step, branch, decision)
+        for step, decision in ((0, "computed"), (1, "skipped"))
+        for branch in ("cond", "uncond")
+    ]
     assert power(["report", str(tmp_path / "trace")]) == 0
     assert "skipped by a step cache" in capfd.readouterr().out
     assert "trace" not in json.loads((tmp_path / "v.json").read_text())["settings"]

@@ -244,6 +244,13 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             needs="trace",
         ),
         _command(
+            "trace_kernels",
+            switch,
+            "also run PyTorch's or the NPU's profiler in these steps, which slows them",
+            record=False,
+            needs="trace",
+        ),
+        _command(
             "log_level",
             choice("info", "debug"),
             "debug: also the order of exchanges and attention in the layers",

@@ -226,7 +226,13 @@ def _recorded(run: Run, pipeline: Pipeline, team: Team | None) -> Iterator[None]
     plan = plan_of(run.setup, run.request, steps, pipeline.merges, rank)
     device = pipeline.device
     printed = nth_steps(experts, 0) if verbose else ()
-    recording = Recording(plan, device.clock(), printed, None if folder is None else team)
+    recording = Recording(
+        plan,
+        device,
+        printed,
+        None if folder is None else team,
+        folder if run.output.trace_kernels else None,
+    )
     with trace.recording(recording.recorder):
         yield
     if folder is not None:

@@ -29,6 +29,7 @@ class Output:
         save_latents: The denoised latents stay on disk; otherwise they go with the written video.
         trace: The folder of a schedule trace.
         trace_steps: Which steps are traced; None: as `wan.power.recording` chooses.
+        trace_kernels: A profiler runs in the traced steps.
         log_level: "info", or "debug": the order in the layers is printed.
     """
 
@@ -37,6 +38,7 @@ class Output:
     save_latents: bool = False
     trace: Path | None = None
     trace_steps: tuple[int, ...] | None = None
+    trace_kernels: bool = False
     log_level: str = "info"
 
     @property

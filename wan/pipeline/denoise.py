@@ -110,15 +110,16 @@ def denoise(
             bar.set_postfix_str(f"{name}, {skipped} skipped" if skipped else name, refresh=False)
             step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
             told = (latents, conditions.timesteps(timestep), conditions, step)
-            experts.get(name)  # here, since loading is no part of a step's time
-            with trace.step(index, name):
+            branch = partial(velocity, experts.get(name), *told)
+            with trace.step(index, name):  # loading is no part of it
                 guided = guide(
-                    partial(velocity, experts.get(name), *told),  # no name keeps it from release
+                    branch,
                     request.sample_guide_scale[scale],
                     branches if guidance is None else guidance.at(index, branches),
                 )
                 latents = solver.step(guided, timestep.float(), latents, return_dict=False)[0]
                 latents = conditions.impose(latents)
+            del branch  # no name keeps the network from its release
             bar.update()
     return latents
 

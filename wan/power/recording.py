@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +18,10 @@ from wan.power import order, traces
 from wan.power.order import Plan
 from wan.power.traces import Trace
 from wan.settings.request import Request
-from wan.trace import Clock, Event, Recorder
+from wan.trace import Event, Recorder
 
 if TYPE_CHECKING:
+    from wan.device import Device
     from wan.distributed.mesh import Team
 
 
@@ -71,24 +73,36 @@ class Recording:
 
     Args:
         plan: Of this rank; its steps are kept for a trace.
-        clock: Of the device.
+        device: Of this rank.
         printed: Steps whose order is printed.
         team: The ranks, where they need a common time; all of them record the same steps then.
+        kernels: Where a profiler, which runs in each recorded step then, puts what it sees.
     """
 
     def __init__(
-        self, plan: Plan, clock: Clock, printed: tuple[int, ...] = (), team: Team | None = None
+        self,
+        plan: Plan,
+        device: Device,
+        printed: tuple[int, ...] = (),
+        team: Team | None = None,
+        kernels: Path | None = None,
     ) -> None:
-        self.plan, self._team, self._printed = plan, team, printed
+        self.plan, self._device, self._printed = plan, device, printed
+        self._team, self._kernels = team, kernels
         self.events: list[Event] = []
         self._began: tuple[int, float] | None = None
-        self.clock = clock
-        self.recorder = Recorder({*plan.steps, *printed}, clock, self._done, self._before)
+        self.recorder = Recorder(
+            {*plan.steps, *printed},
+            device.clock(),
+            self._done,
+            self._around,
+            None if kernels is None else device.range,
+        )
 
     def trace(self, **about: str) -> Trace:
         """What was recorded; about: what else a reader wants to know."""
         _, seconds = self._began or (0, 0.0)
-        known = {"clock": self.clock.name, "run": f"{seconds:.6f}", "wan": wan.__version__}
+        known = {"clock": self.recorder.clock.name, "run": f"{seconds:.6f}", "wan": wan.__version__}
         return Trace(self.plan, self.events, known | about)
 
     def write(self, folder: Path, about: Mapping[str, str]) -> None:
@@ -100,11 +114,17 @@ class Recording:
             reason = error.strerror or error
             logger.error("The trace could not be saved to %s (%s).", folder, reason)
 
-    def _before(self) -> None:
-        """Once, the ranks settle on a common time; before a step, where they meet anyway."""
+    @contextmanager
+    def _around(self, step: int) -> Iterator[None]:
+        """Before the first recorded step the ranks settle on a common time."""
         if self._began is None:
             here = time.perf_counter_ns(), time.time()
             self._began = here if self._team is None else self._team.common_time()
+        if self._kernels is None:
+            yield
+            return
+        with self._device.profiled(self._kernels / f"rank{self.plan.rank}.step{step}.kernels.json"):
+            yield
 
     def _done(self, events: list[Event]) -> None:
         """A recorded step has ended."""

@@ -13,7 +13,7 @@ from typing import Any
 from wan.checkpoint.files import whole_file
 from wan.power.order import Plan
 from wan.settings.errors import InputError
-from wan.trace import Event
+from wan.trace import Event, label
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,6 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
 
 
-def label(event: Event) -> str:
-    """What a viewer writes on a range."""
-    facts = event.facts
-    parts = [event.kind, *(str(facts[name]) for name in ("what", "decision") if name in facts)]
-    own = {"step": "step", "layer": "layer", "branch": "branch"}.get(event.kind)
-    return " ".join([*parts, *([str(facts.get(own))] if own else [])])
-
-
 def write(trace: Trace, folder: Path, zero: int) -> None:
     """The file of a rank, under a temporary name until it is whole.
 
@@ -57,7 +49,7 @@ def write(trace: Trace, folder: Path, zero: int) -> None:
     ranges = [
         {
             "ph": "X",
-            "name": label(event),
+            "name": label(event.kind, event.facts),
             "cat": event.kind,
             **lane,
             "ts": (event.begin - zero) / 1e3,
