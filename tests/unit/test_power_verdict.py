@@ -93,7 +93,7 @@ def test_a_control_is_never_recommended() -> None:
 
 
 def layer(at: float, index: int) -> list[Event]:
-    """From `at` on, half a second: two chunks, the first in two query blocks, and what is around."""
+    """Half a second from `at`: two chunks, the first in two query blocks, and what is around."""
 
     def event(kind: str, begin: float, end: float, **facts: object) -> Event:
         times = (round(1e9 * (at + x)) for x in (begin, end, begin))
