@@ -166,7 +166,7 @@ class Rounds:
         )
         setup, steps = replace(self._run.setup, parallel=parallel), range(request.sample_steps)
         plan = plan_of(setup, request, tuple(steps), self._pipeline.merges, self._team.rank)
-        recording = Recording(plan, self._team.device.clock(), team=self._team)
+        recording = Recording(plan, self._team.device, team=self._team)
         with trace.recording(recording.recorder):
             self._denoise(request)
         if folder is not None:
