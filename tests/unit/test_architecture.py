@@ -54,6 +54,10 @@ WITHOUT_TORCH = (
         f"wan.pipeline.{name}"
         for name in ("setup", "bound", "images", "video", "caching", "timesteps")
     ),
+    *(
+        f"wan.power.{name}"
+        for name in ("analysis", "order", "recording", "report", "timeline", "traces")
+    ),
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
