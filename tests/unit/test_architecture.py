@@ -62,8 +62,8 @@ WITHOUT_TORCH = (
     *(
         f"wan.power.{name}"
         for name in (
-            *("assumptions", "governor", "workload", "prediction", "predict"),
-            *("calibrate", "sensitivity"),
+            *("assumptions", "governor", "workload", "prediction", "predict", "calibrate"),
+            *("sensitivity", "analysis", "order", "recording", "report", "timeline", "traces"),
         )
     ),
 )
