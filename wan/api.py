@@ -25,7 +25,7 @@ from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.checkpoint.layout import images as seen
 from wan.checkpoint.lora import FLAGS as LORA_FLAGS
 from wan.cli import env
-from wan.cli.flags import read
+from wan.cli.flags import OFFLOAD, read
 from wan.cli.keywords import KEYWORDS, for_loading, in_keywords, is_for
 from wan.cli.resolve import make_setup, recipe_files
 from wan.configs import WAN_CONFIGS
@@ -38,7 +38,7 @@ from wan.settings import recipes
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
-from wan.settings.values import choice, integer, shown, switch
+from wan.settings.values import choice, integer, shown
 
 GuideScale = float | tuple[float, float]
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
@@ -163,7 +163,7 @@ class _Generator:
             if self._team is not None:  # ranks that drew different seeds would mix their noise
                 seed = self._team.value_from_main(request.base_seed)
                 request = replace(request, base_seed=seed)
-            self._pipeline.set_offload(switch("offload_model", call["offload_model"]))
+            self._pipeline.set_offload(OFFLOAD("offload_model", call["offload_model"]))
             latents = self._pipeline.latents(request, image, last_image=last, **embeds)
             if output_type == "latent":
                 return latents

@@ -183,7 +183,7 @@ def fill(
     total = sum(tensor.nbytes for tensor, _ in kept.values())
     with progress(total, f"loading {label}", "B") as bar, on_own_cores():
         for name, (tensor, rows) in kept.items():
-            _copy(tensor, sources[name], rows, bar)
+            copy(tensor, sources[name], rows, bar.update)
 
 
 def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
@@ -192,8 +192,15 @@ def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _copy(target: Tensor, source: Source, rows: slice, bar: Any) -> None:
+def copy(
+    target: Tensor,
+    source: Source,
+    rows: slice = slice(None),
+    done: Callable[[int], object] = int,
+) -> None:
     """Rows of a source into the tensor that keeps them, a slice at a time.
+
+    done: is told the bytes of each slice.
 
     Always a copy: memory that PyTorch allocates is aligned, a tensor inside a mapped file is not,
     and products of differently aligned weights may differ in the last bit. The same tensors must
@@ -207,7 +214,7 @@ def _copy(target: Tensor, source: Source, rows: slice, bar: Any) -> None:
         # Brought over as it is stored and converted there: a CPU takes longer than the link. From
         # memory that is not pinned the call returns when the values have been taken.
         part.copy_(source.read(slice(first, last)).to(part.device, non_blocking=True))
-        bar.update(part.nbytes)
+        done(part.nbytes)
 
 
 def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:

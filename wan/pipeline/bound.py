@@ -39,6 +39,11 @@ def stages(setup: Setup, request: Request) -> dict[str, int]:
     return found
 
 
+def beside_blocks(setup: Setup, request: Request) -> int:
+    """What is on a device beside the blocks of a network that runs."""
+    raise NotImplementedError
+
+
 def device(setup: Setup) -> Capabilities:
     """What --device and --chip mean; "auto" is the first accelerator that can run the setup."""
     rows = devices.candidates(setup.execution.device, setup.chip)
