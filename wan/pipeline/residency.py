@@ -26,7 +26,7 @@ from wan.checkpoint.load import Adapt, DTypeOf, Source, Sources, copy
 from wan.device import CopyStream, Device
 from wan.host import on_own_cores
 from wan.log import progress
-from wan.settings.execution import Offload
+from wan.settings.execution import Offload, buffers
 from wan.settings.request import Request
 
 _ALIGNED = 512  # bytes, as PyTorch aligns an accelerator's memory
@@ -120,8 +120,6 @@ class Buffer:
 class FromFiles:
     """Fills a CPU's buffer at the call of a block."""
 
-    buffers = 1
-
     def fetch(self, block: Block, buffer: Buffer) -> None:
         block.read(buffer.memory)
 
@@ -134,8 +132,6 @@ class FromFiles:
 
 class FromHost:
     """Fills an accelerator's buffers from page-locked memory while blocks compute."""
-
-    buffers = 2
 
     def __init__(
         self, blocks: Sequence[Block], buffers: Sequence[Buffer], done: Callable[[int], object]
@@ -180,8 +176,8 @@ class Streamed:
 
     def __init__(self, blocks: Sequence[Block], device: torch.device, resident: int) -> None:
         """resident: how many stay, spread evenly: a copy then has the time of several calls."""
-        count, source = len(blocks), FromFiles if device.type == "cpu" else FromHost
-        resident = resident if count - resident > source.buffers else count
+        count = len(blocks)
+        resident = resident if count - resident > buffers(device.type) else count
         moving = [b for i, b in enumerate(blocks) if i * resident % count >= resident]
         most = max((block.flat.size for block in moving), default=0)
 
@@ -190,7 +186,7 @@ class Streamed:
 
         for block in blocks:
             block.flat.rest()
-        self._buffers = [Buffer(memory(most)) for _ in range(source.buffers) if moving]
+        self._buffers = [Buffer(memory(most)) for _ in range(buffers(device.type)) if moving]
         with progress(None, "loading blocks", "B") as bar, on_own_cores():
             for block in blocks:
                 if block not in moving:
@@ -345,7 +341,7 @@ class Residency:
         free = self.device.free_memory()
         if self.resident_blocks is not None or free is None or self.request is None:
             return self.resident_blocks or 0
-        left = free - _SPARE - self.beside(self.request) * 5 // 4 - FromHost.buffers * size
+        left = free - _SPARE - self.beside(self.request) * 5 // 4 - buffers(self.device.type) * size
         return min(max(left // size, 0), count)
 
     def park(self, network: nn.Module) -> None:

@@ -219,6 +219,18 @@ def _wishes(
         yield _Wish("--fa_freq_cap", lambda row: row.clock)
     if execution.compile:
         yield _Wish("--compile", lambda row: row.compile)
+    if execution.offload_model == "cpu":
+        yield _Wish(
+            "--offload_model cpu",
+            lambda row: row.type != "cpu",
+            "use --offload_model false, which keeps all networks in its memory",
+        )
+    if weights and execution.offload_model in ("cpu", "block"):
+        yield _Wish(
+            f"--offload_model {execution.offload_model} with --quant_dit_path",
+            lambda row: row.type != "npu",  # mindiesd lays its weights out in ways of its own
+            "use --offload_model true",
+        )
     for name in weights:
         yield _Wish(
             f"--quant_dit_path with {name} weights",

@@ -16,6 +16,11 @@ needed; "cpu": all, in host memory, and one of them on the accelerator; "block":
 DiT or the text encoder only some blocks are on the device."""
 
 
+def buffers(device: str) -> int:
+    """Blocks that come and go: one on the CPU, and on others the next one beside it."""
+    return 1 if device == "cpu" else 2
+
+
 @dataclass(frozen=True)
 class Execution:
     """Device, dtypes and memory. Fields are named like the flags that set them.
@@ -52,6 +57,13 @@ class Execution:
                 "--convert_model_dtype stores the DiT in bf16, but --precision fp32 asks for fp32; "
                 "drop one of them."
             )
+
+    def blocks_held(self, layers: int, device: str) -> int:
+        """Of so many blocks of a DiT, how many a device of this type holds at least."""
+        moving = layers - (self.resident_blocks or 0)
+        if self.offload_model != "block" or moving <= buffers(device):
+            return layers
+        return layers - moving + buffers(device)
 
     def precision_on(self, device: str) -> str:
         """What "auto" is on a device of this type ("cpu", "cuda" or "npu"): "bf16" or "fp32"."""
