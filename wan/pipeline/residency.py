@@ -134,14 +134,18 @@ class FromHost:
     """Fills an accelerator's buffers from page-locked memory while blocks compute."""
 
     def __init__(
-        self, blocks: Sequence[Block], buffers: Sequence[Buffer], done: Callable[[int], object]
+        self,
+        blocks: Sequence[Block],
+        buffers: Sequence[Buffer],
+        stream: CopyStream,
+        done: Callable[[int], object],
     ) -> None:
         """Reads the blocks by way of a buffer: what is converted is converted on the device."""
         sizes = [block.flat.size for block in blocks]
         starts = accumulate(sizes, initial=0)
         self._starts = dict(zip(blocks, starts, strict=False))
         self._host = Pinned(sum(sizes))
-        self._stream = CopyStream(buffers[0].memory.device)
+        self._stream = stream
         for block in blocks:
             block.read(buffers[0].memory, done)
             self._host.keep(self._starts[block], buffers[0].memory[: block.flat.size])
@@ -193,7 +197,7 @@ class Streamed:
                     block.read(memory(block.flat.size), bar.update)
             self._source: FromFiles | FromHost = FromFiles()
             if moving and device.type != "cpu":
-                self._source = FromHost(moving, self._buffers, bar.update)
+                self._source = FromHost(moving, self._buffers, CopyStream(device), bar.update)
         for index, block in enumerate(blocks):
             behind = [b for b in (*blocks[index:], *blocks[:index]) if b in moving]
             due = behind[: len(self._buffers)]
