@@ -20,9 +20,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from wan import host
 from wan.checkpoint.files import TensorInfo, folder_tensors, network_tensors, safetensors_header
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
-from wan.host import on_own_cores
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
@@ -43,11 +43,18 @@ class Source:
         dtype: as stored.
         shape: as the network has it.
         read: rows on the CPU, in any dtype; a few at a time are asked for, and copied.
+        mapped: what is read of the file, for reading ahead.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[slice], Tensor]
+    mapped: Tensor | None = None
+
+    def read_ahead(self) -> None:
+        """Have the system read all of it from the disk, soon, without waiting."""
+        if self.mapped is not None:
+            host.read_ahead_mapped(self.mapped.data_ptr(), self.mapped.nbytes)
 
 
 Sources = Mapping[str, Source]
@@ -181,7 +188,7 @@ def fill(
         if name in empty
     }
     total = sum(tensor.nbytes for tensor, _ in kept.values())
-    with progress(total, f"loading {label}", "B") as bar, on_own_cores():
+    with progress(total, f"loading {label}", "B") as bar, host.on_own_cores():
         for name, (tensor, rows) in kept.items():
             copy(tensor, sources[name], rows, bar.update)
 
@@ -260,7 +267,7 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
 def _source(view: Tensor) -> Source:
     """A view of a mapped file: only the rows that are asked for are read."""
     view = view.reshape(1) if view.dim() == 0 else view
-    return Source(view.dtype, tuple(view.shape), view.__getitem__)
+    return Source(view.dtype, tuple(view.shape), view.__getitem__, view)
 
 
 def _scaled(stored: Source, scale: Source) -> Source:
@@ -271,7 +278,7 @@ def _scaled(stored: Source, scale: Source) -> Source:
         part = stored.read(rows)
         return part.to(torch.float32).mul_(factors if one else factors[rows])
 
-    return Source(torch.float32, stored.shape, read)
+    return Source(torch.float32, stored.shape, read, stored.mapped)
 
 
 def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:

@@ -118,10 +118,15 @@ class Buffer:
 
 
 class FromFiles:
-    """Fills a CPU's buffer at the call of a block."""
+    """Fills a CPU's buffer at the call of a block; the system reads the next one meanwhile."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._next = dict(zip(blocks, (*blocks[1:], *blocks[:1]), strict=True))
 
     def fetch(self, block: Block, buffer: Buffer) -> None:
         block.read(buffer.memory)
+        for source in self._next[block].sources:
+            source.read_ahead()
 
     def arrive(self, buffer: Buffer) -> None:
         """It has."""
@@ -180,29 +185,28 @@ class Streamed:
 
     def __init__(self, blocks: Sequence[Block], device: torch.device, resident: int) -> None:
         """resident: how many stay, spread evenly: a copy then has the time of several calls."""
-        count = len(blocks)
+        count, on_cpu = len(blocks), device.type == "cpu"
         resident = resident if count - resident > buffers(device.type) else count
         moving = [b for i, b in enumerate(blocks) if i * resident % count >= resident]
+        staying = [block for block in blocks if block not in moving]
         most = max((block.flat.size for block in moving), default=0)
 
         def memory(size: int) -> Tensor:
             return torch.empty(size, dtype=torch.uint8, device=device)
 
-        for block in blocks:
-            block.flat.rest()
         self._buffers = [Buffer(memory(most)) for _ in range(buffers(device.type)) if moving]
-        with progress(None, "loading blocks", "B") as bar, on_own_cores():
-            for block in blocks:
-                if block not in moving:
+        self._source: FromFiles | FromHost = FromFiles(moving)
+        first = staying if on_cpu else blocks
+        if first:
+            total = sum(block.flat.size for block in first)
+            with progress(total, "loading blocks", "B") as bar, on_own_cores():
+                for block in staying:
                     block.read(memory(block.flat.size), bar.update)
-            self._source: FromFiles | FromHost = FromFiles()
-            if moving and device.type != "cpu":
-                self._source = FromHost(moving, self._buffers, CopyStream(device), bar.update)
+                if moving and not on_cpu:
+                    self._source = FromHost(moving, self._buffers, CopyStream(device), bar.update)
         for index, block in enumerate(blocks):
-            behind = [b for b in (*blocks[index:], *blocks[:index]) if b in moving]
-            due = behind[: len(self._buffers)]
-            if device.type == "cpu":
-                due = [block] if block in moving else []
+            due = [b for b in (*blocks[index:], *blocks[:index]) if b in moving]
+            due = due[: len(self._buffers)] if not on_cpu or block in moving else []
             block.module.register_forward_pre_hook(partial(self._before, block, due))
             block.module.register_forward_hook(partial(self._after, block))
 
@@ -259,8 +263,7 @@ def streamed(
         Streamed(found, device, min(resident(most, len(found)), len(found)))
         if table is not None:
             module = network.get_submodule(table)
-            flat, (name,) = _on_device(module, f"{table}.", sources, device, dtype_of)
-            flat.rest()
+            _, (name,) = _on_device(module, f"{table}.", sources, device, dtype_of)
             module.register_forward_hook(partial(_look_up, sources[name]))
         return sources
 
@@ -270,15 +273,13 @@ def streamed(
 def _on_device(
     module: nn.Module, prefix: str, sources: Sources, device: torch.device, dtype_of: DTypeOf
 ) -> tuple[Flat, list[str]]:
-    """A module from the meta device with its dtypes, and the names of its tensors in the network.
-
-    What it is given here is not written to, and soon freed.
-    """
+    """A module from the meta device, without memory, and its tensors' names in the network."""
     for name, parameter in module.named_parameters(prefix=prefix[:-1]):
         parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))
-    module.to_empty(device=device)
+    flat = Flat(module.to_empty(device=device))
+    flat.rest()
     tensors = (*module.named_parameters(), *module.named_buffers())
-    return Flat(module), [f"{prefix}{name}" for name, _ in tensors]
+    return flat, [f"{prefix}{name}" for name, _ in tensors]
 
 
 def _look_up(source: Source, _: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
