@@ -30,11 +30,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.common import write_json
 from tools.safetensors_stream import write
+from wan.checkpoint import lora
 from wan.checkpoint.keymaps import t5_official_name, vae_official_name
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import copy, mapped
+from wan.checkpoint.merge import merged
 from wan.modules.model import WanModel
 from wan.pipeline import text, vae
 from wan.pipeline.tiny import train_tokenizer, write_tokenizer
@@ -129,6 +134,31 @@ def run(folder: Path, way: str, arguments: list[str], limit: float) -> dict[str,
     return result
 
 
+def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
+    """Of reading one block into memory, without and with a LoRA of all its linear layers."""
+    checkpoint = describe(folder)
+    name, files = next(iter(checkpoint.experts.items()))
+    linears = {n: i for n, i in files.tensors.items() if n.startswith("blocks.0.")}
+    pairs = {}
+    for key, info in linears.items():
+        if len(info.shape) == 2:
+            layer, (rows, columns) = key.removesuffix(".weight"), info.shape
+            pairs[f"{layer}.lora_A.weight"] = torch.randn(rank, columns).bfloat16()
+            pairs[f"{layer}.lora_B.weight"] = torch.randn(rows, rank).bfloat16()
+    save_file(pairs, out / "lora.safetensors")
+    loras = lora.resolve({"lora": (str(out / "lora.safetensors"),)}, checkpoint)
+    plain = {key: source for key, source in mapped(linears).items() if len(source.shape) == 2}
+    added = {key: merged(plain, loras[name])[key] for key in plain}
+    found = {}
+    for words, sources in (("first", plain), ("plain", plain), ("with LoRA", added)):
+        memory = [torch.empty(source.shape, dtype=torch.bfloat16) for source in sources.values()]
+        start = time.perf_counter()
+        for target, source in zip(memory, sources.values(), strict=True):
+            copy(target, source)
+        found[words] = time.perf_counter() - start
+    return found
+
+
 def main() -> None:
     own, given = sys.argv[1:], list[str]()
     if "--" in own:
@@ -139,6 +169,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["true", "block"])
     parser.add_argument("--limit", type=float, default=14, help="GB of anonymous memory")
     parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="time of merging one, no run")
     parser.add_argument("--json")
     options = parser.parse_args(own)
     with tempfile.TemporaryDirectory() as temporary:
@@ -148,7 +179,11 @@ def main() -> None:
             with get_context("spawn").Pool(1) as pool:
                 pool.apply(make, (options.task, folder, options.layers))
         arguments = ["--task", options.task, "--ckpt_dir", str(folder), *QUICK, *given]
-        results = []
+        results: list[dict[str, Any]] = []
+        if options.lora:
+            options.ways = []
+            results.append(lora_seconds(folder, Path(temporary), options.lora))
+            print("Seconds of a block:", results[0])
         for way in options.ways:
             os.sync()
             results.append(run(Path(temporary), way, arguments, options.limit * 1e9))

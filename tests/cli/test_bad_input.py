@@ -146,7 +146,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("wan.checkpoint.load.fill", fail)
-    monkeypatch.setattr("wan.checkpoint.load.safe_open", fail)
+    monkeypatch.setattr("wan.checkpoint.load.in_safetensors", fail)
     monkeypatch.setattr("wan.pipeline.tiny.make_checkpoint", fail)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -9,27 +9,24 @@ keeps, where several share a network; a `Source` decides what a tensor becomes o
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from wan import host
 from wan.checkpoint.files import TensorInfo, folder_tensors, network_tensors, safetensors_header
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
+from wan.checkpoint.views import FLOATS, in_pth, in_safetensors
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
-from wan.settings.values import shown
 
 _SLICE = 1 << 24  # elements that are copied at a time
-_FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 """(name of a parameter, dtype in the file) -> dtype in memory."""
@@ -231,8 +228,8 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     the layout of diffusers or transformers. Raises InputError for anything else.
     """
     if path.suffix == ".pth":
-        state = _unpickled(path)
-        dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
+        state = in_pth(path)
+        dtypes = {name: FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
         found = {
             name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes)
             for name, t in state.items()
@@ -252,11 +249,11 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for file, names in by_file.items():
         if file.suffix == ".pth":
-            state = _unpickled(file)
+            state = in_pth(file)
             sources |= {name: _source(state[tensors[name].name]) for name in names}
             continue
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            sources |= {name: _source(handle.get_tensor(tensors[name].name)) for name in names}
+        views = in_safetensors(file, {tensors[name] for name in names})
+        sources |= {name: _source(views[tensors[name].name]) for name in names}
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
         factors = mapped(scales)
@@ -291,34 +288,6 @@ def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
         values = values.reshape(1) if values.numel() == 1 else values.reshape(-1, 1)
         sources[name] = _source(values)
     return sources
-
-
-def _unpickled(path: Path) -> dict[str, Tensor]:
-    """The mapped tensors of a `.pth`."""
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError:
-        raise InputError(
-            f"{path} holds something other than weights and was not opened, because it could run "
-            "code; download it again."
-        ) from None
-    except Exception as error:  # torch raises half a dozen kinds for damaged files
-        reason = shown(error, str)
-        raise InputError(f"{path} cannot be read ({reason}); download it again.") from None
-    entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
-    for name, value in entries:
-        if not (isinstance(name, str) and _is_plain(value)):
-            raise InputError(
-                f"{path} holds something other than weights ({shown(name, str)}); download it "
-                "again."
-            )
-    return dict(entries)
-
-
-def _is_plain(value: Any) -> bool:
-    """A dense tensor whose memory is all there."""
-    dense = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-    return dense and value.untyped_storage().nbytes() >= value.nbytes
 
 
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
