@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wan import host, trace
 from wan.settings.devices import Capabilities, of_type
@@ -63,6 +64,12 @@ class Device:
         if self._accelerator is None:
             return None
         return self._accelerator.max_memory_allocated(self.torch_device)
+
+    def free_memory(self) -> int | None:
+        """Bytes that the accelerator's driver has left; None on the CPU."""
+        if self._accelerator is None:
+            return None
+        return self._accelerator.mem_get_info(self.torch_device)[0]
 
     def clock(self) -> trace.Clock:
         """Says when what is recorded has begun and ended."""
@@ -124,6 +131,44 @@ class EventClock:
         event = self._accelerator.Event(enable_timing=True)
         event.record()
         return event
+
+
+class CopyStream:
+    """A stream of an accelerator for copies beside its computing, ordered by events.
+
+    Nothing here makes the host wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device)
+
+    def event(self) -> Any:
+        """One that can be recorded again and again."""
+        return self._module.Event()
+
+    def computed(self, event: Any) -> None:
+        """Record: all that has been given to the computing stream so far."""
+        event.record(self._module.current_stream())
+
+    def copy(self, target: Tensor, parts: Iterable[tuple[slice, Tensor]], after: Any) -> None:
+        """Copy parts into their places, once an event of the computing stream has come."""
+        self._stream.wait_event(after)
+        with self._module.stream(self._stream):
+            for place, part in parts:
+                target[place].copy_(part, non_blocking=True)
+
+    def copied(self, event: Any) -> None:
+        """Record: all copies given so far."""
+        event.record(self._stream)
+
+    def compute_after(self, event: Any) -> None:
+        """What is given to the computing stream from here on starts when the event has come."""
+        self._module.current_stream().wait_event(event)
+
+    def uses(self, memory: Tensor) -> None:
+        """Freed memory of the computing stream is not used again while a copy may write to it."""
+        memory.record_stream(self._stream)
 
 
 def bf16_gain() -> float:

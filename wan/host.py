@@ -5,6 +5,8 @@ Importing it imports no torch.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import platform
 import resource
@@ -94,6 +96,23 @@ def read_ahead(files: Iterable[Path]) -> None:
         with path.open("rb") as file:
             for first in range(0, size, _PIECE):
                 os.posix_fadvise(file.fileno(), first, _PIECE, os.POSIX_FADV_WILLNEED)
+
+
+_MADV_WILLNEED = 3  # on Linux and macOS
+
+
+def read_ahead_mapped(address: int, size: int) -> None:
+    """As `read_ahead`, for a part of a mapped file; what is not asked for is read when it is used.
+
+    Without an effect where the system has no madvise.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None:
+        return
+    first, last = address // mmap.PAGESIZE * mmap.PAGESIZE, address + size
+    for start in range(first, last, _PIECE):
+        length = min(_PIECE, last - start)
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_WILLNEED)
 
 
 _V2 = ("memory.max", "memory.current", "file")

@@ -115,18 +115,25 @@ def safetensors_metadata(path: Path, key: str) -> Any:
         return None
 
 
-def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
-    """The first number of tensors, of any float or integer dtype."""
-    wanted = set(names)
-    if not wanted:
-        return {}
-    with _opened(path) as file:  # numpy, which safetensors would need, has no bfloat16
+def safetensors_places(path: Path) -> dict[str, tuple[str, int]]:
+    """The dtype of each tensor and where its bytes begin, in a file whose header was checked."""
+    with _opened(path) as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-        found = {}
+    header.pop("__metadata__", None)
+    return {n: (info["dtype"], 8 + size + info["data_offsets"][0]) for n, info in header.items()}
+
+
+def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
+    """The first number of tensors, of any float or integer dtype."""
+    wanted, found = set(names), {}
+    if not wanted:
+        return {}
+    places = safetensors_places(path)
+    with _opened(path) as file:  # numpy, which safetensors would need, has no bfloat16
         for name in wanted:
-            form, start = header[name]["dtype"], header[name]["data_offsets"][0]
-            file.seek(8 + size + start)
+            form, start = places[name]
+            file.seek(start)
             if form == "BF16":
                 found[name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
             elif form in _FORMATS:

@@ -27,7 +27,7 @@ def describe(error: BaseException) -> str | None:
         return "terminated; no video was written."
     if is_out_of_memory(error):
         return (
-            "Out of memory; choose a smaller --size or --frame_num, or use --offload_model true; "
+            "Out of memory; choose a smaller --size or --frame_num, or use --offload_model block; "
             "--plan says what a run needs."
         )
     if isinstance(error, OSError) and error.errno in _NO_SPACE:

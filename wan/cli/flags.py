@@ -78,6 +78,7 @@ def _command(name: str, read: Reader, help_: str, **more: Any) -> Flag:
     return Flag(name, read, help_, python=None, **more)
 
 
+OFFLOAD = values.switch_or("cpu", "block")
 _SIZE = integer(1, 4096)
 _MHZ = integer(100, 4000)
 _STEP = integer(0, TRAIN_TIMESTEPS)
@@ -117,7 +118,8 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         _loads("precision", choice(*PRECISIONS), "auto (default): bf16, on the CPU fp32"),
         _loads("convert_model_dtype", switch, "store all DiT weights in bf16"),
         _loads("fp8_weights", choice(*FP8_WEIGHTS), "an FP8 checkpoint stays FP8, or not (auto)"),
-        Flag("offload_model", switch, "keep one network in memory at a time (default true)"),
+        Flag("offload_model", OFFLOAD, "true (default): one network in memory at a time"),
+        _layout("resident_blocks", integer(0, 1000), "blocks that --offload_model block keeps"),
         _loads("t5_cpu", switch, "run the text encoder on the CPU"),
         _loads("text_kv_cache", switch, "keep the text's keys and values (default true)"),
         _loads("compile", switch, "compile the transformer blocks"),
@@ -366,7 +368,10 @@ def _parser() -> Parser:
                 group.add_argument("--plan", action="store_true", help=flag.help)
             elif flag.read is values.files:
                 group.add_argument(f"--{flag.name}", action="append", metavar=shown, help=flag.help)
-            elif flag.read is switch:  # alone it is true; false takes back a record or variable
+            elif flag.read in (
+                switch,
+                OFFLOAD,
+            ):  # alone it is true; false takes back a record or variable
                 group.add_argument(
                     f"--{flag.name}", nargs="?", const="true", metavar=shown, help=flag.help
                 )

@@ -15,6 +15,7 @@ from wan.pipeline.setup import Setup
 from wan.settings import devices
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
+from wan.settings.execution import buffers
 from wan.settings.request import Request
 
 _TEXT_ENCODER, _WORDS = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16, and its word table
@@ -26,10 +27,11 @@ _ENCODE = {"2.1": (3_800, 12_100, 14_100, 48), "2.2": (1_900, 6_400, 7_300, 96)}
 
 def stages(setup: Setup, request: Request) -> dict[str, int]:
     """What the fullest rank holds at least in each stage, named as by `wan.planner.measure`."""
-    keeps = not setup.execution.offload_model
+    keeps = setup.execution.offload_model is False
     networks = len(setup.preset.experts) if keeps else 1
     text, gathered = _text_encoder(setup)
-    weights, running = _dit(setup, request)
+    outside, blocks, running = _dit(setup, request)
+    weights = outside + blocks
     vae, encoding, decoding = _vae(setup, request)
     found, stays = {"text encoder": text + gathered}, keeps * text
     if encoding:
@@ -37,6 +39,12 @@ def stages(setup: Setup, request: Request) -> dict[str, int]:
     found["denoising"] = stays + keeps * vae * bool(encoding) + networks * weights + running
     found["decoding"] = stays + keeps * networks * weights + vae + decoding
     return found
+
+
+def beside_blocks(setup: Setup, request: Request) -> int:
+    """What is on a device beside the blocks of a network that runs."""
+    outside, _, running = _dit(setup, request)
+    return outside + running
 
 
 def device(setup: Setup) -> Capabilities:
@@ -58,21 +66,26 @@ def _text_encoder(setup: Setup) -> tuple[int, int]:
     if setup.execution.t5_cpu and device(setup).type != "cpu":
         return 0, 0
     size = _TEXT_ENCODER if path is None else _stored(path)
+    if setup.execution.offload_model == "block":  # of 24 blocks, without the word table
+        blocks = size - _WORDS * size // _TEXT_ENCODER
+        return buffers(device(setup).type) * blocks // 24, 0
     if not parallel.t5_fsdp:
         return size, 0
     return size // parallel.world_size, 2 * _WORDS * size // _TEXT_ENCODER
 
 
-def _dit(setup: Setup, request: Request) -> tuple[int, int]:
-    """A network's weights on a rank; what is beside them while it runs."""
+def _dit(setup: Setup, request: Request) -> tuple[int, int, int]:
+    """On a rank, a network's weights outside its blocks and in them; what is beside them while it
+    runs."""
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
-    e = {"bf16": 2, "fp32": 4}[execution.dit_precision_on(device(setup).type)]
+    on = device(setup).type
+    e = {"bf16": 2, "fp32": 4}[execution.dit_precision_on(on)]
     fp32 = e if execution.convert_model_dtype else 4
     block = (8 * c + 2 * f) * c * e
     if setup.quantised is not None:
         block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
-    elif setup.keeps_fp8(device(setup).type):
+    elif setup.keeps_fp8(on):
         block = (8 * c + 2 * f) * c
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     contexts = 2 if request.guided and parallel.cfg_size == 1 else 1
@@ -81,11 +94,12 @@ def _dit(setup: Setup, request: Request) -> tuple[int, int]:
     tokens = -(-prod(request.grid) // parallel.sequence_size)
     beside = text + 5 * prod(request.latent_shape) * 4
     activations = tokens * (4 * c + e * max(5 * c, 2 * c + f))
-    weights = layers * block + outside
     if not parallel.dit_fsdp:
-        return weights, beside + activations
+        held = execution.blocks_held(layers, on)
+        return outside, held * block, beside + activations
     gathered = outside + 2 * block + max(outside, activations)
-    return weights // parallel.world_size, beside + gathered
+    ranks = parallel.world_size
+    return outside // ranks, layers * block // ranks, beside + gathered
 
 
 def _vae(setup: Setup, request: Request) -> tuple[int, int, int]:

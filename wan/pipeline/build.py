@@ -12,7 +12,16 @@ from typing import TypeVar
 import torch
 
 from wan.cache import embedding
-from wan.checkpoint.load import WHOLE, Blueprint, Place, dit_dtypes, mapped, rotations
+from wan.checkpoint.load import (
+    WHOLE,
+    Adapt,
+    Blueprint,
+    Place,
+    as_stored,
+    dit_dtypes,
+    mapped,
+    rotations,
+)
 from wan.checkpoint.merge import merged
 from wan.device import Device, bf16_gain
 from wan.distributed.exchange import ALONE
@@ -27,11 +36,12 @@ from wan.modules.interfaces import Attention, Collaborators, LocalAttention, Loc
 from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
-from wan.pipeline import clip, text, vae
+from wan.pipeline import bound, clip, text, vae
 from wan.pipeline.adapt import adaptation
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
 from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
+from wan.pipeline.residency import Residency, streamed
 from wan.pipeline.setup import Setup
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
@@ -77,7 +87,9 @@ def pipeline(
     shared = collaborators(setup, selected, team, caches)
     if attention is not None:
         shared = replace(shared, attention=attention(shared.attention))
-    parts = _Parts(setup, device, shared, team)
+    beside = partial(bound.beside_blocks, setup)
+    residency = Residency(device, execution.resident_blocks, beside, execution.offload_model)
+    parts = _Parts(setup, residency, shared, team)
     caches.changes = parts.changes
     stages = Stages(device.synchronize)
 
@@ -111,9 +123,10 @@ def pipeline(
             lambda name: timed(lambda: parts.dit(name, compute)),
             offload=execution.offload_model,
             files=_weight_files(setup),
+            whole=lambda name: timed(lambda: parts.dit(name, compute, whole=True)),
         ),
         text_size=(checkpoint.config["text_len"], checkpoint.config["text_dim"]),
-        offload=execution.offload_model,
+        residency=residency,
         stages=stages,
         kernel=selected.describe(),
         merges=selected.dense.can_return_lse,
@@ -182,9 +195,10 @@ class _Parts:
     """The networks of a checkpoint: compared with their files here, filled when needed."""
 
     def __init__(
-        self, setup: Setup, device: Device, collaborators: Collaborators, team: Team | None
+        self, setup: Setup, residency: Residency, collaborators: Collaborators, team: Team | None
     ) -> None:
-        self._setup, self._device = setup, device.torch_device
+        self._setup, self._residency = setup, residency
+        self._device = residency.device.torch_device
         self._dit_place, self._t5_place = places(setup.parallel, team)
         checkpoint = setup.checkpoint
         self._dits = {
@@ -240,15 +254,19 @@ class _Parts:
                     "again."
                 )
 
-    def dit(self, name: str, compute: torch.dtype) -> WanModel:
-        """One expert. compute: the dtype of its matrix products."""
-        execution = self._setup.execution
+    def dit(self, name: str, compute: torch.dtype, whole: bool = False) -> WanModel:
+        """One expert. compute: the dtype of its matrix products. whole: it may be changed."""
+        execution, offload = self._setup.execution, False if whole else self._residency.offload
+        dtypes = dit_dtypes(compute, execution.convert_model_dtype)
+        adapt = adaptation(self._setup, name, self._device, compute)
+        if offload == "block":
+            resident = self._residency.resident
+            adapt = streamed(adapt, "blocks", self._device, dtypes, resident)
         model = self._dits[name].load(
-            device=self._device,
-            dtype_of=dit_dtypes(compute, execution.convert_model_dtype),
-            place=self._dit_place,
-            adapt=adaptation(self._setup, name, self._device, compute),
+            device=self._device, dtype_of=dtypes, place=self._dit_place, adapt=adapt
         )
+        if offload == "cpu":
+            self._residency.park(model)
         if execution.compile:
             for block in model.blocks:
                 block.compile()
@@ -272,9 +290,15 @@ class _Parts:
         checkpoint.require("text_encoder"), checkpoint.require("tokenizer")
         assert self._encoder is not None
         device = torch.device("cpu") if self._setup.execution.t5_cpu else self._device
+        offload, dtypes = self._residency.offload, text.dtypes(compute)
+        adapt: Adapt = as_stored
+        if offload == "block":
+            adapt = streamed(adapt, text.BLOCKS, device, dtypes, table=text.TABLE)
         model = self._encoder.load(
-            device=device, dtype_of=text.dtypes(compute), place=self._t5_place
+            device=device, dtype_of=dtypes, place=self._t5_place, adapt=adapt
         )
+        if offload == "cpu" and device.type != "cpu":
+            self._residency.park(model)
         text_len = checkpoint.config["text_len"]
         return TextEncoder(model, self._tokenizer, dtype=compute, text_len=text_len)
 

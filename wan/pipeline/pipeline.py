@@ -21,43 +21,47 @@ from wan.pipeline import conditioning, timesteps
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
 from wan.pipeline.denoise import Branches, both_here, denoise
+from wan.pipeline.residency import Residency
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
+from wan.settings.execution import Offload
 from wan.settings.request import Request
 
 
 class Experts:
     """Hands out networks by name ("high_noise", "low_noise" or "dit").
 
-    load(name) brings one to the device. With `offload`, asking for one releases the other first, so
-    that at most one is in memory; one that is needed again is read again. files: each network's
-    weight files, which `prefetch` reads ahead.
+    load(name) brings one to the device; whole(name) one that may be changed. With `offload` True or
+    "block", asking for one releases the other first, so that at most one is in memory; one that is
+    needed again is read again. files: each network's weight files, which `prefetch` reads ahead.
     """
 
     def __init__(
         self,
         load: Callable[[str], WanModel],
         *,
-        offload: bool,
+        offload: Offload,
         files: Mapping[str, Iterable[Path]] | None = None,
+        whole: Callable[[str], WanModel] | None = None,
     ) -> None:
         self._load, self.offload, self._files = load, offload, files or {}
+        self._whole = whole or load
         self._loaded: dict[str, WanModel] = {}
         self._kept: dict[str, WanModel] = {}
 
     def keep(self, name: str) -> WanModel:
         """A network for someone who will change it: it stays in memory, changes and all."""
         if name not in self._kept:
-            loaded = name in self._loaded
-            self._kept[name] = self._loaded.pop(name) if loaded else self._load(name)
+            loaded = name in self._loaded and isinstance(self.offload, bool)
+            self._kept[name] = self._loaded.pop(name) if loaded else self._whole(name)
         return self._kept[name]
 
     def get(self, name: str) -> WanModel:
         if name in self._kept:
             return self._kept[name]
         if name not in self._loaded:
-            if self.offload:
+            if self.offload in (True, "block"):
                 self.release()
             self._loaded[name] = self._load(name)
         return self._loaded[name]
@@ -147,7 +151,7 @@ class Pipeline:
         clip: The image encoder.
         experts: The DiTs.
         text_size: Most tokens of a prompt, and channels of each, that the DiTs take.
-        offload: Each part is released as soon as its stage is over.
+        residency: Where weights are between their calls.
         stages: Seconds of each stage.
         kernel: What computes self-attention, for records.
         merges: Its dense kernel returns the log-sum-exp, by which a ring merges.
@@ -161,15 +165,21 @@ class Pipeline:
     clip: Lazy[ClipVision]
     experts: Experts
     text_size: tuple[int, int]
-    offload: bool
+    residency: Residency
     stages: Stages
     kernel: str
     merges: bool
     caches: StepCaches
     sharing: Sharing = ONE_PROCESS
 
-    def set_offload(self, offload: bool) -> None:
-        self.offload = self.experts.offload = offload
+    def set_offload(self, offload: Offload) -> None:
+        """From the next video on; networks that were loaded in another way are released."""
+        before, self.residency.offload = self.residency.offload, offload
+        self.experts.offload = offload
+        if before != offload and not (isinstance(before, bool) and isinstance(offload, bool)):
+            self.residency.parked.clear()
+            for part in (self.text, self.vae, self.clip, self.experts):
+                part.release()
 
     def latents(
         self,
@@ -188,6 +198,7 @@ class Pipeline:
             negative_prompt_embeds: Likewise.
             last_image: The image to end with.
         """
+        self.residency.request = request
         if prompt_embeds is None:
             self.text.prefetch()
         self.experts.prefetch(timesteps.schedule(request).experts[0])
@@ -250,6 +261,10 @@ class Pipeline:
         return embeds.to(self.device.torch_device)
 
     def _done(self, part: Lazy[Any] | Experts) -> None:
-        if self.offload:
+        """A stage is over."""
+        if self.residency.offload == "cpu" and part in (self.text, self.experts):
+            self.residency.leave()
+        elif self.residency.offload:
             part.release()
+        if self.residency.offload:
             self.device.empty_cache()

@@ -39,6 +39,9 @@ def lines(planner: Planner, task: str) -> list[str]:
     for name, parts in planner.stages().items():
         words = [f"{part} {_size(size)}" for part, size in parts.most_common() if size >= 1e6]
         found.append(f"  {name} {_size(parts.total())}: {', '.join(words)}")
+    host = planner.host()
+    if host:
+        found.append(f"Page-locked host memory of a rank: {_size(host)}")
     return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
 
 
