@@ -34,6 +34,7 @@ from wan.settings.numerics import acting_as
 from wan.settings.parallel import Parallel
 from wan.settings.request import Request
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
+from wan.vae import tiles
 
 META = torch.device("meta")
 Parts = Counter[str]
@@ -227,10 +228,9 @@ class Planner:
             network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
         model = vae.VideoVAE(network.eval().requires_grad_(False))
         (channels, frames, *size), sides = request.latent_shape, request.video_size[::-1]
-        tile, tiles, joined = max(sides), 0, 0
         if tiling:
-            tile, tiles, joined = vae.tiles(network, sides, request.frame_num)
-        size = [min(side, tile * side // whole) for side, whole in zip(size, sides, strict=True)]
+            most = tiles.SIDE // preset.vae_stride[1]
+            size = [min(side, most) for side in size]
 
         def decode(frames: int) -> None:
             model.decode(torch.empty(channels, frames, *size))
@@ -255,9 +255,9 @@ class Planner:
 
         encoded = {"i2v": frames, "ti2v": int(self.holds_frame)}.get(preset.kind)
         encoding = followed(encode, encoded) if encoded else Parts()
-        most = max(joined, followed(decode, frames).total())
+        kept = tiles.kept_bytes(sides, request.frame_num) if tiling else 0
         weights = Parts({"VAE weights": weight_bytes(network)})
-        return weights, encoding, Parts(activations=most, tiles=tiles)
+        return weights, encoding, followed(decode, frames) + Parts(tiles=kept)
 
     @contextmanager
     def _played(self, parallel: Parallel, rank: int = 0) -> Iterator[mesh.Team | None]:
