@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "wan.cache": "wan.cache wan.settings wan.checkpoint.files wan.kernels.base wan.modules.model",
     "wan.modules": "wan.modules wan.settings wan.kernels.base wan.kernels.sdpa wan.torch_private",
     "wan.vae": "wan.vae wan.settings",
+    "wan.vae.sharded": "wan.vae wan.settings wan.distributed.exchange",
     "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa",
     "wan.kernels": "wan.kernels wan.settings wan.device wan.log wan.torch_private",
     "wan.distributed": "wan.distributed wan.settings wan.device wan.torch_private "

@@ -184,26 +184,26 @@ class Autoencoder(nn.Module):
         rows: who computes what. On the main rank the result is whole, on the others empty.
         """
         state, p = State(rows), self.version.patch
-        own = rows.own(self._arranged(video_B3FHW.to(self.dtype)))
+        own = self._arranged(rows.own(video_B3FHW, self.version.scale))
         own = own.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 6, 4, 2, 3, 5)
         own = own.flatten(1, 3)
         pieces = [own[:, :, max(0, i - TIME) : i] for i in range(1, own.shape[2] + 1, TIME)]
-        moments = [rows.step(self.encoder, x, state) for x in pieces]
-        mean, _ = self.quant_conv(torch.cat(moments, dim=2)).chunk(2, dim=1)
+        moments = torch.cat([rows.step(self.encoder, x, state) for x in pieces], dim=2)
+        mean, _ = (self.quant_conv(moments) if moments.numel() else moments).chunk(2, dim=1)
         return mean
 
     def decode(self, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Iterator[Tensor]:
         """Latents to pixels [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
         state, p = State(rows), self.version.patch
-        own = rows.own(self.post_quant_conv(self._arranged(z_BZfhw.to(self.dtype))))
+        own = self._arranged(rows.own(self.post_quant_conv(self._arranged(z_BZfhw)), 1))
         for z in own.split(1, dim=2):
             frames = rows.step(self.decoder, z, state)
             frames = frames.unflatten(1, (3, p, p)).permute(0, 1, 4, 5, 3, 6, 2)
             yield frames.flatten(5, 6).flatten(3, 4)
 
     def _arranged(self, x: Tensor) -> Tensor:
-        """In memory as the weights are."""
+        """Of the weights' dtype, and in memory as they are."""
         weight = self.decoder.conv_in.weight
         is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
         layout = torch.channels_last_3d if is_last else torch.contiguous_format
-        return x.contiguous(memory_format=layout)
+        return x.to(self.dtype).contiguous(memory_format=layout)

@@ -5,17 +5,20 @@ Legend: B batch (1), C channels, F frames, H rows, W columns, of this rank; L ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 class Rows(Protocol):
     """Which rows of the frames this rank computes, and what it needs of the others' for that."""
 
-    def own(self, x_BCFHW: Tensor) -> Tensor:
-        """This rank's rows of a tensor that every rank has."""
+    def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
+        """This rank's rows of a tensor that every rank has. scale: rows of it to one of latents."""
         ...
 
     def halo(self, x_BCFHW: Tensor, above: int, below: int) -> None:
@@ -33,15 +36,19 @@ class Rows(Protocol):
         """half(x, state): on the main rank all rows, on the others none.
 
         Raises:
-            OutOfMemoryError: On all ranks, where it happened on one.
+            MemoryError: On all ranks, where one ran out of memory.
         """
+        ...
+
+    def together(self, make: Callable[[], T]) -> T:
+        """make(); the same error on all ranks, as in `step`."""
         ...
 
 
 class WholeRows:
     """One rank computes all rows."""
 
-    def own(self, x_BCFHW: Tensor) -> Tensor:
+    def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         return x_BCFHW
 
     def halo(self, x_BCFHW: Tensor, above: int, below: int) -> None:
@@ -56,6 +63,9 @@ class WholeRows:
     def step(self, half: nn.Module, x_BCFHW: Tensor, state: State) -> Tensor:
         frames: Tensor = half(x_BCFHW, state)
         return frames
+
+    def together(self, make: Callable[[], T]) -> T:
+        return make()
 
 
 WHOLE = WholeRows()
