@@ -167,8 +167,6 @@ class _Generator:
             latents = self._pipeline.latents(request, image, last_image=last, **embeds)
             if output_type == "latent":
                 return latents
-            if self._team is not None and not self._team.is_main:
-                return None
             return self._pipeline.decode(latents)
 
     def _request(self, call: dict[str, Any]) -> tuple[Request, Image | None, Image | None]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.dist import run
+from tests.dist import Ranks, launcher, run
+from wan.cli import main as generate
 from wan.pipeline.vae import blueprint, in_float32
 from wan.vae.layers import Downsample, ResidualBlock, Upsample, padded
 from wan.vae.network import Autoencoder
@@ -128,3 +134,93 @@ def test_any_height_and_number_of_ranks(
     main, *others = run(world, distances, tiny(task) / file, shapes, dtype)
     assert len(main) == len(shapes) and not any(others)
     assert all(max(pair) <= limit for pair in main), main
+
+
+QUICK = ["--size", "64*96", "--frame_num", "9", "--sample_steps", "1", "--base_seed", "7"]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
+    """Arguments of a run with an image, its frames, and its latents' file; by one process."""
+    arguments = ["--task", "ti2v-5B", "--ckpt_dir", str(tiny("ti2v-5B")), *QUICK, "--save_latents"]
+    out = tmp_path_factory.mktemp("alone") / "v.mp4"
+    arguments += ["--image", str(image_path)]
+    with Ranks([{}], generate.main, [*arguments, "--save_file", str(out)]) as process:
+        assert process.ended(120) == [0], process.said()
+    return arguments, frames(out), out.with_suffix(".latents.safetensors")
+
+
+def frames(path: Path) -> Any:
+    import imageio.v3 as iio
+
+    return np.asarray(iio.imread(path)).astype(int)
+
+
+def check(ranks: Ranks, out: Path, expected: Any, used: str) -> None:
+    codes = ranks.ended(120)
+    assert not any(codes), ranks.said()
+    difference = np.abs(frames(out) - expected).mean()
+    assert difference <= 0.5, f"{difference}: more than an encoder makes of single levels"
+    assert json.loads(out.with_suffix(".json").read_text())["used"]["vae"] == used
+
+
+def exhausted(rank: int, block: int, arguments: list[str]) -> int:
+    """generate.py on a machine where one rank has no memory for this block of the decoder."""
+    count = 0
+
+    def before(module: nn.Module, _: object) -> None:
+        nonlocal count
+        if isinstance(module, ResidualBlock) and "decoding" in stages:
+            count += 1
+            if count == block:
+                torch.empty(1 << 60, dtype=torch.uint8)
+
+    stages: set[str] = set()
+    decode = Autoencoder.decode
+
+    def noted(*given: Any) -> Any:
+        stages.add("decoding")
+        return decode(*given)
+
+    if int(os.environ.get("RANK", "0")) == rank:
+        Autoencoder.decode = noted  # type: ignore[method-assign]
+        register_module_forward_pre_hook(before)
+    return generate.main(arguments)
+
+
+def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
+    """Image encoded and video decoded by three ranks, of four rows of latents."""
+    arguments, expected, latents = alone
+    out = tmp_path / "v.mp4"
+    shared = ["--vae_parallel", "--save_file", str(out)]
+    with Ranks(launcher(3), generate.main, [*arguments, *shared]) as ranks:
+        check(ranks, out, expected, "rows shared by all ranks")
+    with Ranks(launcher(2), generate.main, ["--decode_latents", str(latents), *shared]) as ranks:
+        check(ranks, out, expected, "rows shared by all ranks")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "flags", "used"),
+    [
+        (1, 0, [], "tiles"),
+        (2, 0, [], "rows shared by all ranks"),
+        (3, 1, ["--vae_parallel"], "tiles"),
+    ],
+)
+def test_less_memory_than_it_takes(
+    ranks: int, rank: int, flags: list[str], used: str, alone, tmp_path: Path
+) -> None:
+    """In the middle of the second latent frame; the next means is tried by all ranks together."""
+    arguments, expected, latents = alone
+    out = tmp_path / "v.mp4"
+    argv = ["--save_file", str(out), *flags]
+    argv += arguments if ranks > 1 else ["--decode_latents", str(latents)]
+    variables = launcher(ranks) if ranks > 1 else [{}]
+    with Ranks(variables, exhausted, rank, 20, argv) as processes:
+        check(processes, out, expected, used)
+    said = processes.said()
+    assert said.count("The VAE has too little memory for") == 1
+    assert ("not exact" in said) == (used == "tiles")
+    assert sorted(path.name for path in tmp_path.glob("*latents*")) == (
+        ["v.latents.safetensors"] if ranks > 1 else []
+    )

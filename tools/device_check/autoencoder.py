@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from benchmarks import common
 from tools.device_check.bench import Bench, attempted, gigabytes
@@ -107,8 +106,7 @@ def _tiles(bench: Bench, version: str) -> Line:
     random = torch.Generator().manual_seed(4)
     latents = torch.randn(channels, frames, height // factor, width // factor, generator=random)
     whole = model.decode(latents)
-    model.tiling = True
-    tiled: Tensor = model.decode(latents)
+    tiled = model.decode_in_tiles(latents)
     return line(
         f"{version}: tiles, {list(whole.shape[1:])}",
         Figure("distance from whole frames", apart(tiled, whole)),

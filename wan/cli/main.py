@@ -116,7 +116,7 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 def generate(run: Run, team: Team | None = None) -> None:
-    """Carry out a resolved run. Of several ranks, the main one decodes and writes the video."""
+    """Carry out a resolved run. Of several ranks, the main one writes the video."""
     _load_torch()
     from wan import device as devices
     from wan.pipeline import build, video
@@ -126,26 +126,28 @@ def generate(run: Run, team: Team | None = None) -> None:
     device = devices.resolve(run.setup.execution.device) if team is None else team.device
     pipeline = build.pipeline(run.setup, device, team)
     device.reset_peak_memory()
-    kept: Path | None
-    if run.decode_latents is not None:
-        latents, kept = video.load_latents(run.decode_latents), run.decode_latents
+    is_main, kept = team is None or team.is_main, run.decode_latents
+    if kept is not None:
+        latents = video.load_latents(kept)
     else:
         run = _extended(run, pipeline, team)
         logger.info("Prompt: %s", run.request.prompt)
         latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
-        if team is not None:
-            team.close()
-            if not team.is_main:
-                return
-        kept = _save_latents(run, latents)
-    with latents_survive(kept):
-        frames = pipeline.decode(latents)
+        kept = _save_latents(run, latents) if is_main else None
+    with latents_survive(kept if is_main else None):
+        frames = pipeline.decode(latents, part=_nothing if team is None else team.close)
+        if frames is None:
+            return
         with pipeline.stages("writing"):
             video.save_video(frames, run.output.save_file, run.output.fps)
     if kept is not None and run.decode_latents is None:
         _put_away(run, kept)
     record = _save_record(run, pipeline, frames)
     _summary(run, pipeline, record)
+
+
+def _nothing() -> None:
+    """One process parts from nobody."""
 
 
 def _load_torch() -> None:
@@ -234,6 +236,7 @@ def _save_record(run: Run, pipeline: Pipeline, frames_3FHW: Tensor) -> Path | No
             "precision": precision,
             "dit_precision": execution.dit_precision_on(device.type),
             "kernel": pipeline.kernel,
+            "vae": pipeline.codec.used,
             **asdict(run.setup.parallel),
         },
         **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),

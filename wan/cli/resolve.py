@@ -94,6 +94,7 @@ class Run:
                 for name, ones in setup.loras.items()
                 for one in ones
             ],
+            "--vae_parallel": setup.execution.vae_parallel,
             "the video's size": self.request.video_size,
             "the device": device,
             "the checkpoint's content": fingerprint(setup.checkpoint.files()),
@@ -250,12 +251,13 @@ def _decide(
         }
         values = {name: value for name, value in values.items() if name not in denoising}
         _check_latents(values["decode_latents"], preset)
-        if world > 1:
+        if world > 1 and not values.get("vae_parallel"):
             raise InputError(
                 f"--decode_latents runs on one process, but {world} were started; start it as "
-                "`python generate.py --decode_latents ...`."
+                "`python generate.py --decode_latents ...`, or add --vae_parallel."
             )
     setup, notices = make_setup(values, preset, checkpoint, world)
+    notices = () if "decode_latents" in values else notices  # they are about the DiT
     request = make_request(preset, values, image_size)
     return setup, request, (*notices, *setup.check_request(request))
 

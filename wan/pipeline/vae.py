@@ -1,13 +1,14 @@
 """The video autoencoder of a run: videos to normalised latents and back, and its weights.
 
-Legend: F H W pixel frames/height/width, f h w latent ones, Z latent channels. Always in float32,
-as officially.
+Legend: F H W pixel frames/height/width, f h w latent ones, Z latent channels. Videos and latents
+are float32.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from wan.log import progress
 from wan.settings.errors import InputError
 from wan.vae import tiles
 from wan.vae.network import TIME, VERSIONS, Autoencoder
+from wan.vae.rows import WHOLE, Rows
 
 # Per-channel statistics of the latents, published with the models.
 # fmt: off
@@ -51,10 +53,11 @@ _PUBLISHED = {"2.1": (96, 96), "2.2": (160, 256)}  # base widths of encoder and 
 class VideoVAE:
     """Videos to normalised latents and back. network: that of `blueprint`, loaded."""
 
-    def __init__(self, network: Autoencoder, *, tiling: bool = False) -> None:
-        self._network = network
-        self.tiling = tiling
+    def __init__(self, network: Autoencoder) -> None:
         device = next(network.parameters()).device
+        if device.type == "cpu" and network.dtype == torch.bfloat16:  # where that is faster
+            network.channels_last()
+        self._network = network
         mean, std = STATISTICS[network.version.z_dim]
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1, 1)
         # The reciprocal is what the official code keeps and divides by when decoding.
@@ -65,41 +68,55 @@ class VideoVAE:
         return self.mean.device
 
     @torch.no_grad()
-    def encode(self, video_3FHW: Tensor) -> Tensor:
+    def encode(self, video_3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
         """Pixels in [-1, 1], F = 4n+1, to the normalised posterior mean [Z, n+1, h, w].
 
         It is never tiled: tiles would change what an image is encoded to.
+
+        rows: who computes what. The main rank gets the result, the others no rows of it.
         """
-        mean = self._network.encode(video_3FHW[None].to(self.device)).float()
+        mean = self._network.encode(video_3FHW[None].to(self.device), rows).float()
         return ((mean - self.mean) * self.scale)[0]
 
     @torch.no_grad()
-    def decode(self, latent_Zfhw: Tensor) -> Tensor:
-        """Normalised latents to pixels [3, F, H, W], clamped to [-1, 1]."""
-        latent = latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
-        version, (f, h, w) = self._network.version, latent.shape[2:]
-        size = (1 + (f - 1) * TIME, h * version.scale, w * version.scale)
-        video = torch.empty((1, 3, *size), device=self.device)
-        total = None if self.tiling else f  # the decoder is called for each one, in each tile
-        with progress(total, "decoding", "latent frame") as bar:
+    def decode(self, latent_Zfhw: Tensor, rows: Rows = WHOLE) -> Tensor:
+        """Normalised latents to pixels [3, F, H, W], clamped to [-1, 1]. rows: as in `encode`."""
+        latent = self._unnormalised(latent_Zfhw)
+        with progress(latent.shape[2], "decoding", "latent frame") as bar:
+            return self._decoded(latent, rows, bar)[0].clamp_(-1, 1)
 
-            def decode(z_BZfhw: Tensor, into: Tensor) -> Tensor:
-                done = 0
-                for frames in self._network.decode(z_BZfhw):
-                    into[:, :, done : done + frames.shape[2]] = frames
-                    done += frames.shape[2]
-                    bar.update()
-                return into
+    @torch.no_grad()
+    def decode_in_tiles(self, latent_Zfhw: Tensor) -> Tensor:
+        """`decode` with less memory; not exact, where there is more than one tile."""
+        latent = self._unnormalised(latent_Zfhw)
+        with progress(None, "decoding", "latent frame of a tile") as bar:
+            if max(self._size(latent)[1:]) <= tiles.SIDE:
+                return self._decoded(latent, WHOLE, bar)[0].clamp_(-1, 1)
+            video = torch.empty((1, 3, *self._size(latent)), device=self.device)
+            of = self._network.version
+            tile = partial(self._decoded, rows=WHOLE, bar=bar)
+            tiles.decode(tile, latent, of.scale, of.patch, video)
+            return video[0].clamp_(-1, 1)
 
-            def decode_tile(z_BZfhw: Tensor) -> Tensor:
-                h, w = (side * version.scale for side in z_BZfhw.shape[3:])
-                return decode(z_BZfhw, torch.empty((1, 3, size[0], h, w), device=self.device))
+    def _unnormalised(self, latent_Zfhw: Tensor) -> Tensor:
+        return latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
 
-            if self.tiling and max(size[1:]) > tiles.SIDE:
-                tiles.decode(decode_tile, latent, version.scale, version.patch, video)
-            else:
-                decode(latent, video)
-        return video[0].clamp_(-1, 1)
+    def _size(self, latent_BZfhw: Tensor) -> tuple[int, int, int]:
+        """Frames, height and width of the video."""
+        (f, h, w), scale = latent_BZfhw.shape[2:], self._network.version.scale
+        return 1 + (f - 1) * TIME, h * scale, w * scale
+
+    def _decoded(self, latent_BZfhw: Tensor, rows: Rows, bar: Any) -> Tensor:
+        """[B,3,F,H,W], of no rows where this is not the main rank."""
+        frames, height, width = self._size(latent_BZfhw)
+        size = (1, 3, frames, height if rows.is_main else 0, width)
+        video = rows.together(lambda: torch.empty(size, device=self.device))
+        done = 0
+        for part in self._network.decode(latent_BZfhw, rows):
+            video[:, :, done : done + part.shape[2]] = part
+            done += part.shape[2]
+            bar.update()
+        return video
 
 
 def blueprint(path: Path) -> Blueprint[Autoencoder]:
@@ -129,5 +146,10 @@ def published(version: str) -> Autoencoder:
 
 
 def in_float32(_: str, __: torch.dtype) -> torch.dtype:
-    """The dtype that the weights are kept in."""
+    """The dtype that the weights are kept in, as officially."""
     return torch.float32
+
+
+def in_bfloat16(_: str, __: torch.dtype) -> torch.dtype:
+    """Likewise, with --vae_precision bf16."""
+    return torch.bfloat16

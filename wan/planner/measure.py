@@ -90,7 +90,8 @@ class Planner:
 
         if self.device.type == "cpu" or not execution.t5_cpu:
             stage("text encoder", *self._text(parallel.world_size if parallel.t5_fsdp else 1))
-        weights, encoding, decoding = self._vae(execution.vae_tiling)
+        ranks = parallel.world_size if execution.vae_parallel else 1
+        weights, encoding, decoding = self._vae(execution.vae_tiling, ranks)
         if not execution.offload_model:  # it is released before the VAE works otherwise
             stays += self._clip_weights()
         if encoding:
@@ -221,16 +222,22 @@ class Planner:
         count = clip.PUBLISHED if path is None else clip.Blueprint(path).elements
         return Parts({"CLIP weights": count * self.dtype.itemsize})
 
-    def _autoencoder(self, tiling: bool) -> tuple[Parts, Parts, Parts]:
-        """The weights, and what lives beside them while an image is encoded and while decoding."""
+    def _autoencoder(self, tiling: bool, ranks: int) -> tuple[Parts, Parts, Parts]:
+        """The weights, and what lives beside them while an image is encoded and while decoding.
+
+        ranks: that share the rows; the first one has the most, and the whole video.
+        """
         request, preset, path = self.request, self.setup.preset, self.setup.checkpoint.vae
         with META:
             network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
+        network = network.to(build.DTYPES[self.setup.execution.vae_precision])
         model = vae.VideoVAE(network.eval().requires_grad_(False))
         (channels, frames, *size), sides = request.latent_shape, request.video_size[::-1]
         if tiling:
             most = tiles.SIDE // preset.vae_stride[1]
             size = [min(side, most) for side in size]
+        size[0] = -(-size[0] // ranks)
+        own = size[0] * preset.vae_stride[1]
 
         def decode(frames: int) -> None:
             model.decode(torch.empty(channels, frames, *size))
@@ -238,7 +245,7 @@ class Planner:
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * preset.vae_stride[0] + 1, *sides)
             given = video.clone() if self.device.type == "cpu" else None  # what it was made of
-            model.encode(video)
+            model.encode(video[:, :, :own] if ranks > 1 else video)
             del given
 
         def followed(work: Callable[[int], None], frames: int) -> Parts:
@@ -256,8 +263,10 @@ class Planner:
         encoded = {"i2v": frames, "ti2v": int(self.holds_frame)}.get(preset.kind)
         encoding = followed(encode, encoded) if encoded else Parts()
         kept = tiles.kept_bytes(sides, request.frame_num) if tiling else 0
+        rest = (sides[0] - own) * sides[1] * 3 * request.frame_num * 4 if ranks > 1 else 0
         weights = Parts({"VAE weights": weight_bytes(network)})
-        return weights, encoding, followed(decode, frames) + Parts(tiles=kept)
+        decoding = followed(decode, frames) + Parts(tiles=kept) + Parts({"other ranks' rows": rest})
+        return weights, encoding, decoding
 
     @contextmanager
     def _played(self, parallel: Parallel, rank: int = 0) -> Iterator[mesh.Team | None]:

@@ -17,6 +17,11 @@ T = TypeVar("T")
 class Rows(Protocol):
     """Which rows of the frames this rank computes, and what it needs of the others' for that."""
 
+    @property
+    def is_main(self) -> bool:
+        """This rank gets the result."""
+        ...
+
     def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         """This rank's rows of a tensor that every rank has. scale: rows of it to one of latents."""
         ...
@@ -47,6 +52,8 @@ class Rows(Protocol):
 
 class WholeRows:
     """One rank computes all rows."""
+
+    is_main = True
 
     def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         return x_BCFHW

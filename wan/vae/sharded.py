@@ -47,9 +47,18 @@ class ShardedRows:
         self.exchanges = 0  # of this latent frame
 
     @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
     def is_idle(self) -> bool:
         """This rank has no rows."""
         return self.rank not in self.ranks
+
+    @property
+    def share(self) -> float:
+        """Part of all rows that this rank has."""
+        return self.heights[self.rank] / sum(self.heights)
 
     def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         start, stop = (end * scale for end in self._rows)
@@ -117,14 +126,18 @@ class ShardedRows:
             if not is_out_of_memory(error):
                 raise
         if not found:  # the error is gone, and with it all tensors that it held
-            follow()
+            try:
+                follow()
+            except Exception as error:  # the others wait in vain: this rank ends, and so do they
+                raise RuntimeError("A rank without memory could not follow the others.") from error
         self._agree(bool(found))
         return found[0]
 
-    def wait(self, steps: int) -> None:
+    def wait(self, steps: int) -> Tensor:
         """What a rank without rows does while the others do so many things together."""
         for _ in range(steps):
             self._agree(True)
+        return torch.empty(0)
 
     def collect(self, x_BCFHW: Tensor) -> Tensor:
         """All rows on the main rank, none on the others."""
