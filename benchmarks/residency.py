@@ -99,7 +99,7 @@ def make(task: str, out: Path, layers: int | None) -> None:
         (out / other).symlink_to(out / names[0])
     stem = out / "models_t5_umt5-xxl-enc-bf16.safetensors"
     save(encoder, stem, t5_official_name, layer="block", layers=24)
-    residual = autoencoder.config.is_residual
+    residual = autoencoder.version.shortcuts
     state = {vae_official_name(n, residual): x for n, x in drawn(autoencoder, "no layers", 1)}
     torch.save(state, out / f"Wan{preset.vae}_VAE.pth")
     write_tokenizer(out / "google" / "umt5-xxl", train_tokenizer())

@@ -171,8 +171,6 @@ class _Generator:
             latents = self._pipeline.latents(request, image, last_image=last, **embeds)
             if output_type == "latent":
                 return latents
-            if self._team is not None and not self._team.is_main:
-                return None
             return self._pipeline.decode(latents)
 
     def _with_offload(self, offload: Offload) -> Setup:

@@ -55,6 +55,18 @@ class Device:
         if self._accelerator is not None:
             self._accelerator.empty_cache()
 
+    def free_memory(self) -> int | None:
+        """Bytes that this process may still take; None where the system does not tell.
+
+        Of a CPU's, its share: the ranks of a machine have the same memory.
+        """
+        if self._accelerator is None:
+            free = host.available_memory()
+            return None if free is None else free // host.ranks()
+        free, _ = self._accelerator.mem_get_info(self.torch_device)
+        kept = self._accelerator.memory_reserved(self.torch_device)
+        return free + kept - self._accelerator.memory_allocated(self.torch_device)
+
     def reset_peak_memory(self) -> None:
         if self._accelerator is not None:
             self._accelerator.reset_peak_memory_stats(self.torch_device)
@@ -64,12 +76,6 @@ class Device:
         if self._accelerator is None:
             return None
         return self._accelerator.max_memory_allocated(self.torch_device)
-
-    def free_memory(self) -> int | None:
-        """Bytes that the accelerator's driver has left; None on the CPU."""
-        if self._accelerator is None:
-            return None
-        return self._accelerator.mem_get_info(self.torch_device)[0]
 
     def clock(self) -> trace.Clock:
         """Says when what is recorded has begun and ended."""

@@ -28,7 +28,12 @@ def peak_memory() -> int:
 def cores() -> int:
     """CPU cores of this process's share, at least one: those it may use, by its machine's ranks."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max((usable or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    return max((usable or 1) // ranks(), 1)
+
+
+def ranks() -> int:
+    """Processes of the run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def cpu() -> str:

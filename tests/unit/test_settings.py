@@ -244,6 +244,8 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "text_kv_cache": ("false", False, ()),
     "compile": ("true", True, ()),
     "vae_tiling": ("true", True, ()),
+    "vae_precision": ("bf16", "bf16", ()),
+    "vae_parallel": ("true", True, TWO),
     "attention_algo": ("laser", "laser", NPU),
     "attention_backend": ("cudnn", "cudnn", ("--device", "cuda")),
     "fa_quant": ("fp8", "fp8", ()),

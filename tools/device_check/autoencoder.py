@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import common
 from tools.device_check.bench import Bench, attempted, gigabytes
@@ -19,10 +17,11 @@ from tools.device_check.network import apart, case
 from tools.device_check.steps import Figure, Line, absent, error, line
 from wan.checkpoint.layout import published
 from wan.pipeline import vae as autoencoders
-from wan.pipeline.vae import VAE_22, VideoVAE
+from wan.pipeline.vae import VideoVAE
 from wan.planner.measure import Planner
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request
+from wan.vae.network import Autoencoder
 
 LIMIT = 1e-2  # relative rms; TF32 and HF32 round inputs to 10 bits, float32 alone gives 1e-5
 PLAN = 1.1  # most that is measured, over what was planned
@@ -42,15 +41,10 @@ def vae(bench: Bench) -> Iterator[Line]:
     yield absent("in bfloat16, channels-last", "the VAE computes in float32 only")
 
 
-def _network(bench: Bench, version: str) -> Any:
+def _network(bench: Bench, version: str) -> Autoencoder:
     """Random weights, the same in every run; tiny where the host is the device."""
     torch.manual_seed(0)
-    if bench.large:
-        made = autoencoders.published(version)
-    elif version == "2.1":
-        made = autoencoders.autoencoder(base_dim=8, z_dim=16)
-    else:
-        made = autoencoders.autoencoder(base_dim=8, decoder_base_dim=10, **VAE_22)
+    made = autoencoders.published(version) if bench.large else Autoencoder(version, 8, 10)
     return made.eval().requires_grad_(False)
 
 
@@ -60,16 +54,16 @@ def _errors(bench: Bench, version: str) -> Line:
     frames, height, width = SMALL
     video = torch.rand(1, 3, frames, height, width, dtype=torch.float64) * 2 - 1
     exact = network.double()
-    moments = exact.encode(video).latent_dist.mode()
-    latents = torch.randn(moments.shape, dtype=torch.float64)
-    decoded = exact.decode(latents, return_dict=False)[0]
+    encoded = exact.encode(video)
+    latents = torch.randn(encoded.shape, dtype=torch.float64)
+    decoded = torch.cat(list(exact.decode(latents)), dim=2)
     model = VideoVAE(network.float().to(bench.place))
     mean, scale = (x.cpu().double() for x in (model.mean, model.scale))
     found = model.encode(video[0].float())
     back = model.decode(((latents - mean) * scale)[0].float())
     return line(
         f"{version}: error, {frames} frames of {width} x {height}",
-        error(apart(found, ((moments - mean) * scale)[0]), LIMIT, "encoding"),
+        error(apart(found, ((encoded - mean) * scale)[0]), LIMIT, "encoding"),
         error(apart(back, decoded[0].clamp(-1, 1)), LIMIT, "decoding"),
     )
 
@@ -112,8 +106,7 @@ def _tiles(bench: Bench, version: str) -> Line:
     random = torch.Generator().manual_seed(4)
     latents = torch.randn(channels, frames, height // factor, width // factor, generator=random)
     whole = model.decode(latents)
-    model.tiling = True
-    tiled: Tensor = model.decode(latents)
+    tiled = model.decode_in_tiles(latents)
     return line(
         f"{version}: tiles, {list(whole.shape[1:])}",
         Figure("distance from whole frames", apart(tiled, whole)),

@@ -27,7 +27,7 @@ from wan.settings.attention import (
 from wan.settings.backends import BACKENDS
 from wan.settings.devices import CHIPS
 from wan.settings.errors import InputError
-from wan.settings.execution import DEVICE_TYPES, FP8_WEIGHTS, PRECISIONS
+from wan.settings.execution import DEVICE_TYPES, FP8_WEIGHTS, PRECISIONS, VAE_PRECISIONS
 from wan.settings.parallel import RING_TYPES
 from wan.settings.presets import TASKS, TRAIN_TIMESTEPS, UNSUPPORTED_TASKS
 from wan.settings.recipes import NAMES as RECIPES
@@ -124,6 +124,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         _loads("text_kv_cache", switch, "keep the text's keys and values (default true)"),
         _loads("compile", switch, "compile the transformer blocks"),
         _loads("vae_tiling", switch, "decode in tiles: less memory, not exact"),
+        _loads("vae_precision", choice(*VAE_PRECISIONS), "fp32 (default) or bf16"),
     ),
     "attention": (
         _loads("attention_algo", choice(*ALGORITHMS), "dense kernel of NPUs (default fused)"),
@@ -191,6 +192,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         _layout("chunks", _SIZE, "most head chunks, to search for the best (published: 10)"),
         _layout("fa_alltoall_overlap", switch, "hide exchanges under attention (or OVERLAP=1)"),
+        _layout("vae_parallel", switch, "encode and decode on all ranks, exactly"),
         _layout("t5_fsdp", switch, "shard the text encoder"),
         _layout("dit_fsdp", switch, "shard the DiT"),
         _layout("dist_timeout", real(0, 10080, above=True), "minutes to wait for ranks (30)"),
@@ -273,7 +275,6 @@ _ANIMATE = "it belongs to animate-14B, which is not supported"
 _S2V = "it belongs to s2v-14B, which is not supported"
 REFUSED = {
     "tp_size": "tensor parallelism is not supported; run without it",
-    "vae_parallel": "the VAE runs on one device; --vae_tiling bounds its memory",
     "src_root_path": _ANIMATE,
     "refert_num": _ANIMATE,
     "replace_flag": _ANIMATE,

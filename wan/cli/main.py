@@ -117,7 +117,7 @@ def _launch(argv: Sequence[str], work: Callable[[Run, Team | None], None]) -> in
 
 
 def generate(run: Run, team: Team | None = None) -> None:
-    """Carry out a resolved run. Of several ranks, the main one decodes and writes the video."""
+    """Carry out a resolved run. Of several ranks, the main one writes the video."""
     _load_torch()
     from wan import device as devices
     from wan.pipeline import build
@@ -147,21 +147,25 @@ def _meter(run: Run, device: Device) -> AbstractContextManager[VideoMeter | None
 def _make_video(run: Run, pipeline: Pipeline, team: Team | None, meter: VideoMeter | None) -> None:
     from wan.pipeline import video
 
-    kept: Path | None
-    if run.decode_latents is not None:
-        latents, kept = video.load_latents(run.decode_latents), run.decode_latents
+    is_main, kept = team is None or team.is_main, run.decode_latents
+    if kept is not None:
+        latents = video.load_latents(kept)
     else:
         with _recorded(run, pipeline, team):
             latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
+        kept = _save_latents(run, latents) if is_main else None
+
+    def part() -> None:
+        """The other ranks are not needed any more."""
+        if team is not None and meter is not None:
+            meter.gather(team)
         if team is not None:
-            if meter is not None:
-                meter.gather(team)
             team.close()
-            if not team.is_main:
-                return
-        kept = _save_latents(run, latents)
-    with latents_survive(kept):
-        frames = pipeline.decode(latents)
+
+    with latents_survive(kept if is_main else None):
+        frames = pipeline.decode(latents, part)
+        if frames is None:
+            return
         power = None if meter is None else meter.stop()
         with pipeline.stages("writing"):
             video.save_video(frames, run.output.save_file, run.output.fps)
@@ -286,6 +290,7 @@ def _save_record(
             "precision": precision,
             "dit_precision": execution.dit_precision_on(device.type),
             "kernel": pipeline.kernel,
+            "vae": pipeline.codec.used,
             **asdict(run.setup.parallel),
         },
         **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),

@@ -97,6 +97,7 @@ class Run:
                 for one in ones
             ],
             "--power": self.power,
+            "--vae_parallel": setup.execution.vae_parallel,
             "the video's size": self.request.video_size,
             "--trace": self.output.trace is not None,
             "--trace_steps": self.output.trace_steps,
@@ -257,12 +258,13 @@ def _decide(
         }
         values = {name: value for name, value in values.items() if name not in denoising}
         _check_latents(values["decode_latents"], preset)
-        if world > 1:
+        if world > 1 and not values.get("vae_parallel"):
             raise InputError(
                 f"--decode_latents runs on one process, but {world} were started; start it as "
-                "`python generate.py --decode_latents ...`."
+                "`python generate.py --decode_latents ...`, or add --vae_parallel."
             )
     setup, notices = make_setup(values, preset, checkpoint, world)
+    notices = () if "decode_latents" in values else notices  # they are about the DiT
     request = make_request(preset, values, image_size)
     return setup, request, (*notices, *setup.check_request(request))
 

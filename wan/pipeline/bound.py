@@ -21,8 +21,8 @@ from wan.settings.request import Request
 _TEXT_ENCODER, _WORDS = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16, and its word table
 _VAE = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
 # Bytes per pixel of one, two, three latent frames, and what each further one adds: as measured.
-_DECODE = {"2.1": (6_900, 18_300, 19_500, 48), "2.2": (5_800, 18_900, 21_600, 48)}
-_ENCODE = {"2.1": (3_800, 12_100, 14_100, 48), "2.2": (1_900, 6_400, 7_300, 96)}
+_DECODE = {"2.1": (11_100, 17_300, 17_390, 50), "2.2": (8_550, 15_570, 15_690, 50)}
+_ENCODE = {"2.1": (5_800, 11_880, 11_930, 50), "2.2": (2_470, 5_730, 5_820, 97)}
 
 
 def stages(setup: Setup, request: Request) -> dict[str, int]:
@@ -104,22 +104,39 @@ def _dit(setup: Setup, request: Request) -> tuple[int, int, int]:
 
 def _vae(setup: Setup, request: Request) -> tuple[int, int, int]:
     """Weights; what is beside them while an image is encoded (0: none is), and while decoding."""
-    version, path = setup.preset.vae, setup.checkpoint.vae
-    weights = _VAE[version] if path is None else _stored(path)
-    channels = min(1.0, (weights / _VAE[version]) ** 0.5)  # share of the published one's
-    pixels = prod(request.video_size)
-
-    def running(bytes_per_pixel: tuple[int, ...], frames: int) -> int:
-        *few, more = bytes_per_pixel
-        each = few[min(frames, 3) - 1] * channels + max(0, frames - 3) * more
-        return int(each * pixels)
-
-    frames = request.latent_shape[1]
+    (width, height), frames = request.video_size, request.latent_shape[1]
+    weights = int(_vae_weights(setup) * _vae_bytes(setup) / 4)
     encoded = {"i2v": frames, "ti2v": int(request.image_size is not None)}.get(setup.preset.kind, 0)
-    encoding = running(_ENCODE[version], encoded) if encoded else 0
+    share, video = 1.0, 3 * request.frame_num * width * height * 4
+    if setup.execution.vae_parallel:
+        share = 1 / setup.parallel.world_size
+    encoding = share * autoencoder(setup, "encode", (encoded, height, width)) if encoded else 0
     if setup.execution.vae_tiling:
-        return weights, encoding, 3 * request.frame_num * pixels * 4
-    return weights, encoding, running(_DECODE[version], frames)
+        return weights, int(encoding), video
+    decoding = share * (autoencoder(setup, "decode", (frames, height, width)) - video) + video
+    return weights, int(encoding), int(decoding)
+
+
+def autoencoder(setup: Setup, verb: str, size: tuple[int, int, int]) -> int:
+    """What is beside the VAE's weights while it works, on all ranks that share it together.
+
+    verb: "encode" or "decode". size: latent frames, pixels of a column and of a row.
+    """
+    version, (frames, height, width) = setup.preset.vae, size
+    channels = min(1.0, (_vae_weights(setup) / _VAE[version]) ** 0.5)  # share of the published
+    *few, more = {"encode": _ENCODE, "decode": _DECODE}[verb][version]
+    each = few[min(frames, 3) - 1] * channels * _vae_bytes(setup) / 4 + max(0, frames - 3) * more
+    return int(each * height * width)
+
+
+def _vae_bytes(setup: Setup) -> int:
+    return {"bf16": 2, "fp32": 4}[setup.execution.vae_precision]
+
+
+def _vae_weights(setup: Setup) -> int:
+    """In float32."""
+    path = setup.checkpoint.vae
+    return _VAE[setup.preset.vae] if path is None else _stored(path)
 
 
 def _stored(path: Path) -> int:

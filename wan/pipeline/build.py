@@ -40,6 +40,7 @@ from wan.pipeline import bound, clip, text, vae
 from wan.pipeline.adapt import adaptation
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
+from wan.pipeline.decoding import Codec, MakeRows
 from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
 from wan.pipeline.residency import Residency, streamed
 from wan.pipeline.setup import Setup
@@ -47,6 +48,7 @@ from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
+from wan.vae.sharded import ShardedRows, even
 
 T = TypeVar("T")
 _TIME_EMBEDDING = [f"time_embedding.{i}.{part}" for i in (0, 2) for part in ("weight", "bias")]
@@ -114,10 +116,12 @@ def pipeline(
     if device.type == "cpu" and execution.precision == "auto" and logger.isEnabledFor(logging.INFO):
         _suggest_bf16()
     text_dtype = t5_dtype or DTYPES[execution.precision_on(device.type)]
+    autoencoder = Lazy(lambda: timed(parts.video_vae))
     return Pipeline(
         device=device,
         text=Lazy(lambda: timed(lambda: parts.text_encoder(text_dtype)), parts.text_files()),
-        vae=Lazy(lambda: timed(parts.video_vae)),
+        vae=autoencoder,
+        codec=Codec(setup, device, autoencoder.get, vae_rows(device, team)),
         clip=Lazy(lambda: timed(lambda: parts.clip_vision(text_dtype))),
         experts=Experts(
             lambda name: timed(lambda: parts.dit(name, compute)),
@@ -220,7 +224,7 @@ class _Parts:
         self._check_channels()
         # Each rank checks what it will load: the libraries and a tokenizer take memory and time.
         is_main = team is None or team.is_main
-        if self._vae is not None and is_main:
+        if self._vae is not None and (is_main or setup.execution.vae_parallel):
             self._vae.check()
         self._tokenizer: object = None
         self._reads_text = is_main or setup.parallel.t5_fsdp
@@ -311,8 +315,9 @@ class _Parts:
     def video_vae(self) -> VideoVAE:
         self._setup.checkpoint.require("vae")
         assert self._vae is not None
-        model = self._vae.load(device=self._device, dtype_of=vae.in_float32)
-        return VideoVAE(model, tiling=self._setup.execution.vae_tiling)
+        rounds = self._setup.execution.vae_precision == "bf16"
+        dtype_of = vae.in_bfloat16 if rounds else vae.in_float32
+        return VideoVAE(self._vae.load(device=self._device, dtype_of=dtype_of))
 
 
 def step_caches(setup: Setup, team: Team | None) -> StepCaches:
@@ -357,6 +362,19 @@ def places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
     if team is not None and parallel.t5_fsdp:
         encoder = Sharded(team.world_mesh(), text.umt5_blocks)
     return dit, encoder
+
+
+def vae_rows(device: Device, team: Team | None) -> MakeRows | None:
+    """Which rank encodes and decodes which rows; None for one process."""
+    if team is None:
+        return None
+    ranks, place = team.mesh.size(), device.torch_device
+
+    def rows(height: int, shared: bool) -> ShardedRows:
+        heights = even(height, ranks) if shared else (height, *[0] * (ranks - 1))
+        return ShardedRows(None, heights, place)
+
+    return rows
 
 
 def sharing(parallel: Parallel, team: Team | None) -> Sharing:

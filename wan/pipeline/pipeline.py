@@ -20,6 +20,7 @@ from wan.modules.model import WanModel
 from wan.pipeline import conditioning, timesteps
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
+from wan.pipeline.decoding import Codec
 from wan.pipeline.denoise import Branches, both_here, denoise
 from wan.pipeline.residency import Residency
 from wan.pipeline.text import TextEncoder
@@ -148,6 +149,7 @@ class Pipeline:
         device: This rank's.
         text: The text encoder.
         vae: The autoencoder.
+        codec: Which ranks call it, and how.
         clip: The image encoder.
         experts: The DiTs.
         text_size: Most tokens of a prompt, and channels of each, that the DiTs take.
@@ -162,6 +164,7 @@ class Pipeline:
     device: Device
     text: Lazy[TextEncoder]
     vae: Lazy[VideoVAE]
+    codec: Codec
     clip: Lazy[ClipVision]
     experts: Experts
     text_size: tuple[int, int]
@@ -198,7 +201,6 @@ class Pipeline:
             negative_prompt_embeds: Likewise.
             last_image: The image to end with.
         """
-        self.residency.request = request
         if prompt_embeds is None:
             self.text.prefetch()
         self.experts.prefetch(timesteps.schedule(request).experts[0])
@@ -208,7 +210,7 @@ class Pipeline:
                 request,
                 (context, negative),
                 [one for one in (image, last_image) if one is not None],
-                lambda video: self.sharing.latents(lambda: self.vae.get().encode(video)),
+                self._encode,
                 self._look,
                 self.device.torch_device,
             )
@@ -228,6 +230,7 @@ class Pipeline:
         negative_prompt_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Embeddings of the prompt and of the negative one, unless they are given."""
+        self.residency.request = request
         with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
             negative = context  # never looked at without guidance
@@ -236,12 +239,21 @@ class Pipeline:
             self._done(self.text)
         return context, negative
 
-    def decode(self, latents_Zfhw: Tensor) -> Tensor:
-        """Pixels [3,F,H,W] in [-1, 1]."""
+    def decode(
+        self, latents_Zfhw: Tensor, part: Callable[[], None] = lambda: None
+    ) -> Tensor | None:
+        """Pixels [3,F,H,W] in [-1, 1] on the main rank, None on the others; all of them call it.
+
+        part: called when the other ranks are not needed any more.
+        """
         with self.stages("decoding"):
-            video = self.vae.get().decode(latents_Zfhw)
+            video = self.codec.decode(latents_Zfhw, part)
             self._done(self.vae)
         return video
+
+    def _encode(self, video_3FHW: Tensor) -> Tensor:
+        latents = self.codec.encode(video_3FHW)
+        return self.sharing.latents(lambda: latents)
 
     def _look(self, images: Sequence[Tensor]) -> Tensor:
         """CLIP's features; it is released before the VAE works, which takes more memory."""

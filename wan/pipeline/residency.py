@@ -343,7 +343,7 @@ class Residency:
 
     def resident(self, size: int, count: int) -> int:
         """How many blocks of a DiT stay: on an accelerator as many as there is memory for."""
-        free = self.device.free_memory()
+        free = None if self.device.type == "cpu" else self.device.free_memory()
         if self.resident_blocks is not None or free is None or self.request is None:
             return self.resident_blocks or 0
         left = free - _SPARE - self.beside(self.request) * 5 // 4 - buffers(self.device.type) * size

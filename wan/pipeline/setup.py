@@ -60,6 +60,11 @@ class Setup:
         step_cache.check(self.cache, self.parallel, self.execution)
         self._check_fp8()
         self._check_offload()
+        if self.execution.vae_parallel and self.parallel.world_size == 1:
+            raise InputError(
+                "--vae_parallel shares rows among ranks, but this is one process; start it with "
+                "torchrun, or drop the flag."
+            )
         if self.execution.device != "auto":
             self._check_on(devices.candidates(self.execution.device, self.chip))
 

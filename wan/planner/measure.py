@@ -35,6 +35,7 @@ from wan.settings.numerics import acting_as
 from wan.settings.parallel import Parallel
 from wan.settings.request import Request
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
+from wan.vae import tiles
 
 META = torch.device("meta")
 Parts = Counter[str]
@@ -91,7 +92,8 @@ class Planner:
 
         if self.device.type == "cpu" or not execution.t5_cpu:
             stage("text encoder", *self._encoding(execution, parallel))
-        weights, encoding, decoding = self._vae(execution.vae_tiling)
+        ranks = parallel.world_size if execution.vae_parallel else 1
+        weights, encoding, decoding = self._vae(execution.vae_tiling, ranks)
         if not execution.offload_model:  # it is released before the VAE works otherwise
             stays += self._clip_weights()
         if encoding:
@@ -243,17 +245,22 @@ class Planner:
         count = clip.PUBLISHED if path is None else clip.Blueprint(path).elements
         return Parts({"CLIP weights": count * self.dtype.itemsize})
 
-    def _autoencoder(self, tiling: bool) -> tuple[Parts, Parts, Parts]:
-        """The weights, and what lives beside them while an image is encoded and while decoding."""
+    def _autoencoder(self, tiling: bool, ranks: int) -> tuple[Parts, Parts, Parts]:
+        """The weights, and what lives beside them while an image is encoded and while decoding.
+
+        ranks: that share the rows; the first one has the most, and the whole video.
+        """
         request, preset, path = self.request, self.setup.preset, self.setup.checkpoint.vae
         with META:
             network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
+        network = network.to(build.DTYPES[self.setup.execution.vae_precision])
         model = vae.VideoVAE(network.eval().requires_grad_(False))
         (channels, frames, *size), sides = request.latent_shape, request.video_size[::-1]
-        tile, tiles, joined = max(sides), 0, 0
         if tiling:
-            tile, tiles, joined = vae.tiles(network, sides, request.frame_num)
-        size = [min(side, tile * side // whole) for side, whole in zip(size, sides, strict=True)]
+            most = tiles.SIDE // preset.vae_stride[1]
+            size = [min(side, most) for side in size]
+        size[0] = -(-size[0] // ranks)
+        own = size[0] * preset.vae_stride[1]
 
         def decode(frames: int) -> None:
             model.decode(torch.empty(channels, frames, *size))
@@ -261,7 +268,7 @@ class Planner:
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * preset.vae_stride[0] + 1, *sides)
             given = video.clone() if self.device.type == "cpu" else None  # what it was made of
-            model.encode(video)
+            model.encode(video[:, :, :own] if ranks > 1 else video)
             del given
 
         def followed(work: Callable[[int], None], frames: int) -> Parts:
@@ -278,9 +285,11 @@ class Planner:
 
         encoded = {"i2v": frames, "ti2v": int(self.holds_frame)}.get(preset.kind)
         encoding = followed(encode, encoded) if encoded else Parts()
-        most = max(joined, followed(decode, frames).total())
+        kept = tiles.kept_bytes(sides, request.frame_num) if tiling else 0
+        rest = (sides[0] - own) * sides[1] * 3 * request.frame_num * 4 if ranks > 1 else 0
         weights = Parts({"VAE weights": weight_bytes(network)})
-        return weights, encoding, Parts(activations=most, tiles=tiles)
+        decoding = followed(decode, frames) + Parts(tiles=kept) + Parts({"other ranks' rows": rest})
+        return weights, encoding, decoding
 
     @contextmanager
     def _played(self, parallel: Parallel, rank: int = 0) -> Iterator[mesh.Team | None]:

@@ -218,22 +218,22 @@ class Rounds:
         return self._pipeline.latents(request, run.image, *self._texts, last_image=run.last_image)
 
     def close(self) -> None:
-        """Ranks part; the main one decodes a video of each variant and compares them."""
-        self._team.close()
-        if not self._team.is_main:
-            return
+        """The main rank keeps a video of each variant and compares them; then ranks part."""
         self._pipeline.experts.release()
         baseline: Tensor | None = None
         for name, found in self.found.items():
             frames = self._pipeline.decode(self._latents[name])
+            if frames is None:
+                continue
             path = self._out / f"{slug(found.variant)}.mp4"
             video.save_video(frames, path, self._run.output.fps)
             levels = ((frames + 1) * 127.5).round_()
             baseline = levels if baseline is None else baseline
-            difference = (levels - baseline).abs_()
+            difference = levels.sub(baseline).abs_()
             found.largest = int(difference.max())
             mean = float(difference.square_().mean())
             found.psnr = 10 * float(np.log10(255**2 / mean)) if mean else float("inf")
+        self._team.close()
 
 
 def rests(events: Sequence[Event]) -> list[float]:

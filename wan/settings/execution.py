@@ -9,6 +9,7 @@ from wan.settings.errors import InputError
 
 DEVICE_TYPES = ("auto", "cpu", "cuda", "npu")
 PRECISIONS = ("auto", "bf16", "fp32")
+VAE_PRECISIONS = ("fp32", "bf16")
 FP8_WEIGHTS = ("auto", "keep", "upcast")
 Offload = bool | Literal["cpu", "block"]
 """True: one network in memory at a time, read again when it is needed again; False: all that were
@@ -38,6 +39,8 @@ class Execution:
         text_kv_cache: Keeps the text's keys and values over the steps.
         compile: Compiles the transformer blocks.
         vae_tiling: Decodes in tiles: less memory, not exact.
+        vae_parallel: All ranks encode and decode, each some rows.
+        vae_precision: One of VAE_PRECISIONS.
     """
 
     device: str = "auto"
@@ -50,12 +53,19 @@ class Execution:
     text_kv_cache: bool = True
     compile: bool = False
     vae_tiling: bool = False
+    vae_parallel: bool = False
+    vae_precision: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.convert_model_dtype and self.precision == "fp32":
             raise InputError(
                 "--convert_model_dtype stores the DiT in bf16, but --precision fp32 asks for fp32; "
                 "drop one of them."
+            )
+        if self.vae_parallel and self.vae_tiling:
+            raise InputError(
+                "--vae_parallel decodes whole frames on all ranks, --vae_tiling tiles of them on "
+                "one; drop one of them."
             )
 
     def blocks_held(self, layers: int, device: str) -> int:

@@ -1,0 +1,126 @@
+"""How the ranks of a run encode and decode: by the first means that memory allows.
+
+Whole frames on the main rank; rows shared by all ranks, which is exact, too; tiles on the main
+rank, which are not, and never encode. Where memory runs out, the next of them is tried.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from wan.device import Device
+from wan.log import logger
+from wan.pipeline import bound
+from wan.pipeline.setup import Setup
+from wan.pipeline.vae import VideoVAE
+from wan.settings.errors import is_out_of_memory
+from wan.vae.rows import WHOLE
+from wan.vae.sharded import ShardedRows
+
+T = TypeVar("T")
+ALONE, SHARED, TILES = "whole frames", "rows shared by all ranks", "tiles"
+MakeRows = Callable[[int, bool], ShardedRows]
+"""(rows of latents, shared by all ranks or on the main one) -> who computes which."""
+
+
+class Codec:
+    """The autoencoder of a run. used: how it was decoded last."""
+
+    def __init__(
+        self, setup: Setup, device: Device, vae: Callable[[], VideoVAE], rows: MakeRows | None
+    ) -> None:
+        """vae: loads it where it is needed. rows: None for a process alone."""
+        self._setup, self._device, self._vae, self._rows = setup, device, vae, rows
+        self.used = ""
+        execution = setup.execution
+        self._means: tuple[str, ...] = (ALONE, SHARED, TILES)
+        if execution.vae_parallel:
+            self._means = (SHARED, TILES)
+        elif rows is None:
+            self._means = (ALONE, TILES)
+        self._decodes = (TILES,) if execution.vae_tiling else self._means
+
+    def encode(self, video_3FHW: Tensor) -> Tensor:
+        """The normalised latents [Z,f,h,w] on the main rank; every rank calls it."""
+        _, frames, height, width = video_3FHW.shape
+        time, scale, _ = self._setup.preset.vae_stride
+        steps = 1 + (frames - 1) // time
+        size = steps, height, width
+
+        def attempt(means: str) -> Tensor:
+            work = partial(VideoVAE.encode, video_3FHW=video_3FHW)
+            return self._together(means, height // scale, steps, work, ("encode", size))
+
+        return self._first(tuple(way for way in self._means if way != TILES), attempt)
+
+    def decode(self, latent_Zfhw: Tensor, part: Callable[[], None]) -> Tensor | None:
+        """Pixels [3,F,H,W] in [-1, 1] on the main rank, None on the others; all call it.
+
+        part: called when the others are not needed any more.
+        """
+        _, steps, height, width = latent_Zfhw.shape
+        _, *scales = self._setup.preset.vae_stride
+        size = steps, height * scales[0], width * scales[1]
+        is_main = self._rows is None or self._rows(height, False).rank == 0
+
+        def attempt(means: str) -> Tensor | None:
+            if means == TILES:
+                part()
+                return self._vae().decode_in_tiles(latent_Zfhw) if is_main else None
+            work = partial(VideoVAE.decode, latent_Zfhw=latent_Zfhw)
+            video = self._together(means, height, steps + 1, work, ("decode", size))
+            part()
+            return video if is_main else None
+
+        return self._first(self._decodes, attempt)
+
+    def _first(self, order: tuple[str, ...], attempt: Callable[[str], T]) -> T:
+        for means, following in zip(order, (*order[1:], None), strict=True):
+            self.used = means
+            try:
+                return attempt(means)
+            except Exception as error:
+                if following is None or not is_out_of_memory(error):
+                    raise
+            gc.collect()
+            self._device.empty_cache()
+            exact = "; they are not exact" if following == TILES else ""
+            logger.warning("The VAE has too little memory for %s: %s%s.", means, following, exact)
+        raise AssertionError("the last means returns or raises")
+
+    def _together(
+        self,
+        means: str,
+        height: int,
+        steps: int,
+        work: Callable[..., Tensor],
+        need: tuple[str, tuple[int, int, int]],
+    ) -> Tensor:
+        """work(vae, rows=...) on the ranks that have rows; the others wait for so many steps."""
+        if self._rows is None:
+            self._check_free(need, 1.0)
+            return work(self._vae(), rows=WHOLE)
+        rows = self._rows(height, means == SHARED)
+
+        def prepared() -> VideoVAE:
+            self._check_free(need, rows.share)
+            return self._vae()
+
+        def attempt() -> Tensor:
+            if rows.is_idle:
+                return rows.wait(1 + steps)
+            return work(rows.together(prepared), rows=rows)
+
+        return rows.together(attempt)
+
+    def _check_free(self, need: tuple[str, tuple[int, int, int]], share: float) -> None:
+        """MemoryError where less is free than a rank with this share of the rows needs at least."""
+        free = self._device.free_memory()
+        least = share * bound.autoencoder(self._setup, *need)
+        if free is not None and least > free:
+            raise MemoryError(f"The VAE needs {least / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.")
