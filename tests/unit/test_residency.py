@@ -332,8 +332,8 @@ def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("gigabytes", "argv", "words"),
     [
-        (8, (), r"use --offload_model block \(4\.\d GB\), or see what fits"),
-        (3, (), "free; choose a smaller --size or --frame_num, or see what fits"),
+        (8, (), r"use --offload_model block \(2\.\d GB\), or see what fits"),
+        (2, (), "free; choose a smaller --size or --frame_num, or see what fits"),
         (8, ("--compile",), "free; choose a smaller --size or --frame_num, or see what fits"),
     ],
 )

@@ -246,15 +246,12 @@ class Planner:
         return Parts({"CLIP weights": count * self.dtype.itemsize})
 
     def _autoencoder(self, tiling: bool, ranks: int) -> tuple[Parts, Parts, Parts]:
-        """The weights, and what lives beside them while an image is encoded and while decoding.
-
-        ranks: that share the rows; the first one has the most, and the whole video.
-        """
+        """The weights; what lives beside them while encoding and decoding the most of the rows."""
         request, preset, path = self.request, self.setup.preset, self.setup.checkpoint.vae
         with META:
             network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
-        network = network.to(build.DTYPES[self.setup.execution.vae_precision])
-        model = vae.VideoVAE(network.eval().requires_grad_(False))
+        dtype = build.DTYPES[self.setup.execution.vae_precision]
+        model = vae.VideoVAE(network.to(dtype).eval().requires_grad_(False))
         (channels, frames, *size), sides = request.latent_shape, request.video_size[::-1]
         if tiling:
             most = tiles.SIDE // preset.vae_stride[1]
@@ -287,9 +284,8 @@ class Planner:
         encoding = followed(encode, encoded) if encoded else Parts()
         kept = tiles.kept_bytes(sides, request.frame_num) if tiling else 0
         rest = (sides[0] - own) * sides[1] * 3 * request.frame_num * 4 if ranks > 1 else 0
-        weights = Parts({"VAE weights": weight_bytes(network)})
         decoding = followed(decode, frames) + Parts(tiles=kept) + Parts({"other ranks' rows": rest})
-        return weights, encoding, decoding
+        return Parts({"VAE weights": weight_bytes(network)}), encoding, decoding
 
     @contextmanager
     def _played(self, parallel: Parallel, rank: int = 0) -> Iterator[mesh.Team | None]:
