@@ -42,10 +42,7 @@ def _refusal(setup: Setup, request: Request, ranks_here: int, device: str) -> st
     if free is None:
         return ""
     setup = replace(setup, execution=replace(setup.execution, device=device))
-    needs = bound.stages(setup, request)
-    # The last means of decoding, for what memory there is.
-    tiles = replace(setup.execution, vae_tiling=True, vae_parallel=False)
-    needs["decoding"] = bound.stages(replace(setup, execution=tiles), request)["decoding"]
+    needs = bound.least(setup, request)
     if device == "cpu":  # all of them denoise, one decodes
         needs["denoising"] *= ranks_here
     stage, need = max(needs.items(), key=lambda item: item[1])

@@ -7,6 +7,7 @@ Legend: C channels, F channels of the feed-forward, e bytes of an element in the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def stages(setup: Setup, request: Request) -> dict[str, int]:
     found["denoising"] = stays + keeps * vae * bool(encoding) + networks * weights + running
     found["decoding"] = stays + keeps * networks * weights + vae + decoding
     return found
+
+
+def least(setup: Setup, request: Request) -> dict[str, int]:
+    """`stages`, with the last means of decoding: tiles, for which there may be memory."""
+    tiles = replace(setup.execution, vae_tiling=True, vae_parallel=False)
+    decoding = stages(replace(setup, execution=tiles), request)["decoding"]
+    return stages(setup, request) | {"decoding": decoding}
 
 
 def device(setup: Setup) -> Capabilities:
