@@ -60,10 +60,7 @@ def _refusal(setup: Setup, request: Request, ranks_here: int, device: str) -> st
 def _need(setup: Setup, request: Request, ranks_here: int, **execution: Any) -> tuple[str, int]:
     """The stage that takes the most, and its bytes. execution: other settings than the run's."""
     changed = replace(setup, execution=replace(setup.execution, **execution))
-    needs = bound.stages(changed, request)
-    # The last means of decoding, for what memory there is.
-    tiles = replace(changed.execution, vae_tiling=True, vae_parallel=False)
-    needs["decoding"] = bound.stages(replace(changed, execution=tiles), request)["decoding"]
+    needs = bound.least(changed, request)
     if changed.execution.device == "cpu":  # all of them denoise, one decodes
         needs["denoising"] *= ranks_here
     return max(needs.items(), key=lambda item: item[1])

@@ -7,6 +7,7 @@ Legend: C channels, F channels of the feed-forward, e bytes of an element in the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def beside_blocks(setup: Setup, request: Request) -> int:
     """What is on a device beside the blocks of a network that runs."""
     outside, _, running = _dit(setup, request)
     return outside + running
+
+
+def least(setup: Setup, request: Request) -> dict[str, int]:
+    """`stages`, with the last means of decoding: tiles, for which there may be memory."""
+    tiles = replace(setup.execution, vae_tiling=True, vae_parallel=False)
+    decoding = stages(replace(setup, execution=tiles), request)["decoding"]
+    return stages(setup, request) | {"decoding": decoding}
 
 
 def device(setup: Setup) -> Capabilities:

@@ -36,6 +36,7 @@ from wan.settings.parallel import Parallel
 from wan.settings.request import Request
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
 from wan.vae import tiles
+from wan.vae.network import Autoencoder
 
 META = torch.device("meta")
 Parts = Counter[str]
@@ -245,13 +246,22 @@ class Planner:
         count = clip.PUBLISHED if path is None else clip.Blueprint(path).elements
         return Parts({"CLIP weights": count * self.dtype.itemsize})
 
-    def _autoencoder(self, tiling: bool, ranks: int) -> tuple[Parts, Parts, Parts]:
-        """The weights; what lives beside them while encoding and decoding the most of the rows."""
-        request, preset, path = self.request, self.setup.preset, self.setup.checkpoint.vae
+    def _vae_network(self) -> Autoencoder:
+        setup, path = self.setup, self.setup.checkpoint.vae
         with META:
-            network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
-        dtype = build.DTYPES[self.setup.execution.vae_precision]
-        model = vae.VideoVAE(network.to(dtype).eval().requires_grad_(False))
+            network = (
+                vae.published(setup.preset.vae) if path is None else vae.blueprint(path).make()
+            )
+        dtype = build.DTYPES[setup.execution.vae_precision]
+        return network.to(dtype).eval().requires_grad_(False)
+
+    def _autoencoder(self, tiling: bool, ranks: int) -> tuple[Parts, Parts, Parts]:
+        """The weights, and what lives beside them while an image is encoded and while decoding.
+
+        ranks: that share the rows; the first one has the most, and the whole video.
+        """
+        request, preset, network = self.request, self.setup.preset, self._vae_network()
+        model = vae.VideoVAE(network)
         (channels, frames, *size), sides = request.latent_shape, request.video_size[::-1]
         if tiling:
             most = tiles.SIDE // preset.vae_stride[1]

@@ -25,11 +25,24 @@ MOST_RANKS = 512  # and at most eight times as many as there are
 def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
     """The first candidate that fits: its flags, ranks, and bytes of the fullest one."""
     for flags, setup in _candidates(planner, memory):
-        if max(bound.stages(setup, planner.request).values()) <= memory:
-            need = planner.need(setup)
-            if need <= memory:
-                return flags, setup.parallel.world_size, need
+        if max(bound.least(setup, planner.request).values()) <= memory:
+            for one, _ in means(setup):
+                need = planner.need(one)
+                if need <= memory:
+                    return flags, setup.parallel.world_size, need
     return None
+
+
+def means(setup: Setup) -> Iterator[tuple[Setup, str]]:
+    """How a run may decode, in the order in which it does by itself; and that in words."""
+    yield setup, ""
+    several, execution = setup.parallel.world_size > 1, setup.execution
+    if several and not (execution.vae_parallel or execution.vae_tiling):
+        shared = replace(execution, vae_parallel=True)
+        yield replace(setup, execution=shared), ", if all ranks share the rows of the VAE"
+    if not execution.vae_tiling:
+        tiles = replace(execution, vae_parallel=False, vae_tiling=True)
+        yield replace(setup, execution=tiles), ", if the VAE decodes in tiles, which is not exact"
 
 
 def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
@@ -76,7 +89,6 @@ def _flags(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
     text = text and not (execution.t5_cpu or parallel.t5_fsdp)
     offers = {
         "--offload_model true": execution.offload_model is False,
-        TILED: "decoding" in large and not execution.vae_tiling,
         "--dit_fsdp": several and not parallel.dit_fsdp and setup.quantised is None,
         "--t5_fsdp": several and text,
         "--t5_cpu": not several and text and planner.device.type != "cpu",
