@@ -233,6 +233,16 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             "power", switch, "meter power, energy, clock and throttling of the run", record=False
         ),
     ),
+    "many videos": (
+        _command("prompt_file", values.path, "a prompt or JSON object per line", record=False),
+        _command(
+            "skip_existing",
+            switch,
+            "leave out videos that are there already",
+            record=False,
+            needs="prompt_file",
+        ),
+    ),
     "output": (
         _command("save_file", values.path, "path of the mp4; default: a name from task and prompt"),
         _command("fps", real(1, 240), "frames per second of the file"),

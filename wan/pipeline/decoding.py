@@ -17,7 +17,7 @@ from wan.device import Device
 from wan.log import logger
 from wan.pipeline import bound
 from wan.pipeline.setup import Setup
-from wan.pipeline.vae import VideoVAE
+from wan.pipeline.vae import Sink, VideoVAE
 from wan.settings.errors import is_out_of_memory
 from wan.vae.rows import WHOLE
 from wan.vae.sharded import ShardedRows
@@ -45,21 +45,21 @@ class Codec:
             self._means = (ALONE, TILES)
         self._decodes = (TILES,) if execution.vae_tiling else self._means
 
-    def encode(self, video_3FHW: Tensor) -> Tensor:
+    def encode(self, video_3FHW: Tensor) -> Tensor | None:
         """The normalised latents [Z,f,h,w] on the main rank; every rank calls it."""
         _, frames, height, width = video_3FHW.shape
         time, scale, _ = self._setup.preset.vae_stride
         steps = 1 + (frames - 1) // time
         size = steps, height, width
 
-        def attempt(means: str) -> Tensor:
+        def attempt(means: str) -> Tensor | None:
             work = partial(VideoVAE.encode, video_3FHW=video_3FHW)
             return self._together(means, height // scale, steps, work, ("encode", size))
 
         return self._first(tuple(way for way in self._means if way != TILES), attempt)
 
-    def decode(self, latent_Zfhw: Tensor, part: Callable[[], None]) -> Tensor | None:
-        """Pixels [3,F,H,W] in [-1, 1] on the main rank, None on the others; all call it.
+    def decode(self, latent_Zfhw: Tensor, sink: Sink, part: Callable[[], None]) -> bool:
+        """Frames go to the main rank's sink; whether this is that one. All ranks call it.
 
         part: called when the others are not needed any more.
         """
@@ -68,16 +68,21 @@ class Codec:
         size = steps, height * scales[0], width * scales[1]
         is_main = self._rows is None or self._rows(height, False).rank == 0
 
-        def attempt(means: str) -> Tensor | None:
+        def attempt(means: str) -> None:
             if means == TILES:
                 part()
-                return self._vae().decode_in_tiles(latent_Zfhw) if is_main else None
-            work = partial(VideoVAE.decode, latent_Zfhw=latent_Zfhw)
-            video = self._together(means, height, steps + 1, work, ("decode", size))
+                if is_main:
+                    video = self._vae().decode_in_tiles(latent_Zfhw)
+                    sink.begin((video.shape[1], video.shape[2], video.shape[3]))
+                    sink.put(video)
+                return
+            work = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
+            # A beginning; of each latent frame the layers, and what becomes of it.
+            self._together(means, height, 1 + 2 * steps, work, ("decode", size))
             part()
-            return video if is_main else None
 
-        return self._first(self._decodes, attempt)
+        self._first(self._decodes, attempt)
+        return is_main
 
     def _first(self, order: tuple[str, ...], attempt: Callable[[str], T]) -> T:
         for means, following in zip(order, (*order[1:], None), strict=True):
@@ -98,9 +103,9 @@ class Codec:
         means: str,
         height: int,
         steps: int,
-        work: Callable[..., Tensor],
+        work: Callable[..., T],
         need: tuple[str, tuple[int, int, int]],
-    ) -> Tensor:
+    ) -> T | None:
         """work(vae, rows=...) on the ranks that have rows; the others wait for so many steps."""
         if self._rows is None:
             self._check_free(need, 1.0)
@@ -111,9 +116,10 @@ class Codec:
             self._check_free(need, rows.share)
             return self._vae()
 
-        def attempt() -> Tensor:
+        def attempt() -> T | None:
             if rows.is_idle:
-                return rows.wait(1 + steps)
+                rows.wait(1 + steps)
+                return None
             return work(rows.together(prepared), rows=rows)
 
         return rows.together(attempt)

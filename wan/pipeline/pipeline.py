@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +24,7 @@ from wan.pipeline.decoding import Codec
 from wan.pipeline.denoise import Branches, both_here, denoise
 from wan.pipeline.residency import Residency
 from wan.pipeline.text import TextEncoder
-from wan.pipeline.vae import VideoVAE
+from wan.pipeline.vae import Collected, Sink, VideoVAE
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload
 from wan.settings.request import Request
@@ -159,6 +159,7 @@ class Pipeline:
         merges: Its dense kernel returns the log-sum-exp, by which a ring merges.
         caches: What is taken from earlier steps.
         sharing: How ranks share work.
+        kept: Embeddings of prompts.
     """
 
     device: Device
@@ -174,6 +175,7 @@ class Pipeline:
     merges: bool
     caches: StepCaches
     sharing: Sharing = ONE_PROCESS
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
     def set_offload(self, offload: Offload) -> None:
         """From the next video on; networks that were loaded in another way are released."""
@@ -201,7 +203,7 @@ class Pipeline:
             negative_prompt_embeds: Likewise.
             last_image: The image to end with.
         """
-        if prompt_embeds is None:
+        if prompt_embeds is None and request.prompt not in self.kept:
             self.text.prefetch()
         self.experts.prefetch(timesteps.schedule(request).experts[0])
         context, negative = self.texts(request, prompt_embeds, negative_prompt_embeds)
@@ -239,21 +241,44 @@ class Pipeline:
             self._done(self.text)
         return context, negative
 
-    def decode(
-        self, latents_Zfhw: Tensor, part: Callable[[], None] = lambda: None
-    ) -> Tensor | None:
-        """Pixels [3,F,H,W] in [-1, 1] on the main rank, None on the others; all of them call it.
+    def keep_texts(self, requests: Sequence[Request]) -> None:
+        """Embed the prompts of videos that come next, and keep the embeddings until then."""
+        told = [request.prompt for request in requests]
+        told += [request.negative_prompt for request in requests if request.guided]
+        self.kept = {prompt: x for prompt, x in self.kept.items() if prompt in told}
+        if requests:
+            self.residency.request = requests[0]
+        with self.stages("text"):
+            for prompt in dict.fromkeys(told):
+                if prompt not in self.kept:
+                    self.kept[prompt] = self._context(prompt, None).cpu()
+            self._done(self.text)
+
+    def decode(self, latents_Zfhw: Tensor) -> Tensor | None:
+        """Pixels [3,F,H,W] in [-1, 1] on the main rank, None on the others; all of them call it."""
+        whole = Collected(self.device.torch_device)
+        return whole.video if self.stream(latents_Zfhw, whole) else None
+
+    def stream(
+        self, latents_Zfhw: Tensor, sink: Sink, part: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Decode into the main rank's sink; whether this is that one. All ranks call it.
 
         part: called when the other ranks are not needed any more.
         """
         with self.stages("decoding"):
-            video = self.codec.decode(latents_Zfhw, part)
+            is_main = self.codec.decode(latents_Zfhw, sink, part)
             self._done(self.vae)
-        return video
+        return is_main
 
     def _encode(self, video_3FHW: Tensor) -> Tensor:
         latents = self.codec.encode(video_3FHW)
-        return self.sharing.latents(lambda: latents)
+
+        def made() -> Tensor:
+            assert latents is not None, "the main rank has them"
+            return latents
+
+        return self.sharing.latents(made)
 
     def _look(self, images: Sequence[Tensor]) -> Tensor:
         """CLIP's features; it is released before the VAE works, which takes more memory."""
@@ -262,6 +287,8 @@ class Pipeline:
         return found
 
     def _context(self, prompt: str, embeds: Tensor | None) -> Tensor:
+        if embeds is None:
+            embeds = self.kept.get(prompt)
         if embeds is None:
             embeds = self.sharing.text(lambda: self.text.get()(prompt))
         length, channels = self.text_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,35 @@ STATISTICS = {16: (_MEAN_16, _STD_16), 48: (_MEAN_48, _STD_48)}
 _PUBLISHED = {"2.1": (96, 96), "2.2": (160, 256)}  # base widths of encoder and decoder
 
 
+class Sink(Protocol):
+    """What becomes of a video while it is decoded."""
+
+    def begin(self, size: tuple[int, int, int]) -> None:
+        """Frames, height and width. Called again where decoding starts again: what came is void."""
+        ...
+
+    def put(self, frames_3FHW: Tensor) -> None:
+        """The next frames, in [-1, 1], wherever they were decoded."""
+        ...
+
+
+class Collected:
+    """Implements `Sink`: the whole video as a tensor [3,F,H,W]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._done = device, 0
+        self.video = torch.empty(0)
+
+    def begin(self, size: tuple[int, int, int]) -> None:
+        self.video, self._done = torch.empty(0), 0
+        self.video = torch.empty((3, *size), device=self._device)
+
+    def put(self, frames_3FHW: Tensor) -> None:
+        end = self._done + frames_3FHW.shape[1]
+        self.video[:, self._done : end] = frames_3FHW
+        self._done = end
+
+
 class VideoVAE:
     """Videos to normalised latents and back. network: that of `blueprint`, loaded."""
 
@@ -78,12 +107,23 @@ class VideoVAE:
         mean = self._network.encode(video_3FHW[None].to(self.device), rows).float()
         return ((mean - self.mean) * self.scale)[0]
 
+    def decode(self, latent_Zfhw: Tensor) -> Tensor:
+        """Normalised latents to pixels [3, F, H, W], clamped to [-1, 1]."""
+        whole = Collected(self.device)
+        self.stream(latent_Zfhw, whole)
+        return whole.video
+
     @torch.no_grad()
-    def decode(self, latent_Zfhw: Tensor, rows: Rows = WHOLE) -> Tensor:
-        """Normalised latents to pixels [3, F, H, W], clamped to [-1, 1]. rows: as in `encode`."""
+    def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = WHOLE) -> None:
+        """`decode`, handing over each latent frame's frames; rows: as in `encode`."""
         latent = self._unnormalised(latent_Zfhw)
+        begin = partial(sink.begin, self._size(latent))
+        rows.together(begin if rows.is_main else _nothing)
         with progress(latent.shape[2], "decoding", "latent frame") as bar:
-            return self._decoded(latent, rows, bar)[0].clamp_(-1, 1)
+            for part in self._network.decode(latent, rows):
+                frames = part[0].float().clamp_(-1, 1)
+                rows.together(partial(sink.put, frames) if rows.is_main else _nothing)
+                bar.update()
 
     @torch.no_grad()
     def decode_in_tiles(self, latent_Zfhw: Tensor) -> Tensor:
@@ -91,11 +131,10 @@ class VideoVAE:
         latent = self._unnormalised(latent_Zfhw)
         with progress(None, "decoding", "latent frame of a tile") as bar:
             if max(self._size(latent)[1:]) <= tiles.SIDE:
-                return self._decoded(latent, WHOLE, bar)[0].clamp_(-1, 1)
+                return self._decoded(latent, bar)[0].clamp_(-1, 1)
             video = torch.empty((1, 3, *self._size(latent)), device=self.device)
             of = self._network.version
-            tile = partial(self._decoded, rows=WHOLE, bar=bar)
-            tiles.decode(tile, latent, of.scale, of.patch, video)
+            tiles.decode(partial(self._decoded, bar=bar), latent, of.scale, of.patch, video)
             return video[0].clamp_(-1, 1)
 
     def _unnormalised(self, latent_Zfhw: Tensor) -> Tensor:
@@ -106,17 +145,19 @@ class VideoVAE:
         (f, h, w), scale = latent_BZfhw.shape[2:], self._network.version.scale
         return 1 + (f - 1) * TIME, h * scale, w * scale
 
-    def _decoded(self, latent_BZfhw: Tensor, rows: Rows, bar: Any) -> Tensor:
-        """[B,3,F,H,W], of no rows where this is not the main rank."""
-        frames, height, width = self._size(latent_BZfhw)
-        size = (1, 3, frames, height if rows.is_main else 0, width)
-        video = rows.together(lambda: torch.empty(size, device=self.device))
+    def _decoded(self, latent_BZfhw: Tensor, bar: Any) -> Tensor:
+        """[B,3,F,H,W] of a tile."""
+        video = torch.empty((1, 3, *self._size(latent_BZfhw)), device=self.device)
         done = 0
-        for part in self._network.decode(latent_BZfhw, rows):
+        for part in self._network.decode(latent_BZfhw):
             video[:, :, done : done + part.shape[2]] = part
             done += part.shape[2]
             bar.update()
         return video
+
+
+def _nothing() -> None:
+    """What ranks without a video do with its frames."""
 
 
 def blueprint(path: Path) -> Blueprint[Autoencoder]:

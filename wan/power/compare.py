@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     return command.carry_out(arguments, partial(_compare, options))
 
 
-def _compare(options: Options, run: Run, team: Team | None) -> None:
+def _compare(options: Options, run: Run, team: Team | None) -> int:
     assert team is not None
     if run.setup.parallel.ulysses_size == 1:
         raise InputError(
@@ -107,6 +107,7 @@ def _compare(options: Options, run: Run, team: Team | None) -> None:
     rounds.close()
     if team.is_main:
         Summary(options, run, rounds.found, team.device.name()).write()
+    return 0
 
 
 def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
