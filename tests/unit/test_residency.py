@@ -181,6 +181,16 @@ def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
     assert weak[1]() is None
 
 
+@pytest.mark.parametrize(("before", "after"), [(False, "block"), ("block", False)])
+def test_another_way_releases_what_was_loaded(before: Any, after: Any, deep: Any) -> None:
+    _, pipeline = composed(deep("t2v-1.3B"), "--offload_model", str(before))
+    weak = [weakref.ref(pipeline.experts.get("dit")), weakref.ref(pipeline.vae.get())]
+    pipeline.set_offload(before)
+    assert all(one() is not None for one in weak)
+    pipeline.set_offload(after)
+    assert all(one() is None for one in weak)
+
+
 class Sum(nn.Module):
     """Blocks as a step cache calls them: all, or the first ones."""
 
