@@ -154,7 +154,7 @@ def test_a_failure_after_denoising_loses_nothing(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        target = "vae.VideoVAE.decode" if stage == "decode" else "video.to_uint8"
+        target = "vae.VideoVAE.stream" if stage == "decode" else "video.to_uint8"
         patch.setattr(f"wan.pipeline.{target}", fail)
         argv = [str(word) for word in (*args, "--save_file", out)]
         if stage == "decode":

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.dist import run
-from tests.npu_sim.latents import latents
+from tests.npu_sim.latents import composed, latents
 from tests.npu_sim.ranks import HEAD_DIM
 from wan.checkpoint.load import Source, as_stored
 from wan.pipeline import residency, tiny
@@ -206,6 +206,33 @@ def test_latents_are_those_of_whole_networks(way: str, deep: Path) -> None:
     (expected,) = run(1, latents, [*argv, "--offload_model", "false"], "A2")
     (found,) = run(1, latents, [*argv, "--offload_model", *way.split()], "A2")
     assert torch.equal(found, expected) and found.isfinite().all()
+
+
+@pytest.mark.dist
+def test_one_network_is_on_the_device(deep: Path) -> None:
+    """Loading the other one frees the first, which comes back when it is called; then neither."""
+    argv = [*ASKED.split(), "--ckpt_dir", str(deep), "--offload_model"]
+    (expected,) = run(1, latents, [*argv, "false"], "A2")
+    ((seen, found),) = run(1, switched, [*argv, "cpu"])
+    assert seen == [[True], [False, True], [True, False], [False, False]]
+    assert torch.equal(found, expected)
+
+
+def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
+    """Which experts have memory: one loaded, both, the first called, a video made; its latents."""
+    asked, pipeline = composed(argv, "A2")
+    networks, found = [], []
+
+    def look() -> None:
+        found.append([bool(x.head.head.weight.isfinite().all()) for x in networks])
+
+    for name in asked.request.preset.experts:
+        networks.append(pipeline.experts.get(name))
+        look()
+    networks[0].register_forward_hook(lambda *_: look() if len(found) < 3 else None)
+    made = pipeline.latents(asked.request)
+    look()
+    return found, made
 
 
 @pytest.mark.dist

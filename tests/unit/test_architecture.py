@@ -44,7 +44,14 @@ MAY_IMPORT = {
     ),
 }
 BUILDERS = {
-    *("wan.api", "wan.cli.main", "wan.planner.measure", "wan.planner.report", "wan.power.rounds")
+    *(
+        "wan.api",
+        "wan.cli.videos",
+        "wan.cli.main",
+        "wan.planner.measure",
+        "wan.planner.report",
+        "wan.power.rounds",
+    )
 }
 WITHOUT_TORCH = (
     "generate",

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from tests.conftest import slow
 from tools.quantize_dit import quantize
 from wan import WanTI2V, host
+from wan import device as devices
 from wan.checkpoint.load import Source, as_stored, fill
 from wan.cli import flags, memory
 from wan.cli.resolve import Run, resolve
-from wan.device import resolve as device
 from wan.pipeline import bound, build, tiny
 from wan.pipeline.pipeline import Pipeline
 from wan.pipeline.residency import streamed
@@ -62,7 +62,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
     task = () if "--task" in argv else ("--task", folder.name)
     asked = resolve(flags.parse(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), _none)
-    return asked, build.pipeline(asked.setup, device("cpu"))
+    return asked, build.pipeline(asked.setup, devices.resolve("cpu"))
 
 
 def _none(*_: Any) -> None:
@@ -181,6 +181,16 @@ def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
     assert weak[1]() is None
 
 
+@pytest.mark.parametrize(("before", "after"), [(False, "block"), ("block", False)])
+def test_another_way_releases_what_was_loaded(before: Any, after: Any, deep: Any) -> None:
+    _, pipeline = composed(deep("t2v-1.3B"), "--offload_model", str(before))
+    weak = [weakref.ref(pipeline.experts.get("dit")), weakref.ref(pipeline.vae.get())]
+    pipeline.set_offload(before)
+    assert all(one() is not None for one in weak)
+    pipeline.set_offload(after)
+    assert all(one() is None for one in weak)
+
+
 class Sum(nn.Module):
     """Blocks as a step cache calls them: all, or the first ones."""
 
@@ -286,8 +296,13 @@ def test_a_network_that_is_kept_is_whole(deep: Any, one_thread: None) -> None:
     assert torch.equal(changed, model.generate("a cat", **told | {"offload_model": False}))
 
 
-def test_a_video_may_ask_for_another_way(deep: Any, one_thread: None) -> None:
-    model = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu", resident_blocks=1)
+def test_a_video_may_ask_for_another_way(
+    deep: Any, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device cannot do is refused then, also where "auto" has found it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "hidden_accelerator", lambda: None)
+    model = WanTI2V("ti2v-5B", deep("ti2v-5B"), resident_blocks=1)
     told = {"size": (64, 64), "frame_num": 5, "sampling_steps": 2, "seed": 0}
     videos = [
         model.generate("a cat", **told, output_type="latent", offload_model="block")

@@ -266,6 +266,7 @@ class _Parts:
         if offload == "block":
             resident = self._residency.resident
             adapt = streamed(adapt, "blocks", self._device, dtypes, resident)
+        self._residency.leave()  # to what is loaded now
         model = self._dits[name].load(
             device=self._device, dtype_of=dtypes, place=self._dit_place, adapt=adapt
         )

@@ -36,9 +36,9 @@ class Encoder:
     A thread feeds the encoder, so that later frames are decoded meanwhile; a few wait in between.
     """
 
-    def __init__(self, path: Path, fps: float) -> None:
-        """path: of the file while it is not whole."""
-        self._path, self._fps = path, fps
+    def __init__(self, path: Path, fps: float, named: Path) -> None:
+        """path: of the file while it is not whole. named: what it is called then, for messages."""
+        self._path, self._fps, self._named = path, fps, named
         self.size = (0, 0, 0)
         self._process: Popen[bytes] | None = None
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING)
@@ -56,13 +56,15 @@ class Encoder:
         coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-f", "mp4"]
         start = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y"]
         command = [*start, *raw, "-i", "-", *coded, str(self._path)]
-        self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
+        with _writing(self._named):
+            self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
         self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
         self._thread.start()
 
     def put(self, frames_3FHW: Tensor) -> None:
-        for frame in to_uint8(frames_3FHW):
-            self._waiting.put(frame.numpy().tobytes())
+        with _writing(self._named):
+            for frame in to_uint8(frames_3FHW):
+                self._waiting.put(frame.numpy().tobytes())
 
     def finish(self) -> None:
         """OSError, with the encoder's first complaint, unless every frame is in the file."""
@@ -122,7 +124,7 @@ def video_file(path: Path, fps: float) -> Iterator[Encoder]:
     own: BaseException | None = None
     try:
         with whole_file(path) as temporary:
-            encoder = Encoder(temporary, fps)
+            encoder = Encoder(temporary, fps, path)
             try:
                 yield encoder
             except BaseException as error:
@@ -135,6 +137,15 @@ def video_file(path: Path, fps: float) -> Iterator[Encoder]:
     except OSError as error:
         if error is own:
             raise
+        with _writing(path):
+            raise
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
         raise WriteError(
             f"{path} could not be written ({error.strerror or error}); "
             "free space there, or give another --save_file."
