@@ -50,11 +50,16 @@ class Codec:
         _, frames, height, width = video_3FHW.shape
         time, scale, _ = self._setup.preset.vae_stride
         steps = 1 + (frames - 1) // time
-        size = steps, height, width
+        least = bound.autoencoder(self._setup, "encode", (steps, height, width))
 
+<<<<<<< HEAD
         def attempt(means: str) -> Tensor | None:
+=======
+        def attempt(means: str, may_skip: bool) -> Tensor:
+>>>>>>> vae
             work = partial(VideoVAE.encode, video_3FHW=video_3FHW)
-            return self._together(means, height // scale, steps, work, ("encode", size))
+            need = least if may_skip else 0
+            return self._together(means, height // scale, steps, work, need)
 
         return self._first(tuple(way for way in self._means if way != TILES), attempt)
 
@@ -66,8 +71,10 @@ class Codec:
         _, steps, height, width = latent_Zfhw.shape
         _, *scales = self._setup.preset.vae_stride
         size = steps, height * scales[0], width * scales[1]
+        least = bound.autoencoder(self._setup, "decode", size)
         is_main = self._rows is None or self._rows(height, False).rank == 0
 
+<<<<<<< HEAD
         def attempt(means: str) -> None:
             if means == TILES:
                 part()
@@ -79,16 +86,26 @@ class Codec:
             work = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
             # A beginning; of each latent frame the layers, and what becomes of it.
             self._together(means, height, 1 + 2 * steps, work, ("decode", size))
+=======
+        def attempt(means: str, may_skip: bool) -> Tensor | None:
+            if means == TILES:
+                part()
+                return self._vae().decode_in_tiles(latent_Zfhw) if is_main else None
+            work = partial(VideoVAE.decode, latent_Zfhw=latent_Zfhw)
+            need = least if may_skip else 0
+            video = self._together(means, height, steps + 1, work, need)
+>>>>>>> vae
             part()
 
         self._first(self._decodes, attempt)
         return is_main
 
-    def _first(self, order: tuple[str, ...], attempt: Callable[[str], T]) -> T:
+    def _first(self, order: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
+        """attempt(means, may_skip): it may raise MemoryError at once where another one follows."""
         for means, following in zip(order, (*order[1:], None), strict=True):
             self.used = means
             try:
-                return attempt(means)
+                return attempt(means, following is not None)
             except Exception as error:
                 if following is None or not is_out_of_memory(error):
                     raise
@@ -99,6 +116,7 @@ class Codec:
         raise AssertionError("the last means returns or raises")
 
     def _together(
+<<<<<<< HEAD
         self,
         means: str,
         height: int,
@@ -107,13 +125,21 @@ class Codec:
         need: tuple[str, tuple[int, int, int]],
     ) -> T | None:
         """work(vae, rows=...) on the ranks that have rows; the others wait for so many steps."""
+=======
+        self, means: str, height: int, steps: int, work: Callable[..., Tensor], need: int
+    ) -> Tensor:
+        """work(vae, rows=...) on the ranks that have rows; the others wait for so many steps.
+
+        need: bytes that it takes at least, on all ranks together.
+        """
+>>>>>>> vae
         if self._rows is None:
-            self._check_free(need, 1.0)
+            self._check_free(need)
             return work(self._vae(), rows=WHOLE)
         rows = self._rows(height, means == SHARED)
 
         def prepared() -> VideoVAE:
-            self._check_free(need, rows.share)
+            self._check_free(rows.share * need)
             return self._vae()
 
         def attempt() -> T | None:
@@ -124,9 +150,7 @@ class Codec:
 
         return rows.together(attempt)
 
-    def _check_free(self, need: tuple[str, tuple[int, int, int]], share: float) -> None:
-        """MemoryError where less is free than a rank with this share of the rows needs at least."""
+    def _check_free(self, need: float) -> None:
         free = self._device.free_memory()
-        least = share * bound.autoencoder(self._setup, *need)
-        if free is not None and least > free:
-            raise MemoryError(f"The VAE needs {least / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.")
+        if free is not None and need > free:
+            raise MemoryError(f"The VAE needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.")

@@ -24,6 +24,13 @@ def _is_channels_last(x_BCFHW: Tensor) -> bool:
     return x_BCFHW.stride(1) == 1
 
 
+def arranged(x_BCFHW: Tensor, weight: Tensor) -> Tensor:
+    """Of the weight's dtype, and in memory as the weight is."""
+    is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
+    layout = torch.channels_last_3d if is_last else torch.contiguous_format
+    return x_BCFHW.to(weight.dtype).contiguous(memory_format=layout)
+
+
 def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
     """What a 3x3x3 convolution sees: two frames before these, and a pixel around each of them.
 

@@ -19,6 +19,7 @@ from wan.vae.layers import (
     RMSNorm,
     Upsample,
     add_repeated,
+    arranged,
     averaged,
     padded,
     silu,
@@ -80,6 +81,7 @@ class Encoder(nn.Module):
     def __init__(self, version: Version, base: int) -> None:
         super().__init__()
         widths = [base * width for width in (1, *_WIDTHS)]
+        self.patch = version.patch
         self.conv_in = nn.Conv3d(version.pixels, base, 3)
         blocks: list[nn.Module] = []
         for level, (channels, out) in enumerate(zip(widths, widths[1:], strict=False)):
@@ -97,7 +99,9 @@ class Encoder(nn.Module):
 
     def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
         """1 frame, then 4 at a time, to the moments of a latent frame [B,2Z,1,h,w]."""
-        x = self.conv_in(padded(self.conv_in, x_BCFHW, state))
+        x, p = arranged(x_BCFHW, self.conv_in.weight), self.patch
+        x = x.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 6, 4, 2, 3, 5)
+        x = self.conv_in(padded(self.conv_in, x.flatten(1, 3), state))
         for block in self.down_blocks:
             x = block(x, state)
         x = self.mid_block(x, state)
@@ -133,6 +137,7 @@ class Decoder(nn.Module):
     def __init__(self, version: Version, base: int) -> None:
         super().__init__()
         widths = [base * width for width in (_WIDTHS[-1], *reversed(_WIDTHS))]
+        self.patch = version.patch
         self.conv_in = nn.Conv3d(version.z_dim, widths[0], 3)
         self.mid_block = MidBlock(widths[0])
         self.up_blocks = nn.ModuleList()
@@ -147,10 +152,13 @@ class Decoder(nn.Module):
 
     def forward(self, z_BZfhw: Tensor, state: State) -> Tensor:
         """A latent frame to the first frame, or to the next four."""
-        x = self.mid_block(self.conv_in(padded(self.conv_in, z_BZfhw, state)), state)
+        x = padded(self.conv_in, arranged(z_BZfhw, self.conv_in.weight), state)
+        x = self.mid_block(self.conv_in(x), state)
         for block in self.up_blocks:
             x = block(x, state)
-        return self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
+        x = self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
+        x = x.unflatten(1, (3, self.patch, self.patch)).permute(0, 1, 4, 5, 3, 6, 2)
+        return x.flatten(5, 6).flatten(3, 4)
 
 
 class Autoencoder(nn.Module):
@@ -183,27 +191,15 @@ class Autoencoder(nn.Module):
 
         rows: who computes what. On the main rank the result is whole, on the others empty.
         """
-        state, p = State(rows), self.version.patch
-        own = self._arranged(rows.own(video_B3FHW, self.version.scale))
-        own = own.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 6, 4, 2, 3, 5)
-        own = own.flatten(1, 3)
-        pieces = [own[:, :, max(0, i - TIME) : i] for i in range(1, own.shape[2] + 1, TIME)]
+        state, own = State(rows), rows.own(video_B3FHW, self.version.scale)
+        ends = range(1, own.shape[2] + 1, TIME)
+        pieces = (own[:, :, max(0, end - TIME) : end] for end in ends)
         moments = torch.cat([rows.step(self.encoder, x, state) for x in pieces], dim=2)
         mean, _ = (self.quant_conv(moments) if moments.numel() else moments).chunk(2, dim=1)
         return mean
 
     def decode(self, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Iterator[Tensor]:
         """Latents to pixels [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
-        state, p = State(rows), self.version.patch
-        own = self._arranged(rows.own(self.post_quant_conv(self._arranged(z_BZfhw)), 1))
-        for z in own.split(1, dim=2):
-            frames = rows.step(self.decoder, z, state)
-            frames = frames.unflatten(1, (3, p, p)).permute(0, 1, 4, 5, 3, 6, 2)
-            yield frames.flatten(5, 6).flatten(3, 4)
-
-    def _arranged(self, x: Tensor) -> Tensor:
-        """Of the weights' dtype, and in memory as they are."""
-        weight = self.decoder.conv_in.weight
-        is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
-        layout = torch.channels_last_3d if is_last else torch.contiguous_format
-        return x.to(self.dtype).contiguous(memory_format=layout)
+        state, z = State(rows), self.post_quant_conv(z_BZfhw.to(self.dtype))
+        for own in rows.own(z, 1).split(1, dim=2):
+            yield rows.step(self.decoder, own, state)
