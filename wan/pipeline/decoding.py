@@ -52,11 +52,7 @@ class Codec:
         steps = 1 + (frames - 1) // time
         least = bound.autoencoder(self._setup, "encode", (steps, height, width))
 
-<<<<<<< HEAD
-        def attempt(means: str) -> Tensor | None:
-=======
-        def attempt(means: str, may_skip: bool) -> Tensor:
->>>>>>> vae
+        def attempt(means: str, may_skip: bool) -> Tensor | None:
             work = partial(VideoVAE.encode, video_3FHW=video_3FHW)
             need = least if may_skip else 0
             return self._together(means, height // scale, steps, work, need)
@@ -74,8 +70,7 @@ class Codec:
         least = bound.autoencoder(self._setup, "decode", size)
         is_main = self._rows is None or self._rows(height, False).rank == 0
 
-<<<<<<< HEAD
-        def attempt(means: str) -> None:
+        def attempt(means: str, may_skip: bool) -> None:
             if means == TILES:
                 part()
                 if is_main:
@@ -84,17 +79,9 @@ class Codec:
                     sink.put(video)
                 return
             work = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
-            # A beginning; of each latent frame the layers, and what becomes of it.
-            self._together(means, height, 1 + 2 * steps, work, ("decode", size))
-=======
-        def attempt(means: str, may_skip: bool) -> Tensor | None:
-            if means == TILES:
-                part()
-                return self._vae().decode_in_tiles(latent_Zfhw) if is_main else None
-            work = partial(VideoVAE.decode, latent_Zfhw=latent_Zfhw)
             need = least if may_skip else 0
-            video = self._together(means, height, steps + 1, work, need)
->>>>>>> vae
+            # A beginning; of each latent frame the layers, and what becomes of it.
+            self._together(means, height, 1 + 2 * steps, work, need)
             part()
 
         self._first(self._decodes, attempt)
@@ -116,23 +103,12 @@ class Codec:
         raise AssertionError("the last means returns or raises")
 
     def _together(
-<<<<<<< HEAD
-        self,
-        means: str,
-        height: int,
-        steps: int,
-        work: Callable[..., T],
-        need: tuple[str, tuple[int, int, int]],
+        self, means: str, height: int, steps: int, work: Callable[..., T], need: int
     ) -> T | None:
-        """work(vae, rows=...) on the ranks that have rows; the others wait for so many steps."""
-=======
-        self, means: str, height: int, steps: int, work: Callable[..., Tensor], need: int
-    ) -> Tensor:
         """work(vae, rows=...) on the ranks that have rows; the others wait for so many steps.
 
-        need: bytes that it takes at least, on all ranks together.
+        need: bytes that must be free at least for all rows.
         """
->>>>>>> vae
         if self._rows is None:
             self._check_free(need)
             return work(self._vae(), rows=WHOLE)
@@ -151,6 +127,7 @@ class Codec:
         return rows.together(attempt)
 
     def _check_free(self, need: float) -> None:
+        """MemoryError where so many bytes are not free."""
         free = self._device.free_memory()
         if free is not None and need > free:
             raise MemoryError(f"The VAE needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.")
