@@ -22,8 +22,8 @@ from wan.settings.request import Request
 _TEXT_ENCODER, _WORDS = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16, and its word table
 _VAE = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
 # Bytes per pixel of one, two, three latent frames, and what each further one adds: as measured.
-_DECODE = {"2.1": (11_100, 17_300, 17_390, 50), "2.2": (8_550, 15_570, 15_690, 50)}
-_ENCODE = {"2.1": (5_800, 11_880, 11_930, 50), "2.2": (2_470, 5_730, 5_820, 97)}
+_DECODE = {"2.1": (11_100, 17_300, 17_390, 50), "2.2": (8_550, 15_550, 15_640, 50)}
+_ENCODE = {"2.1": (5_800, 11_880, 11_930, 49), "2.2": (2_460, 5_670, 5_720, 48)}
 
 
 def stages(setup: Setup, request: Request) -> dict[str, int]:
