@@ -162,7 +162,8 @@ def test_a_video_that_cannot_be_written_does_not_end_the_others(tiny: Any, tmp_p
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("flags", ["--comm_type 1", slow("--cfg_size 2"), slow("--vae_parallel")])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--comm_type 1", "--cfg_size 2", "--vae_parallel"])
 def test_ranks_make_the_same_videos(flags: str, tiny: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]

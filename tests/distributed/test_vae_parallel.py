@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from tests.conftest import slow
 from tests.dist import Ranks, launcher, run
 from wan.cli import main as generate
 from wan.pipeline.vae import blueprint, in_float32, published
@@ -120,9 +121,11 @@ FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.p
 SHAPES = [(1, 1, 3, 0), (2, 3, 2, 0), (1, 5, 3, 0), (3, 4, 2, 0), (5, 7, 2, 0)]
 
 
-@WORLDS
+@pytest.mark.parametrize("world", [slow(2), 3, slow(4)])
 @pytest.mark.parametrize("version", FILES)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 5e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [slow(torch.float32, 5e-6), (torch.float64, 1e-12)], ids=str
+)
 def test_any_height_and_number_of_ranks(
     tiny, world: int, version: str, dtype: torch.dtype, limit: float
 ) -> None:

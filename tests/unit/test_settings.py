@@ -296,7 +296,8 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "trace_kernels": ("true", True, ("--trace", "/tmp/trace")),
     "log_level": ("debug", "debug", ()),
 }
-ELSEWHERE = {  # set something that is no field of the same name
+ELSEWHERE = {
+    *("prompt_file", "skip_existing", "power"),  # set something that is no field of the same name
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "recipe"),
     *("plan", "device_memory", "chip", "decode_latents", "from_json", "step_cache_curve"),
