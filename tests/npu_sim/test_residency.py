@@ -12,6 +12,7 @@ asked of streams is written down:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -230,6 +231,11 @@ def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
         networks.append(pipeline.experts.get(name))
         look()
     networks[0].register_forward_hook(lambda *_: look() if len(found) < 3 else None)
+    embeds = torch.randn(4, asked.setup.checkpoint.config["text_dim"])
+    kept = weakref.ref(embeds)
+    pipeline.latents(asked.request, prompt_embeds=embeds)
+    del embeds
+    assert kept() is None, "the text is not kept on the device either"
     made = pipeline.latents(asked.request)
     look()
     return found, made

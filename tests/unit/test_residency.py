@@ -382,6 +382,17 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], wor
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize("way", ["block", "cpu"])
+def test_a_plan_offers_nothing_that_is_excluded(way: str) -> None:
+    told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
+    told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", "6")
+    asked = resolve(flags.parse(told), _none, plan=True)
+    with pytest.raises(InputError) as refused:
+        check(Planner(asked.setup, asked.request), asked.device_memory)
+    assert "fsdp" not in str(refused.value)
+    assert (way == "block") == ("fits with --offload_model block" not in str(refused.value))
+
+
 @pytest.mark.parametrize("device_type", [slow("cuda"), "cpu"])
 def test_the_bound_lies_below_the_plan(device_type: str) -> None:
     told = ("--plan", "--task", "ti2v-5B", "--size", "640*352", "--device", device_type)

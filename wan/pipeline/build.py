@@ -271,7 +271,7 @@ class _Parts:
             device=self._device, dtype_of=dtypes, place=self._dit_place, adapt=adapt
         )
         if offload == "cpu":
-            self._residency.park(model)
+            self._residency.park(model, model.forget_text)
         if execution.compile:
             for block in model.blocks:
                 block.compile()

@@ -295,9 +295,15 @@ class Parked:
     beside: all such networks of a pipeline; the others leave when one comes.
     """
 
-    def __init__(self, network: nn.Module, device: torch.device, beside: list[Parked]) -> None:
-        """network: loaded; its weights do not change any more."""
-        self._flat, self._device, self._beside = Flat(network), device, beside
+    def __init__(
+        self,
+        network: nn.Module,
+        device: torch.device,
+        beside: list[Parked],
+        left: Callable[[], None],
+    ) -> None:
+        """network: loaded; its weights do not change any more. left: frees what else it keeps."""
+        self._flat, self._device, self._beside, self._left = Flat(network), device, beside, left
         self._host, self._there = Pinned(self._flat.size), True
         for start, values in self._flat.bytes():
             self._host.keep(start, values)
@@ -307,6 +313,7 @@ class Parked:
     def leave(self) -> None:
         """Frees the accelerator's memory."""
         self._flat.rest()
+        self._left()
         self._there = False
 
     def _before(self, *_: object) -> None:
@@ -349,9 +356,9 @@ class Residency:
         left = free - _SPARE - self.beside(self.request) * 5 // 4 - buffers(self.device.type) * size
         return min(max(left // size, 0), count)
 
-    def park(self, network: nn.Module) -> None:
-        """Keep a network that was loaded, and is on the accelerator, in host memory too."""
-        Parked(network, self.device.torch_device, self.parked)
+    def park(self, network: nn.Module, left: Callable[[], None] = lambda: None) -> None:
+        """Keep a network that was loaded in host memory, too. left: frees what else it keeps."""
+        Parked(network, self.device.torch_device, self.parked, left)
 
     def leave(self) -> None:
         """The accelerator's memory is needed for something else."""

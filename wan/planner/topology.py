@@ -53,7 +53,10 @@ def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
     for count in range(1, len(flags) + 1):
         for chosen in combinations(flags, count):
             yield " ".join(chosen), _changed(present, chosen)
-    for chosen in ((STREAMED,), (STREAMED, TILED)):
+    streamed = (
+        [] if present.execution.offload_model == "block" else [(STREAMED,), (STREAMED, TILED)]
+    )
+    for chosen in streamed:
         with suppress(InputError):  # what it excludes is given
             yield " ".join(chosen), _changed(present, chosen)
     yield from others
@@ -87,10 +90,11 @@ def _flags(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
     large = {name for name, parts in planner.stages().items() if parts.total() > memory}
     text = "text encoder" in large or execution.offload_model is False
     text = text and not (execution.t5_cpu or parallel.t5_fsdp)
+    shards = several and isinstance(execution.offload_model, bool)
     offers = {
         "--offload_model true": execution.offload_model is False,
-        "--dit_fsdp": several and not parallel.dit_fsdp and setup.quantised is None,
-        "--t5_fsdp": several and text,
+        "--dit_fsdp": shards and not parallel.dit_fsdp and setup.quantised is None,
+        "--t5_fsdp": shards and text,
         "--t5_cpu": not several and text and planner.device.type != "cpu",
     }
     return tuple(flag for flag, offered in offers.items() if offered)
