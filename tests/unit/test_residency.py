@@ -382,10 +382,10 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], wor
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("way", ["block", "cpu"])
-def test_a_plan_offers_nothing_that_is_excluded(way: str) -> None:
+@pytest.mark.parametrize(("way", "gigabytes"), [("block", "3"), ("cpu", "6")])
+def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
     told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
-    told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", "6")
+    told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
     asked = resolve(flags.parse(told), _none, plan=True)
     with pytest.raises(InputError) as refused:
         check(Planner(asked.setup, asked.request), asked.device_memory)
