@@ -43,7 +43,7 @@ class Told:
             text += f". {statistics.median(self.seconds):.1f} s each (median)"
         if made > 1:
             first, *others = self.loading
-            saved = len(others) * first - sum(others)
+            saved = max(len(others) * first - sum(others), 0.0)
             text += (
                 f"; loading took {first:.1f} s of the first, which saved the others {saved:.1f} s"
             )
@@ -57,23 +57,28 @@ def make(run: Run, pipeline: Pipeline, team: Team | None, one: MakeVideo) -> boo
     the main one alone is concerned (decoding, writing); else all of them end, and the same command
     with --skip_existing goes on.
     """
-    told = Told()
+    told, is_main = Told(), team is None or team.is_main
     for line in run.lines:
-        if line.run is None:
-            told.failed.append(line.number)
+        if line.error and is_main:
             logger.error("Line %d is left out: %s", line.number, line.error)
-    todo = [line for line in run.lines if line.run is not None]
-    if run.skip_existing:
-        lacking = {n.number for n in todo if n.run and not n.run.output.save_file.exists()}
-        lacking = lacking if team is None else team.value_from_main(lacking)
-        told.there = len(todo) - len(lacking)
-        todo = [line for line in todo if line.number in lacking]
+        told.failed += [line.number] if line.error else []
+    good = [line for line in run.lines if line.run is not None and not line.error]
+    chosen = {
+        line.number
+        for line in good
+        if line.run and not (run.skip_existing and line.run.output.save_file.exists())
+    }
+    told.there = len(good) - len(chosen)
+    # The main rank decides: it alone looks at the folder.
+    chosen = chosen if team is None else team.value_from_main(chosen)
+    todo = [line for line in run.lines if line.number in chosen]
     for first in range(0, len(todo), AHEAD):
         some = todo[first : first + AHEAD]
         pipeline.keep_texts([line.run.request for line in some if line.run is not None])
         for line in some:
             _line(line, pipeline, team, one, told)
-    told.say()
+    if is_main:
+        told.say()
     return bool(told.failed)
 
 
@@ -96,5 +101,6 @@ def _line(line: Line, pipeline: Pipeline, team: Team | None, one: MakeVideo, tol
         told.loading.append(pipeline.stages.seconds.get("loading", 0.0))
     pipeline.stages.seconds.clear()  # each record has its own video's, the first what all need
     if told.failed[-1:] == [line.number]:
+        pipeline.abandon()
         gc.collect()  # what the error held
         pipeline.device.empty_cache()

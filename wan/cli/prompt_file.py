@@ -15,6 +15,7 @@ from typing import Any
 
 from wan.checkpoint.files import opened
 from wan.cli.flags import FLAGS, check_given, read
+from wan.cli.output import check_writable
 from wan.cli.resolve import Run
 from wan.settings.errors import InputError
 
@@ -30,8 +31,8 @@ class Line:
 
     Attributes:
         number: In the file, from 1.
-        run: What it asks for; None where it is refused.
-        error: Why it is refused.
+        run: What it asks for; None where that is refused on all ranks.
+        error: Why there is no video of it.
         draws: Its seed is drawn.
     """
 
@@ -70,11 +71,13 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
             found.append(Line(number, None, str(error)))
     found = _without_twins(found)
     first = next((line.run for line in found if line.run is not None), None)
-    if first is None:
+    if first is None or all(line.error for line in found):
         raise InputError(
             f"--prompt_file {path} has no line that can be carried out; line {found[0].number}: "
             f"{found[0].error}"
         )
+    drawn = [line.run.request.base_seed for line in found if line.run and line.draws]
+    first = first.with_seed(drawn[0]) if drawn else first  # the ranks agree on the first one's
     return replace(first, lines=tuple(found), skip_existing=given.get("skip_existing", False))
 
 
@@ -107,14 +110,19 @@ def _line(
     values = _values(text)
     name = values.pop("save_file", None)
     path = folder / (f"{number:03d}.mp4" if name is None else name)
-    asked = {**_kept(shared, values), **values, "save_file": path}
-    run = resolve(asked)
+    asked = {**_kept(shared, values), **values}
+    run, error = resolve(asked).saved_to(path), ""
     if name is None:
         slug = re.sub(r"[^\w-]+", "_", run.request.prompt.lower()).strip("_")
         while len(slug.encode()) > _SLUG:
             slug = slug[:-1]
         run = run.saved_to(folder / f"{number:03d}_{slug.strip('_')}.mp4")
-    return Line(number, run, draws=asked.get("base_seed", -1) < 0 and "from_json" not in asked)
+    try:
+        check_writable(run.output.save_file)
+    except InputError as reason:  # on the main rank, which alone looks: the others know the run
+        error = str(reason)
+    draws = asked.get("base_seed", -1) < 0 and "from_json" not in asked
+    return Line(number, run, error, draws)
 
 
 def _values(text: str) -> dict[str, Any]:
@@ -151,11 +159,11 @@ def _without_twins(found: list[Line]) -> list[Line]:
     """A line that would write over an earlier one's video is refused."""
     taken: dict[Path, int] = {}
     for place, line in enumerate(found):
-        if line.run is None:
+        if line.run is None or line.error:
             continue
         path = line.run.output.save_file.absolute()
         if path in taken:
             error = f"{path} is the video of line {taken[path]} already; give another save_file."
-            found[place] = replace(line, run=None, error=error)
+            found[place] = replace(line, error=error)
         taken.setdefault(path, line.number)
     return found

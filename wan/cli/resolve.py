@@ -118,7 +118,8 @@ class Run:
             "--trace_steps": self.output.trace_steps,
             "--log_level": self.output.log_level,
             **{
-                f"line {line.number} of --prompt_file": line.run and _digest(line.run.settings)
+                f"line {line.number} of --prompt_file": line.run
+                and (_digest(line.run.settings), line.draws or line.run.request.base_seed)
                 for line in self.lines
             },
             "--skip_existing": self.skip_existing,

@@ -271,6 +271,12 @@ class Pipeline:
             self._done(self.vae)
         return is_main
 
+    def abandon(self) -> None:
+        """After a video that failed: what `latents` and `stream` would have released."""
+        self.caches.end()
+        for part in (self.text, self.clip, self.vae, self.experts):
+            self._done(part)
+
     def _encode(self, video_3FHW: Tensor) -> Tensor:
         latents = self.codec.encode(video_3FHW)
 

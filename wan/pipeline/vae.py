@@ -104,7 +104,8 @@ class VideoVAE:
 
         rows: who computes what. The main rank gets the result, the others no rows of it.
         """
-        mean = self._network.encode(video_3FHW[None].to(self.device), rows).float()
+        video = rows.together(lambda: video_3FHW[None].to(self.device))
+        mean = self._network.encode(video, rows).float()
         return ((mean - self.mean) * self.scale)[0]
 
     def decode(self, latent_Zfhw: Tensor) -> Tensor:
@@ -116,13 +117,12 @@ class VideoVAE:
     @torch.no_grad()
     def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = WHOLE) -> None:
         """`decode`, handing over each latent frame's frames; rows: as in `encode`."""
-        latent = self._unnormalised(latent_Zfhw)
+        latent = rows.together(partial(self._unnormalised, latent_Zfhw))
         begin = partial(sink.begin, self._size(latent))
         rows.together(begin if rows.is_main else _nothing)
         with progress(latent.shape[2], "decoding", "latent frame") as bar:
             for part in self._network.decode(latent, rows):
-                frames = part[0].float().clamp_(-1, 1)
-                rows.together(partial(sink.put, frames) if rows.is_main else _nothing)
+                rows.together(partial(_put, sink, part) if rows.is_main else _nothing)
                 bar.update()
 
     @torch.no_grad()
@@ -154,6 +154,10 @@ class VideoVAE:
             done += part.shape[2]
             bar.update()
         return video
+
+
+def _put(sink: Sink, frames_BCFHW: Tensor) -> None:
+    sink.put(frames_BCFHW[0].float().clamp_(-1, 1))
 
 
 def _nothing() -> None:

@@ -40,7 +40,7 @@ PRESETS = {  # of the arguments behind --; what is given there comes after and w
 }
 _DECIDED = (
     *("comm_type", "chunks", "fa_alltoall_overlap", "power", "trace", "plan", "compile"),
-    *("decode_latents", "from_json", "use_prompt_extend"),
+    *("decode_latents", "from_json", "use_prompt_extend", "prompt_file", "skip_existing"),
 )
 
 

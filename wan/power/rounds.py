@@ -102,6 +102,9 @@ class Rounds:
         self.variants = list(variants)
         self.found = {variant.name: Found(variant) for variant in variants}
         self._latents: dict[str, Tensor] = {}
+        if team.is_main:  # of an earlier comparison, perhaps with more ranks
+            for file in (out / "traces").glob("*/rank*.json"):
+                file.unlink()
         self._rests: Rests | None = None
         self._lock: Lock | None = None
         self._pipeline = build.pipeline(run.setup, team.device, team, attention=self._beside)
@@ -186,7 +189,7 @@ class Rounds:
             events = self._traced(baseline, self._run.request, None)
         found = meter.stop()
         path = self._out / "series.json"
-        if self._team.is_main:
+        if self._team.is_main and found.series is not None:
             with whole_file(path) as temporary:
                 temporary.write_text(json.dumps(series_of(found, events)), encoding="utf-8")
         return path
@@ -229,6 +232,9 @@ class Rounds:
             video.save_video(frames, path, self._run.output.fps)
             levels = ((frames + 1) * 127.5).round_()
             baseline = levels if baseline is None else baseline
+            if not bool(levels.isfinite().all()):
+                logger.warning("The video of %s holds NaN or infinity.", name)
+                continue
             difference = levels.sub(baseline).abs_()
             found.largest = int(difference.max())
             mean = float(difference.square_().mean())
