@@ -94,7 +94,11 @@ def _compare(options: Options, run: Run, team: Team | None) -> int:
     from wan.power.rounds import Rounds
     from wan.power.summary import Summary
 
-    rounds = Rounds(run, team, options.variants, options.out)
+    attention, compared = run.setup.attention, options.variants
+    if attention.quant_alltoall or attention.use_rainfusion:  # which go with a call's exchanges
+        logger.info("No run with rests alone: not with --quant_alltoall or --use_rainfusion.")
+        compared = tuple(variant for variant in compared if not variant.rests)
+    rounds = Rounds(run, team, compared, options.out)
     rounds.prepare()
     shuffled = random.Random(options.order)
     for number in range(options.repeats):
