@@ -5,16 +5,18 @@ Legend: F H W pixel frames/height/width, Z latent channels, f h w latent frames/
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from benchmarks import common
 from tools.device_check.bench import Bench, attempted, gigabytes
 from tools.device_check.network import apart, case
-from tools.device_check.steps import Figure, Line, absent, error, line
+from tools.device_check.steps import Figure, Line, error, line
 from wan.checkpoint.layout import published
 from wan.pipeline import vae as autoencoders
 from wan.pipeline.vae import VideoVAE
@@ -30,7 +32,7 @@ VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 
 
 
 def vae(bench: Bench) -> Iterator[Line]:
-    """Both VAEs: error against the host, a video's seconds and memory, tiles."""
+    """Both VAEs: error against the host, a video's seconds and memory, tiles, bf16, layouts."""
     for version in VIDEOS:
         yield attempted(f"{version}: error", partial(_errors, bench, version))
         if bench.large:
@@ -38,7 +40,7 @@ def vae(bench: Bench) -> Iterator[Line]:
                 what = f"{version}: {verb}"
                 yield attempted(what, partial(_video, bench, version, verb))
         yield attempted(f"{version}: tiles", partial(_tiles, bench, version))
-    yield absent("in bfloat16, channels-last", "the VAE computes in float32 only")
+        yield attempted(f"{version}: layouts", partial(_layouts, bench, version))
 
 
 def _network(bench: Bench, version: str) -> Autoencoder:
@@ -95,6 +97,27 @@ def _video(bench: Bench, version: str, verb: str) -> Line:
         most = planned.total() - planned["VAE weights"] - given.nbytes
         figures.append(Figure("measured / planned", held / most, "", PLAN))
     return line(f"{version}: {verb}, {frames} frames of {width} x {height}", *figures)
+
+
+def _layouts(bench: Bench, version: str) -> Line:
+    """Decoding in both dtypes with the channels of a pixel apart and together: which is faster?"""
+    apart_in_memory = _network(bench, version).to(bench.place)
+    size = (3, 30, 52) if bench.large else (2, 4, 6)
+    z = bench.randn(1, apart_in_memory.version.z_dim, *size, dtype=torch.float32)
+    exact, figures = _decoded(apart_in_memory, z), []
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        together = copy.deepcopy(apart_in_memory.to(dtype)).channels_last()
+        for network, layout in ((apart_in_memory, "contiguous"), (together, "channels-last")):
+            distance = apart(_decoded(network, z), exact)
+            run = partial(_decoded, network, z)
+            taken = min(common.seconds(run, bench.place) for _ in range(3))
+            figures += [Figure(f"{name}, {layout}", taken, "s"), Figure("error", distance)]
+    return line(f"{version}: layouts, latents {list(size)}", *figures)
+
+
+def _decoded(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.cat(list(network.decode(z_BZfhw)), dim=2)
 
 
 def _tiles(bench: Bench, version: str) -> Line:
