@@ -130,8 +130,9 @@ def main() -> None:
     parser.add_argument("--seams", type=Path, nargs=2, metavar=("WEIGHTS", "IMAGE"))
     options = parser.parse_args()
     if options.seams is not None:
-        print(json.dumps(found := seams(*options.seams), indent=1))
-        common.write_json(options.json, CPU, [found])
+        steps = seams(*options.seams)
+        print(json.dumps(steps, indent=1))
+        common.write_json(options.json, CPU, [steps])
         return
     given = options.version, options.latent, options.rounds
     results = []
