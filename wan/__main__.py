@@ -10,7 +10,7 @@ def run() -> int:
     try:
         from wan.cli.main import main
     except KeyboardInterrupt:
-        print("generate.py: interrupted; no video was written.", file=sys.stderr)
+        print("generate.py: interrupted; the video was not written.", file=sys.stderr)
         return 130
     return main()
 

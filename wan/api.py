@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from wan.generator import DefaultFloat, DefaultInt, DefaultStr, Generator
-from wan.settings.errors import InputError
 from wan.settings.execution import Offload
 
 GuideScale = float | tuple[float, float]
@@ -111,8 +110,6 @@ class WanI2V(Generator):
             max_area: Pixels of a frame; the image's aspect ratio is kept.
             last_image: What the video ends with (i2v-A14B, flf2v-14B); like `img`.
         """
-        if img is None:
-            raise InputError("WanI2V.generate starts from an image; give one as img.")
         return self._generate(locals())
 
 

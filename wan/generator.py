@@ -29,10 +29,10 @@ from wan.pipeline import build, images
 from wan.pipeline.setup import Setup
 from wan.settings import recipes
 from wan.settings.errors import InputError
-from wan.settings.execution import Offload
+from wan.settings.execution import AHEAD, Offload
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
-from wan.settings.values import choice, integer, shown
+from wan.settings.values import choice, integer, shown, switch
 
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
 _IMAGES = ("image", "last_image")
@@ -66,6 +66,12 @@ class Asked:
     images: tuple[Image | None, Image | None]
     embeds: tuple[Tensor | None, Tensor | None]
     output_type: str
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What the text encoder is asked for."""
+        pairs = zip(self.request.texts, self.embeds, strict=False)
+        return tuple(text for text, embeds in pairs if embeds is None)
 
 
 class Generator:
@@ -187,17 +193,13 @@ class Generator:
         """
         with in_keywords():
             offload = OFFLOAD("offload_model", offload_model)
-            setup, asked = self._with_offload(offload), []
-            if group_by_expert:
+            setup, grouped = self._with_offload(offload), switch("group_by_expert", group_by_expert)
+            if grouped:
                 setup.check_grouping()
-            for call in calls:
-                own = {"input_prompt": call} if isinstance(call, str) else dict(call)
-                if "offload_model" in own:
-                    raise InputError("offload_model holds for all calls; give it beside them.")
-                bound = inspect.signature(self.generate).bind(**{**shared, **own})
-                bound.apply_defaults()
-                asked.append(self._asked(bound.arguments, setup))
-        return self._made(asked, offload, group_by_expert)
+            if isinstance(calls, str | Mapping):
+                raise InputError("calls is one call; give a list of calls.")
+            asked = [self._asked(self._bound(call, shared), setup) for call in calls]
+        return self._made(asked, offload, grouped)
 
     def _generate(self, call: dict[str, Any]) -> Tensor | None:
         """One video. call: the arguments of `generate`."""
@@ -207,29 +209,52 @@ class Generator:
         (made,) = self._made([asked], offload, False)
         return made
 
+    def _bound(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of `generate` in a call of `generate_many`."""
+        if not isinstance(call, str | Mapping):
+            raise InputError(f"A call is {shown(call)}; give a prompt, or arguments of generate.")
+        own = {"input_prompt": call} if isinstance(call, str) else call
+        if "offload_model" in own:
+            raise InputError("offload_model holds for all calls; give it beside them.")
+        try:
+            bound = inspect.signature(self.generate).bind(**{**shared, **own})
+        except TypeError as error:
+            raise InputError(f"A call is not one of generate: {error}.") from error
+        bound.apply_defaults()
+        return bound.arguments
+
     def _made(
         self, asked: Sequence[Asked], offload: Offload, grouped: bool
     ) -> Iterator[Tensor | None]:
+        """The videos, some of them ahead; between two the caller may call `generate`."""
         pipeline = self._pipeline
         with in_keywords():
-            pipeline.set_offload(offload)
-            if len(asked) > 1:
-                pipeline.keep_texts([one.request for one in asked if one.embeds[0] is None])
-            for one, latents in zip(asked, self._latents(asked, grouped), strict=True):
-                yield latents if one.output_type == "latent" else pipeline.decode(latents)
-            pipeline.kept.clear()
+            for first in range(0, len(asked), AHEAD):
+                some = asked[first : first + AHEAD]
+                pipeline.set_offload(offload)
+                texts = [text for one in some for text in one.texts]
+                if texts and len(asked) > 1:
+                    pipeline.keep_texts(texts, some[0].request)
+                try:
+                    for one, latents in zip(some, self._latents(some, grouped), strict=True):
+                        yield latents if one.output_type == "latent" else pipeline.decode(latents)
+                        pipeline.set_offload(offload)
+                except BaseException:
+                    pipeline.abandon()
+                    raise
+                finally:
+                    if len(asked) > 1:
+                        pipeline.kept = {}
 
     def _latents(self, asked: Sequence[Asked], grouped: bool) -> Iterator[Tensor]:
         pipeline = self._pipeline
+        calls = [(one.request, one.images[0], *one.embeds, one.images[1]) for one in asked]
         if not grouped:
-            for one in asked:
-                first, last = one.images
-                yield pipeline.latents(one.request, first, *one.embeds, last)
+            yield from (pipeline.latents(*call) for call in calls)
             return
         videos = []
-        for one in asked:
-            first, last = one.images
-            videos.append(pipeline.prepared(one.request, first, *one.embeds, last))
+        for call in calls:
+            videos.append(pipeline.prepared(*call))
             videos[-1].rest()
         for expert in self._preset.experts:
             for video in videos:
@@ -237,10 +262,14 @@ class Generator:
                     pipeline.advanced(video, phases=1)
                     video.rest()
         pipeline.done(pipeline.experts)
-        for video in videos:
-            yield video.latents.to(pipeline.device.torch_device)
+        waiting = [video.latents for video in videos]
+        del videos, video
+        for latents in waiting:
+            yield latents.to(pipeline.device.torch_device)
 
     def _asked(self, call: dict[str, Any], setup: Setup) -> Asked:
+        if self._preset.kind == "i2v" and call["img"] is None:
+            raise InputError(f"{type(self).__name__} starts from an image; give one as img.")
         request, *ends = self._request(call, setup)
         embeds = [_embedding(name, call[name]) for name in _EMBEDDINGS]
         output_type = choice("pt", "latent")("output_type", call["output_type"])

@@ -565,7 +565,9 @@ def test_an_interrupted_import(module: str) -> None:
         env={"PYTHONPATH": str(REPO)},
     )
     assert done.returncode == 130
-    assert done.stderr == "generate.py: interrupted; no video was written.\n" and not done.stdout
+    assert (
+        done.stderr == "generate.py: interrupted; the video was not written.\n" and not done.stdout
+    )
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

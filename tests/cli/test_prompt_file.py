@@ -94,10 +94,18 @@ def test_what_a_line_may_not_say(line: str, sentence: str, tiny: Any, tmp_path: 
 
 
 def test_two_lines_do_not_write_one_file(tiny: Any, tmp_path: Path) -> None:
-    lines = [json.dumps({"prompt": p, "save_file": "same.mp4"}) for p in "ab"]
+    names = {"a": "same.mp4", "b": "of/../same.mp4", "c": "same.MP4"}
+    lines = [json.dumps({"prompt": p, "save_file": name}) for p, name in names.items()]
     common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B"]
     found = resolved(write(tmp_path, *lines), *common)
-    assert not found.lines[0].error and "is the video of line 1 already" in found.lines[1].error
+    assert not found.lines[0].error
+    assert all("is the video of line 1 already" in line.error for line in found.lines[1:])
+
+
+def test_lines_end_where_editors_end_them(tiny: Any, tmp_path: Path) -> None:
+    text = json.dumps({"prompt": "a red\u2028star\x85"}, ensure_ascii=False)
+    found = resolved(write(tmp_path, f"one\r\n{text}"), "--ckpt_dir", str(tiny("t2v-A14B")))
+    assert [line.run.request.prompt for line in found.lines] == ["one", "a red\u2028star\x85"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +116,8 @@ def test_two_lines_do_not_write_one_file(tiny: Any, tmp_path: Path) -> None:
         (["--plan"], "--plan is about one video"),
         (["--group_by_expert", "--task", "t2v-1.3B"], "--group_by_expert has no effect on t2v-1.3"),
         (["--group_by_expert", "--offload_model", "false"], "no effect with --offload_model false"),
-        (["--group_by_expert", "--power"], "--power meters whole videos"),
+        (["--group_by_expert", "--power"], "--power is about whole videos"),
+        (["--group_by_expert", "--log_level", "debug"], "--log_level debug is about whole videos"),
         (
             ["--group_by_expert", "--step_cache", "first_block"],
             "--group_by_expert pauses videos, but --step_cache",

@@ -227,7 +227,7 @@ def pause() -> None:
 
 
 faults = {f.__name__: f for f in (die, defect, refuse, use_up_memory, pause)}
-LOST = "Rank 1 ended unexpectedly (killed, or out of memory); no video was written."
+LOST = "Rank 1 ended unexpectedly (killed, or out of memory); the video was not written."
 
 
 def test_a_killed_rank_is_named() -> None:
@@ -298,7 +298,7 @@ def test_signals(number: signal.Signals, sentence: str, code: int) -> None:
         codes = ranks.ended(30)
     # A rank in a collective may learn of the other's end before it sees its own signal.
     assert code in codes and set(codes) <= {code, 1}, ranks.said()
-    assert ranks.lines() == [f"{sentence}; no video was written."], (codes, ranks.said())
+    assert ranks.lines() == [f"{sentence}; the video was not written."], (codes, ranks.said())
 
 
 def decode_alone(go: str) -> int:
@@ -394,7 +394,7 @@ def test_ranks_end_when_torchrun_is_killed(kind: str) -> None:
             torchrun.until(0, f"rank {number} works")
         torchrun.processes[0].kill()
         torchrun.ended(30)  # with both ranks
-    assert torchrun.lines() == ["torchrun has ended unexpectedly; no video was written."]
+    assert torchrun.lines() == ["torchrun has ended unexpectedly; the video was not written."]
     assert torchrun.texts[0].count("cleaned up") == (2 if kind == "compute" else 0)
 
 

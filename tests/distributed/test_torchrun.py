@@ -214,8 +214,8 @@ def fail(kind: str, arguments: list[str]) -> int:
     ("kind", "number", "sentence", "code"),
     [
         ("memory", None, "Out of memory; ", 1),
-        ("wait", signal.SIGTERM, "terminated; no video was written.", 143),
-        ("wait", signal.SIGINT, "interrupted; no video was written.", 130),
+        ("wait", signal.SIGTERM, "terminated; the video was not written.", 143),
+        ("wait", signal.SIGINT, "interrupted; the video was not written.", 130),
     ],
 )
 def test_one_process_that_ends_early(
@@ -237,11 +237,17 @@ def test_one_process_that_ends_early(
 DEFECT = "rank 1 failed: RuntimeError: "
 ENDINGS = {
     "raise": (None, DEFECT),
-    "kill": (None, "Rank 1 ended unexpectedly (killed, or out of memory); no video was written."),
+    "kill": (
+        None,
+        "Rank 1 ended unexpectedly (killed, or out of memory); the video was not written.",
+    ),
     "memory": (None, "Out of memory; "),
-    "interrupt": (signal.SIGINT, "interrupted; no video was written."),
-    "terminate": (signal.SIGTERM, "terminated; no video was written."),
-    "kill torchrun": (signal.SIGKILL, "torchrun has ended unexpectedly; no video was written."),
+    "interrupt": (signal.SIGINT, "interrupted; the video was not written."),
+    "terminate": (signal.SIGTERM, "terminated; the video was not written."),
+    "kill torchrun": (
+        signal.SIGKILL,
+        "torchrun has ended unexpectedly; the video was not written.",
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from pathlib import Path
 
 import pytest
@@ -85,12 +86,38 @@ def test_many_videos(grouped: bool, tiny) -> None:
         (["a", {"input_prompt": "b", "frame_num": 8}], {}, "frame_num is 8"),
         ([{"input_prompt": "b", "offload_model": False}], {}, "offload_model holds for all calls"),
         (["a"], {"group_by_expert": True, "offload_model": False}, "group_by_expert has no effect"),
+        (["a"], {"group_by_expert": "perhaps"}, "group_by_expert is perhaps"),
+        ("ab", {}, "give a list of calls"),
+        ({"input_prompt": "a"}, {}, "give a list of calls"),
+        ([3], {}, "A call is 3"),
+        ([{}], {}, "missing a required argument: 'input_prompt'"),
     ],
 )
 def test_many_videos_are_checked_first(calls, more, sentence: str, tiny) -> None:
     model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
     with pytest.raises(InputError, match=sentence):
         model.generate_many(calls, **more)
+
+
+def test_an_image_is_needed_in_each_call(tiny) -> None:
+    model = wan.WanI2V("i2v-A14B", tiny("i2v-A14B"))
+    with pytest.raises(InputError, match="WanI2V starts from an image; give one as img"):
+        model.generate_many([{"input_prompt": "a", "img": None}])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_many_videos_may_be_left_and_others_made_between(grouped: bool, tiny) -> None:
+    """Also others of another offload_model; nothing stays in memory."""
+    model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
+    args = {"size": (64, 32), **QUICK}
+    expected = [model.generate(text, **args) for text in ("one", "two")]
+    videos = model.generate_many(["one", "two", "three"], group_by_expert=grouped, **args)
+    assert torch.equal(next(videos), expected[0])
+    assert torch.equal(model.generate("two", offload_model="block", **args), expected[1])
+    assert torch.equal(next(videos), expected[1])
+    made = weakref.ref(model._pipeline.experts.get("high_noise"))
+    videos.close()
+    assert made() is None and not model._pipeline.kept
 
 
 def test_embeddings_replace_prompts(tiny) -> None:

@@ -239,6 +239,7 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
     "sample": [(4, {}, True), (4, {"sample": 1}, True), (5, {"sample": 1}, False)],
     "the sampling ends": [(4, {}, True), (5, {"count": 6}, False), (6, {}, True)],
     "same step of the next video": [(3, {}, True), (3, {}, True)],
+    "next video, after one that failed": [(4, {}, True), (4, {}, True), (5, {}, False)],
     "next video": [(5, {}, True), (6, {}, False), (4, {}, True), (5, {}, False)],
 }
 

@@ -22,9 +22,9 @@ def describe(error: BaseException) -> str | None:
     if isinstance(error, (InputError, WriteError)):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted; no video was written."
+        return "interrupted; the video was not written."
     if isinstance(error, Terminated):
-        return "terminated; no video was written."
+        return "terminated; the video was not written."
     if is_out_of_memory(error):
         return (
             "Out of memory; choose a smaller --size or --frame_num, or use --offload_model block; "

@@ -1,14 +1,15 @@
 """The videos of a --prompt_file, one after the other, with the networks of one load.
 
-With one process a line that fails is reported and the others go on. So do several ranks where the
-main one alone is concerned (decoding, writing); else all of them end, and the same command with
---skip_existing goes on.
+With one process a line that fails is reported and the others go on. So do several ranks once a
+video is decoded, when the main one is alone with it; before that all of them end, and the same
+command with --skip_existing goes on.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import shlex
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from wan.cli import failures, videos
 from wan.cli.resolve import Run
 from wan.log import logger
+from wan.settings.execution import AHEAD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import Team
     from wan.pipeline.denoise import Denoising
     from wan.pipeline.pipeline import Pipeline
-
-AHEAD = 64  # lines whose texts are embedded at once, and then kept
 
 
 @dataclass
@@ -78,11 +78,9 @@ class Told:
         if count:
             text += f". {statistics.median(job.seconds for job in self.made):.1f} s each (median)"
         if count > 1:
-            loading = [job.stages.get("loading", 0.0) for job in self.made]
-            saved = count * max(loading) - sum(loading)
-            text += (
-                f"; loading took {sum(loading):.1f} s, {saved:.1f} s less than in runs of their own"
-            )
+            first, *others = (job.stages.get("loading", 0.0) for job in self.made)
+            saved = max(len(others) * first - sum(others), 0.0)  # it alone has loaded everything
+            text += f"; loading took {first:.1f} s of the first and saved the others {saved:.1f} s"
         logger.log(logging.ERROR if self.failed else logging.INFO, "%s.", text)
 
 
@@ -95,16 +93,17 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
         told.failed += [line.number] if line.error else []
     jobs = _jobs(run, team, told)
     work = _Work(pipeline, team, told)
-    for first in range(0, len(jobs), AHEAD):
-        some = jobs[first : first + AHEAD]
-        pipeline.stages.seconds = some[0].stages  # its record has what all need
-        pipeline.keep_texts([job.run.request for job in some])
-        if run.group_by_expert:
-            work.grouped(some)
-        else:
-            work.in_turn(some)
-    if is_main:
-        told.say()
+    try:
+        for first in range(0, len(jobs), AHEAD):
+            some = jobs[first : first + AHEAD]
+            work.embed(some)
+            if run.group_by_expert:
+                work.grouped(some)
+            else:
+                work.in_turn(some)
+    finally:
+        if is_main:
+            told.say()
     return bool(told.failed)
 
 
@@ -129,6 +128,13 @@ class _Work:
     def __init__(self, pipeline: Pipeline, team: Team | None, told: Told) -> None:
         self._pipeline, self._team, self._told = pipeline, team, told
 
+    def embed(self, jobs: Sequence[Job]) -> None:
+        """The texts of all; the first one's record has what that took."""
+        begun, self._pipeline.stages.seconds = time.perf_counter(), jobs[0].stages
+        texts = [text for job in jobs for text in job.run.request.texts]
+        self._pipeline.keep_texts(texts, jobs[0].run.request)
+        jobs[0].seconds += time.perf_counter() - begun
+
     def in_turn(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             logger.info("Line %d: %s", job.number, job.run.output.save_file)
@@ -138,6 +144,20 @@ class _Work:
 
     def grouped(self, jobs: Sequence[Job]) -> None:
         """All lines' steps of an expert before any of the next; then decodes them all."""
+        self._pipeline.device.reset_peak_memory()
+        try:
+            self._denoise(jobs)
+            for job in jobs:
+                if job.denoised is not None:
+                    self._write(job, *job.denoised)
+        except BaseException:
+            for job in jobs:
+                if job.denoised is not None and job.denoised[1] is not None:
+                    where = shlex.quote(str(job.denoised[1]))
+                    logger.error("Line %d is denoised: --decode_latents %s", job.number, where)
+            raise
+
+    def _denoise(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             with self._attempt(job):
                 self._prepare(job)
@@ -147,12 +167,13 @@ class _Work:
                     with self._attempt(job):
                         self._advance(job, job.video)
         self._pipeline.done(self._pipeline.experts)
-        for job in jobs:
-            if job.denoised is not None:
-                with self._attempt(job):
-                    videos.write_video(job.run, self._pipeline, self._team, job.part, job.denoised)
-                job.denoised = None
-                self._finished(job)
+
+    def _write(self, job: Job, latents: Tensor, kept: Path | None) -> None:
+        job.denoised = None  # if this fails, it says itself where they are
+        with self._attempt(job):
+            told = (latents, kept)
+            videos.write_video(job.run, self._pipeline, self._team, job.part, told)
+        self._finished(job)
 
     def _prepare(self, job: Job) -> None:
         run = job.run

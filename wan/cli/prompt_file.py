@@ -7,6 +7,7 @@ A line that starts with `{` is JSON, its keys the flags' names of what a single 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -79,8 +80,9 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
     grouped = given.get("group_by_expert", False)
     if grouped:
         first.setup.check_grouping()
-        if first.power:
-            raise InputError("--power meters whole videos; drop it or --group_by_expert.")
+        for flag, given_too in (("power", first.power), ("log_level debug", first.verbose)):
+            if given_too:
+                raise InputError(f"--{flag} is about whole videos; drop it or --group_by_expert.")
     drawn = [line.run.request.base_seed for line in found if line.run and line.draws]
     first = first.with_seed(drawn[0]) if drawn else first  # the ranks agree on the first one's
     skips = given.get("skip_existing", False)
@@ -98,7 +100,7 @@ def _texts(path: Path) -> list[tuple[int, str]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"--prompt_file {path} is no UTF-8 text ({error.reason}).") from error
-    found = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    found = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not found:
         raise InputError(f"--prompt_file {path} has no lines; write one prompt per line.")
     if len(content) > MOST_BYTES or len(found) > MOST_LINES:
@@ -167,9 +169,10 @@ def _without_twins(found: list[Line]) -> list[Line]:
     for place, line in enumerate(found):
         if line.run is None or line.error:
             continue
-        path = line.run.output.save_file.absolute()
+        path = Path(os.path.normpath(line.run.output.record.absolute()))  # of its record, too
         if path in taken:
-            error = f"{path} is the video of line {taken[path]} already; give another save_file."
+            name = line.run.output.save_file
+            error = f"{name} is the video of line {taken[path]} already; give another save_file."
             found[place] = replace(line, error=error)
         taken.setdefault(path, line.number)
     return found

@@ -81,6 +81,11 @@ class Run:
     skip_existing: bool = False
     group_by_expert: bool = False
 
+    @property
+    def verbose(self) -> bool:
+        """It says what happens in the layers."""
+        return self.output.log_level == "debug"
+
     def with_seed(self, seed: int) -> Run:
         """The run with another seed, also in its record; lines of a file have their own."""
         if self.lines:

@@ -114,7 +114,7 @@ def _extended(run: Run, pipeline: Pipeline, team: Team | None) -> Run:
 @contextmanager
 def _recorded(run: Run, pipeline: Pipeline, team: Team | None) -> Iterator[None]:
     """What --trace and --log_level debug ask for."""
-    folder, verbose = run.output.trace, run.output.log_level == "debug"
+    folder, verbose = run.output.trace, run.verbose
     if folder is None and not verbose:
         yield
         return

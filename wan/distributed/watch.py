@@ -129,7 +129,7 @@ class Watch:
         """
         main = self._here.local_rank == 0
         if self._is_orphan():
-            return "torchrun has ended unexpectedly; no video was written." if main else ""
+            return "torchrun has ended unexpectedly; the video was not written." if main else ""
         if not self._is_set("failed"):
             return None
         word = within(_ANSWER, lambda: self._store.get("failed"), b"0 0")
@@ -220,7 +220,7 @@ class Watch:
             return ""
         who = " and ".join(map(self._name, ranks)).replace("rank", "Rank", 1)
         how = " unexpectedly (killed, or out of memory)" if word else ""  # it may have left word
-        return f"{who} ended{how}{reason}; no video was written."
+        return f"{who} ended{how}{reason}; the video was not written."
 
     def _name(self, rank: int) -> str:
         far = rank in self._far

@@ -65,20 +65,21 @@ class MaskCache:
     Counted from the first sparse step, start_step(number of steps): that one and every `refresh`-th
     after it make every mask anew, and so does a mask's absence, another shape, or a step that lies
     in another such period. A mask is dropped when used for the last time, before its period or the
-    sampling ends; another expert, or an earlier step than the last (the next video), drops
+    sampling ends; another expert, or a step that a head has been in already (another video), drops
     everything.
     """
 
     def __init__(self, start_step: Callable[[int], int], refresh: int) -> None:
         self._start, self._refresh = start_step, refresh
         self._masks: dict[_Key, tuple[int, Tensor]] = {}
-        self._expert, self._index = "", 0
+        self._expert, self._last = "", dict[_Key, int]()
 
     def get(self, step: StepInfo, shape: Sequence[int]) -> Tensor | None:
         """The mask to use again, or None where a new one is due."""
-        if step.expert != self._expert or step.index < self._index:
+        if step.expert != self._expert or step.index <= self._last.get(_key(step), -1):
             self._masks.clear()
-        self._expert, self._index = step.expert, step.index
+            self._last.clear()
+        self._expert, self._last[_key(step)] = step.expert, step.index
         period, new = divmod(step.index - self._start(step.count), self._refresh)
         made, mask = self._masks.get(_key(step), (None, None))
         if not self._used_later(step):

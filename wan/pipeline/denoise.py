@@ -105,7 +105,8 @@ class Denoising:
     """
 
     def __init__(self, request: Request, conditions: Conditions) -> None:
-        self.request, self._conditions, self.latents = request, conditions, conditions.start
+        self.request, self.latents = request, conditions.start
+        self._conditions = replace(conditions, start=torch.empty(0))  # not kept twice
         self._plan, self._done = schedule(request), 0
         self._solver, self._timesteps = make_solver(request, self._plan, conditions.draw)
 
@@ -178,7 +179,7 @@ class Denoising:
             return value.to(device) if is_latents else value
 
         vars(self._solver).update({n: moved(value) for n, value in vars(self._solver).items()})
-        kept = ("start", "context", "negative_context", "y", "clip_fea")
+        kept = ("context", "negative_context", "y", "clip_fea")
         given = {name: getattr(self._conditions, name) for name in kept}
         self.latents = self.latents.to(device)
         there = {name: x.to(device) for name, x in given.items() if x is not None}

@@ -263,17 +263,14 @@ class Pipeline:
             self.done(self.text)
         return context, negative
 
-    def keep_texts(self, requests: Sequence[Request]) -> None:
-        """Embed the prompts of videos that come next, and keep the embeddings until then."""
-        told = [request.prompt for request in requests]
-        told += [request.negative_prompt for request in requests if request.guided]
-        self.kept = {prompt: x for prompt, x in self.kept.items() if prompt in told}
-        if requests:
-            self.residency.request = requests[0]
+    def keep_texts(self, texts: Sequence[str], request: Request) -> None:
+        """Embed what comes next, and keep only that. request: the first of these videos."""
+        self.kept = {text: x for text, x in self.kept.items() if text in texts}
+        self.residency.request = request
         with self.stages("text"):
-            for prompt in dict.fromkeys(told):
-                if prompt not in self.kept:
-                    self.kept[prompt] = self._context(prompt, None).cpu()
+            for text in dict.fromkeys(texts):
+                if text not in self.kept:
+                    self.kept[text] = self._context(text, None).to("cpu", copy=True)  # no padding
             self.done(self.text)
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor | None:

@@ -9,6 +9,7 @@ from wan.settings.errors import InputError
 
 DEVICE_TYPES = ("auto", "cpu", "cuda", "npu")
 PRECISIONS = ("auto", "bf16", "fp32")
+AHEAD = 64  # of many videos, those whose texts are embedded together, and which are grouped
 VAE_PRECISIONS = ("fp32", "bf16")
 FP8_WEIGHTS = ("auto", "keep", "upcast")
 Offload = bool | Literal["cpu", "block"]

@@ -114,6 +114,11 @@ class Request:
         return self.sigma_max or (200.0 if self.preset.kind == "i2v" else 80.0)
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        """What a network is told: the prompt and, with guidance, the negative one."""
+        return (self.prompt, self.negative_prompt) if self.guided else (self.prompt,)
+
+    @property
     def guided(self) -> bool:
         """Whether any step computes the unconditional branch too."""
         return any(scale != 1 for scale in self.sample_guide_scale)
