@@ -53,7 +53,7 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
     """
     with in_keywords():
         networks = _networks(pipe)
-        hooks.attach(Session(networks, pipe, _read(settings), mesh.running()))
+        _start(Session(networks, pipe, _read(settings), mesh.running()))
     return pipe
 
 
@@ -70,7 +70,7 @@ def parallelize_transformer(
         if values.get("cfg_size") == 2:
             raise InputError("cfg_size 2 pairs the calls of a pipeline; use parallelize_pipe.")
         networks = _checked({"dit": transformer})
-        hooks.attach(Session(networks, None, values, mesh.running()))
+        _start(Session(networks, None, values, mesh.running()))
     return transformer
 
 
@@ -108,6 +108,11 @@ def deparallelize(pipe: Any) -> Any:
     alone = isinstance(pipe, nn.Module)
     hooks.detach(_checked({"dit": pipe}, True) if alone else _networks(pipe, ours=True))
     return pipe
+
+
+def _start(session: Session) -> None:
+    hooks.attach(session)
+    session.announce()
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:

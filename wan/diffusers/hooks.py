@@ -144,13 +144,15 @@ class _Block(ModelHook):
         super().__init__()
         self.session, self.blocks, self.layer = session, blocks, layer
 
-    @torch.compiler.disable(recursive=False)
     def new_forward(self, _: Any, x_BLC: Tensor, *given: Any) -> Tensor:
-        session, cache = self.session, self.session.given.step_cache
-        if session.in_blocks:
+        if self.session.in_blocks:
             return self.fn_ref.original_forward(x_BLC, *given)
-        if self.layer or cache is None:
-            return x_BLC
+        return x_BLC if self.layer else self._all(x_BLC, given)
+
+    @torch.compiler.disable  # the blocks inside are compiled, if they are
+    def _all(self, x_BLC: Tensor, given: tuple[Any, ...]) -> Tensor:
+        session, cache = self.session, self.session.given.step_cache
+        assert cache is not None
 
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
             for block in islice(self.blocks, first, last):

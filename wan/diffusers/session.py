@@ -79,10 +79,14 @@ class Session:
         self._waiting: tuple[Callable[[], Any], Tensor] | None = None
         self.now: StepInfo | None = None
         self.valid_len, self.in_blocks = 0, False
+        self._notices, self._line = notices, build.attention_line(self.setup, selected)
+
+    def announce(self) -> None:
+        """How the run is carried out; rank 0 alone says it."""
         if self.team is None or self.team.is_main:
-            for notice in notices:
+            for notice in self._notices:
                 logger.warning(notice)
-            logger.info("%s", build.attention_line(self.setup, selected))
+            logger.info("%s", self._line)
 
     def with_cache(self, values: dict[str, Any]) -> Session:
         """The same with another step cache."""
