@@ -106,7 +106,11 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
 def deparallelize(pipe: Any) -> Any:
     """Undoes the other functions; takes a transformer, too."""
     alone = isinstance(pipe, nn.Module)
-    hooks.detach(_checked({"dit": pipe}, True) if alone else _networks(pipe, ours=True))
+    networks = _checked({"dit": pipe}, ours=True) if alone else _networks(pipe, ours=True)
+    session = hooks.session(networks)
+    hooks.detach(networks)
+    if session is not None and session.team is not None:
+        session.team.release()
     return pipe
 
 

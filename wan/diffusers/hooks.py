@@ -88,7 +88,7 @@ class _Network(ModelHook):
 
     def reset_state(self, module: Any) -> Any:
         """A pipeline does that at the end of a video."""
-        self.session.caches.end()
+        self.session.end()
         return module
 
     def new_forward(
@@ -209,9 +209,9 @@ def _rotated(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:
 
 
 def _shard_patches(x_BCFHW: Tensor, tokens: TokenShard, grid: Grid) -> Tensor:
-    """[B,C,L,1,1], of which diffusers makes [B,L,C]."""
+    """[B,C,L,1,1], with a convolution's strides, of which diffusers makes [B,L,C]."""
     x_BLC = tokens.shard(x_BCFHW.flatten(2).transpose(1, 2), grid)
-    return x_BLC.transpose(1, 2)[..., None, None]
+    return x_BLC.transpose(1, 2).contiguous()[..., None, None]
 
 
 def _shard_rotation(table: RopeTable, tokens: TokenShard, grid: Grid) -> RopeTable:

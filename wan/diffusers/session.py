@@ -78,7 +78,7 @@ class Session:
         self.pairs = parallel.cfg_size == 2 or self.caches.guidance is not None
         self._waiting: tuple[Callable[[], Any], Tensor] | None = None
         self.now: StepInfo | None = None
-        self.valid_len, self.in_blocks = 0, False
+        self.valid_len, self.in_blocks, self._running = 0, False, False
         self._notices, self._line = notices, build.attention_line(self.setup, selected)
 
     def announce(self) -> None:
@@ -110,6 +110,15 @@ class Session:
             for notice in self.setup.check_request(request):
                 logger.warning(notice)
         self.caches.begin(request)
+        self._running = True
+
+    def end(self) -> None:
+        """A video ends: frees what is kept, and says what was skipped."""
+        summary = self.caches.summary() if self._running else None
+        if summary is not None and (self.team is None or self.team.is_main):
+            logger.info("%s", summary)
+        self._running = False
+        self.caches.end()
 
     def pair(self, step: StepInfo, x_BCFHW: Tensor, compute: Callable[[], Any]) -> tuple[Tensor]:
         """A call of a step whose two branches are computed together.

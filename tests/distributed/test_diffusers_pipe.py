@@ -1,0 +1,396 @@
+"""diffusers' pipelines, shared by ranks, make what they make alone; our exchanges, our caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import FirstBlockCacheConfig
+from PIL import Image
+from torch import Tensor
+
+import wan
+from tests.conftest import slow
+from tests.diffusers_runs import TOLERANCE, Video, sharing
+from tests.dist import run
+from tests.numerics.test_diffusers import diffusers_latents
+from wan import trace
+from wan.cli.flags import FLAGS
+from wan.configs import WAN_CONFIGS
+from wan.diffusers import apply_cache_on_pipe
+from wan.distributed import mesh
+from wan.trace import Event, HostClock, Recorder
+
+pytestmark = pytest.mark.dist
+
+Settings = dict[str, Any]
+FORMS = {  # task, images, size
+    "2.1": ("t2v-1.3B", 0, (112, 80)),
+    "2.2": ("t2v-A14B", 0, (112, 80)),
+    "5B": ("ti2v-5B", 0, (224, 160)),
+    "5B image": ("ti2v-5B", 1, (224, 160)),
+    "2.1 image": ("i2v-14B", 1, (112, 80)),
+    "2.1 two images": ("flf2v-14B", 2, (112, 80)),
+    "2.2 image": ("i2v-A14B", 1, (112, 80)),
+}
+HEADS = {"t2v-1.3B": 12, "ti2v-5B": 24}
+MODES: dict[str, Settings] = {
+    "0": {},
+    "1": {"comm_type": 1},
+    "2": {"comm_type": 2},
+    "overlap": {"fa_alltoall_overlap": True},
+}
+MODE_FLAGS = {name for mode in MODES.values() for name in mode}
+
+
+def layouts(world: int, heads: int) -> list[Settings]:
+    """All cfg x ring x ulysses of so many ranks."""
+    return [
+        {"cfg_size": cfg, "ring_size": ring, "ulysses_size": ulysses, **kind}
+        for cfg in (1, 2)
+        for ring in range(1, world + 1)
+        for ulysses in range(1, world + 1)
+        if cfg * ring * ulysses == world and heads % ulysses == 0
+        for kind in ([{}] if ring == 1 else [{}, {"ring_type": "bidirectional"}])
+    ]
+
+
+def make(tiny: Any, form: str, **more: Any) -> Video:
+    task, images, size = FORMS[form]
+    return Video(tiny(task, "diffusers"), images, **{"size": size, **more})
+
+
+def shared(video: Video, settings: Sequence[Settings]) -> list[Tensor]:
+    """On one rank: with each of the settings in turn."""
+    torch.set_num_threads(1)
+    pipe, found = video.pipe(), []
+    for one in settings:
+        with sharing(pipe, **one):
+            found.append(video.latents(pipe))
+    return found
+
+
+SOME: dict[str, list[Settings]] = {  # of two ranks
+    "2.2": [{**mode, "ulysses_size": 2} for mode in MODES.values()],
+    "2.1 image": [{"comm_type": 1}],
+    "5B image": [{"cfg_size": 2}],
+}
+
+
+def check(expected: Tensor, settings: Sequence[Settings], answers: list[list[Tensor]]) -> None:
+    """Against the pipeline as it is; modes against mode 0 of the same layout."""
+    for found in answers:
+        for one, latents in zip(settings, found, strict=True):
+            assert (latents - expected).abs().max() <= TOLERANCE, one
+            layout = {name: size for name, size in one.items() if name not in MODE_FLAGS}
+            if one == layout or layout not in settings:
+                continue
+            baseline = found[settings.index(layout)]
+            limit = 1e-5 if one.get("comm_type") == 2 else 0
+            assert (latents - baseline).abs().max() <= limit, one
+
+
+@pytest.mark.parametrize("form", SOME)
+@pytest.mark.usefixtures("one_thread")
+def test_two_ranks_share_a_video(tiny: Any, form: str) -> None:
+    video = make(tiny, form, steps=2)
+    expected = video.latents(video.pipe())
+    check(expected, SOME[form], run(2, shared, video, SOME[form]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("one_thread")
+def test_ranks_share_a_video(tiny: Any, form: str, world: int) -> None:
+    """Every mode in every layout, with a batch of two once."""
+    video = make(tiny, form)
+    settings = [
+        {**layout, **mode}
+        for layout in layouts(world, HEADS.get(FORMS[form][0], 40))
+        for mode in MODES.values()
+        if not mode or layout["ulysses_size"] > 1
+    ]
+    expected = video.latents(video.pipe())
+    check(expected, settings, run(world, shared, video, settings, timeout=600))
+    two = replace(video, count=2)
+    expected = two.latents(two.pipe())
+    check(expected, settings[:1], run(world, shared, two, settings[:1], timeout=600))
+
+
+@pytest.mark.parametrize("form", ["2.1", *(slow(form) for form in FORMS if form != "2.1")])
+@pytest.mark.usefixtures("one_thread")
+def test_our_own_classes_make_the_same(tiny: Any, image_path: Path, form: str) -> None:
+    """Same weights, noise and noise levels; four ranks in two layouts, ours alone."""
+    task, images, _ = FORMS[form]
+    image = Image.open(image_path).convert("RGB")
+    given = [image, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)][:images]
+    two = task.endswith("A14B")
+    where: dict[str, Any] = {"img": image, "max_area": 96 * 64} if images else {"size": (96, 64)}
+    where |= {"last_image": given[1]} if images == 2 else {}
+    facade = {"t2v": wan.WanT2V, "ti2v": wan.WanTI2V}.get(task.split("-")[0], wan.WanI2V)
+    generator = torch.Generator().manual_seed(5)
+    context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
+    ours = facade(WAN_CONFIGS[task], tiny(task)).generate(
+        "",
+        **where,
+        frame_num=9,
+        sampling_steps=6,
+        shift=5.0,
+        guide_scale=(3.0, 4.0) if two else 5.0,
+        seed=3,
+        prompt_embeds=context,
+        negative_prompt_embeds=negative,
+        output_type="latent",
+    )
+    call = (tiny(task, "diffusers"), given, "unipc", two, context, negative)
+    worlds = [{"ring_size": 2, "comm_type": 1}, {"cfg_size": 2, "comm_type": 2}]
+    for settings in worlds:
+        for theirs in run(4, official, settings, *call):
+            assert (theirs - ours).abs().max() <= TOLERANCE
+
+
+def official(settings: Settings, *call: Any) -> Tensor:
+    """On one rank: a pipeline on the official noise levels."""
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+
+        def prepare(pipe: Any) -> None:
+            stack.enter_context(sharing(pipe, **settings))
+
+        return diffusers_latents(*call, prepare=prepare)
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "world"),
+    [
+        ("2.1 image", {"comm_type": 1}, 2),
+        slow("2.2", {"comm_type": 2, "ring_size": 2}, 4),
+        slow("5B image", {"fa_alltoall_overlap": True}, 4),
+        slow("2.2", {"comm_type": 1, "cfg_size": 2}, 4),
+        slow("2.1", {"comm_type": 1, "fa_quant": "fp8", "quant_alltoall": True}, 2),
+        slow("2.1", {"use_rainfusion": True, "sparse_start_step": 0}, 2),
+    ],
+)
+def test_exchanges_are_those_of_our_own_model(
+    tiny: Any, image_path: Path, form: str, settings: Settings, world: int
+) -> None:
+    """In number and order, and none in cross-attention, whose keys are all of image and text."""
+    video = make(tiny, form, steps=1, size=(224, 160))
+    task = FORMS[form][0]
+    answers = run(world, traced, video, settings, task, tiny(task), image_path)
+    for theirs, ours, in_cross, keys in answers:
+        assert len(ours) > 8 and theirs == ours
+        assert not in_cross
+        assert keys == {769 if form == "2.1 image" else 512}
+
+
+def traced(video: Video, settings: Settings, task: str, folder: Path, image: Path) -> Any:
+    """On one rank: exchanges of a step, of diffusers' pipeline and of our own; see the test."""
+    torch.set_num_threads(1)
+    pipe = video.pipe()
+    open_spans: list[Any] = []
+    keys: set[int] = set()
+
+    def before(_: Any, args: Any) -> None:
+        keys.add(args[1].shape[1])
+        open_spans.append(trace.span("cross-attention"))
+        open_spans[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        open_spans.pop().__exit__(None, None, None)
+
+    for network in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+        for block in () if network is None else network.blocks:
+            block.attn2.register_forward_pre_hook(before)
+            block.attn2.register_forward_hook(after)
+    theirs, ours = list[Event](), list[Event]()
+    recorder = Recorder((0,), HostClock(), theirs.extend)
+    with sharing(pipe, **settings), trace.recording(recorder), trace.step(0, "dit"):
+        video.latents(pipe)
+    facade = {"t2v": wan.WanT2V, "ti2v": wan.WanTI2V}.get(task.split("-")[0], wan.WanI2V)
+    model = facade(WAN_CONFIGS[task], folder, use_sp=True, **settings)
+    where: dict[str, Any] = {"size": video.size}
+    if video.images:
+        where = {"img": Image.open(image).convert("RGB"), "max_area": 224 * 160}
+    prompt = torch.zeros(3, 64)
+    with trace.recording(Recorder((0,), HostClock(), ours.extend)):
+        model.generate(
+            "",
+            **where,
+            frame_num=9,
+            sampling_steps=1,
+            guide_scale=5.0,
+            seed=3,
+            prompt_embeds=prompt,
+            negative_prompt_embeds=prompt,
+            output_type="latent",
+        )
+    crossing = [(e.begin, e.end) for e in theirs if e.kind == "cross-attention"]
+    inside = [e for e in theirs for a, b in crossing if e.kind in EXCHANGES and a <= e.begin < b]
+    return exchanges(theirs), exchanges(ours), inside, keys
+
+
+EXCHANGES = ("a2a", "hop", "gather")
+
+
+def exchanges(events: Sequence[Event]) -> list[tuple[Any, ...]]:
+    return [
+        (e.kind, e.facts.get("what"), e.facts.get("chunk")) for e in events if e.kind in EXCHANGES
+    ]
+
+
+def computing(pipe: Any, noted: list[tuple[int, int]]) -> None:
+    """Notes (network, step) whenever a network computes all of its blocks."""
+    for index, network in enumerate((pipe.transformer, pipe.transformer_2)):
+        network.blocks[-1].ffn.register_forward_hook(
+            lambda *_, index=index: noted.append((index, pipe.scheduler.step_index or 0))
+        )
+
+
+@pytest.mark.parametrize("threshold", [0.5, slow(0.8)])
+@pytest.mark.usefixtures("one_thread")
+def test_first_block_cache_computes_the_steps_of_diffusers_own(tiny: Any, threshold: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
+    call = (tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 20)
+    steps: list[list[tuple[int, int]]] = [[], []]
+
+    def theirs(pipe: Any) -> None:
+        computing(pipe, steps[0])
+        for network in (pipe.transformer, pipe.transformer_2):
+            network.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+
+    def ours(pipe: Any) -> None:
+        computing(pipe, steps[1])
+        apply_cache_on_pipe(pipe, "first_block", threshold=threshold, warmup=0)
+
+    expected, found = (diffusers_latents(*call, prepare=cache) for cache in (theirs, ours))
+    assert steps[0] == steps[1] and 4 < len(steps[0]) < 40
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
+POLICIES: dict[str, Settings] = {
+    "first_block": {"threshold": 0.7, "order": 1},
+    "tea": {"coefficients": (1.0, 0.0), "threshold": 2.0},
+    "steps:0,1,2,5,6,7,10": {},
+    "attention": {"start_step": 1, "attentioncache_interval": 2, "end_step": 9},
+    "cfg": {},
+}
+
+
+@pytest.mark.parametrize("policy", ["first_block", *(slow(p) for p in POLICIES if p[0] != "f")])
+@pytest.mark.usefixtures("one_thread")
+def test_caches_of_ranks(tiny: Any, policy: str) -> None:
+    """They skip as one process does, and as our own pipeline."""
+    generator = torch.Generator().manual_seed(5)
+    context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
+    given = {n if n in FLAGS else f"step_cache_{n}": v for n, v in POLICIES[policy].items()}
+    own = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), step_cache=policy, **given)
+    expected = own.generate(
+        "",
+        size=(96, 64),
+        frame_num=9,
+        sampling_steps=12,
+        shift=5.0,
+        guide_scale=(3.0, 4.0),
+        seed=3,
+        prompt_embeds=context,
+        negative_prompt_embeds=negative,
+        output_type="latent",
+    )
+    assert own.step_cache is not None
+    call = (tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 12)
+    layouts = [{"comm_type": 1}] if policy == "cfg" else [{"comm_type": 1}, {"cfg_size": 2}]
+    for settings in layouts:
+        for latents, computed in run(2, cached, settings, policy, POLICIES[policy], call):
+            if policy != "first_block" or "cfg_size" not in settings:  # whose branches agree
+                assert (latents - expected).abs().max() <= TOLERANCE
+            uncond = own.step_cache["computed"]["uncond"]
+            assert 0 < len(uncond) < 12
+            if policy in ("tea", "first_block") and "cfg_size" not in settings:
+                assert len(computed) == len(uncond) + len(own.step_cache["computed"]["cond"])
+
+
+def cached(settings: Settings, policy: str, parameters: Settings, call: Any) -> Any:
+    """On one rank: the latents, and the steps in which a network computed all blocks."""
+    torch.set_num_threads(1)
+    noted: list[tuple[int, int]] = []
+
+    with ExitStack() as stack:
+
+        def prepare(pipe: Any) -> None:
+            computing(pipe, noted)
+            stack.enter_context(sharing(pipe, **settings))
+            apply_cache_on_pipe(pipe, policy, **parameters)
+
+        return diffusers_latents(*call, prepare=prepare), noted
+
+
+def disagreeing(video: Video) -> Any:
+    """On one rank, whose own statistics are far from the others'."""
+    torch.set_num_threads(1)
+    agree, noise = mesh.Team.agree, torch.Generator().manual_seed(torch.distributed.get_rank())
+
+    def wrong(team: mesh.Team, sums: Tensor, threshold: float) -> bool:
+        return agree(team, sums * 10 ** torch.randn(2, generator=noise), threshold)
+
+    mesh.Team.agree = wrong
+    try:
+        with sharing(video.pipe()) as pipe:
+            noted: list[tuple[int, int]] = []
+            computing(pipe, noted)
+            return video.latents(apply_cache_on_pipe(pipe, "first_block", threshold=0.5)), noted
+    finally:
+        mesh.Team.agree = agree
+
+
+def test_ranks_that_disagree_skip_together(tiny: Any) -> None:
+    first, second = run(2, disagreeing, make(tiny, "2.2", steps=10), timeout=60)
+    assert torch.equal(first[0], second[0]) and first[0].isfinite().all()
+    assert first[1] == second[1] and 4 < len(first[1]) < 20
+
+
+@pytest.mark.slow
+def test_mag_takes_the_steps_of_our_own(tiny: Any) -> None:
+    """The published curve, on diffusers' own noise levels of its shift."""
+    noted: list[tuple[int, int]] = []
+    video = make(tiny, "2.2", steps=40)
+    pipe = apply_cache_on_pipe(video.pipe(), "mag", threshold=0.04)
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=12.0)
+    computing(pipe, noted)
+    video.latents(pipe)
+    own = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), step_cache="mag")
+    own.generate("", size=(96, 64), frame_num=9, sampling_steps=40, shift=12.0, guide_scale=5.0)
+    assert own.step_cache is not None
+    steps = own.step_cache["computed"]
+    assert sorted(step for _, step in noted) == sorted(steps["cond"] + steps["uncond"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["0", "1", "2"])
+@pytest.mark.usefixtures("one_thread")
+def test_compiled_blocks_have_one_graph(tiny: Any, mode: str) -> None:
+    """For all blocks and steps, and no break."""
+    video = make(tiny, "2.1")
+    expected = video.latents(video.pipe())
+    for latents, graphs in run(2, compiled, video, MODES[mode]):
+        assert (latents - expected).abs().max() <= TOLERANCE
+        assert graphs == 1
+
+
+def compiled(video: Video, settings: Settings) -> tuple[Tensor, int]:
+    """On one rank."""
+    from torch._dynamo.utils import counters
+
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    counters.clear()
+    with sharing(video.pipe(), **settings) as pipe:
+        pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+        return video.latents(pipe), counters["stats"]["unique_graphs"]

@@ -1,0 +1,179 @@
+"""parallelize_pipe on one process: what it goes with, what it refuses, and that it is undone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from accelerate import cpu_offload_with_hook
+from accelerate.hooks import remove_hook_from_module
+from diffusers.hooks import FirstBlockCacheConfig
+from torch import Tensor
+
+from tests.diffusers_runs import TOLERANCE, Video
+from wan.diffusers import (
+    VERSIONS,
+    apply_cache_on_pipe,
+    deparallelize,
+    parallelize_pipe,
+    parallelize_transformer,
+)
+from wan.settings.errors import InputError
+
+REPO = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def video(tiny: Any) -> Video:
+    return Video(tiny("t2v-1.3B", "diffusers"), size=(96, 64), steps=2)
+
+
+@pytest.fixture
+def pipe(video: Video) -> Any:
+    return video.pipe()
+
+
+@pytest.fixture(scope="module")
+def expected(video: Video) -> Tensor:
+    return video.latents(video.pipe())
+
+
+def grouped(pipe: Any) -> None:
+    pipe.transformer.enable_group_offload(CPU, CPU, "block_level", num_blocks_per_group=1)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda pipe: None,
+    "fused projections": lambda pipe: pipe.transformer.fuse_qkv_projections(),
+    "group offloading": grouped,
+    "model offloading": lambda pipe: cpu_offload_with_hook(pipe.transformer, "cpu"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_it_goes_with(video: Video, pipe: Any, expected: Tensor, change: str) -> None:
+    CHANGES[change](parallelize_pipe(pipe))
+    assert (video.latents(pipe) - expected).abs().max() <= TOLERANCE
+
+
+def test_undone(video: Video, pipe: Any, expected: Tensor) -> None:
+    before = pipe.transformer.attn_processors
+    apply_cache_on_pipe(parallelize_pipe(pipe), "steps:0", force=True)
+    assert not torch.equal(video.latents(pipe), expected)
+    assert deparallelize(pipe) is pipe
+    assert pipe.transformer.attn_processors == before
+    assert torch.equal(video.latents(pipe), expected)
+    transformer = parallelize_transformer(pipe.transformer)
+    assert (video.latents(pipe) - expected).abs().max() <= TOLERANCE
+    deparallelize(transformer)
+    assert torch.equal(video.latents(pipe), expected)
+
+
+def test_undone_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> None:
+    """Whose hooks are on top of ours: they go first."""
+    cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu")
+    with pytest.raises(InputError, match="accelerate's hooks"):
+        deparallelize(pipe)
+    remove_hook_from_module(pipe.transformer, recurse=True)
+    assert not torch.equal(video.latents(pipe), expected), "ours are still there"
+    deparallelize(pipe)
+    assert torch.equal(video.latents(pipe), expected)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "no pipeline": (
+        lambda pipe: parallelize_pipe(pipe.transformer),
+        "WanTransformer3DModel is not",
+    ),
+    "a compiled network": (
+        lambda pipe: parallelize_transformer(torch.compile(pipe.transformer)),
+        "OptimizedModule is not supported",
+    ),
+    "twice": (lambda pipe: parallelize_pipe(parallelize_pipe(pipe)), "has our hooks already"),
+    "no keyword": (lambda pipe: parallelize_pipe(pipe, dit_fsdp=True), "dit_fsdp is no keyword"),
+    "one process": (
+        lambda pipe: parallelize_pipe(pipe, comm_type=1),
+        "requires ulysses_size > 1",
+    ),
+    "sizes": (lambda pipe: parallelize_pipe(pipe, cfg_size=2), "needs 2 ranks"),
+    "cfg_size of a network": (
+        lambda pipe: parallelize_transformer(pipe.transformer, cfg_size=2),
+        "use parallelize_pipe",
+    ),
+    "float16": (lambda pipe: parallelize_pipe(pipe.to(torch.float16)), "compute in torch.float16"),
+    "another cache": (
+        lambda pipe: (
+            pipe.transformer.enable_cache(FirstBlockCacheConfig()),
+            parallelize_pipe(pipe),
+        ),
+        "has a cache of diffusers",
+    ),
+    "another backend": (
+        lambda pipe: (pipe.transformer.set_attention_backend("native"), parallelize_pipe(pipe)),
+        "with attention backend",
+    ),
+    "an offload before": (
+        lambda pipe: (cpu_offload_with_hook(pipe.transformer, "cpu"), parallelize_pipe(pipe)),
+        "offload after this call",
+    ),
+    "no policy": (lambda pipe: apply_cache_on_pipe(pipe, "fora"), "step_cache is fora"),
+    "no parameter": (
+        lambda pipe: apply_cache_on_pipe(pipe, "mag", comm_type=1),
+        "step_cache_comm_type is no parameter|comm_type is no parameter",
+    ),
+    "a parameter of another policy": (
+        lambda pipe: apply_cache_on_pipe(pipe, "mag", order=1, interval=3),
+        "interval is no parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(pipe: Any, case: str) -> None:
+    call, words = REFUSED[case]
+    with pytest.raises(InputError, match=words):
+        call(pipe)
+
+
+def test_refused_when_called(video: Video, pipe: Any) -> None:
+    """What only the video shows; then the pipeline serves another one."""
+    parallelize_pipe(pipe, use_rainfusion=True, sparse_start_step=2)
+    with pytest.raises(InputError, match="begin at step 2, but there are 2"):
+        video.latents(pipe)
+    apply_cache_on_pipe(pipe, "first_block")
+    with pytest.raises(InputError, match="with 2 steps"):
+        video.latents(pipe)
+    deparallelize(pipe)
+    video.latents(apply_cache_on_pipe(pipe, "none"))
+
+
+def test_other_versions_are_refused(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = re.search(r"diffusers>=([\d.]+),<([\d.]+)", (REPO / "requirements.txt").read_text())
+    assert line is not None and line.groups() == VERSIONS
+    for version in ("0.36.1", "0.43.0", "1.0.0"):
+        monkeypatch.setattr(diffusers, "__version__", version)
+        with pytest.raises(InputError, match=f"diffusers is {version}; install diffusers>=0.37"):
+            parallelize_pipe(pipe)
+
+
+def test_a_network_of_another_program(video: Video, pipe: Any) -> None:
+    """Block-sparse attention learns the step from diffusers' context, where it has one."""
+    parallelize_transformer(pipe.transformer, use_rainfusion=True, sparse_start_step=0)
+    generator = torch.Generator().manual_seed(0)
+    x, text = (torch.randn(s, generator=generator) for s in ((1, 16, 3, 8, 12), (1, 512, 64)))
+    t = torch.tensor([500])
+    with torch.no_grad(), pytest.raises(ValueError, match="step"):
+        pipe.transformer(x, t, text)
+    with (
+        torch.no_grad(),
+        pipe.transformer.cache_context("cond", step_index=0, num_inference_steps=4),
+    ):
+        found = pipe.transformer(x, t, text).sample
+    assert found.shape == x.shape and found.isfinite().all()
