@@ -55,6 +55,7 @@ class Video:
         images = [Image.fromarray(one) for one in pixels][: self.images]
         return pipe(
             **dict(zip(("image", "last_image"), images, strict=False)),
+            **{"generator": torch.Generator().manual_seed(3), **more},
             prompt_embeds=cond,
             negative_prompt_embeds=uncond,
             width=self.size[0],
@@ -63,9 +64,7 @@ class Video:
             num_inference_steps=self.steps,
             guidance_scale=self.guidance,
             num_videos_per_prompt=self.count,
-            generator=torch.Generator().manual_seed(3),
             output_type="latent",
-            **more,
         ).frames
 
 

@@ -24,6 +24,7 @@ from wan.cli.flags import FLAGS
 from wan.configs import WAN_CONFIGS
 from wan.diffusers import apply_cache_on_pipe
 from wan.distributed import mesh
+from wan.settings.errors import InputError
 from wan.trace import Event, HostClock, Recorder
 
 pytestmark = pytest.mark.dist
@@ -243,6 +244,25 @@ def exchanges(events: Sequence[Event]) -> list[tuple[Any, ...]]:
     return [
         (e.kind, e.facts.get("what"), e.facts.get("chunk")) for e in events if e.kind in EXCHANGES
     ]
+
+
+def test_refused_by_all_ranks_together(tiny: Any) -> None:
+    """Guidance that makes one call a step, which cfg_size 2 would leave unfilled; other noise."""
+    for unguided, drawn, again in run(2, refused, make(tiny, "2.1"), timeout=60):
+        assert "there is only one" in unguided and "generators of the same seed" in drawn
+        assert again, "the next video is made"
+
+
+def refused(video: Video) -> tuple[str, str, bool]:
+    """On one rank."""
+    torch.set_num_threads(1)
+    other = torch.Generator().manual_seed(torch.distributed.get_rank())
+    with sharing(video.pipe(), cfg_size=2) as pipe:
+        with pytest.raises(InputError) as unguided:
+            replace(video, guidance=1.0).latents(pipe)
+        with pytest.raises(InputError) as drawn:
+            video.latents(pipe, generator=other)
+        return str(unguided.value), str(drawn.value), bool(video.latents(pipe).isfinite().all())
 
 
 def computing(pipe: Any, noted: list[tuple[int, int]]) -> None:

@@ -147,10 +147,9 @@ def test_refused_when_called(video: Video, pipe: Any) -> None:
     parallelize_pipe(pipe, use_rainfusion=True, sparse_start_step=2)
     with pytest.raises(InputError, match="begin at step 2, but there are 2"):
         video.latents(pipe)
-    apply_cache_on_pipe(pipe, "first_block")
+    apply_cache_on_pipe(deparallelize(pipe), "first_block")
     with pytest.raises(InputError, match="with 2 steps"):
         video.latents(pipe)
-    deparallelize(pipe)
     video.latents(apply_cache_on_pipe(pipe, "none"))
 
 

@@ -25,7 +25,8 @@ from wan.kernels.base import Grid, StepInfo
 from wan.kernels.select import select
 from wan.log import logger
 from wan.pipeline import build, timesteps
-from wan.pipeline.denoise import both_here
+from wan.pipeline.denoise import Branches, both_here
+from wan.pipeline.setup import Setup
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request, make_request
@@ -131,7 +132,8 @@ class Session:
             return (self._waiting[1],)
         assert self._waiting is not None, "pipelines call cond, then uncond"
         (cond, out), self._waiting = self._waiting, None
-        each, branches = {"cond": cond, "uncond": compute}, both_here
+        each = {"cond": cond, "uncond": compute}
+        branches: Branches = both_here
         if self.setup.parallel.cfg_size == 2 and self.team is not None:
             branches = self.team.both_branches
         if self.caches.guidance is not None:
@@ -182,7 +184,7 @@ class Session:
         return embedding.changes(weights, told)
 
 
-def _setup(networks: Networks, values: dict[str, Any], world: int) -> Any:
+def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setup, tuple[str, ...]]:
     """`make_setup` for networks that are loaded already."""
     one = next(iter(networks.values()))
     dtypes = {network.dtype for network in networks.values()}
