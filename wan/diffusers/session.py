@@ -176,6 +176,11 @@ class Session:
     def _changes(self, expert: str, told: Sequence[float]) -> Sequence[float]:
         """Implements `wan.pipeline.caching.Changes`."""
         embedder = self.networks[expert].condition_embedder.time_embedder
+        if embedder.linear_1.weight.is_meta:
+            raise InputError(
+                "The step cache tea reads the time embedding before a video, but its weights "
+                "are offloaded; use another cache, or enable_model_cpu_offload."
+            )
         weights = {
             f"time_embedding.{place}.{part}": getattr(layer, part).detach().float().cpu()
             for place, layer in ((0, embedder.linear_1), (2, embedder.linear_2))
