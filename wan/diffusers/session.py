@@ -67,8 +67,11 @@ class Session:
         self.networks, self.pipe, self.values = networks, pipe, values
         one = next(iter(networks.values()))
         self.setup, notices = _setup(networks, values, world)
-        index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-        device = devices.resolve(self.setup.execution.device, one.device.index or index)
+        index = one.device.index
+        if index is None:
+            there = torch.accelerator.is_available()
+            index = torch.accelerator.current_device_index() if there else 0
+        device = devices.resolve(self.setup.execution.device, index)
         self.setup.check_device(device.can)
         parallel, head_dim = self.setup.parallel, self.setup.checkpoint.head_dim
         self.team = team or (mesh.form(device, parallel.sizes) if world > 1 else None)
@@ -127,6 +130,11 @@ class Session:
         The conditional call returns what holds no number yet; the other one fills it in.
         """
         if step.branch == "cond":
+            if not self.pipe.do_classifier_free_guidance:
+                raise InputError(
+                    "Guidance ends in the middle of the video, but its branches are computed "
+                    "together (cfg_size 2, or the step cache cfg); keep it, or drop them."
+                )
             shape = (x_BCFHW.shape[0], self.setup.preset.latent_channels, *x_BCFHW.shape[2:])
             self._waiting = compute, x_BCFHW.new_full(shape, float("nan"))
             return (self._waiting[1],)
