@@ -134,7 +134,9 @@ def _begin(out: Path, state: dict[str, str]) -> None:
 
 
 def _dtype(name: str, stored: torch.dtype) -> torch.dtype:
-    return stored if keeps_fp32(name) else torch.bfloat16
+    if keeps_fp32(name) and stored != torch.bfloat16:
+        return torch.float32
+    return torch.bfloat16
 
 
 def _convert(path: Path, tensors: dict[str, TensorInfo], label: str, official: bool) -> None:

@@ -7,7 +7,8 @@ The constructor takes what decides how networks are loaded and run, `generate` w
 besides the official keywords both take the command line's (`wan.cli.flags.Flag.python`).
 What differs from the official classes: networks are loaded when first needed; with
 `offload_model=True`, the official default, every network is released after its stage and read again
-by the next call: give False to keep what fits.
+by the next call: give False to keep what fits, "cpu" to keep it in host memory, "block" to run what
+does not fit (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.checkpoint.layout import images as seen
 from wan.checkpoint.lora import FLAGS as LORA_FLAGS
 from wan.cli import env
-from wan.cli.flags import read
+from wan.cli.flags import OFFLOAD, read
 from wan.cli.keywords import KEYWORDS, for_loading, in_keywords, is_for
 from wan.cli.resolve import make_setup, recipe_files
 from wan.configs import WAN_CONFIGS
@@ -34,11 +35,13 @@ from wan.distributed.mesh import Team
 from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
+from wan.pipeline.setup import Setup
 from wan.settings import recipes
 from wan.settings.errors import InputError
+from wan.settings.execution import Offload
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
-from wan.settings.values import choice, integer, shown, switch
+from wan.settings.values import choice, integer, shown
 
 GuideScale = float | tuple[float, float]
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
@@ -157,21 +160,29 @@ class _Generator:
     def _generate(self, call: dict[str, Any]) -> Tensor | None:
         """One video. call: the arguments of `generate`."""
         with in_keywords():
-            request, image, last = self._request(call)
+            offload = OFFLOAD("offload_model", call["offload_model"])
+            request, image, last = self._request(call, self._with_offload(offload))
             embeds = {name: _embedding(name, call[name]) for name in _EMBEDDINGS}
             output_type = choice("pt", "latent")("output_type", call["output_type"])
             if self._team is not None:  # ranks that drew different seeds would mix their noise
                 seed = self._team.value_from_main(request.base_seed)
                 request = replace(request, base_seed=seed)
-            self._pipeline.set_offload(switch("offload_model", call["offload_model"]))
+            self._pipeline.set_offload(offload)
             latents = self._pipeline.latents(request, image, last_image=last, **embeds)
             if output_type == "latent":
                 return latents
-            if self._team is not None and not self._team.is_main:
-                return None
             return self._pipeline.decode(latents)
 
-    def _request(self, call: dict[str, Any]) -> tuple[Request, Image | None, Image | None]:
+    def _with_offload(self, offload: Offload) -> Setup:
+        """The setup of one call; InputError where the constructor's keywords exclude that."""
+        execution = replace(self._setup.execution, offload_model=offload)
+        setup = replace(self._setup, execution=execution)
+        setup.check_device(self._pipeline.device.can)
+        return setup
+
+    def _request(
+        self, call: dict[str, Any], setup: Setup
+    ) -> tuple[Request, Image | None, Image | None]:
         unknown = [name for name in call["settings"] if not is_for(name, "video")]
         if unknown:
             raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
@@ -196,7 +207,7 @@ class _Generator:
         size = None if image is None else image.size
         values["last_image"] = last
         request = make_request(self._preset, values, size, self.config.get("boundary"))
-        for notice in (*recipes.notices(recipe, request), *self._setup.check_request(request)):
+        for notice in (*recipes.notices(recipe, request), *setup.check_request(request)):
             logger.warning(notice)
         return request, image, last
 
@@ -283,7 +294,7 @@ class WanT2V(_Generator):
         guide_scale: GuideScale = _GUIDANCE,
         n_prompt: str = "",
         seed: int | None = -1,
-        offload_model: bool = True,
+        offload_model: Offload = True,
         *,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
@@ -302,7 +313,8 @@ class WanT2V(_Generator):
             guide_scale: One number or (low noise, high noise).
             n_prompt: Negative prompt; "": the config's.
             seed: Negative or None: a random one.
-            offload_model: Releases each network after its stage.
+            offload_model: True releases each network after its stage; False, "cpu", "block": as
+                --offload_model.
             prompt_embeds: [length, text_dim], used instead of the prompt.
             negative_prompt_embeds: Likewise.
             output_type: "pt": the video; "latent": what the VAE would decode.
@@ -335,7 +347,7 @@ class WanI2V(_Generator):
         guide_scale: GuideScale = _GUIDANCE,
         n_prompt: str = "",
         seed: int | None = -1,
-        offload_model: bool = True,
+        offload_model: Offload = True,
         *,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
@@ -375,7 +387,7 @@ class WanTI2V(_Generator):
         guide_scale: GuideScale = _GUIDANCE,
         n_prompt: str = "",
         seed: int | None = -1,
-        offload_model: bool = True,
+        offload_model: Offload = True,
         *,
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,

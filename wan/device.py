@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wan import host, trace
 from wan.settings.devices import Capabilities, of_type
@@ -53,6 +54,18 @@ class Device:
     def empty_cache(self) -> None:
         if self._accelerator is not None:
             self._accelerator.empty_cache()
+
+    def free_memory(self) -> int | None:
+        """Bytes that this process may still take; None where the system does not tell.
+
+        Of a CPU's, its share: the ranks of a machine have the same memory.
+        """
+        if self._accelerator is None:
+            free = host.available_memory()
+            return None if free is None else free // host.ranks()
+        free, _ = self._accelerator.mem_get_info(self.torch_device)
+        kept = self._accelerator.memory_reserved(self.torch_device)
+        return free + kept - self._accelerator.memory_allocated(self.torch_device)
 
     def reset_peak_memory(self) -> None:
         if self._accelerator is not None:
@@ -124,6 +137,44 @@ class EventClock:
         event = self._accelerator.Event(enable_timing=True)
         event.record()
         return event
+
+
+class CopyStream:
+    """A stream of an accelerator for copies beside its computing, ordered by events.
+
+    Nothing here makes the host wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device=device)
+
+    def event(self) -> Any:
+        """One that can be recorded again and again."""
+        return self._module.Event()
+
+    def computed(self, event: Any) -> None:
+        """Record: all that has been given to the computing stream so far."""
+        event.record(self._module.current_stream())
+
+    def copy(self, target: Tensor, parts: Iterable[tuple[slice, Tensor]], after: Any) -> None:
+        """Copy parts into their places, once an event of the computing stream has come."""
+        self._stream.wait_event(after)
+        with self._module.stream(self._stream):
+            for place, part in parts:
+                target[place].copy_(part, non_blocking=True)
+
+    def copied(self, event: Any) -> None:
+        """Record: all copies given so far."""
+        event.record(self._stream)
+
+    def compute_after(self, event: Any) -> None:
+        """What is given to the computing stream from here on starts when the event has come."""
+        self._module.current_stream().wait_event(event)
+
+    def uses(self, memory: Tensor) -> None:
+        """Freed memory of the computing stream is not used again while a copy may write to it."""
+        memory.record_stream(self._stream)
 
 
 def bf16_gain() -> float:

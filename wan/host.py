@@ -5,6 +5,8 @@ Importing it imports no torch.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import platform
 import resource
@@ -26,7 +28,12 @@ def peak_memory() -> int:
 def cores() -> int:
     """CPU cores of this process's share, at least one: those it may use, by its machine's ranks."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max((usable or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    return max((usable or 1) // ranks(), 1)
+
+
+def ranks() -> int:
+    """Processes of the run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def cpu() -> str:
@@ -94,6 +101,23 @@ def read_ahead(files: Iterable[Path]) -> None:
         with path.open("rb") as file:
             for first in range(0, size, _PIECE):
                 os.posix_fadvise(file.fileno(), first, _PIECE, os.POSIX_FADV_WILLNEED)
+
+
+_MADV_WILLNEED = 3  # on Linux and macOS
+
+
+def read_ahead_mapped(address: int, size: int) -> None:
+    """As `read_ahead`, for a part of a mapped file; what is not asked for is read when it is used.
+
+    Without an effect where the system has no madvise.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None:
+        return
+    first, last = address // mmap.PAGESIZE * mmap.PAGESIZE, address + size
+    for start in range(first, last, _PIECE):
+        length = min(_PIECE, last - start)
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_WILLNEED)
 
 
 _V2 = ("memory.max", "memory.current", "file")

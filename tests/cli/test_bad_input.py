@@ -66,7 +66,13 @@ SIMPLE = {
     "precision conflict": (["--precision", "fp32", "--convert_model_dtype"], "drop one"),
     "device": (["--device", "tpu"], "auto, cpu, cuda or npu"),
     "noise device": (["--noise_device", "gpu"], "cpu or device"),
-    "offload words": (["--offload_model", "maybe"], "must be true or false"),
+    "offload words": (["--offload_model", "maybe"], "must be true, false, cpu or block"),
+    "blocks of none": (["--resident_blocks", "2"], "no effect without --offload_model block"),
+    "blocks, compiled": (["--offload_model", "block", "--compile"], "--compile needs weights in"),
+    "host memory of a CPU": (
+        ["--offload_model", "cpu", "--device", "cpu"],
+        "use --offload_model false, which keeps all networks in its memory",
+    ),
     "ulysses": (["--ulysses_size", "8"], "torchrun --nproc_per_node=8"),
     "cfg x ring": (["--cfg_size", "2", "--ring_size", "3"], "torchrun --nproc_per_node=6"),
     "comm_type 1": (["--comm_type", "1"], "comm_type optimization requires ulysses_size > 1."),
@@ -110,7 +116,9 @@ SIMPLE = {
     "fsdp": (["--dit_fsdp"], "torchrun"),
     "t5 fsdp": (["--t5_fsdp"], "torchrun"),
     "tensor parallel": (["--tp_size=2"], "--tp_size is not available"),
-    "vae parallel": (["--vae_parallel"], "--vae_tiling"),
+    "vae parallel": (["--vae_parallel"], "start it with torchrun"),
+    "vae parallel in tiles": (["--vae_parallel", "--vae_tiling"], "drop one of them"),
+    "vae in half precision": (["--vae_precision", "fp16"], "must be fp32 or bf16"),
     "speech flag": (["--audio", "x.wav"], "s2v-14B"),
     "i2v without image": (["--task", "i2v-A14B"], "give one with --image"),
     "t2v with image": (["--image", "x.png"], "takes no --image"),
@@ -165,7 +173,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("wan.checkpoint.load.fill", fail)
-    monkeypatch.setattr("wan.checkpoint.load.safe_open", fail)
+    monkeypatch.setattr("wan.checkpoint.load.in_safetensors", fail)
     monkeypatch.setattr("wan.pipeline.tiny.make_checkpoint", fail)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,6 @@ from tests.conftest import slow
 from wan.cli import main as generate
 from wan.cli.flags import parse
 from wan.cli.resolve import resolve
-from wan.pipeline import vae
 
 REPO = Path(__file__).parents[2]
 SMALL = ["--size", "32*32", "--frame_num", "1", "--sample_steps", "1"]
@@ -155,7 +154,7 @@ def test_a_failure_after_denoising_loses_nothing(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        target = "vae.VideoVAE.decode" if stage == "decode" else "video.to_uint8"
+        target = "vae.VideoVAE.stream" if stage == "decode" else "video.to_uint8"
         patch.setattr(f"wan.pipeline.{target}", fail)
         argv = [str(word) for word in (*args, "--save_file", out)]
         if stage == "decode":
@@ -305,13 +304,6 @@ def test_tiling_is_close_and_leaves_latents_alone(tiny, image_path: Path, tmp_pa
         frames(tmp_path / "whole.mp4").astype(int) - frames(tmp_path / "tiled.mp4").astype(int)
     )
     assert 0 < difference.mean() < 30
-
-
-def test_tiles_are_for_decoding_only(tiny) -> None:
-    found = vae.blueprint(tiny("t2v-A14B") / "Wan2.1_VAE.pth")
-    network = found.load(device=torch.device("cpu"), dtype_of=vae.in_float32)
-    vae.VideoVAE(network, tiling=True).decode(torch.zeros(16, 1, 4, 4))
-    assert not network.use_tiling
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ def made(ranks: int, arguments: list[str], out: Path) -> Tensor:
         (2, "--comm_type 1 --dit_fsdp"),
         slow(4, "--cfg_size 2 --dit_fsdp"),
         slow(2, "--offload_model true --ring_size 2"),
+        slow(2, "--offload_model block --ring_size 2"),
     ],
 )
 def test_a_lora_is_as_if_merged_beforehand(

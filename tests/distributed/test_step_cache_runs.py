@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[str, int, str, str]] = {  # task, ranks, policy, all else
     "order 1": ("t2v-A14B", 2, f"{FIRST} --step_cache_order 1", "--comm_type 2"),
     "image": ("i2v-A14B", 2, FIRST, "--comm_type 1"),
     "offload": ("t2v-A14B", 2, FIRST, "--offload_model true --dit_fsdp"),
+    "blocks": ("t2v-A14B", 2, FIRST, "--offload_model block --resident_blocks 0"),
     "FP8": ("ti2v-5B", 2, CALM, "--fa_quant fp8 --comm_type 1"),
     "compiled": ("t2v-A14B", 2, FIRST, "--compile --comm_type 1"),
     "fused": ("t2v-A14B", 2, FIRST, "--fused_ops modulated_norm,norm_rope,add_norm,gelu"),

@@ -118,6 +118,7 @@ TABLE = [
     ("t2v-A14B", 8, ["--cfg_size", "2", "--ring_size", "2", "--comm_type", "1", "--dit_fsdp"]),
     ("t2v-A14B", 8, ["--ulysses_size", "8", "--comm_type", "1"]),
     ("t2v-A14B", 2, ["--offload_model", "true", "--t5_cpu", "--dit_fsdp"]),
+    ("t2v-A14B", 2, ["--offload_model", "block", "--comm_type", "1"]),
     ("t2v-A14B", 2, ["--compile", "--comm_type", "1"]),
     ("i2v-A14B", 4, ["--cfg_size", "2", "--comm_type", "2"]),
     ("ti2v-5B", 4, ["--cfg_size", "2", "--comm_type", "1"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,17 @@ def test_package_that_does_not_load(
 
 def test_unknown_wish() -> None:
     refused("no --device tpu; use auto, cpu, cuda or npu", wish="tpu")
+
+
+def test_events_say_when() -> None:
+    """Between two looks at the host's clock, in their order, also where they are read later."""
+    clock = devices.resolve("npu").clock()
+    assert clock.name == "device events"
+    before = time.perf_counter_ns()
+    clock.start()
+    first, second = clock.now(), clock.now()
+    clock.stop()
+    after = time.perf_counter_ns()
+    slack = 1_000_000  # the first event and the host's look at its clock are not one
+    assert before - slack <= first() <= second() <= after + slack
+    assert (first(), second()) == (first(), second())

@@ -133,7 +133,7 @@ def test_an_edited_boundary_counts(tiny) -> None:
         ({"sample_solver": "nonsense"}, "^sample_solver is nonsense; it must be unipc, dpm"),
         ({"output_type": "pil"}, "output_type is pil; it must be pt or latent"),
         ({"seed": 1.5}, "^seed is 1.5; it must be a whole number"),
-        ({"offload_model": "perhaps"}, "^offload_model is perhaps; it must be true or false"),
+        ({"offload_model": "perhaps"}, "^offload_model is perhaps; it must be true, false, cpu or"),
         ({"prompt_embeds": [1.0]}, "^prompt_embeds must be a floating-point tensor"),
         ({"noise_device": "cpu"}, "noise_device is not a known keyword of generate"),
         ({"image": "cat.png"}, "^image has no effect on a text-to-video model; remove it"),

@@ -20,8 +20,8 @@ MAY_IMPORT = {
     "wan": "wan",  # api and __main__
     "wan.cli": "wan",
     "wan.planner": "wan",
-    "wan.pipeline": "wan.pipeline wan.cache wan.checkpoint wan.modules wan.kernels wan.settings "
-    "wan.device wan.host wan.log wan.torch_private wan.trace",
+    "wan.pipeline": "wan.pipeline wan.cache wan.checkpoint wan.modules wan.kernels wan.vae "
+    "wan.settings wan.device wan.host wan.log wan.torch_private wan.trace",
     "wan.pipeline.build": "wan",
     "wan.checkpoint": "wan.checkpoint wan.settings wan.host wan.log",
     "wan.cache": "wan.cache wan.settings wan.checkpoint.files wan.kernels.base wan.modules.model "
@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "wan.trace",
     "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa "
     "wan.trace",
+    "wan.vae": "wan.vae wan.settings",
+    "wan.vae.sharded": "wan.vae wan.settings wan.distributed.exchange",
     "wan.kernels": "wan.kernels wan.settings wan.device wan.log wan.torch_private wan.trace",
     "wan.distributed": "wan.distributed wan.settings wan.device wan.host wan.torch_private "
     "wan.modules.schedule wan.trace",
@@ -42,8 +44,15 @@ MAY_IMPORT = {
     ),
 }
 BUILDERS = {
-    *("wan.api", "wan.cli.main", "wan.diffusers.session", "wan.planner.measure"),
-    *("wan.planner.report", "wan.power.rounds"),
+    *(
+        "wan.api",
+        "wan.cli.videos",
+        "wan.cli.main",
+        "wan.diffusers.session",
+        "wan.planner.measure",
+        "wan.planner.report",
+        "wan.power.rounds",
+    )
 }
 WITHOUT_TORCH = (
     "generate",
@@ -63,14 +72,14 @@ WITHOUT_TORCH = (
     *(
         f"wan.power.{name}"
         for name in (
-            *("assumptions", "governor", "workload", "prediction", "predict"),
-            *("calibrate", "sensitivity"),
+            *("assumptions", "governor", "workload", "prediction", "predict", "calibrate"),
+            *("sensitivity", "analysis", "order", "recording", "report", "timeline", "traces"),
         )
     ),
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
-    "diffusers": "wan.pipeline.vae wan.pipeline.solvers wan.pipeline.tiny wan.diffusers",
+    "diffusers": "wan.pipeline.solvers wan.pipeline.tiny wan.diffusers",
     "transformers": "wan.pipeline.text wan.pipeline.clip wan.pipeline.tiny wan.cli.extend_prompt",
     "dashscope": "wan.cli.extend_prompt",
     "torch_npu": "wan.device wan.kernels.npu",

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from wan import device, host
+from wan.checkpoint.load import mapped, stored
+from wan.checkpoint.merge import merged
 from wan.pipeline.conditioning import prepare
 from wan.pipeline.denoise import denoise
 from wan.pipeline.pipeline import Experts, Lazy
@@ -113,6 +116,23 @@ def test_prefetch_reads_files_ahead(part: str, tmp_path: Path) -> None:
     while min(cached(file) for file in files) < 1 and time.monotonic() < until:
         time.sleep(0.05)
     assert [cached(file) for file in files] == [1, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise on this system")
+def test_a_mapped_tensor_is_read_ahead(tmp_path: Path) -> None:
+    """What a LoRA changes, too: most of it comes from the file."""
+    path, rows = tmp_path / "x.safetensors", 12 << 10
+    save_file({"x": torch.randn(rows, 1024), "y": torch.randn(rows, 1024)}, path)
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    sources = merged(mapped(stored(path, str)), ())
+    assert cached(path) < 0.1
+    sources["x"].read_ahead()
+    until = time.monotonic() + 30
+    while cached(path) < 0.45 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert 0.45 < cached(path) < 0.6, "one of the two"
 
 
 def test_files_larger_than_memory_are_not_read_ahead(tmp_path: Path, monkeypatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan import host
-from wan.checkpoint.load import Blueprint, Source, Sources, stored
+from wan.checkpoint.load import Blueprint, Source, Sources, mapped, stored
 from wan.settings.errors import InputError
 
 CPU = torch.device("cpu")
@@ -208,6 +210,33 @@ def test_two_tensors_of_one_name(tmp_path: Path) -> None:
     file = write({"x.weight": torch.ones(1), "weight": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(InputError, match=r"has weight again, which is x\.weight there|x.weight"):
         stored(file, lambda name: name.removeprefix("x."))
+
+
+def test_a_file_larger_than_memory(tmp_path: Path) -> None:
+    """Of holes: nothing is written, and only what is asked for is read."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rows = 2 * memory // 4096
+    entry = {"dtype": "F32", "shape": [rows, 1024], "data_offsets": [0, rows * 4096]}
+    header = json.dumps({"x": entry}).encode()
+    file = tmp_path / "x.safetensors"
+    with file.open("wb") as opened:
+        opened.write(len(header).to_bytes(8, "little") + header)
+        opened.truncate(8 + len(header) + rows * 4096)
+    source = mapped(stored(file, str))["x"]
+    assert source.shape == (rows, 1024) and not source.read(slice(rows - 2, rows)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_tensors_that_are_not_aligned(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As behind a header of odd length; views of bytes could not begin there."""
+    values = torch.arange(12.0).reshape(4, 3).to(dtype)
+    file = write({"x": values}, tmp_path / "x.safetensors")
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    padded = content[8 : 8 + size] + b" "
+    file.write_bytes(len(padded).to_bytes(8, "little") + padded + content[8 + size :])
+    found = mapped(stored(file, str))["x"].read(slice(1, 3))
+    assert torch.equal(found.float(), values[1:3].float())
 
 
 class Copies(TorchDispatchMode):

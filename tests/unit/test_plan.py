@@ -80,10 +80,10 @@ def test_weights_of_published_models_to_the_byte(
 @pytest.mark.parametrize(
     ("argv", "stage", "measured"),
     [
-        slow(("--task", "i2v-A14B", *HD), "image encoder", 13.91),
-        slow(("--task", "i2v-A14B", *HD), "decoding", 18.84),
-        slow(("--task", "t2v-1.3B", "--size", "832*480"), "decoding", 8.17),
-        (("--task", "ti2v-5B", "--size", "1280*704", "--frame_num", "121"), "decoding", 20.70),
+        slow(("--task", "i2v-A14B", *HD), "image encoder", 11.83),
+        slow(("--task", "i2v-A14B", *HD), "decoding", 16.88),
+        slow(("--task", "t2v-1.3B", "--size", "832*480"), "decoding", 7.33),
+        (("--task", "ti2v-5B", "--size", "1280*704", "--frame_num", "121"), "decoding", 15.37),
     ],
 )
 def test_vae_takes_what_was_measured(argv: tuple[str, ...], stage: str, measured: float) -> None:
@@ -273,10 +273,22 @@ def test_only_flags_that_are_not_given_and_topologies_that_are_allowed() -> None
 
 
 @pytest.mark.slow
-def test_decoding_decides_where_it_is_the_most() -> None:
-    argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--dit_fsdp", "--t5_fsdp", "--device", "cuda")
-    with pytest.raises(InputError, match=r"fullest rank \(decoding\).*fits with --vae_tiling on 8"):
-        check(planner(*argv), 16 * 10**9)
+def test_decoding_goes_over_to_less_memory() -> None:
+    argv = ("--task", "t2v-A14B", *HD, "--dit_fsdp", "--t5_fsdp", "--device", "cuda")
+    assert check(planner(*argv, *EIGHT), 18 * 10**9).startswith("Fits: 17.38 GB")
+    words = "Fits, if all ranks share the rows of the VAE: "
+    assert check(planner(*argv, *EIGHT), 16 * 10**9).startswith(words)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_shared_rows_take_their_part(ranks: int) -> None:
+    argv = ("--task", "t2v-1.3B", "--size", "832*480", "--device", "cuda")
+    given = (*argv, "--ring_size", str(ranks), "--ulysses_size", "1")
+    whole, shared = (planner(*given, *more).stages() for more in ((), ("--vae_parallel",)))
+    video = 832 * 480 * 81 * 3 * 4
+    part = (whole["decoding"]["activations"] - video) / ranks
+    found = shared["decoding"].total() - shared["decoding"]["VAE weights"] - video
+    assert part <= found <= 1.15 * part  # padding, and rows that cannot be halved
 
 
 def test_what_is_said(hd: Planner) -> None:
@@ -286,7 +298,7 @@ def test_what_is_said(hd: Planner) -> None:
         "75600 + 0 padding, 9450 per rank",
         "20 tensors of 19.35 MB per layer, together 0.39 GB; 30.97 GB per step and rank",
         "Memory of the fullest rank: 30.72 GB",
-        "decoding 19.39 GB: activations 18.88 GB, VAE weights 0.51 GB",
+        "decoding 17.38 GB: activations 16.88 GB, VAE weights 0.51 GB",
     ):
         assert fact in text
     assert check(hd, None).startswith("Not compared")

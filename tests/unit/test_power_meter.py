@@ -325,6 +325,7 @@ def generate_each(arguments: list[list[str]]) -> int:
     return generate.main(arguments[int(os.environ["RANK"])])
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks(tiny, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"

@@ -47,7 +47,7 @@ def test_a_ratio_and_its_interval_hold_the_true_one() -> None:
 def test_the_fastest_mode_is_recommended() -> None:
     found = concluded({INSERT: 0.84, BLOCK: 0.93, RESTS: 0.85})
     assert (found.comm_type, found.chunks) == (1, None) and found.flags == "--comm_type 1"
-    assert "InsertComm takes -1" in found.reason and "it is the rests that help" in found.reason
+    assert "InsertComm: -1" in found.reason and "it is the rests that help" in found.reason
 
 
 def test_what_nothing_tells_apart_is_the_simpler_one() -> None:

@@ -252,7 +252,7 @@ def test_tool_says_what_it_could_not_read(
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("wan.checkpoint.load.safe_open", fails)
+    monkeypatch.setattr("wan.checkpoint.load.in_safetensors", fails)
     out = tmp_path / "q"
     assert quantize_dit.main(["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(out)]) == 2
     text = capsys.readouterr().err
@@ -269,7 +269,7 @@ def test_tool_refuses_a_link_before_the_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A folder cannot take the place of a link."""
-    monkeypatch.setattr("wan.checkpoint.load.safe_open", None)  # nothing may be read
+    monkeypatch.setattr("wan.checkpoint.load.in_safetensors", None)  # nothing may be read
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / target)
     argv = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(tmp_path / "link")]
@@ -302,7 +302,7 @@ def test_tool_interrupted(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("wan.checkpoint.load.safe_open", interrupted)
+    monkeypatch.setattr("wan.checkpoint.load.in_safetensors", interrupted)
     argv = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(tmp_path / "q")]
     assert quantize_dit.main(argv) == 130
     assert "Interrupted; nothing was written.\n" in capsys.readouterr().err

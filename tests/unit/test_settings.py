@@ -238,11 +238,14 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "precision": ("fp32", "fp32", ()),
     "convert_model_dtype": ("true", True, ()),
     "fp8_weights": ("upcast", "upcast", ()),
-    "offload_model": ("false", False, ()),
+    "offload_model": ("block", "block", ()),
+    "resident_blocks": ("4", 4, ("--offload_model", "block")),
     "t5_cpu": ("true", True, ()),
     "text_kv_cache": ("false", False, ()),
     "compile": ("true", True, ()),
     "vae_tiling": ("true", True, ()),
+    "vae_precision": ("bf16", "bf16", ()),
+    "vae_parallel": ("true", True, TWO),
     "attention_algo": ("laser", "laser", NPU),
     "attention_backend": ("cudnn", "cudnn", ("--device", "cuda")),
     "fa_quant": ("fp8", "fp8", ()),
@@ -293,7 +296,8 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "trace_kernels": ("true", True, ("--trace", "/tmp/trace")),
     "log_level": ("debug", "debug", ()),
 }
-ELSEWHERE = {  # set something that is no field of the same name
+ELSEWHERE = {
+    *("prompt_file", "skip_existing", "power"),  # set something that is no field of the same name
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "recipe"),
     *("plan", "device_memory", "chip", "decode_latents", "from_json", "step_cache_curve"),

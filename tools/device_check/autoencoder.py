@@ -5,10 +5,10 @@ Legend: F H W pixel frames/height/width, Z latent channels, f h w latent frames/
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from torch import Tensor
 from benchmarks import common
 from tools.device_check.bench import Bench, attempted, gigabytes
 from tools.device_check.network import apart, case
-from tools.device_check.steps import Figure, Line, absent, error, line
+from tools.device_check.steps import Figure, Line, error, line
 from wan.checkpoint.layout import published
 from wan.pipeline import vae as autoencoders
-from wan.pipeline.vae import VAE_22, VideoVAE
+from wan.pipeline.vae import VideoVAE
 from wan.planner.measure import Planner
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request
+from wan.vae.network import Autoencoder
 
 LIMIT = 1e-2  # relative rms; TF32 and HF32 round inputs to 10 bits, float32 alone gives 1e-5
 PLAN = 1.1  # most that is measured, over what was planned
@@ -31,7 +32,7 @@ VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 
 
 
 def vae(bench: Bench) -> Iterator[Line]:
-    """Both VAEs: error against the host, a video's seconds and memory, tiles."""
+    """Both VAEs: error against the host, a video's seconds and memory, tiles, bf16, layouts."""
     for version in VIDEOS:
         yield attempted(f"{version}: error", partial(_errors, bench, version))
         if bench.large:
@@ -39,18 +40,13 @@ def vae(bench: Bench) -> Iterator[Line]:
                 what = f"{version}: {verb}"
                 yield attempted(what, partial(_video, bench, version, verb))
         yield attempted(f"{version}: tiles", partial(_tiles, bench, version))
-    yield absent("in bfloat16, channels-last", "the VAE computes in float32 only")
+        yield attempted(f"{version}: layouts", partial(_layouts, bench, version))
 
 
-def _network(bench: Bench, version: str) -> Any:
+def _network(bench: Bench, version: str) -> Autoencoder:
     """Random weights, the same in every run; tiny where the host is the device."""
     torch.manual_seed(0)
-    if bench.large:
-        made = autoencoders.published(version)
-    elif version == "2.1":
-        made = autoencoders.autoencoder(base_dim=8, z_dim=16)
-    else:
-        made = autoencoders.autoencoder(base_dim=8, decoder_base_dim=10, **VAE_22)
+    made = autoencoders.published(version) if bench.large else Autoencoder(version, 8, 10)
     return made.eval().requires_grad_(False)
 
 
@@ -60,16 +56,16 @@ def _errors(bench: Bench, version: str) -> Line:
     frames, height, width = SMALL
     video = torch.rand(1, 3, frames, height, width, dtype=torch.float64) * 2 - 1
     exact = network.double()
-    moments = exact.encode(video).latent_dist.mode()
-    latents = torch.randn(moments.shape, dtype=torch.float64)
-    decoded = exact.decode(latents, return_dict=False)[0]
+    encoded = exact.encode(video)
+    latents = torch.randn(encoded.shape, dtype=torch.float64)
+    decoded = torch.cat(list(exact.decode(latents)), dim=2)
     model = VideoVAE(network.float().to(bench.place))
     mean, scale = (x.cpu().double() for x in (model.mean, model.scale))
     found = model.encode(video[0].float())
     back = model.decode(((latents - mean) * scale)[0].float())
     return line(
         f"{version}: error, {frames} frames of {width} x {height}",
-        error(apart(found, ((moments - mean) * scale)[0]), LIMIT, "encoding"),
+        error(apart(found, ((encoded - mean) * scale)[0]), LIMIT, "encoding"),
         error(apart(back, decoded[0].clamp(-1, 1)), LIMIT, "decoding"),
     )
 
@@ -103,6 +99,27 @@ def _video(bench: Bench, version: str, verb: str) -> Line:
     return line(f"{version}: {verb}, {frames} frames of {width} x {height}", *figures)
 
 
+def _layouts(bench: Bench, version: str) -> Line:
+    """Decoding in both dtypes with the channels of a pixel apart and together: which is faster?"""
+    apart_in_memory = _network(bench, version).to(bench.place)
+    size = (3, 30, 52) if bench.large else (2, 4, 6)
+    z = bench.randn(1, apart_in_memory.version.z_dim, *size, dtype=torch.float32)
+    exact, figures = _decoded(apart_in_memory, z), []
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        together = copy.deepcopy(apart_in_memory.to(dtype)).channels_last()
+        for network, layout in ((apart_in_memory, "contiguous"), (together, "channels-last")):
+            distance = apart(_decoded(network, z), exact)
+            run = partial(_decoded, network, z)
+            taken = min(common.seconds(run, bench.place) for _ in range(3))
+            figures += [Figure(f"{name}, {layout}", taken, "s"), Figure("error", distance)]
+    return line(f"{version}: layouts, latents {list(size)}", *figures)
+
+
+def _decoded(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.cat(list(network.decode(z_BZfhw)), dim=2)
+
+
 def _tiles(bench: Bench, version: str) -> Line:
     """Decoding in tiles blends their borders: it is not exact, by how much?"""
     model = VideoVAE(_network(bench, version).to(bench.place))
@@ -112,8 +129,7 @@ def _tiles(bench: Bench, version: str) -> Line:
     random = torch.Generator().manual_seed(4)
     latents = torch.randn(channels, frames, height // factor, width // factor, generator=random)
     whole = model.decode(latents)
-    model.tiling = True
-    tiled: Tensor = model.decode(latents)
+    tiled = model.decode_in_tiles(latents)
     return line(
         f"{version}: tiles, {list(whole.shape[1:])}",
         Figure("distance from whole frames", apart(tiled, whole)),

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from benchmarks import common
 from tools.device_check.steps import WRONG, Facts, Figure, Line, UnavailableError, absent
-from wan.cli.failures import is_out_of_memory
 from wan.device import Device
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, is_out_of_memory
 
 HEAD = 128  # channels of a head in every published network
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}

@@ -32,7 +32,6 @@ def npu(bench: Bench) -> Iterator[Line]:
     yield from _layouts(bench)
     yield attempted("operators on the CPU", partial(_fallbacks, bench))
     yield attempted("kernels of a forward", partial(_kernels, bench))
-    yield absent("VAE in 16 bits", "the VAE computes in float32 only")
     yield absent("clock", "mindiesd sets it (--fa_freq_cap), and nothing can read it")
     yield absent(
         "ASCEND_LAUNCH_BLOCKING",

@@ -26,8 +26,7 @@ if not __package__:
     sys.path[:1] = [str(REPO)]  # in the place of this folder, whose names are not modules
 
 from tools.device_check.steps import UnavailableError, plain  # noqa: E402
-from wan.cli.failures import is_out_of_memory  # noqa: E402
-from wan.settings.errors import InputError  # noqa: E402
+from wan.settings.errors import InputError, is_out_of_memory  # noqa: E402
 
 Job = dict[str, Any]
 

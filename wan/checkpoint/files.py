@@ -57,7 +57,7 @@ def is_folder(path: Path) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """A regular file; devices and pipes may have no end, or keep their reader waiting."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -74,7 +74,7 @@ def _reason(error: OSError) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. InputError for anything else, and for more than 16 MB."""
-    with _opened(path) as file:
+    with opened(path) as file:
         content = file.read(_MAX_JSON + 1)
     if len(content) > _MAX_JSON:
         raise InputError(f"{path} has more than {_MAX_JSON // 10**6} MB; give the right file.")
@@ -115,18 +115,25 @@ def safetensors_metadata(path: Path, key: str) -> Any:
         return None
 
 
-def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
-    """The first number of tensors, of any float or integer dtype."""
-    wanted = set(names)
-    if not wanted:
-        return {}
-    with _opened(path) as file:  # numpy, which safetensors would need, has no bfloat16
+def safetensors_places(path: Path) -> dict[str, tuple[str, int]]:
+    """The dtype of each tensor and where its bytes begin, in a file whose header was checked."""
+    with opened(path) as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-        found = {}
+    header.pop("__metadata__", None)
+    return {n: (info["dtype"], 8 + size + info["data_offsets"][0]) for n, info in header.items()}
+
+
+def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
+    """The first number of tensors, of any float or integer dtype."""
+    wanted, found = set(names), {}
+    if not wanted:
+        return {}
+    places = safetensors_places(path)
+    with opened(path) as file:  # numpy, which safetensors would need, has no bfloat16
         for name in wanted:
-            form, start = header[name]["dtype"], header[name]["data_offsets"][0]
-            file.seek(8 + size + start)
+            form, start = places[name]
+            file.seek(start)
             if form == "BF16":
                 found[name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]
             elif form in _FORMATS:
@@ -140,7 +147,7 @@ def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
 @contextmanager
 def _safetensors(path: Path) -> Iterator[Any]:
     """Opened by the format's own library, which checks the header against the size of the file."""
-    with _opened(path):
+    with opened(path):
         try:
             with safe_open(path, framework="np") as handle:
                 yield handle

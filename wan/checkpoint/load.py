@@ -9,27 +9,24 @@ keeps, where several share a network; a `Source` decides what a tensor becomes o
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from wan import host
 from wan.checkpoint.files import TensorInfo, folder_tensors, network_tensors, safetensors_header
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
-from wan.host import on_own_cores
+from wan.checkpoint.views import FLOATS, in_pth, in_safetensors
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
-from wan.settings.values import shown
 
 _SLICE = 1 << 24  # elements that are copied at a time
-_FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 """(name of a parameter, dtype in the file) -> dtype in memory."""
@@ -43,11 +40,18 @@ class Source:
         dtype: as stored.
         shape: as the network has it.
         read: rows on the CPU, in any dtype; a few at a time are asked for, and copied.
+        mapped: what is read of the file, for reading ahead.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[slice], Tensor]
+    mapped: Tensor | None = None
+
+    def read_ahead(self) -> None:
+        """Have the system read all of it from the disk, soon, without waiting."""
+        if self.mapped is not None:
+            host.read_ahead_mapped(self.mapped.data_ptr(), self.mapped.nbytes)
 
 
 Sources = Mapping[str, Source]
@@ -181,9 +185,9 @@ def fill(
         if name in empty
     }
     total = sum(tensor.nbytes for tensor, _ in kept.values())
-    with progress(total, f"loading {label}", "B") as bar, on_own_cores():
+    with progress(total, f"loading {label}", "B") as bar, host.on_own_cores():
         for name, (tensor, rows) in kept.items():
-            _copy(tensor, sources[name], rows, bar)
+            copy(tensor, sources[name], rows, bar.update)
 
 
 def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
@@ -192,8 +196,15 @@ def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _copy(target: Tensor, source: Source, rows: slice, bar: Any) -> None:
+def copy(
+    target: Tensor,
+    source: Source,
+    rows: slice = slice(None),
+    done: Callable[[int], object] = int,
+) -> None:
     """Rows of a source into the tensor that keeps them, a slice at a time.
+
+    done: is told the bytes of each slice.
 
     Always a copy: memory that PyTorch allocates is aligned, a tensor inside a mapped file is not,
     and products of differently aligned weights may differ in the last bit. The same tensors must
@@ -207,7 +218,7 @@ def _copy(target: Tensor, source: Source, rows: slice, bar: Any) -> None:
         # Brought over as it is stored and converted there: a CPU takes longer than the link. From
         # memory that is not pinned the call returns when the values have been taken.
         part.copy_(source.read(slice(first, last)).to(part.device, non_blocking=True))
-        bar.update(part.nbytes)
+        done(part.nbytes)
 
 
 def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
@@ -217,8 +228,8 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     the layout of diffusers or transformers. Raises InputError for anything else.
     """
     if path.suffix == ".pth":
-        state = _unpickled(path)
-        dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
+        state = in_pth(path)
+        dtypes = {name: FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
         found = {
             name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes)
             for name, t in state.items()
@@ -238,11 +249,11 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     sources: dict[str, Source] = {}
     for file, names in by_file.items():
         if file.suffix == ".pth":
-            state = _unpickled(file)
+            state = in_pth(file)
             sources |= {name: _source(state[tensors[name].name]) for name in names}
             continue
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            sources |= {name: _source(handle.get_tensor(tensors[name].name)) for name in names}
+        views = in_safetensors(file, {tensors[name] for name in names})
+        sources |= {name: _source(views[tensors[name].name]) for name in names}
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
         factors = mapped(scales)
@@ -253,7 +264,7 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
 def _source(view: Tensor) -> Source:
     """A view of a mapped file: only the rows that are asked for are read."""
     view = view.reshape(1) if view.dim() == 0 else view
-    return Source(view.dtype, tuple(view.shape), view.__getitem__)
+    return Source(view.dtype, tuple(view.shape), view.__getitem__, view)
 
 
 def _scaled(stored: Source, scale: Source) -> Source:
@@ -264,7 +275,7 @@ def _scaled(stored: Source, scale: Source) -> Source:
         part = stored.read(rows)
         return part.to(torch.float32).mul_(factors if one else factors[rows])
 
-    return Source(torch.float32, stored.shape, read)
+    return Source(torch.float32, stored.shape, read, stored.mapped)
 
 
 def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
@@ -277,34 +288,6 @@ def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
         values = values.reshape(1) if values.numel() == 1 else values.reshape(-1, 1)
         sources[name] = _source(values)
     return sources
-
-
-def _unpickled(path: Path) -> dict[str, Tensor]:
-    """The mapped tensors of a `.pth`."""
-    try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError:
-        raise InputError(
-            f"{path} holds something other than weights and was not opened, because it could run "
-            "code; download it again."
-        ) from None
-    except Exception as error:  # torch raises half a dozen kinds for damaged files
-        reason = shown(error, str)
-        raise InputError(f"{path} cannot be read ({reason}); download it again.") from None
-    entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
-    for name, value in entries:
-        if not (isinstance(name, str) and _is_plain(value)):
-            raise InputError(
-                f"{path} holds something other than weights ({shown(name, str)}); download it "
-                "again."
-            )
-    return dict(entries)
-
-
-def _is_plain(value: Any) -> bool:
-    """A dense tensor whose memory is all there."""
-    dense = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-    return dense and value.untyped_storage().nbytes() >= value.nbytes
 
 
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:

@@ -75,4 +75,4 @@ def _summed(base: Source, added: Sequence[_Added]) -> Source:
         tiles = [tile(at) for at in range(first, stop, _TILE)]
         return torch.cat(tiles)[start - first : stop - first].float()
 
-    return Source(torch.float32, base.shape, read)
+    return Source(torch.float32, base.shape, read, base.mapped)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from wan.settings.errors import InputError, Terminated, WriteError
+from wan.settings.errors import InputError, Terminated, WriteError, is_out_of_memory
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -27,29 +27,13 @@ def describe(error: BaseException) -> str | None:
         return "terminated; no video was written."
     if is_out_of_memory(error):
         return (
-            "Out of memory; choose a smaller --size or --frame_num, or use --offload_model true; "
+            "Out of memory; choose a smaller --size or --frame_num, or use --offload_model block; "
             "--plan says what a run needs."
         )
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         where = "" if error.filename is None else f" where {error.filename} is written"
         return f"The disk is full{where}; make space and start again."
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether host or device had no memory left.
-
-    Python and accelerators have types for it. PyTorch's CPU code has none: its allocator and its
-    mapped files raise a plain RuntimeError. Both end with what the system says of ENOMEM, which is
-    looked for here, because it is libc's text and not one that a version of PyTorch may rephrase.
-    """
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, RuntimeError):
-        torch = sys.modules.get("torch")  # not imported for this: there may be no memory for it
-        of_a_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
-        return of_a_device or os.strerror(errno.ENOMEM) in str(error)
-    return isinstance(error, MemoryError)
 
 
 @contextmanager

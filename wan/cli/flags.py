@@ -27,7 +27,7 @@ from wan.settings.attention import (
 from wan.settings.backends import BACKENDS
 from wan.settings.devices import CHIPS
 from wan.settings.errors import InputError
-from wan.settings.execution import DEVICE_TYPES, FP8_WEIGHTS, PRECISIONS
+from wan.settings.execution import DEVICE_TYPES, FP8_WEIGHTS, PRECISIONS, VAE_PRECISIONS
 from wan.settings.parallel import RING_TYPES
 from wan.settings.presets import TASKS, TRAIN_TIMESTEPS, UNSUPPORTED_TASKS
 from wan.settings.recipes import NAMES as RECIPES
@@ -78,6 +78,7 @@ def _command(name: str, read: Reader, help_: str, **more: Any) -> Flag:
     return Flag(name, read, help_, python=None, **more)
 
 
+OFFLOAD = values.switch_or("cpu", "block")
 _SIZE = integer(1, 4096)
 _MHZ = integer(100, 4000)
 _STEP = integer(0, TRAIN_TIMESTEPS)
@@ -117,11 +118,13 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         _loads("precision", choice(*PRECISIONS), "auto (default): bf16, on the CPU fp32"),
         _loads("convert_model_dtype", switch, "store all DiT weights in bf16"),
         _loads("fp8_weights", choice(*FP8_WEIGHTS), "an FP8 checkpoint stays FP8, or not (auto)"),
-        Flag("offload_model", switch, "keep one network in memory at a time (default true)"),
+        Flag("offload_model", OFFLOAD, "true (default): one network in memory at a time"),
+        _layout("resident_blocks", integer(0, 1000), "blocks that --offload_model block keeps"),
         _loads("t5_cpu", switch, "run the text encoder on the CPU"),
         _loads("text_kv_cache", switch, "keep the text's keys and values (default true)"),
         _loads("compile", switch, "compile the transformer blocks"),
         _loads("vae_tiling", switch, "decode in tiles: less memory, not exact"),
+        _loads("vae_precision", choice(*VAE_PRECISIONS), "fp32 (default) or bf16"),
     ),
     "attention": (
         _loads("attention_algo", choice(*ALGORITHMS), "dense kernel of NPUs (default fused)"),
@@ -189,6 +192,7 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         _layout("chunks", _SIZE, "most head chunks, to search for the best (published: 10)"),
         _layout("fa_alltoall_overlap", switch, "hide exchanges under attention (or OVERLAP=1)"),
+        _layout("vae_parallel", switch, "encode and decode on all ranks, exactly"),
         _layout("t5_fsdp", switch, "shard the text encoder"),
         _layout("dit_fsdp", switch, "shard the DiT"),
         _layout("dist_timeout", real(0, 10080, above=True), "minutes to wait for ranks (30)"),
@@ -227,6 +231,16 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
     "evidence": (
         _command(
             "power", switch, "meter power, energy, clock and throttling of the run", record=False
+        ),
+    ),
+    "many videos": (
+        _command("prompt_file", values.path, "a prompt or JSON object per line", record=False),
+        _command(
+            "skip_existing",
+            switch,
+            "leave out videos that are there already",
+            record=False,
+            needs="prompt_file",
         ),
     ),
     "output": (
@@ -271,7 +285,6 @@ _ANIMATE = "it belongs to animate-14B, which is not supported"
 _S2V = "it belongs to s2v-14B, which is not supported"
 REFUSED = {
     "tp_size": "tensor parallelism is not supported; run without it",
-    "vae_parallel": "the VAE runs on one device; --vae_tiling bounds its memory",
     "src_root_path": _ANIMATE,
     "refert_num": _ANIMATE,
     "replace_flag": _ANIMATE,
@@ -366,7 +379,10 @@ def _parser() -> Parser:
                 group.add_argument("--plan", action="store_true", help=flag.help)
             elif flag.read is values.files:
                 group.add_argument(f"--{flag.name}", action="append", metavar=shown, help=flag.help)
-            elif flag.read is switch:  # alone it is true; false takes back a record or variable
+            elif flag.read in (
+                switch,
+                OFFLOAD,
+            ):  # alone it is true; false takes back a record or variable
                 group.add_argument(
                     f"--{flag.name}", nargs="?", const="true", metavar=shown, help=flag.help
                 )

@@ -1,40 +1,28 @@
-"""The story of a run: parse, resolve, launch, generate, save."""
+"""The command line: parse, resolve, launch; `wan.cli.videos` does the rest."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
-from wan import host, log, trace
-from wan.checkpoint import lora
-from wan.checkpoint.files import whole_file
-from wan.cli import env, failures, flags
-from wan.cli.output import latents_survive
+from wan import log
+from wan.cli import env, failures, flags, prompt_file
 from wan.cli.resolve import Run, resolve
+from wan.cli.videos import generate, load_torch
 from wan.log import logger
-from wan.pipeline import timesteps
-from wan.power.recording import Recording, nth_steps, plan_of
 from wan.settings.errors import InputError, exit_code
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from wan.device import Device
     from wan.distributed.launch import Once, Prepared
     from wan.distributed.mesh import Team
-    from wan.pipeline.pipeline import Pipeline
-    from wan.power.measured import Measured
-    from wan.power.video import VideoMeter
+
+Work = Callable[[Run, "Team | None"], int]
+"""Carries out a run; returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,17 +49,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def carry_out(argv: Sequence[str], work: Callable[[Run, Team | None], None]) -> int:
+def carry_out(argv: Sequence[str], work: Work) -> int:
     """What a command line asks for, given to `work`: here, or by torchrun's ranks together."""
     if env.world_size() > 1:
         return _launch(argv, work)
-    work(_resolved(argv, lambda make: make()), None)
-    return 0
+    return work(_resolved(argv, lambda make: make()), None)
 
 
 def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
+    given = flags.parse(argv)
     try:
-        return resolve(flags.parse(argv), partial(_make_demo, once), plan)
+        if "prompt_file" in given:
+            if plan:
+                raise InputError("--plan is about one video; drop --prompt_file.")
+            return prompt_file.resolved(
+                given, partial(resolve, make_demo=partial(_make_demo, once))
+            )
+        return resolve(given, partial(_make_demo, once), plan)
     except OSError as error:  # a path that the system itself refuses: too long, no permission, ...
         path = error.filename or "A path"
         raise InputError(f"{path} cannot be used ({error.strerror}); give another one.") from error
@@ -82,16 +76,16 @@ def _plan(argv: Sequence[str]) -> int:
     if env.rank() > 0:
         return 0
     run = _resolved(argv, lambda make: make(), plan=True)
-    _load_torch()
+    load_torch()
     from wan.planner import report
 
     report.show(run)
     return 0
 
 
-def _launch(argv: Sequence[str], work: Callable[[Run, Team | None], None]) -> int:
+def _launch(argv: Sequence[str], work: Work) -> int:
     """One rank of several."""
-    _load_torch()
+    load_torch()
     from wan import device as devices
     from wan.distributed import launch
 
@@ -116,76 +110,9 @@ def _launch(argv: Sequence[str], work: Callable[[Run, Team | None], None]) -> in
     return launch.run(prepare, work, failures.describe, failures.say)
 
 
-def generate(run: Run, team: Team | None = None) -> None:
-    """Carry out a resolved run. Of several ranks, the main one decodes and writes the video."""
-    _load_torch()
-    from wan import device as devices
-    from wan.pipeline import build
-
-    log.set_level(run.output.log_level)
-    for notice in run.notices:
-        logger.warning(notice)
-    device = devices.resolve(run.setup.execution.device) if team is None else team.device
-    pipeline = build.pipeline(run.setup, device, team)
-    device.reset_peak_memory()
-    if run.decode_latents is None:
-        run = _extended(run, pipeline, team)
-        logger.info("Prompt: %s", run.request.prompt)
-    with _meter(run, device) as meter:
-        _make_video(run, pipeline, team, meter)
-
-
-def _meter(run: Run, device: Device) -> AbstractContextManager[VideoMeter | None]:
-    if not run.power:
-        return nullcontext()
-    from wan.power.video import VideoMeter
-
-    whole = run.decode_latents is None
-    return VideoMeter(device, "text to decoded video" if whole else "decoding only")
-
-
-def _make_video(run: Run, pipeline: Pipeline, team: Team | None, meter: VideoMeter | None) -> None:
-    from wan.pipeline import video
-
-    kept: Path | None
-    if run.decode_latents is not None:
-        latents, kept = video.load_latents(run.decode_latents), run.decode_latents
-    else:
-        with _recorded(run, pipeline, team):
-            latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
-        if team is not None:
-            if meter is not None:
-                meter.gather(team)
-            team.close()
-            if not team.is_main:
-                return
-        kept = _save_latents(run, latents)
-    with latents_survive(kept):
-        frames = pipeline.decode(latents)
-        power = None if meter is None else meter.stop()
-        with pipeline.stages("writing"):
-            video.save_video(frames, run.output.save_file, run.output.fps)
-    if kept is not None and run.decode_latents is None:
-        _put_away(run, kept)
-    record = _save_record(run, pipeline, frames, power)
-    _summary(run, pipeline, record, power)
-
-
-def _load_torch() -> None:
-    """torch loads torch-npu where that is installed, and fails where CANN then is not."""
-    try:
-        import torch  # noqa: F401
-    except RuntimeError as error:
-        raise InputError(
-            f"PyTorch does not load ({str(error).splitlines()[0]}); if torch-npu is installed, "
-            "install CANN and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run "
-            "without NPUs."
-        ) from error
-
-
 def _make_demo(once: Once, task: str, folder: Path) -> None:
     """One rank per machine makes the randomly initialised checkpoint; the others wait for it."""
-    _load_torch()
+    load_torch()
     from wan.pipeline.tiny import make_checkpoint
 
     def make() -> None:
@@ -197,139 +124,3 @@ def _make_demo(once: Once, task: str, folder: Path) -> None:
                 raise
 
     once(make)
-
-
-def _extended(run: Run, pipeline: Pipeline, team: Team | None) -> Run:
-    """The run with its prompt extended, if that was asked for; the record repeats the result."""
-    if run.extension is None:
-        return run
-    request, prompt = run.request, run.request.prompt
-    with pipeline.stages("prompt extension"):
-        if team is None or team.is_main:
-            kind, device = request.preset.kind, str(pipeline.device.torch_device)
-            prompt = run.extension(prompt, kind, run.image, request.base_seed, device)
-        if team is not None:
-            prompt = team.value_from_main(prompt)
-    return run.with_prompt(prompt)
-
-
-@contextmanager
-def _recorded(run: Run, pipeline: Pipeline, team: Team | None) -> Iterator[None]:
-    """What --trace and --log_level debug ask for."""
-    folder, verbose = run.output.trace, run.output.log_level == "debug"
-    if folder is None and not verbose:
-        yield
-        return
-    experts = timesteps.schedule(run.request).experts
-    steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
-    rank = 0 if team is None else team.rank
-    plan = plan_of(run.setup, run.request, steps, pipeline.merges, rank)
-    device = pipeline.device
-    printed = nth_steps(experts, 0) if verbose else ()
-    recording = Recording(
-        plan,
-        device,
-        printed,
-        None if folder is None else team,
-        folder if run.output.trace_kernels else None,
-    )
-    with trace.recording(recording.recorder):
-        yield
-    if folder is not None:
-        recording.write(folder, {"device": device.name(), "kernel": pipeline.kernel})
-        logger.info("Trace: %s  (python -m wan.power report %s)", folder, shlex.quote(str(folder)))
-
-
-def _save_latents(run: Run, latents: Tensor) -> Path | None:
-    """Put the result of the long part on disk before anything else can fail."""
-    from wan.pipeline import video
-
-    if not bool(latents.isfinite().all()):
-        logger.warning("The latents hold NaN or infinity, so the video will be broken.")
-    path = _first_written(
-        run.output.unfinished(".latents.safetensors"),
-        lambda path: video.save_latents(latents, path, run.settings),
-        "denoised latents",
-    )
-    if path is None:
-        logger.error("Decoding goes on from memory: if it fails, the run is lost.")
-    return path
-
-
-def _put_away(run: Run, latents: Path) -> None:
-    """Keep the latents under the video's name if that was asked for."""
-    if not run.output.save_latents:
-        latents.unlink(missing_ok=True)
-        return
-    try:
-        with whole_file(run.output.latents) as temporary:
-            shutil.copyfile(latents, temporary)
-        latents.unlink(missing_ok=True)
-    except OSError as error:
-        logger.error("The latents stay in %s (%s).", latents, error.strerror or error)
-
-
-def _save_record(
-    run: Run, pipeline: Pipeline, frames_3FHW: Tensor, power: Measured | None
-) -> Path | None:
-    """The JSON record; where it cannot be written beside the video, in the temporary folder."""
-    execution, device = run.setup.execution, pipeline.device
-    _, count, height, width = frames_3FHW.shape
-    precision, packages = execution.precision_on(device.type), run.setup.attention.packages
-    stored_bf16 = execution.convert_model_dtype  # says itself what the DiT computes in
-    record = {
-        "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
-        "seed": run.request.base_seed,
-        "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
-        "used": {
-            "device": device.name(),
-            "precision": precision,
-            "dit_precision": execution.dit_precision_on(device.type),
-            "kernel": pipeline.kernel,
-            **asdict(run.setup.parallel),
-        },
-        **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
-        **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
-        "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
-        "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
-        **({"power": power.record()} if power is not None else {}),
-        "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
-    }
-    text = json.dumps(record, indent=1, ensure_ascii=False)
-
-    def write(path: Path) -> None:
-        with whole_file(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-    places = (run.output.record, *run.output.unfinished(".json"))
-    return _first_written(places, write, "record")
-
-
-def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: str) -> Path | None:
-    """The first of these paths that could be written; None, after saying why, if none could."""
-    for path in paths:
-        try:
-            write(path)
-        except OSError as error:
-            logger.error(
-                "The %s could not be saved to %s (%s).", what, path, error.strerror or error
-            )
-        else:
-            return path
-    return None
-
-
-def _summary(run: Run, pipeline: Pipeline, record: Path | None, power: Measured | None) -> None:
-    device = pipeline.device.peak_memory()
-    parts = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
-    memory = f"host {host.peak_memory() / 2**30:.2f} GiB"
-    if device is not None:
-        memory = f"device {device / 2**30:.2f} GiB, {memory}"
-    logger.info("Seconds: %s. Peak memory: %s.", ", ".join(parts), memory)
-    if power is not None:
-        logger.info("%s", power.line())
-    skipped = pipeline.caches.summary()
-    if skipped is not None:
-        logger.info("%s", skipped)
-    logger.info("Seed %d, noise drawn on the %s.", run.request.base_seed, run.request.noise_device)
-    logger.info("Video: %s  Record: %s", run.output.save_file, record or "none")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from wan import host
 from wan.pipeline import bound
@@ -41,17 +43,27 @@ def _refusal(setup: Setup, request: Request, ranks_here: int, device: str) -> st
     free = free_memory(device)
     if free is None:
         return ""
-    needs = bound.stages(replace(setup, execution=replace(setup.execution, device=device)), request)
-    if device == "cpu":  # all of them denoise, one decodes
-        needs["denoising"] *= ranks_here
-    stage, need = max(needs.items(), key=lambda item: item[1])
+    stage, need = _need(setup, request, ranks_here, device=device)
     if need <= free:
         return ""
+    remedy = "choose a smaller --size or --frame_num"
+    with suppress(InputError):  # what it excludes was asked for
+        _, less = _need(setup, request, ranks_here, device=device, offload_model="block")
+        remedy = f"use --offload_model block ({less / 1e9:.1f} GB)" if less <= free else remedy
     where = "this machine has" if device == "cpu" else "a GPU has"
     return (
         f"The run needs at least {need / 1e9:.1f} GB ({stage}), and {where} {free / 1e9:.1f} GB "
-        "free; choose a smaller --size or --frame_num, or see what fits with --plan."
+        f"free; {remedy}, or see what fits with --plan."
     )
+
+
+def _need(setup: Setup, request: Request, ranks_here: int, **execution: Any) -> tuple[str, int]:
+    """The stage that takes the most, and its bytes. execution: other settings than the run's."""
+    changed = replace(setup, execution=replace(setup.execution, **execution))
+    needs = bound.least(changed, request)
+    if changed.execution.device == "cpu":  # all of them denoise, one decodes
+        needs["denoising"] *= ranks_here
+    return max(needs.items(), key=lambda item: item[1])
 
 
 def free_memory(device_type: str) -> int | None:

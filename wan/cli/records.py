@@ -29,7 +29,7 @@ Values = Mapping[str, Any]
 """Checked settings under their flags' names, as `wan.cli.flags.read` returns them."""
 _DECODING = (
     *("decode_latents", "ckpt_dir", "save_file", "fps", "device"),
-    *("vae_tiling", "offload_model", "power"),
+    *("vae_tiling", "vae_parallel", "vae_precision", "offload_model", "power"),
 )
 _FROM_CHECKPOINT = (
     "size",

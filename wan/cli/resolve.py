@@ -5,6 +5,8 @@ Values are layered (`wan.cli.records`) and all of them checked. No torch.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from math import prod
@@ -35,6 +37,8 @@ from wan.settings.step_cache import StepCache
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from wan.cli.prompt_file import Line
+
 T = TypeVar("T")
 MAX_RANKS = 4096  # that --plan plans for
 _DEMOS = Path(__file__).resolve().parents[2] / "examples" / "demo"  # trained, in the repository
@@ -57,6 +61,8 @@ class Run:
         power: The run is metered.
         settings: For the JSON record: what --from_json repeats the run from.
         notices: Lines that the user should see before the work.
+        lines: Of a --prompt_file; the rest then is that of the first line that can be carried out.
+        skip_existing: Videos that are there already are left out.
     """
 
     setup: Setup
@@ -70,9 +76,13 @@ class Run:
     power: bool
     settings: dict[str, Any]
     notices: tuple[str, ...]
+    lines: tuple[Line, ...] = ()
+    skip_existing: bool = False
 
     def with_seed(self, seed: int) -> Run:
-        """The run with another seed, also in its record."""
+        """The run with another seed, also in its record; lines of a file have their own."""
+        if self.lines:
+            return replace(self, lines=tuple(line.with_seed(seed) for line in self.lines))
         request = replace(self.request, base_seed=seed)
         return replace(self, request=request, settings=self.settings | {"base_seed": seed})
 
@@ -83,12 +93,17 @@ class Run:
         settings = kept | {"prompt": prompt, "use_prompt_extend": False}
         return replace(self, request=replace(self.request, prompt=prompt), settings=settings)
 
+    def saved_to(self, path: Path) -> Run:
+        """The run with another name of its video."""
+        settings = self.settings | {"save_file": str(path.absolute())}
+        return replace(self, output=replace(self.output, save_file=path), settings=settings)
+
     def facts(self, device: str) -> dict[str, Any]:
         """What has to be equal on all ranks, under the names a user knows. device: its type."""
         setup, files = self.setup, self.setup.quantised
         settings = asdict(setup.attention) | asdict(setup.parallel) | self.settings
         return {
-            **{f"--{name}": value for name, value in settings.items() if name not in _OWN},
+            **{f"--{name}": value for name, value in _shared(settings).items()},
             "the content of --quant_dit_path": files and fingerprint(files.files()),
             "the curve of --step_cache": setup.curve and setup.curve.ratios,
             "the content of --lora": [
@@ -97,13 +112,30 @@ class Run:
                 for one in ones
             ],
             "--power": self.power,
+            "--vae_parallel": setup.execution.vae_parallel,
             "the video's size": self.request.video_size,
             "--trace": self.output.trace is not None,
             "--trace_steps": self.output.trace_steps,
             "--log_level": self.output.log_level,
+            **{
+                f"line {line.number} of --prompt_file": line.run
+                and (_digest(line.run.settings), line.draws or line.run.request.base_seed)
+                for line in self.lines
+            },
+            "--skip_existing": self.skip_existing,
             "the device": device,
             "the checkpoint's content": fingerprint(setup.checkpoint.files()),
         }
+
+
+def _digest(settings: Values) -> str:
+    text = json.dumps(_shared(settings), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _shared(settings: Values) -> dict[str, Any]:
+    """Without what each rank may have for itself."""
+    return {name: value for name, value in settings.items() if name not in _OWN}
 
 
 def resolve(flags: Values, make_demo: Callable[[str, Path], None], plan: bool = False) -> Run:
@@ -257,12 +289,13 @@ def _decide(
         }
         values = {name: value for name, value in values.items() if name not in denoising}
         _check_latents(values["decode_latents"], preset)
-        if world > 1:
+        if world > 1 and not values.get("vae_parallel"):
             raise InputError(
                 f"--decode_latents runs on one process, but {world} were started; start it as "
-                "`python generate.py --decode_latents ...`."
+                "`python generate.py --decode_latents ...`, or add --vae_parallel."
             )
     setup, notices = make_setup(values, preset, checkpoint, world)
+    notices = () if "decode_latents" in values else notices  # they are about the DiT
     request = make_request(preset, values, image_size)
     return setup, request, (*notices, *setup.check_request(request))
 

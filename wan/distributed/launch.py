@@ -97,7 +97,7 @@ PATIENT = Patience()
 
 def run(
     prepare: Callable[[Once], Prepared[T]],
-    work: Callable[[T, Team], None],
+    work: Callable[[T, Team], int],
     describe: Describe,
     say: Say,
     patience: Patience = PATIENT,
@@ -106,14 +106,14 @@ def run(
 
     Args:
         prepare: Called before anything is known of the others. What it raises ends all ranks.
-        work: Called on all ranks, if all can run and are to run the same.
+        work: Called on all ranks, if all can run and are to run the same; returns the exit code.
         describe: The sentence for an error that a user can act upon; None for a defect.
         say: Shows the user one line.
         patience: How long other ranks are waited for before the work.
 
     Returns:
-        The exit code: 0, or that of a run that was not begun. A rank that fails later does not
-        return: it ends its process.
+        The exit code: that of the work, or of a run that was not begun. A rank that fails later
+        does not return: it ends its process.
     """
     here = mesh.place()
     voice = say if here.local_rank == 0 else _silent  # one per machine
@@ -129,7 +129,7 @@ def run(
         prepared, said = agreement.reach(prepare, describe)
         watch.know([statement.peer for statement in said])
         team = mesh.join(store, here, prepared.device, prepared.sizes, prepared.timeout)
-        work(prepared.seeded(said[0].seed), team)
+        code = work(prepared.seeded(said[0].seed), team)
     except StartError as reason:
         voice(str(reason))
         code = reason.code

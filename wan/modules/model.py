@@ -265,10 +265,14 @@ class WanModel(nn.Module):
                 f"{'none were' if clip_fea is None else 'this model has no place for those'} given."
             )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WanModel:
-        """Moving or casting the model makes cached keys and values stale."""
+    def forget_text(self) -> None:
+        """Frees the cached keys and values."""
         if self.text_cache is not None:
             self.text_cache.clear()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WanModel:
+        """Moving or casting the model makes cached keys and values stale."""
+        self.forget_text()
         return super()._apply(fn, recurse)
 
 

@@ -12,7 +12,16 @@ from typing import TypeVar
 import torch
 
 from wan.cache import embedding
-from wan.checkpoint.load import WHOLE, Blueprint, Place, dit_dtypes, mapped, rotations
+from wan.checkpoint.load import (
+    WHOLE,
+    Adapt,
+    Blueprint,
+    Place,
+    as_stored,
+    dit_dtypes,
+    mapped,
+    rotations,
+)
 from wan.checkpoint.merge import merged
 from wan.device import Device, bf16_gain
 from wan.distributed.exchange import ALONE
@@ -27,16 +36,19 @@ from wan.modules.interfaces import Attention, Collaborators, LocalAttention, Loc
 from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
-from wan.pipeline import clip, text, vae
+from wan.pipeline import bound, clip, text, vae
 from wan.pipeline.adapt import adaptation
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
+from wan.pipeline.decoding import Codec, MakeRows
 from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
+from wan.pipeline.residency import Residency, streamed
 from wan.pipeline.setup import Setup
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
+from wan.vae.sharded import ShardedRows, even
 
 T = TypeVar("T")
 _TIME_EMBEDDING = [f"time_embedding.{i}.{part}" for i in (0, 2) for part in ("weight", "bias")]
@@ -77,7 +89,9 @@ def pipeline(
     shared = collaborators(setup, selected, team, caches)
     if attention is not None:
         shared = replace(shared, attention=attention(shared.attention))
-    parts = _Parts(setup, device, shared, team)
+    beside = partial(bound.beside_blocks, setup)
+    residency = Residency(device, execution.resident_blocks, beside, execution.offload_model)
+    parts = _Parts(setup, residency, shared, team)
     caches.changes = parts.changes
     stages = Stages(device.synchronize)
 
@@ -102,18 +116,21 @@ def pipeline(
     if device.type == "cpu" and execution.precision == "auto" and logger.isEnabledFor(logging.INFO):
         _suggest_bf16()
     text_dtype = t5_dtype or DTYPES[execution.precision_on(device.type)]
+    autoencoder = Lazy(lambda: timed(parts.video_vae))
     return Pipeline(
         device=device,
         text=Lazy(lambda: timed(lambda: parts.text_encoder(text_dtype)), parts.text_files()),
-        vae=Lazy(lambda: timed(parts.video_vae)),
+        vae=autoencoder,
+        codec=Codec(setup, device, autoencoder.get, vae_rows(device, team)),
         clip=Lazy(lambda: timed(lambda: parts.clip_vision(text_dtype))),
         experts=Experts(
             lambda name: timed(lambda: parts.dit(name, compute)),
             offload=execution.offload_model,
             files=_weight_files(setup),
+            whole=lambda name: timed(lambda: parts.dit(name, compute, whole=True)),
         ),
         text_size=(checkpoint.config["text_len"], checkpoint.config["text_dim"]),
-        offload=execution.offload_model,
+        residency=residency,
         stages=stages,
         kernel=selected.describe(),
         merges=selected.dense.can_return_lse,
@@ -182,9 +199,10 @@ class _Parts:
     """The networks of a checkpoint: compared with their files here, filled when needed."""
 
     def __init__(
-        self, setup: Setup, device: Device, collaborators: Collaborators, team: Team | None
+        self, setup: Setup, residency: Residency, collaborators: Collaborators, team: Team | None
     ) -> None:
-        self._setup, self._device = setup, device.torch_device
+        self._setup, self._residency = setup, residency
+        self._device = residency.device.torch_device
         self._dit_place, self._t5_place = places(setup.parallel, team)
         checkpoint = setup.checkpoint
         self._dits = {
@@ -206,7 +224,7 @@ class _Parts:
         self._check_channels()
         # Each rank checks what it will load: the libraries and a tokenizer take memory and time.
         is_main = team is None or team.is_main
-        if self._vae is not None and is_main:
+        if self._vae is not None and (is_main or setup.execution.vae_parallel):
             self._vae.check()
         self._tokenizer: object = None
         self._reads_text = is_main or setup.parallel.t5_fsdp
@@ -240,15 +258,20 @@ class _Parts:
                     "again."
                 )
 
-    def dit(self, name: str, compute: torch.dtype) -> WanModel:
-        """One expert. compute: the dtype of its matrix products."""
-        execution = self._setup.execution
+    def dit(self, name: str, compute: torch.dtype, whole: bool = False) -> WanModel:
+        """One expert. compute: the dtype of its matrix products. whole: it may be changed."""
+        execution, offload = self._setup.execution, False if whole else self._residency.offload
+        dtypes = dit_dtypes(compute, execution.convert_model_dtype)
+        adapt = adaptation(self._setup, name, self._device, compute)
+        if offload == "block":
+            resident = self._residency.resident
+            adapt = streamed(adapt, "blocks", self._device, dtypes, resident)
+        self._residency.leave()  # to what is loaded now
         model = self._dits[name].load(
-            device=self._device,
-            dtype_of=dit_dtypes(compute, execution.convert_model_dtype),
-            place=self._dit_place,
-            adapt=adaptation(self._setup, name, self._device, compute),
+            device=self._device, dtype_of=dtypes, place=self._dit_place, adapt=adapt
         )
+        if offload == "cpu":
+            self._residency.park(model, model.forget_text)
         if execution.compile:
             for block in model.blocks:
                 block.compile()
@@ -272,9 +295,15 @@ class _Parts:
         checkpoint.require("text_encoder"), checkpoint.require("tokenizer")
         assert self._encoder is not None
         device = torch.device("cpu") if self._setup.execution.t5_cpu else self._device
+        offload, dtypes = self._residency.offload, text.dtypes(compute)
+        adapt: Adapt = as_stored
+        if offload == "block":
+            adapt = streamed(adapt, text.BLOCKS, device, dtypes, table=text.TABLE)
         model = self._encoder.load(
-            device=device, dtype_of=text.dtypes(compute), place=self._t5_place
+            device=device, dtype_of=dtypes, place=self._t5_place, adapt=adapt
         )
+        if offload == "cpu" and device.type != "cpu":
+            self._residency.park(model)
         text_len = checkpoint.config["text_len"]
         return TextEncoder(model, self._tokenizer, dtype=compute, text_len=text_len)
 
@@ -287,8 +316,9 @@ class _Parts:
     def video_vae(self) -> VideoVAE:
         self._setup.checkpoint.require("vae")
         assert self._vae is not None
-        model = self._vae.load(device=self._device, dtype_of=vae.in_float32)
-        return VideoVAE(model, tiling=self._setup.execution.vae_tiling)
+        rounds = self._setup.execution.vae_precision == "bf16"
+        dtype_of = vae.in_bfloat16 if rounds else vae.in_float32
+        return VideoVAE(self._vae.load(device=self._device, dtype_of=dtype_of))
 
 
 def step_caches(setup: Setup, team: Team | None) -> StepCaches:
@@ -333,6 +363,19 @@ def places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
     if team is not None and parallel.t5_fsdp:
         encoder = Sharded(team.world_mesh(), text.umt5_blocks)
     return dit, encoder
+
+
+def vae_rows(device: Device, team: Team | None) -> MakeRows | None:
+    """Which rank encodes and decodes which rows; None for one process."""
+    if team is None:
+        return None
+    ranks, place = team.mesh.size(), device.torch_device
+
+    def rows(height: int, shared: bool) -> ShardedRows:
+        heights = even(height, ranks) if shared else (height, *[0] * (ranks - 1))
+        return ShardedRows(None, heights, place)
+
+    return rows
 
 
 def sharing(parallel: Parallel, team: Team | None) -> Sharing:

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,44 +20,49 @@ from wan.modules.model import WanModel
 from wan.pipeline import conditioning, timesteps
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
+from wan.pipeline.decoding import Codec
 from wan.pipeline.denoise import Branches, both_here, denoise
+from wan.pipeline.residency import Residency
 from wan.pipeline.text import TextEncoder
-from wan.pipeline.vae import VideoVAE
+from wan.pipeline.vae import Collected, Sink, VideoVAE
 from wan.settings.errors import InputError
+from wan.settings.execution import Offload
 from wan.settings.request import Request
 
 
 class Experts:
     """Hands out networks by name ("high_noise", "low_noise" or "dit").
 
-    load(name) brings one to the device. With `offload`, asking for one releases the other first, so
-    that at most one is in memory; one that is needed again is read again. files: each network's
-    weight files, which `prefetch` reads ahead.
+    load(name) brings one to the device; whole(name) one that may be changed. With `offload` True or
+    "block", asking for one releases the other first, so that at most one is in memory; one that is
+    needed again is read again. files: each network's weight files, which `prefetch` reads ahead.
     """
 
     def __init__(
         self,
         load: Callable[[str], WanModel],
         *,
-        offload: bool,
+        offload: Offload,
         files: Mapping[str, Iterable[Path]] | None = None,
+        whole: Callable[[str], WanModel] | None = None,
     ) -> None:
         self._load, self.offload, self._files = load, offload, files or {}
+        self._whole = whole or load
         self._loaded: dict[str, WanModel] = {}
         self._kept: dict[str, WanModel] = {}
 
     def keep(self, name: str) -> WanModel:
         """A network for someone who will change it: it stays in memory, changes and all."""
         if name not in self._kept:
-            loaded = name in self._loaded
-            self._kept[name] = self._loaded.pop(name) if loaded else self._load(name)
+            loaded = name in self._loaded and isinstance(self.offload, bool)
+            self._kept[name] = self._loaded.pop(name) if loaded else self._whole(name)
         return self._kept[name]
 
     def get(self, name: str) -> WanModel:
         if name in self._kept:
             return self._kept[name]
         if name not in self._loaded:
-            if self.offload:
+            if self.offload in (True, "block"):
                 self.release()
             self._loaded[name] = self._load(name)
         return self._loaded[name]
@@ -144,32 +149,42 @@ class Pipeline:
         device: This rank's.
         text: The text encoder.
         vae: The autoencoder.
+        codec: Which ranks call it, and how.
         clip: The image encoder.
         experts: The DiTs.
         text_size: Most tokens of a prompt, and channels of each, that the DiTs take.
-        offload: Each part is released as soon as its stage is over.
+        residency: Where weights are between their calls.
         stages: Seconds of each stage.
         kernel: What computes self-attention, for records.
         merges: Its dense kernel returns the log-sum-exp, by which a ring merges.
         caches: What is taken from earlier steps.
         sharing: How ranks share work.
+        kept: Embeddings of prompts.
     """
 
     device: Device
     text: Lazy[TextEncoder]
     vae: Lazy[VideoVAE]
+    codec: Codec
     clip: Lazy[ClipVision]
     experts: Experts
     text_size: tuple[int, int]
-    offload: bool
+    residency: Residency
     stages: Stages
     kernel: str
     merges: bool
     caches: StepCaches
     sharing: Sharing = ONE_PROCESS
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
-    def set_offload(self, offload: bool) -> None:
-        self.offload = self.experts.offload = offload
+    def set_offload(self, offload: Offload) -> None:
+        """From the next video on; networks that were loaded in another way are released."""
+        before, self.residency.offload = self.residency.offload, offload
+        self.experts.offload = offload
+        if before != offload and not (isinstance(before, bool) and isinstance(offload, bool)):
+            self.residency.parked.clear()
+            for part in (self.text, self.vae, self.clip, self.experts):
+                part.release()
 
     def latents(
         self,
@@ -188,7 +203,7 @@ class Pipeline:
             negative_prompt_embeds: Likewise.
             last_image: The image to end with.
         """
-        if prompt_embeds is None:
+        if prompt_embeds is None and request.prompt not in self.kept:
             self.text.prefetch()
         self.experts.prefetch(timesteps.schedule(request).experts[0])
         context, negative = self.texts(request, prompt_embeds, negative_prompt_embeds)
@@ -197,7 +212,7 @@ class Pipeline:
                 request,
                 (context, negative),
                 [one for one in (image, last_image) if one is not None],
-                lambda video: self.sharing.latents(lambda: self.vae.get().encode(video)),
+                self._encode,
                 self._look,
                 self.device.torch_device,
             )
@@ -217,6 +232,7 @@ class Pipeline:
         negative_prompt_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Embeddings of the prompt and of the negative one, unless they are given."""
+        self.residency.request = request
         with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
             negative = context  # never looked at without guidance
@@ -225,12 +241,50 @@ class Pipeline:
             self._done(self.text)
         return context, negative
 
-    def decode(self, latents_Zfhw: Tensor) -> Tensor:
-        """Pixels [3,F,H,W] in [-1, 1]."""
+    def keep_texts(self, requests: Sequence[Request]) -> None:
+        """Embed the prompts of videos that come next, and keep the embeddings until then."""
+        told = [request.prompt for request in requests]
+        told += [request.negative_prompt for request in requests if request.guided]
+        self.kept = {prompt: x for prompt, x in self.kept.items() if prompt in told}
+        if requests:
+            self.residency.request = requests[0]
+        with self.stages("text"):
+            for prompt in dict.fromkeys(told):
+                if prompt not in self.kept:
+                    self.kept[prompt] = self._context(prompt, None).cpu()
+            self._done(self.text)
+
+    def decode(self, latents_Zfhw: Tensor) -> Tensor | None:
+        """Pixels [3,F,H,W] in [-1, 1] on the main rank, None on the others; all of them call it."""
+        whole = Collected(self.device.torch_device)
+        return whole.video if self.stream(latents_Zfhw, whole) else None
+
+    def stream(
+        self, latents_Zfhw: Tensor, sink: Sink, part: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Decode into the main rank's sink; whether this is that one. All ranks call it.
+
+        part: called when the other ranks are not needed any more.
+        """
         with self.stages("decoding"):
-            video = self.vae.get().decode(latents_Zfhw)
+            is_main = self.codec.decode(latents_Zfhw, sink, part)
             self._done(self.vae)
-        return video
+        return is_main
+
+    def abandon(self) -> None:
+        """After a video that failed: what `latents` and `stream` would have released."""
+        self.caches.end()
+        for part in (self.text, self.clip, self.vae, self.experts):
+            self._done(part)
+
+    def _encode(self, video_3FHW: Tensor) -> Tensor:
+        latents = self.codec.encode(video_3FHW)
+
+        def made() -> Tensor:
+            assert latents is not None, "the main rank has them"
+            return latents
+
+        return self.sharing.latents(made)
 
     def _look(self, images: Sequence[Tensor]) -> Tensor:
         """CLIP's features; it is released before the VAE works, which takes more memory."""
@@ -239,6 +293,8 @@ class Pipeline:
         return found
 
     def _context(self, prompt: str, embeds: Tensor | None) -> Tensor:
+        if embeds is None:
+            embeds = self.kept.get(prompt)
         if embeds is None:
             embeds = self.sharing.text(lambda: self.text.get()(prompt))
         length, channels = self.text_size
@@ -250,6 +306,10 @@ class Pipeline:
         return embeds.to(self.device.torch_device)
 
     def _done(self, part: Lazy[Any] | Experts) -> None:
-        if self.offload:
+        """A stage is over."""
+        if self.residency.offload == "cpu" and part in (self.text, self.experts):
+            self.residency.leave()
+        elif self.residency.offload:
             part.release()
+        if self.residency.offload:
             self.device.empty_cache()

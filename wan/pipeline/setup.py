@@ -59,6 +59,12 @@ class Setup:
         attention.check_layout(self.attention, self.parallel, self.checkpoint.head_dim)
         step_cache.check(self.cache, self.parallel, self.execution)
         self._check_fp8()
+        self._check_offload()
+        if self.execution.vae_parallel and self.parallel.world_size == 1:
+            raise InputError(
+                "--vae_parallel shares rows among ranks, but this is one process; start it with "
+                "torchrun, or drop the flag."
+            )
         if self.execution.device != "auto":
             self._check_on(devices.candidates(self.execution.device, self.chip))
 
@@ -89,12 +95,34 @@ class Setup:
             if holds:
                 raise InputError(f"--fp8_weights keep, but {reason}; use upcast or drop it.")
 
+    def _check_offload(self) -> None:
+        offload = self.execution.offload_model
+        if isinstance(offload, bool):
+            return
+        contrary = {
+            "--dit_fsdp": (self.parallel.dit_fsdp, "shards the DiT over the devices"),
+            "--t5_fsdp": (self.parallel.t5_fsdp, "shards the text encoder over the devices"),
+            "--compile": (self.execution.compile and offload == "block", "needs weights in place"),
+        }
+        for flag, (given, reason) in contrary.items():
+            if given:
+                raise InputError(
+                    f"--offload_model {offload} copies weights from host memory or files, but "
+                    f"{flag} {reason}; drop one of them."
+                )
+
     def check_device(self, device: Capabilities) -> None:
         """InputError for what only the device that was found can refuse."""
         self._check_on((device,))
 
     def check_request(self, request: Request) -> tuple[str, ...]:
         """Notices; InputError for what does not go with this video's steps and size."""
+        execution = self.execution
+        if execution.resident_blocks is not None and execution.offload_model != "block":
+            raise InputError(
+                "--resident_blocks has no effect without --offload_model block; add it or drop "
+                "--resident_blocks."
+            )
         steps, tokens = request.sample_steps, prod(request.grid)
         attention.check_request(self.attention, self.parallel, steps, tokens)
         found = caching.notices(self.cache, self.curve, request)

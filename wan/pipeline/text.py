@@ -21,6 +21,9 @@ from wan.log import logger
 from wan.settings.errors import InputError
 from wan.settings.values import shown
 
+BLOCKS, TABLE = "encoder.block", "shared"
+"""Of the encoder: the list of its blocks, and its word table."""
+
 
 def clean_prompt(prompt: str) -> str:
     """The official cleaning: mend Unicode, unescape HTML twice, collapse white space.

@@ -28,7 +28,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5Enco
 from wan.checkpoint import keymaps
 from wan.checkpoint.files import whole_folder
 from wan.modules.model import WanModel
-from wan.pipeline.vae import VAE_22, autoencoder
+from wan.pipeline.vae import STATISTICS
 from wan.settings.errors import InputError
 
 State = OrderedDict[str, Tensor]
@@ -38,6 +38,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
 CLIP_DIM = 160  # two heads of CLIP's size
 TEXT_SIZES = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
+_VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the 2.2 one
+    "latents_mean": STATISTICS[48][0],
+    "latents_std": STATISTICS[48][1],
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
 
 
@@ -130,10 +140,10 @@ class Networks:
 
     def __init__(self, recipe: Recipe, seed: int, dtype: torch.dtype) -> None:
         self.recipe, self.tokenizer = recipe, train_tokenizer()
-        vae = {"z_dim": 16} if recipe.out_dim == 16 else {"decoder_base_dim": 10, **VAE_22}
+        vae: Any = {"z_dim": 16} if recipe.out_dim == 16 else {"decoder_base_dim": 10, **_VAE_22}
         words = self.tokenizer.get_vocab_size()
         with torch.device("meta"):  # no memory and no time for weights that are replaced
-            self.vae = autoencoder(base_dim=8, **vae)
+            self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
             config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
             self.text_encoder: Any = UMT5EncoderModel(config)
             official = {key: value for key, value in recipe.config.items() if key[0] != "_"}

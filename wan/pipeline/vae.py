@@ -1,27 +1,36 @@
-"""The video autoencoders of Wan 2.1 (16 channels) and 2.2 (48 channels), by diffusers.
+"""The video autoencoder of a run: videos to normalised latents and back, and its weights.
 
-Legend: F H W pixel frames/height/width, f h w latent ones, Z latent channels. Always in float32,
-as officially.
+Legend: F H W pixel frames/height/width, f h w latent ones, Z latent channels. Videos and latents
+are float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wan.checkpoint.keymaps import vae_diffusers_name
 from wan.checkpoint.load import Blueprint, stored
 from wan.log import progress
 from wan.settings.errors import InputError
+from wan.vae import tiles
+from wan.vae.network import TIME, VERSIONS, Autoencoder
+from wan.vae.rows import WHOLE, Rows
 
-# Per-channel statistics of the 2.2 latents, published with the model; 2.1's are diffusers' default.
+# Per-channel statistics of the latents, published with the models.
 # fmt: off
+_MEAN_16 = (
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+)
+_STD_16 = (
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.916,
+)
 _MEAN_48 = (
     -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813,
     0.0891, 0.157, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108,
@@ -37,60 +46,125 @@ _STD_48 = (
     0.7468, 0.7744,
 )
 # fmt: on
-VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the 2.2 one
-    "latents_mean": _MEAN_48,
-    "latents_std": _STD_48,
-    "z_dim": 48,
-    "is_residual": True,
-    "in_channels": 12,
-    "out_channels": 12,
-    "patch_size": 2,
-    "scale_factor_spatial": 16,
-}
+STATISTICS = {16: (_MEAN_16, _STD_16), 48: (_MEAN_48, _STD_48)}
+_PUBLISHED = {"2.1": (96, 96), "2.2": (160, 256)}  # base widths of encoder and decoder
+
+
+class Sink(Protocol):
+    """What becomes of a video while it is decoded."""
+
+    def begin(self, size: tuple[int, int, int]) -> None:
+        """Frames, height and width. Called again where decoding starts again: what came is void."""
+        ...
+
+    def put(self, frames_3FHW: Tensor) -> None:
+        """The next frames, in [-1, 1], wherever they were decoded."""
+        ...
+
+
+class Collected:
+    """Implements `Sink`: the whole video as a tensor [3,F,H,W]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._done = device, 0
+        self.video = torch.empty(0)
+
+    def begin(self, size: tuple[int, int, int]) -> None:
+        self.video, self._done = torch.empty(0), 0
+        self.video = torch.empty((3, *size), device=self._device)
+
+    def put(self, frames_3FHW: Tensor) -> None:
+        end = self._done + frames_3FHW.shape[1]
+        self.video[:, self._done : end] = frames_3FHW
+        self._done = end
 
 
 class VideoVAE:
     """Videos to normalised latents and back. network: that of `blueprint`, loaded."""
 
-    def __init__(self, network: Any, *, tiling: bool = False) -> None:
-        self._model = network
-        self.tiling = tiling
-        config = self._model.config
-        device = next(self._model.parameters()).device
-        shape = (1, config.z_dim, 1, 1, 1)
-        self.mean = torch.tensor(config.latents_mean, device=device).view(shape)
+    def __init__(self, network: Autoencoder) -> None:
+        device = next(network.parameters()).device
+        if device.type == "cpu" and network.dtype == torch.bfloat16:  # where that is faster
+            network.channels_last()
+        self._network = network
+        mean, std = STATISTICS[network.version.z_dim]
+        self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1, 1)
         # The reciprocal is what the official code keeps and divides by when decoding.
-        self.scale = 1 / torch.tensor(config.latents_std, device=device).view(shape)
+        self.scale = 1 / torch.tensor(std, device=device).view(1, -1, 1, 1, 1)
 
     @property
     def device(self) -> torch.device:
         return self.mean.device
 
     @torch.no_grad()
-    def encode(self, video_3FHW: Tensor) -> Tensor:
-        """Pixels in [-1, 1], F = 4n+1, to the normalised posterior mean [Z, n+1, h, w]."""
-        posterior = self._model.encode(video_3FHW[None].to(self.device)).latent_dist
-        return ((posterior.mode() - self.mean) * self.scale)[0]
+    def encode(self, video_3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
+        """Pixels in [-1, 1], F = 4n+1, to the normalised posterior mean [Z, n+1, h, w].
 
-    @torch.no_grad()
+        It is never tiled: tiles would change what an image is encoded to.
+
+        rows: who computes what. The main rank gets the result, the others no rows of it.
+        """
+        video = rows.together(lambda: video_3FHW[None].to(self.device))
+        mean = self._network.encode(video, rows).float()
+        return ((mean - self.mean) * self.scale)[0]
+
     def decode(self, latent_Zfhw: Tensor) -> Tensor:
         """Normalised latents to pixels [3, F, H, W], clamped to [-1, 1]."""
-        latent = latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
-        if self.tiling:  # only here: tiles would change what an image is encoded to
-            self._model.enable_tiling()
-        # The decoder is called once per latent frame (and tile).
-        total = None if self.tiling else latent.shape[2]
-        with progress(total, "decoding", "latent frame") as bar:
-            hook = self._model.decoder.register_forward_hook(lambda *_: bar.update() and None)
-            try:
-                video = self._model.decode(latent, return_dict=False)[0]
-            finally:
-                hook.remove()
-                self._model.disable_tiling()
-        return video[0].clamp_(-1, 1)
+        whole = Collected(self.device)
+        self.stream(latent_Zfhw, whole)
+        return whole.video
+
+    @torch.no_grad()
+    def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = WHOLE) -> None:
+        """`decode`, handing over each latent frame's frames; rows: as in `encode`."""
+        latent = rows.together(partial(self._unnormalised, latent_Zfhw))
+        begin = partial(sink.begin, self._size(latent))
+        rows.together(begin if rows.is_main else _nothing)
+        with progress(latent.shape[2], "decoding", "latent frame") as bar:
+            for part in self._network.decode(latent, rows):
+                rows.together(partial(_put, sink, part) if rows.is_main else _nothing)
+                bar.update()
+
+    @torch.no_grad()
+    def decode_in_tiles(self, latent_Zfhw: Tensor) -> Tensor:
+        """`decode` with less memory; not exact, where there is more than one tile."""
+        latent = self._unnormalised(latent_Zfhw)
+        with progress(None, "decoding", "latent frame of a tile") as bar:
+            if max(self._size(latent)[1:]) <= tiles.SIDE:
+                return self._decoded(latent, bar)[0].clamp_(-1, 1)
+            video = torch.empty((1, 3, *self._size(latent)), device=self.device)
+            of = self._network.version
+            tiles.decode(partial(self._decoded, bar=bar), latent, of.scale, of.patch, video)
+            return video[0].clamp_(-1, 1)
+
+    def _unnormalised(self, latent_Zfhw: Tensor) -> Tensor:
+        return latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
+
+    def _size(self, latent_BZfhw: Tensor) -> tuple[int, int, int]:
+        """Frames, height and width of the video."""
+        (f, h, w), scale = latent_BZfhw.shape[2:], self._network.version.scale
+        return 1 + (f - 1) * TIME, h * scale, w * scale
+
+    def _decoded(self, latent_BZfhw: Tensor, bar: Any) -> Tensor:
+        """[B,3,F,H,W] of a tile."""
+        video = torch.empty((1, 3, *self._size(latent_BZfhw)), device=self.device)
+        done = 0
+        for part in self._network.decode(latent_BZfhw):
+            video[:, :, done : done + part.shape[2]] = part
+            done += part.shape[2]
+            bar.update()
+        return video
 
 
-def blueprint(path: Path) -> Blueprint[nn.Module]:
+def _put(sink: Sink, frames_BCFHW: Tensor) -> None:
+    sink.put(frames_BCFHW[0].float().clamp_(-1, 1))
+
+
+def _nothing() -> None:
+    """What ranks without a video do with its frames."""
+
+
+def blueprint(path: Path) -> Blueprint[Autoencoder]:
     """The autoencoder whose weights are in a file or folder, not loaded yet.
 
     Raises InputError for the weights of another network.
@@ -99,7 +173,7 @@ def blueprint(path: Path) -> Blueprint[nn.Module]:
     try:
         base, channels = tensors["encoder.conv_in.weight"].shape[:2]
         z_dim = tensors["post_quant_conv.weight"].shape[0]
-        version: dict[str, Any] = {(3, 16): {"z_dim": 16}, (12, 48): VAE_22}[channels, z_dim]
+        version = {(v.pixels, v.z_dim): name for name, v in VERSIONS.items()}[channels, z_dim]
         decoder_base = tensors["decoder.conv_in.weight"].shape[0] // 4
         if min(base, decoder_base) < 1:
             raise ValueError("a size of 0")
@@ -108,38 +182,19 @@ def blueprint(path: Path) -> Blueprint[nn.Module]:
             f"{path} does not hold the weights of a Wan 2.1 or 2.2 VAE (unexpected {error}); "
             "download Wan2.1_VAE.pth or Wan2.2_VAE.pth (or vae/) again."
         ) from error
-    make = partial(autoencoder, base_dim=base, decoder_base_dim=decoder_base, **version)
-    return Blueprint("VAE", make, tensors, path)
+    return Blueprint("VAE", partial(Autoencoder, version, base, decoder_base), tensors, path)
 
 
-def autoencoder(**sizes: Any) -> Any:
-    """diffusers' autoencoder of these sizes."""
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(**sizes)
-
-
-def published(version: str) -> Any:
+def published(version: str) -> Autoencoder:
     """The autoencoder of Wan "2.1" or "2.2"."""
-    if version == "2.1":
-        return autoencoder(base_dim=96, decoder_base_dim=96, z_dim=16)
-    return autoencoder(base_dim=160, decoder_base_dim=256, **VAE_22)
-
-
-def tiles(network: Any, sides: Sequence[int], frames: int) -> tuple[int, int, int]:
-    """For planning a decoding in tiles: pixels of a tile's side; bytes of all tiles, which live
-    while the last one is decoded and while they are joined, in three copies of the video; of these.
-
-    sides: of the video.
-    """
-    side, step = network.tile_sample_min_height, network.tile_sample_stride_height
-    if max(sides) <= side:
-        return max(sides), 0, 0
-    areas = [sum(min(side, whole - i) for i in range(0, whole, step)) for whole in sides]
-    pixel = 3 * frames * 4
-    return side, prod(areas) * pixel, 3 * prod(sides) * pixel
+    return Autoencoder(version, *_PUBLISHED[version])
 
 
 def in_float32(_: str, __: torch.dtype) -> torch.dtype:
-    """The dtype that the weights are kept in."""
+    """The dtype that the weights are kept in, as officially."""
     return torch.float32
+
+
+def in_bfloat16(_: str, __: torch.dtype) -> torch.dtype:
+    """Likewise, with --vae_precision bf16."""
+    return torch.bfloat16

@@ -7,7 +7,11 @@ Torch is not imported with this file, since latents are checked before it is.
 from __future__ import annotations
 
 import json
+import queue
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -26,23 +30,121 @@ def to_uint8(frames_3FHW: Tensor) -> Tensor:
     return frames_3FHW.float().clamp(-1, 1).add(1).div(2).mul(255).byte().permute(1, 2, 3, 0).cpu()
 
 
-def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
-    """Write an mp4 as officially: libx264 at quality 8 (CRF 10), yuv420p.
+class Encoder:
+    """Implements `wan.pipeline.vae.Sink`: an mp4 as officially, libx264 at CRF 10, yuv420p.
+
+    A thread feeds the encoder, so that later frames are decoded meanwhile; a few wait in between.
+    """
+
+    def __init__(self, path: Path, fps: float, named: Path) -> None:
+        """path: of the file while it is not whole. named: what it is called then, for messages."""
+        self._path, self._fps, self._named = path, fps, named
+        self.size = (0, 0, 0)
+        self._process: Popen[bytes] | None = None
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, size: tuple[int, int, int]) -> None:
+        """size: frames, height and width, the last two even, as yuv420p needs."""
+        import imageio_ffmpeg
+
+        self.end()
+        self.size = size
+        _, height, width = size
+        rate = str(Fraction(self._fps).limit_denominator())
+        raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
+        coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-f", "mp4"]
+        start = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y"]
+        command = [*start, *raw, "-i", "-", *coded, str(self._path)]
+        with _writing(self._named):
+            self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
+        self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
+        self._thread.start()
+
+    def put(self, frames_3FHW: Tensor) -> None:
+        with _writing(self._named):
+            for frame in to_uint8(frames_3FHW):
+                self._waiting.put(frame.numpy().tobytes())
+
+    def finish(self) -> None:
+        """OSError, with the encoder's first complaint, unless every frame is in the file."""
+        if self._process is None or self._thread is None:
+            raise OSError("there is no frame")
+        self._waiting.put(None)
+        self._thread.join()
+        assert self._process.stderr is not None
+        said = self._process.stderr.read()
+        code = self._process.wait()
+        self._process = None
+        if code < 0:
+            raise OSError(f"the encoder was ended by {signal.Signals(-code).name}")
+        if code > 0:
+            first = said.decode(errors="replace").strip().partition("\n")[0]
+            raise OSError(f"the encoder failed: {first.rpartition('] ')[2] or f'code {code}'}")
+        found, wanted = _frames_in(self._path), self.size[0]
+        if found != wanted or not wanted:
+            raise OSError(f"the encoder kept {found} of {wanted} frames")
+
+    def end(self) -> None:
+        """Stop at once, whatever has come; nothing happens where nothing runs."""
+        if self._process is None or self._thread is None:
+            return
+        self._process.kill()
+        self._waiting.put(None)
+        self._thread.join()
+        self._process.wait()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        self._process = None
+
+    def _feed(self, process: Popen[bytes]) -> None:
+        """The thread: frames to the encoder, until None comes."""
+        assert process.stdin is not None
+        while (frame := self._waiting.get()) is not None:
+            with suppress(OSError):  # it has ended, and says why in the end
+                process.stdin.write(frame)
+        with suppress(OSError):
+            process.stdin.close()
+
+
+_WAITING = 8  # frames, at most
+
+
+@contextmanager
+def video_file(path: Path, fps: float) -> Iterator[Encoder]:
+    """Inside, frames go to an encoder; afterwards the file is whole, or not there.
 
     Args:
-        video_3FHW: at least one frame in [-1, 1]; H and W even, as yuv420p needs.
         path: a name ending in .mp4; `~` is a name like any other here.
         fps: frames per second.
 
     Raises:
         WriteError: when not every frame could be written; no file is left then.
     """
+    own: BaseException | None = None
     try:
         with whole_file(path) as temporary:
-            _encode(video_3FHW, temporary, fps)
-            found, wanted = _frames_in(temporary), video_3FHW.shape[1]
-            if found != wanted or not wanted:
-                raise OSError(f"the encoder kept {found} of {wanted} frames")
+            encoder = Encoder(temporary, fps, path)
+            try:
+                yield encoder
+            except BaseException as error:
+                own = error
+                raise
+            finally:
+                if own is not None:
+                    encoder.end()
+            encoder.finish()
+    except OSError as error:
+        if error is own:
+            raise
+        with _writing(path):
+            raise
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise WriteError(
             f"{path} could not be written ({error.strerror or error}); "
@@ -50,32 +152,13 @@ def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
         ) from error
 
 
-def _encode(video_3FHW: Tensor, path: Path, fps: float) -> None:
-    """Send the frames to ffmpeg; OSError with its first complaint where it fails."""
-    import imageio_ffmpeg
-
-    _, _, height, width = video_3FHW.shape
-    rate = str(Fraction(fps).limit_denominator())
-    raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate, "-i", "-"]
-    coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-f", "mp4"]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *raw, *coded, str(path)]
-    with Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE) as encoder:
-        assert encoder.stdin is not None
-        try:
-            for frame_3HW in video_3FHW.unbind(1):
-                encoder.stdin.write(to_uint8(frame_3HW[:, None]).numpy().tobytes())
-        except BrokenPipeError:
-            pass  # it has ended, and says why below
-        except BaseException:
-            encoder.kill()
-            raise
-        _, said = encoder.communicate()
-    if encoder.returncode < 0:
-        raise OSError(f"the encoder was ended by {signal.Signals(-encoder.returncode).name}")
-    if encoder.returncode > 0:
-        first = said.decode(errors="replace").strip().partition("\n")[0]
-        complaint = first.rpartition("] ")[2] or f"code {encoder.returncode}"
-        raise OSError(f"the encoder failed: {complaint}")
+def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
+    """A whole video, at least one frame in [-1, 1], H and W even; as `video_file`."""
+    with video_file(path, fps) as encoder:
+        _, frames, height, width = video_3FHW.shape
+        encoder.begin((frames, height, width))
+        for frame_3HW in video_3FHW.unbind(1):
+            encoder.put(frame_3HW[:, None])
 
 
 def _frames_in(path: Path) -> int:

@@ -30,10 +30,13 @@ from wan.modules.model import WanModel
 from wan.modules.schedule import TokenPlan
 from wan.pipeline import adapt, bound, build, clip, text, vae
 from wan.pipeline.setup import Setup
+from wan.settings.execution import Execution, buffers
 from wan.settings.numerics import acting_as
 from wan.settings.parallel import Parallel
 from wan.settings.request import Request
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
+from wan.vae import tiles
+from wan.vae.network import Autoencoder
 
 META = torch.device("meta")
 Parts = Counter[str]
@@ -55,6 +58,7 @@ class Forward:
     """A rank's forwards of a DiT, bytes."""
 
     weights: int  # this rank's
+    block: int  # of these, in one block
     kept: Parts  # what lives from one forward to the next
     beside: Parts  # what lived beside these and the latents when the most did
     sent: tuple[Sent, ...]  # by a layer, in each kind of step
@@ -88,15 +92,18 @@ class Planner:
                 stays.update(weights)
 
         if self.device.type == "cpu" or not execution.t5_cpu:
-            stage("text encoder", *self._text(parallel.world_size if parallel.t5_fsdp else 1))
-        weights, encoding, decoding = self._vae(execution.vae_tiling)
+            stage("text encoder", *self._encoding(execution, parallel))
+        ranks = parallel.world_size if execution.vae_parallel else 1
+        weights, encoding, decoding = self._vae(execution.vae_tiling, ranks)
         if not execution.offload_model:  # it is released before the VAE works otherwise
             stays += self._clip_weights()
         if encoding:
             stage("image encoder", weights, encoding)
         forward = max(self.forwards(parallel), key=lambda forward: forward.beside.total())
         networks = 1 if execution.offload_model else len(setup.preset.experts)
-        resident = Parts({"DiT weights": forward.weights}) + forward.kept
+        layers = setup.checkpoint.config["num_layers"]
+        absent = layers - execution.blocks_held(layers, self.device.type)
+        resident = forward.kept + Parts({"DiT weights": forward.weights - absent * forward.block})
         resident = Parts({part: networks * size for part, size in resident.items()})
         latents = Parts(latents=_LATENTS * prod(self.request.latent_shape) * 4)
         stage("denoising", resident, forward.beside + latents)
@@ -106,6 +113,24 @@ class Planner:
     def need(self, setup: Setup | None = None) -> int:
         """The most that the fullest rank holds."""
         return max(parts.total() for parts in self.stages(setup).values())
+
+    def host(self) -> int:
+        """Bytes of page-locked memory that the first rank holds, beside its device."""
+        setup, execution = self.setup, self.setup.execution
+        if self.device.type == "cpu" or isinstance(execution.offload_model, bool):
+            return 0
+        forward, layers = self.forwards(setup.parallel)[0], setup.checkpoint.config["num_layers"]
+        text, table, _, _ = (0, 0, 0, Parts()) if execution.t5_cpu else self._text(1)
+        if execution.offload_model == "block":  # one after the other
+            return max(layers * forward.block, text - table)
+        return len(setup.preset.experts) * forward.weights + text
+
+    def _encoding(self, execution: Execution, parallel: Parallel) -> tuple[Parts, Parts]:
+        """The text encoder's weights, and what lives beside them while a prompt is encoded."""
+        weights, _, block, beside = self._text(parallel.world_size if parallel.t5_fsdp else 1)
+        if execution.offload_model == "block":
+            weights = buffers(self.device.type) * block
+        return Parts({"text encoder weights": weights}), beside
 
     def branches(self, parallel: Parallel) -> tuple[str, ...]:
         """The guidance branches that a rank computes."""
@@ -147,7 +172,7 @@ class Planner:
                     adapt.keep_fp8(files.tensors, network, {})
             place, _ = build.places(parallel, team)
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
-            with _loaded(network, network.blocks, dtypes, place) as (live, weights):
+            with _loaded(network, network.blocks, dtypes, place) as (live, weights, block):
                 sent = self._called(network, live, self.branches(parallel))
                 beside, kept = live.peak - live.held, +live.held
                 residuals = Parts({"step cache": caches.kept_bytes()})
@@ -157,7 +182,7 @@ class Planner:
         by_layer = "masks" if setup.attention.use_rainfusion else "attention cache"
         kept[by_layer] = kept.pop("self-attention", 0) * count // run
         line = build.attention_line(setup, selected)
-        return Forward(weights, +kept, beside, sent, line)
+        return Forward(weights, block, +kept, beside, sent, line)
 
     def _called(self, network: WanModel, live: Live, branches: tuple[str, ...]) -> tuple[Sent, ...]:
         """A forward of each branch in each kind of step; what a layer sends in each kind."""
@@ -196,8 +221,8 @@ class Planner:
             sent.append(live.sent[: len(live.sent) // len(branches) // len(network.blocks)])
         return tuple(sent)
 
-    def _text_encoder(self, ranks: int) -> tuple[Parts, Parts]:
-        """The weights, and what lives beside them while a prompt is encoded."""
+    def _text_encoder(self, ranks: int) -> tuple[int, int, int, Parts]:
+        """The weights; of them the word table, and a block; what lives beside them."""
         checkpoint = self.setup.checkpoint
         path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
         parallel = Parallel(ranks, 1, 1, ranks, t5_fsdp=ranks > 1)
@@ -206,12 +231,13 @@ class Planner:
                 network: Any = text.published() if path is None else text.blueprint(path).make()
             _, place = build.places(parallel, team)
             blocks, dtypes = network.encoder.block, text.dtypes(self.dtype)
-            with _loaded(network, blocks, dtypes, place) as (live, weights):
+            with _loaded(network, blocks, dtypes, place) as (live, weights, block):
                 text.TextEncoder(network, None, dtype=self.dtype, text_len=length)  # upcasts it
                 ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
                 with live:
                     network(ids, torch.ones_like(ids))
-        return Parts({"text encoder weights": weights}), live.peak
+                table = weight_bytes(network.get_submodule(text.TABLE))
+        return weights, table, block, live.peak
 
     def _clip_weights(self) -> Parts:
         path, images = self.setup.checkpoint.image_encoder, self.setup.preset.images
@@ -220,17 +246,28 @@ class Planner:
         count = clip.PUBLISHED if path is None else clip.Blueprint(path).elements
         return Parts({"CLIP weights": count * self.dtype.itemsize})
 
-    def _autoencoder(self, tiling: bool) -> tuple[Parts, Parts, Parts]:
-        """The weights, and what lives beside them while an image is encoded and while decoding."""
-        request, preset, path = self.request, self.setup.preset, self.setup.checkpoint.vae
+    def _vae_network(self) -> Autoencoder:
+        setup, path = self.setup, self.setup.checkpoint.vae
         with META:
-            network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
-        model = vae.VideoVAE(network.eval().requires_grad_(False))
+            network = (
+                vae.published(setup.preset.vae) if path is None else vae.blueprint(path).make()
+            )
+        dtype = build.DTYPES[setup.execution.vae_precision]
+        return network.to(dtype).eval().requires_grad_(False)
+
+    def _autoencoder(self, tiling: bool, ranks: int) -> tuple[Parts, Parts, Parts]:
+        """The weights, and what lives beside them while an image is encoded and while decoding.
+
+        ranks: that share the rows; the first one has the most, and the whole video.
+        """
+        request, preset, network = self.request, self.setup.preset, self._vae_network()
+        model = vae.VideoVAE(network)
         (channels, frames, *size), sides = request.latent_shape, request.video_size[::-1]
-        tile, tiles, joined = max(sides), 0, 0
         if tiling:
-            tile, tiles, joined = vae.tiles(network, sides, request.frame_num)
-        size = [min(side, tile * side // whole) for side, whole in zip(size, sides, strict=True)]
+            most = tiles.SIDE // preset.vae_stride[1]
+            size = [min(side, most) for side in size]
+        size[0] = -(-size[0] // ranks)
+        own = size[0] * preset.vae_stride[1]
 
         def decode(frames: int) -> None:
             model.decode(torch.empty(channels, frames, *size))
@@ -238,7 +275,7 @@ class Planner:
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * preset.vae_stride[0] + 1, *sides)
             given = video.clone() if self.device.type == "cpu" else None  # what it was made of
-            model.encode(video)
+            model.encode(video[:, :, :own] if ranks > 1 else video)
             del given
 
         def followed(work: Callable[[int], None], frames: int) -> Parts:
@@ -255,9 +292,10 @@ class Planner:
 
         encoded = {"i2v": frames, "ti2v": int(self.holds_frame)}.get(preset.kind)
         encoding = followed(encode, encoded) if encoded else Parts()
-        most = max(joined, followed(decode, frames).total())
-        weights = Parts({"VAE weights": weight_bytes(network)})
-        return weights, encoding, Parts(activations=most, tiles=tiles)
+        kept = tiles.kept_bytes(sides, request.frame_num) if tiling else 0
+        rest = (sides[0] - own) * sides[1] * 3 * request.frame_num * 4 if ranks > 1 else 0
+        decoding = followed(decode, frames) + Parts(tiles=kept) + Parts({"other ranks' rows": rest})
+        return Parts({"VAE weights": weight_bytes(network)}), encoding, decoding
 
     @contextmanager
     def _played(self, parallel: Parallel, rank: int = 0) -> Iterator[mesh.Team | None]:
@@ -275,10 +313,10 @@ class Planner:
 @contextmanager
 def _loaded(
     network: nn.Module, blocks: nn.ModuleList, dtype_of: DTypeOf, place: Place
-) -> Iterator[tuple[Live, int]]:
+) -> Iterator[tuple[Live, int, int]]:
     """The network for inference, without data, and with as few of its blocks as show all.
 
-    Yields what follows its calls, and the bytes of this rank's weights, all blocks counted.
+    Yields what follows its calls, and the bytes of this rank's weights: of all blocks and of one.
     """
     for name, parameter in network.named_parameters():
         parameter.data = parameter.data.to(dtype_of(name, torch.bfloat16))
@@ -287,5 +325,6 @@ def _loaded(
     del blocks[2 if is_whole else 3 :]
     place.prepare(network.eval().requires_grad_(False))
     with without_memory(network, sharded=not is_whole) as live:
-        others = weight_bytes(rest) if is_whole else len(rest) * weight_bytes(blocks[-1])
-        yield live, weight_bytes(network) + others
+        block = weight_bytes(blocks[-1])
+        others = weight_bytes(rest) if is_whole else len(rest) * block
+        yield live, weight_bytes(network) + others, block

@@ -6,7 +6,7 @@ from wan.cli.memory import gpu_memory
 from wan.cli.resolve import Run
 from wan.pipeline import caching
 from wan.planner.measure import Planner
-from wan.planner.topology import nearest
+from wan.planner.topology import means, nearest
 from wan.settings.errors import InputError
 
 
@@ -39,6 +39,9 @@ def lines(planner: Planner, task: str) -> list[str]:
     for name, parts in planner.stages().items():
         words = [f"{part} {_size(size)}" for part, size in parts.most_common() if size >= 1e6]
         found.append(f"  {name} {_size(parts.total())}: {', '.join(words)}")
+    host = planner.host()
+    if host:
+        found.append(f"Page-locked host memory of a rank: {_size(host)}")
     return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
 
 
@@ -51,8 +54,10 @@ def check(planner: Planner, memory: int | None) -> str:
         return "Not compared with a device's memory; give --device_memory GB."
     sizes = {name: parts.total() for name, parts in planner.stages().items()}
     stage, need = max(sizes.items(), key=lambda item: item[1])
-    if need <= memory:
-        return f"Fits: {_size(need)} of {_size(memory)} per rank."
+    for setup, words in means(planner.setup):
+        least = planner.need(setup)
+        if least <= memory:
+            return f"Fits{words}: {_size(least)} of {_size(memory)} per rank."
     found = nearest(planner, memory)
     remedy = "no topology and no flag would help: choose a smaller --size or --frame_num"
     if found is not None:

@@ -1,4 +1,5 @@
-"""The nearest run that fits into a device's memory: fewest flags, then another topology, then both.
+"""The nearest run that fits into a device's memory: fewest flags, then blocks that are copied in
+every forward, then another topology, then that and flags.
 
 Candidates are measured only where their bound (`wan.pipeline.bound`) leaves them possible.
 """
@@ -6,6 +7,7 @@ Candidates are measured only where their bound (`wan.pipeline.bound`) leaves the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
@@ -16,25 +18,46 @@ from wan.planner.measure import Planner
 from wan.settings.errors import InputError
 from wan.settings.parallel import SIZES, Parallel, legal, resolve, size_flags
 
+STREAMED, TILED = "--offload_model block", "--vae_tiling"
 MOST_RANKS = 512  # and at most eight times as many as there are
 
 
 def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
     """The first candidate that fits: its flags, ranks, and bytes of the fullest one."""
     for flags, setup in _candidates(planner, memory):
-        if max(bound.stages(setup, planner.request).values()) <= memory:
-            need = planner.need(setup)
-            if need <= memory:
-                return flags, setup.parallel.world_size, need
+        if max(bound.least(setup, planner.request).values()) <= memory:
+            for one, _ in means(setup):
+                need = planner.need(one)
+                if need <= memory:
+                    return flags, setup.parallel.world_size, need
     return None
 
 
+def means(setup: Setup) -> Iterator[tuple[Setup, str]]:
+    """How a run may decode, in the order in which it does by itself; and that in words."""
+    yield setup, ""
+    several, execution = setup.parallel.world_size > 1, setup.execution
+    if several and not (execution.vae_parallel or execution.vae_tiling):
+        shared = replace(execution, vae_parallel=True)
+        yield replace(setup, execution=shared), ", if all ranks share the rows of the VAE"
+    if not execution.vae_tiling:
+        tiles = replace(execution, vae_parallel=False, vae_tiling=True)
+        yield replace(setup, execution=tiles), ", if the VAE decodes in tiles, which is not exact"
+
+
 def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
-    """The present topology with one flag more, two, ..., all; others with none; others with all."""
+    """The present topology with one flag more, two, ..., all, or streamed; others with none; others
+    with all."""
     present, others = planner.setup, list(_topologies(planner))
     flags = _flags(planner, present, memory)
     for count in range(1, len(flags) + 1):
         for chosen in combinations(flags, count):
+            yield " ".join(chosen), _changed(present, chosen)
+    streamed = (
+        [] if present.execution.offload_model == "block" else [(STREAMED,), (STREAMED, TILED)]
+    )
+    for chosen in streamed:
+        with suppress(InputError):  # what it excludes is given
             yield " ".join(chosen), _changed(present, chosen)
     yield from others
     for words, setup in others:
@@ -65,13 +88,13 @@ def _flags(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
     """Flags that take memory from a stage that is too large, and are not given."""
     execution, parallel, several = setup.execution, setup.parallel, setup.parallel.world_size > 1
     large = {name for name, parts in planner.stages().items() if parts.total() > memory}
-    text = "text encoder" in large or not execution.offload_model
+    text = "text encoder" in large or execution.offload_model is False
     text = text and not (execution.t5_cpu or parallel.t5_fsdp)
+    shards = several and isinstance(execution.offload_model, bool)
     offers = {
-        "--offload_model true": not execution.offload_model,
-        "--vae_tiling": "decoding" in large and not execution.vae_tiling,
-        "--dit_fsdp": several and not parallel.dit_fsdp and setup.quantised is None,
-        "--t5_fsdp": several and text,
+        "--offload_model true": execution.offload_model is False,
+        "--dit_fsdp": shards and not parallel.dit_fsdp and setup.quantised is None,
+        "--t5_fsdp": shards and text,
         "--t5_cpu": not several and text and planner.device.type != "cpu",
     }
     return tuple(flag for flag, offered in offers.items() if offered)
@@ -79,6 +102,8 @@ def _flags(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
 
 def _changed(setup: Setup, flags: Iterable[str]) -> Setup:
     on: dict[str, Any] = {flag.split()[0].removeprefix("--"): True for flag in flags}
+    if STREAMED in flags:
+        on["offload_model"] = "block"
     sharded = {name: on.pop(name) for name in ("dit_fsdp", "t5_fsdp") if name in on}
     parallel, execution = replace(setup.parallel, **sharded), replace(setup.execution, **on)
     return replace(setup, parallel=parallel, execution=execution)

@@ -40,7 +40,7 @@ PRESETS = {  # of the arguments behind --; what is given there comes after and w
 }
 _DECIDED = (
     *("comm_type", "chunks", "fa_alltoall_overlap", "power", "trace", "plan", "compile"),
-    *("decode_latents", "from_json", "use_prompt_extend"),
+    *("decode_latents", "from_json", "use_prompt_extend", "prompt_file", "skip_existing"),
 )
 
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     return command.carry_out(arguments, partial(_compare, options))
 
 
-def _compare(options: Options, run: Run, team: Team | None) -> None:
+def _compare(options: Options, run: Run, team: Team | None) -> int:
     assert team is not None
     if run.setup.parallel.ulysses_size == 1:
         raise InputError(
@@ -94,7 +94,11 @@ def _compare(options: Options, run: Run, team: Team | None) -> None:
     from wan.power.rounds import Rounds
     from wan.power.summary import Summary
 
-    rounds = Rounds(run, team, options.variants, options.out)
+    attention, compared = run.setup.attention, options.variants
+    if attention.quant_alltoall or attention.use_rainfusion:  # which go with a call's exchanges
+        logger.info("No run with rests alone: not with --quant_alltoall or --use_rainfusion.")
+        compared = tuple(variant for variant in compared if not variant.rests)
+    rounds = Rounds(run, team, compared, options.out)
     rounds.prepare()
     shuffled = random.Random(options.order)
     for number in range(options.repeats):
@@ -107,6 +111,7 @@ def _compare(options: Options, run: Run, team: Team | None) -> None:
     rounds.close()
     if team.is_main:
         Summary(options, run, rounds.found, team.device.name()).write()
+    return 0
 
 
 def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:

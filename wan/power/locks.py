@@ -13,7 +13,8 @@ from wan.power.meter import MeterError
 class Lock:
     """`with lock:` holds the clock at one frequency, and frees it afterwards, also at exit.
 
-    What ends a process without a chance (SIGKILL) leaves it locked: `nvidia-smi -rgc` frees it.
+    What ends a process at once (SIGKILL, another rank's failure) leaves it locked:
+    `nvidia-smi -rgc` frees it.
     """
 
     def __init__(self, device: Device, mhz: float | None) -> None:
@@ -33,17 +34,17 @@ class Lock:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device.uuid()}")
         except pynvml.NVMLError as error:
             raise MeterError(f"NVML: {error}") from error
-        atexit.register(self._free)
 
     def __enter__(self) -> Lock:
         try:
             self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, self._mhz, self._mhz)
         except self._nvml.NVMLError as error:
-            atexit.unregister(self._free)
             raise MeterError(f"the clock may not be locked here ({error})") from error
+        atexit.register(self._free)
         return self
 
     def __exit__(self, *_: object) -> None:
+        atexit.unregister(self._free)
         self._free()
 
     def _free(self) -> None:

@@ -102,6 +102,9 @@ class Rounds:
         self.variants = list(variants)
         self.found = {variant.name: Found(variant) for variant in variants}
         self._latents: dict[str, Tensor] = {}
+        if team.is_main:  # of an earlier comparison, perhaps with more ranks
+            for file in (out / "traces").glob("*/rank*.json"):
+                file.unlink()
         self._rests: Rests | None = None
         self._lock: Lock | None = None
         self._pipeline = build.pipeline(run.setup, team.device, team, attention=self._beside)
@@ -166,7 +169,7 @@ class Rounds:
         )
         setup, steps = replace(self._run.setup, parallel=parallel), range(request.sample_steps)
         plan = plan_of(setup, request, tuple(steps), self._pipeline.merges, self._team.rank)
-        recording = Recording(plan, self._team.device.clock(), team=self._team)
+        recording = Recording(plan, self._team.device, team=self._team)
         with trace.recording(recording.recorder):
             self._denoise(request)
         if folder is not None:
@@ -186,7 +189,7 @@ class Rounds:
             events = self._traced(baseline, self._run.request, None)
         found = meter.stop()
         path = self._out / "series.json"
-        if self._team.is_main:
+        if self._team.is_main and found.series is not None:
             with whole_file(path) as temporary:
                 temporary.write_text(json.dumps(series_of(found, events)), encoding="utf-8")
         return path
@@ -218,22 +221,25 @@ class Rounds:
         return self._pipeline.latents(request, run.image, *self._texts, last_image=run.last_image)
 
     def close(self) -> None:
-        """Ranks part; the main one decodes a video of each variant and compares them."""
-        self._team.close()
-        if not self._team.is_main:
-            return
+        """The main rank keeps a video of each variant and compares them; then ranks part."""
         self._pipeline.experts.release()
         baseline: Tensor | None = None
         for name, found in self.found.items():
             frames = self._pipeline.decode(self._latents[name])
+            if frames is None:
+                continue
             path = self._out / f"{slug(found.variant)}.mp4"
             video.save_video(frames, path, self._run.output.fps)
             levels = ((frames + 1) * 127.5).round_()
             baseline = levels if baseline is None else baseline
-            difference = (levels - baseline).abs_()
+            if not bool(levels.isfinite().all()):
+                logger.warning("The video of %s holds NaN or infinity.", name)
+                continue
+            difference = levels.sub(baseline).abs_()
             found.largest = int(difference.max())
             mean = float(difference.square_().mean())
             found.psnr = 10 * float(np.log10(255**2 / mean)) if mean else float("inf")
+        self._team.close()
 
 
 def rests(events: Sequence[Event]) -> list[float]:

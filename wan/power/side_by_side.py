@@ -126,5 +126,6 @@ def variants(modes: tuple[int, ...], chunks: tuple[int, ...]) -> list[Variant]:
     """What is compared: the baseline always, the modes, InsertComm in other pieces, controls."""
     found = [Variant(MODES[mode].name, mode) for mode in sorted({0, *modes})]
     found += [Variant(f"InsertComm, {n} chunks", 1, n) for n in chunks]
-    found.append(Variant("control: rests without exchanges", 0, rests=True))
+    if 1 in modes:  # whose rests it has
+        found.append(Variant("control: rests without exchanges", 0, rests=True))
     return [*found, Variant("control: baseline, locked clock", 0, locked=True)]

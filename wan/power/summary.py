@@ -16,6 +16,7 @@ from wan.power import traces
 from wan.power.order import compare
 from wan.power.rounds import Found, rests
 from wan.power.verdict import Ratio, Verdict, ratio, recommend
+from wan.settings.errors import InputError
 
 if TYPE_CHECKING:
     from wan.power.compare import Options
@@ -69,6 +70,10 @@ class Summary:
                     "steps": one.steps,
                     "ratio": asdict(self.ratios[name]) if name in self.ratios else None,
                     "power": [found.record() for found in one.power],
+                    "series": [
+                        [part.series.record() for part in (whole.parts or (whole,)) if part.series]
+                        for whole in one.power
+                    ],
                     "peak_memory_bytes": one.peak_memory,
                     "schedule": self.schedules[name],
                     "largest_difference": one.largest,
@@ -155,7 +160,10 @@ def _schedule(one: Found) -> str:
     """What its trace shows, in a sentence."""
     if one.folder is None:
         return "the baseline's"
-    ranks = traces.read(one.folder)
+    try:
+        ranks = traces.read(one.folder)
+    except InputError as error:  # of several machines, say; what was measured counts all the same
+        return f"not available ({error})"
     gaps = [1e3 * gap for rank in ranks for gap in rests(rank.events)]
     length = sum(event.length for rank in ranks for event in rank.events if event.kind == "step")
     busy = sum(event.length for rank in ranks for event in rank.events if event.kind == "attention")

@@ -101,7 +101,7 @@ def draw(runs: Sequence[tuple[str, Trace]], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError(
-            "timeline.png needs matplotlib: run pip install -r requirements-power.txt."
+            "The image needs matplotlib (pip install -r requirements-power.txt); all else is done."
         ) from error
     panels = [(name, trace, *layer_of(trace)) for name, trace in runs]
     figure: Any = Figure(figsize=(10, 0.7 + 1.35 * len(panels)), dpi=130, layout="constrained")

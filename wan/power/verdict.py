@@ -74,6 +74,8 @@ def recommend(
         baseline: The meters' results of the baseline's runs.
     """
     modes = [v for v in variants[1:] if not v.is_control]
+    if not modes:
+        return Verdict(0, None, "No other mode was compared.")
     faster = [v for v in modes if ratios[v.name].high < 1]
     if not faster:
         why = _why_not([ratios[v.name] for v in modes], baseline)
@@ -81,7 +83,7 @@ def recommend(
     best = min(faster, key=lambda v: ratios[v.name].median)
     alike = [v for v in faster if ratios[v.name].low <= ratios[best.name].high]
     chosen = min(alike, key=lambda v: (v.chunks is not None, v.comm_type))
-    reason = f"{chosen.name} takes {ratios[chosen.name].gain} of the baseline's time"
+    reason = f"{chosen.name}: {ratios[chosen.name].gain} of time against the baseline"
     if chosen is not best:
         reason += f", and {best.name} ({ratios[best.name].gain}) is not certainly faster"
     return Verdict(
@@ -96,15 +98,14 @@ def _what_helped(chosen: Variant, variants: Sequence[Variant], ratios: Mapping[s
     mine, rests = ratios[chosen.name], ratios[control.name]
     if rests.high < 1:
         return (
-            f"The rests alone, without exchanges in them, take {rests.gain}: it is the rests that "
-            "help."
+            f"The rests alone, without exchanges in them: {rests.gain}; it is the rests that help."
         )
     if rests.low > mine.high:
         return (
-            f"The rests alone take {rests.gain}: it is not the rests that help but how exchanges "
-            "and attention are arranged."
+            f"The rests alone: {rests.gain}; it is not the rests that help but how exchanges and "
+            "attention are arranged."
         )
-    return f"The rests alone take {rests.gain}, which does not tell what helped."
+    return f"The rests alone: {rests.gain}, which does not tell what helped."
 
 
 def _why_not(ratios: Sequence[Ratio], baseline: Sequence[Measured]) -> str:

@@ -219,12 +219,29 @@ def _wishes(
         yield _Wish("--fa_freq_cap", lambda row: row.clock)
     if execution.compile:
         yield _Wish("--compile", lambda row: row.compile)
+    yield from _offloads(execution, bool(weights))
     for name in weights:
         yield _Wish(
             f"--quant_dit_path with {name} weights",
             lambda row, name=name: name in row.weights or _family(name) in row.weights,  # type: ignore[misc]
             "use an export in W8A8_DYNAMIC",
             method=True,
+        )
+
+
+def _offloads(execution: Execution, quantised: bool) -> Iterator[_Wish]:
+    offload = execution.offload_model
+    if offload == "cpu":
+        yield _Wish(
+            "--offload_model cpu",
+            lambda row: row.type != "cpu",
+            "use --offload_model false, which keeps all networks in its memory",
+        )
+    if quantised and not isinstance(offload, bool):
+        yield _Wish(
+            f"--offload_model {offload} with --quant_dit_path",
+            lambda row: row.type != "npu",  # mindiesd lays its weights out in its own ways
+            "use --offload_model true",
         )
 
 

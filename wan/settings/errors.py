@@ -1,5 +1,11 @@
 """The errors that a user sees as one sentence instead of a traceback, and the exit codes."""
 
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
 
 class InputError(ValueError):
     """Says what was given, what is allowed and what to do. The command line exits with code 2."""
@@ -23,3 +29,19 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 143 if isinstance(error, Terminated) else 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether host or device had no memory left.
+
+    Python and accelerators have types for it. PyTorch's CPU code has none: its allocator and its
+    mapped files raise a plain RuntimeError. Both end with what the system says of ENOMEM, which is
+    looked for here, because it is libc's text and not one that a version of PyTorch may rephrase.
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        torch = sys.modules.get("torch")  # not imported for this: there may be no memory for it
+        of_a_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+        return of_a_device or os.strerror(errno.ENOMEM) in str(error)
+    return isinstance(error, MemoryError)

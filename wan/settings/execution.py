@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from wan.settings.errors import InputError
 
 DEVICE_TYPES = ("auto", "cpu", "cuda", "npu")
 PRECISIONS = ("auto", "bf16", "fp32")
+VAE_PRECISIONS = ("fp32", "bf16")
 FP8_WEIGHTS = ("auto", "keep", "upcast")
+Offload = bool | Literal["cpu", "block"]
+"""True: one network in memory at a time, read again when it is needed again; False: all that were
+needed; "cpu": all, in host memory, and one of them on the accelerator; "block": as True, and of a
+DiT or the text encoder only some blocks are on the device."""
+
+
+def buffers(device: str) -> int:
+    """Blocks that come and go: one on the CPU, and on others the next one beside it."""
+    return 1 if device == "cpu" else 2
 
 
 @dataclass(frozen=True)
@@ -21,22 +32,29 @@ class Execution:
         convert_model_dtype: Stores all DiT weights in bf16, also what is computed in float32.
         fp8_weights: One of FP8_WEIGHTS, of checkpoints that are in FP8; "auto" keeps them so where
             that is possible.
-        offload_model: Keeps one network in memory at a time.
+        offload_model: Which networks are in memory, and how much of each.
+        resident_blocks: With "block": how many blocks of a DiT stay on the device; None: as many as
+            fit into its free memory, on the CPU none.
         t5_cpu: The text encoder runs on the CPU.
         text_kv_cache: Keeps the text's keys and values over the steps.
         compile: Compiles the transformer blocks.
         vae_tiling: Decodes in tiles: less memory, not exact.
+        vae_parallel: All ranks encode and decode, each some rows.
+        vae_precision: One of VAE_PRECISIONS.
     """
 
     device: str = "auto"
     precision: str = "auto"
     convert_model_dtype: bool = False
     fp8_weights: str = "auto"
-    offload_model: bool = True
+    offload_model: Offload = True
+    resident_blocks: int | None = None
     t5_cpu: bool = False
     text_kv_cache: bool = True
     compile: bool = False
     vae_tiling: bool = False
+    vae_parallel: bool = False
+    vae_precision: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.convert_model_dtype and self.precision == "fp32":
@@ -44,6 +62,18 @@ class Execution:
                 "--convert_model_dtype stores the DiT in bf16, but --precision fp32 asks for fp32; "
                 "drop one of them."
             )
+        if self.vae_parallel and self.vae_tiling:
+            raise InputError(
+                "--vae_parallel decodes whole frames on all ranks, --vae_tiling tiles of them on "
+                "one; drop one of them."
+            )
+
+    def blocks_held(self, layers: int, device: str) -> int:
+        """Of so many blocks of a DiT, how many a device of this type holds at least."""
+        moving = layers - (self.resident_blocks or 0)
+        if self.offload_model != "block" or moving <= buffers(device):
+            return layers
+        return layers - moving + buffers(device)
 
     def precision_on(self, device: str) -> str:
         """What "auto" is on a device of this type ("cpu", "cuda" or "npu"): "bf16" or "fp32"."""

@@ -96,6 +96,21 @@ files = Reader(_files)
 switch = Reader(_switch, ("true", "false"))
 
 
+def switch_or(*words: str) -> Reader:
+    """true or false, as `switch`, or one of these words."""
+
+    def read(name: str, raw: Any) -> bool | str:
+        if raw in words:
+            return str(raw)
+        try:
+            return _switch(name, raw)
+        except InputError:
+            allowed = either(("true", "false", *words))
+            raise InputError(f"{name} is {shown(raw)}; it must be {allowed}.") from None
+
+    return Reader(read, ("true", "false", *words))
+
+
 def choice(*allowed: str | int) -> Reader:
     """One of these words or whole numbers."""
     known = {str(value): value for value in allowed}

@@ -33,6 +33,7 @@ class OnCpu(TorchFunctionMode):
         if name == "is_pinned":
             return False
         named = {key: _on_cpu(value) for key, value in (kwargs or {}).items()}
+        named.pop("pin_memory", None)
         return func(*map(_on_cpu, args), **named)
 
 
@@ -62,6 +63,7 @@ def install(npu: Any) -> None:
     torch._C._get_accelerator = lambda check=False: CPU  # type: ignore[attr-defined]
     torch.Generator = Generator  # type: ignore[misc]
     torch.Tensor.npu = _same  # type: ignore[attr-defined]
+    torch.Tensor.record_stream = _same  # type: ignore[method-assign]  # its parser knows no others
     torch.nn.Module.npu = _same  # type: ignore[attr-defined]
     OnCpu().__enter__()
     plain = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]

@@ -1,0 +1,210 @@
+"""Anonymous memory and seconds of whole runs of the published sizes, by `--offload_model`.
+
+    python -m benchmarks.residency --task ti2v-5B --ways true block "block --resident_blocks 10"
+    python -m benchmarks.residency --task t2v-A14B --layers 8 --ways block -- --sample_steps 2
+
+Writes a randomly initialised checkpoint in bfloat16 (the VAE in float32) of the task's sizes into a
+temporary folder, starts generate.py for each way, one after the other, and samples RssAnon of /proc
+(Linux) all the while. Pages of mapped files are not anonymous: the system drops them when memory is
+short. A run that passes --limit is killed and has no result. What stands behind `--` is given to
+generate.py; the seconds are those of its record.
+
+All layers of a network have the same values. --layers: only so many are in the DiT's file, the
+others are holes in it, which read as zeros and take no disk; both experts are then one file. Such
+a run takes the memory of the whole network, but its seconds are not those of a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from benchmarks.common import write_json
+from tools.safetensors_stream import write
+from wan.checkpoint import lora
+from wan.checkpoint.keymaps import t5_official_name, vae_official_name
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import copy, mapped
+from wan.checkpoint.merge import merged
+from wan.modules.model import WanModel
+from wan.pipeline import text, vae
+from wan.pipeline.tiny import train_tokenizer, write_tokenizer
+from wan.settings.presets import PRESETS
+
+SIZES: dict[str, dict[str, Any]] = {
+    "ti2v-5B": {"model_type": "ti2v", "in_dim": 48, "out_dim": 48, "num_heads": 24},
+    "t2v-A14B": {"model_type": "t2v", "in_dim": 16, "out_dim": 16, "num_heads": 40},
+}
+LAYERS = {"ti2v-5B": 30, "t2v-A14B": 40}
+QUICK = ["--size", "320*192", "--frame_num", "9", "--sample_steps", "2"]
+QUICK += ["--precision", "bf16", "--device", "cpu", "--base_seed", "0"]
+
+
+def drawn(network: nn.Module, layer: str, layers: int) -> Iterator[tuple[str, Tensor]]:
+    """Names and values, that of a layer once for all layers (`blocks.7.` as `blocks.0.`)."""
+    torch.manual_seed(0)
+    known: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        found = re.search(rf"{layer}\.(\d+)\.", name)
+        if found is not None and int(found[1]) >= layers:
+            continue
+        key = name if found is None else name.replace(found[0], "")
+        if key not in known:
+            one = parameter.dim() == 1 and name.endswith("weight")
+            spread = 0.1 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
+            known[key] = torch.randn(parameter.shape) * spread + one
+        yield name, known[key]
+        if found is None:
+            del known[key]
+
+
+def save(network: nn.Module, path: Path, rename: Any = str, **how: Any) -> None:
+    form = {rename(n): (torch.bfloat16, tuple(p.shape)) for n, p in network.named_parameters()}
+    tensors = ((rename(name), x.bfloat16()) for name, x in drawn(network, **how))
+    write(path, form, tensors, path.name)
+    size = sum(2 * torch.Size(shape).numel() for _, shape in form.values())
+    with path.open("r+b") as file:
+        header = int.from_bytes(file.read(8), "little")
+        file.truncate(8 + header + size)
+
+
+def make(task: str, out: Path, layers: int | None) -> None:
+    """The checkpoint, in this process."""
+    preset = PRESETS[task]
+    config = {**SIZES[task], "dim": preset.dim, "ffn_dim": preset.ffn_dim, "freq_dim": 256}
+    config |= {"num_layers": LAYERS[task], "text_len": 512, "eps": 1e-6}
+    with torch.device("meta"):
+        dit = WanModel(**config, text_dim=4096)
+        encoder, autoencoder = text.published(), vae.published(preset.vae)
+    names = ["."] if len(preset.experts) == 1 else ["high_noise_model", "low_noise_model"]
+    (out / names[0]).mkdir(exist_ok=True)
+    (out / names[0] / "config.json").write_text(json.dumps(config))
+    file = out / names[0] / "diffusion_pytorch_model.safetensors"
+    save(dit, file, layer="blocks", layers=layers or LAYERS[task])
+    for other in names[1:]:
+        (out / other).symlink_to(out / names[0])
+    stem = out / "models_t5_umt5-xxl-enc-bf16.safetensors"
+    save(encoder, stem, t5_official_name, layer="block", layers=24)
+    residual = autoencoder.version.shortcuts
+    state = {vae_official_name(n, residual): x for n, x in drawn(autoencoder, "no layers", 1)}
+    torch.save(state, out / f"Wan{preset.vae}_VAE.pth")
+    write_tokenizer(out / "google" / "umt5-xxl", train_tokenizer())
+
+
+def anonymous(process: int) -> int:
+    """Bytes; 0 where it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def cpu_seconds() -> float:
+    """Of all processes that have been waited for; on a busy machine they tell more than seconds."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run(folder: Path, way: str, arguments: list[str], limit: float) -> dict[str, Any]:
+    """One run of generate.py, watched."""
+    video = folder / "video.mp4"
+    command = [sys.executable, "generate.py", *arguments, "--save_file", str(video)]
+    command += ["--offload_model", *way.split()]
+    start, worked, peak = time.perf_counter(), cpu_seconds(), 0
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        peak = max(peak, anonymous(process.pid))
+        if peak > limit:
+            process.kill()
+        time.sleep(0.01)
+    result: dict[str, Any] = {"way": way, "code": process.returncode, "anonymous_bytes": peak}
+    result |= {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - worked}
+    if process.returncode == 0:
+        record = json.loads(video.with_suffix(".json").read_text())
+        result |= {"stages": record["seconds"], "resident_bytes": record["peak_memory_bytes"]}
+    return result
+
+
+def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
+    """Of reading one block into memory, without and with a LoRA of all its linear layers."""
+    checkpoint = describe(folder)
+    name, files = next(iter(checkpoint.experts.items()))
+    linears = {n: i for n, i in files.tensors.items() if n.startswith("blocks.0.")}
+    pairs = {}
+    for key, info in linears.items():
+        if len(info.shape) == 2:
+            layer, (rows, columns) = key.removesuffix(".weight"), info.shape
+            pairs[f"{layer}.lora_A.weight"] = torch.randn(rank, columns).bfloat16()
+            pairs[f"{layer}.lora_B.weight"] = torch.randn(rows, rank).bfloat16()
+    save_file(pairs, out / "lora.safetensors")
+    loras = lora.resolve({"lora": (str(out / "lora.safetensors"),)}, checkpoint)
+    plain = {key: source for key, source in mapped(linears).items() if len(source.shape) == 2}
+    added = {key: merged(plain, loras[name])[key] for key in plain}
+    found = {}
+    for words, sources in (("first", plain), ("plain", plain), ("with LoRA", added)):
+        memory = [torch.empty(source.shape, dtype=torch.bfloat16) for source in sources.values()]
+        start = time.perf_counter()
+        for target, source in zip(memory, sources.values(), strict=True):
+            copy(target, source)
+        found[words] = time.perf_counter() - start
+    return found
+
+
+def main() -> None:
+    own, given = sys.argv[1:], list[str]()
+    if "--" in own:
+        own, given = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--task", choices=SIZES, default="ti2v-5B")
+    parser.add_argument("--layers", type=int, help="that are in the file; default: all")
+    parser.add_argument("--ways", nargs="+", default=["true", "block"])
+    parser.add_argument("--limit", type=float, default=14, help="GB of anonymous memory")
+    parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="time of merging one, no run")
+    parser.add_argument("--json")
+    options = parser.parse_args(own)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary) / options.task
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            with get_context("spawn").Pool(1) as pool:
+                pool.apply(make, (options.task, folder, options.layers))
+        arguments = ["--task", options.task, "--ckpt_dir", str(folder), *QUICK, *given]
+        results: list[dict[str, Any]] = []
+        if options.lora:
+            options.ways = []
+            results.append(lora_seconds(folder, Path(temporary), options.lora))
+            print("Seconds of a block:", results[0])
+        for way in options.ways:
+            os.sync()
+            results.append(run(Path(temporary), way, arguments, options.limit * 1e9))
+            stages = ", ".join(f"{n} {s:.1f}" for n, s in results[-1].get("stages", {}).items())
+            code, size, seconds, worked = (
+                results[-1][key] for key in ("code", "anonymous_bytes", "seconds", "cpu_seconds")
+            )
+            print(
+                f"{way}: exit code {code}, anonymous peak {size / 1e9:.2f} GB, {seconds:.1f} s, "
+                f"CPU {worked:.1f} s ({stages})",
+                flush=True,
+            )
+    write_json(options.json, torch.device("cpu"), results)
+
+
+if __name__ == "__main__":
+    main()

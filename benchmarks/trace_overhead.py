@@ -1,0 +1,91 @@
+"""What the ranges of a schedule trace cost, where nothing records them and where it is done.
+
+    python -m benchmarks.trace_overhead --tokens 256 --json results/trace.json
+
+A forward pass of a small DiT in InsertComm's ten chunks, on one device, is timed plainly and
+recorded, in turn. Without a recorder a range is one comparison: its time, taken alone, times the
+ranges of a forward pass, as a share of that pass. Small shapes are the worst case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import timeit
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks import common
+from wan import device as devices
+from wan import trace
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.interfaces import Collaborators
+from wan.modules.model import WanModel
+from wan.trace import Event, Recorder
+
+
+def model(options: argparse.Namespace) -> WanModel:
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), None)
+    return WanModel(
+        dim=128 * options.heads,
+        ffn_dim=512 * options.heads,
+        num_heads=options.heads,
+        num_layers=options.layers,
+        text_len=64,
+        text_dim=64,
+        collaborators=Collaborators(layer),
+    )
+
+
+def range_off() -> float:
+    """Seconds of one range while nothing records, its arguments included."""
+    x, calls = torch.zeros(1), 200_000
+
+    def one() -> None:
+        with trace.span("a2a", x, what="q", beside=False):
+            pass
+
+    return min(timeit.repeat(one, number=calls, repeat=5)) / calls
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    device = devices.resolve(options.device)
+    place = device.torch_device
+    with place:
+        net = model(options).eval().requires_grad_(False)
+        x, context = [torch.randn(16, 1, 2, 2 * options.tokens)], [torch.randn(64, 64)]
+    events = list[Event]()
+    recorder = Recorder((0,), device.clock(), events.extend)
+
+    def forward() -> None:
+        with torch.inference_mode(), trace.step(0, "dit"):
+            net(x, torch.tensor([500]), context, options.tokens)
+
+    def recorded() -> None:
+        with trace.recording(recorder):
+            forward()
+
+    forward()
+    recorded()
+    count = len(events)
+    seconds = common.interleave({"off": forward, "recorded": recorded}, options.rounds, place)
+    alone = range_off()
+    share = alone * count / min(seconds["off"])
+    ratio = common.ratios(seconds["recorded"], seconds["off"])
+    print(f"{count} ranges in a forward pass of {min(seconds['off']) * 1e3:.1f} ms")
+    print(f"off: {alone * 1e9:.0f} ns each, {share:.3%} of the pass")
+    print(f"recorded / off: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})")
+    result = {"ranges": count, "off_seconds": alone, "off_share": share, "recorded": ratio}
+    common.write_json(options.json, place, [result])
+
+
+if __name__ == "__main__":
+    main()

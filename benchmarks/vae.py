@@ -1,0 +1,115 @@
+"""Decoding: ours against diffusers' on one rank, and one rank against several that share rows.
+
+    python -m benchmarks.vae --version 2.1 --latent 3,16,26 --ranks 2 --rounds 10 --json FILE
+
+Weights are random, widths the published ones. One thread per rank; on one machine ranks need as
+many cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+
+from benchmarks import common
+from benchmarks.ranks import CPU, Times, interleave, launch, slowest
+from wan.pipeline.vae import published
+from wan.vae.network import Autoencoder
+from wan.vae.rows import WHOLE, Rows
+from wan.vae.sharded import ShardedRows, even
+
+WIDTHS = {"2.1": {"base_dim": 96}, "2.2": {"base_dim": 160, "decoder_base_dim": 256}}
+RESIDUAL = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
+WITH_2_2 = {"z_dim": 48, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48, **RESIDUAL}
+
+
+def ours(version: str) -> Autoencoder:
+    torch.manual_seed(0)
+    return published(version).eval().requires_grad_(False)
+
+
+def latents(version: str, size: tuple[int, ...]) -> Tensor:
+    channels = {"2.1": 16, "2.2": 48}[version]
+    return torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(1))
+
+
+def decode(network: Autoencoder, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Tensor:
+    return torch.cat(list(network.decode(z_BZfhw, rows)), dim=2).clamp_(-1, 1)
+
+
+def against_diffusers(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """On one rank, in turns. Also how far the results are apart, and the memory of each."""
+    network, z = ours(version), latents(version, size)
+    sizes: dict[str, Any] = WIDTHS[version] | (WITH_2_2 if version == "2.2" else {})
+    theirs: Any = AutoencoderKLWan(**sizes).eval()
+    theirs.load_state_dict(network.state_dict())
+    runs: dict[str, common.Run] = {
+        "diffusers": lambda: theirs.decode(z, return_dict=False)[0],
+        "ours": partial(decode, network, z),
+    }
+    distance = (runs["ours"]() - runs["diffusers"]()).abs().max().item()
+    times = interleave(runs, rounds)
+    peaks = {name: common.peak_bytes(run, CPU) for name, run in runs.items()}
+    return {"times": times, "peak_bytes": peaks, "distance": distance}
+
+
+def shared(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """One rank, the others waiting, and all of them."""
+    network, z = ours(version), latents(version, size)
+    rows = ShardedRows(None, even(size[1], dist.get_world_size()), CPU)
+    is_main = dist.get_rank() == 0
+    runs: dict[str, common.Run] = {
+        "one rank": partial(decode, network, z) if is_main else lambda: None,
+        "all ranks": partial(decode, network, z, rows),
+    }
+    whole, found = runs["one rank"](), runs["all ranks"]()
+    distance = (found - whole).abs().max().item() if is_main else 0.0
+    times = interleave(runs, rounds)
+    peaks = {}
+    for name, run in runs.items():
+        dist.barrier()
+        peaks[name] = common.peak_bytes(run, CPU)
+    return {"times": times, "peak_bytes": peaks, "distance": distance}
+
+
+def report(title: str, times: Times, over: str, under: str, facts: str) -> dict[str, Any]:
+    found = {name: common.spread(seconds) for name, seconds in times.items()}
+    ratio = common.ratios(times[over], times[under])
+    each = ", ".join(f"{name} {s['median']:.2f} s" for name, s in found.items())
+    print(f"{title}: {each}; {over} / {under} {ratio['median']:.3f} ({facts})", flush=True)
+    return {"title": title, "seconds": found, f"{over} / {under}": ratio, "facts": facts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--version", choices=tuple(WIDTHS), default="2.1")
+    parser.add_argument("--latent", type=common.grid, default=(3, 16, 26), metavar="F,H,W")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    given = options.version, options.latent, options.rounds
+    results = []
+    (one,) = launch(1, against_diffusers, *given)
+    peaks = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in one["peak_bytes"].items())
+    facts = f"{one['distance']:.1e} apart; memory {peaks}"
+    title = f"VAE {options.version}, latents {options.latent}"
+    results.append(report(title, one["times"], "ours", "diffusers", facts))
+    if options.ranks > 1:
+        found = launch(options.ranks, shared, *given)
+        times = slowest([rank["times"] for rank in found])
+        most = [f"{rank['peak_bytes']['all ranks'] / 1e9:.2f}" for rank in found]
+        alone = f"alone {found[0]['peak_bytes']['one rank'] / 1e9:.2f}"
+        facts = f"{found[0]['distance']:.1e} apart; GB per rank {', '.join(most)}, {alone}"
+        results.append(report(f"{options.ranks} ranks", times, "one rank", "all ranks", facts))
+    common.write_json(options.json, CPU, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""--prompt_file: many videos of one load, lines that fail, and a run that is continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import slow
+from tests.dist import GENERATE, TORCHRUN, Ranks, launcher
+from wan.cli import main as generate
+from wan.cli import prompt_file
+from wan.cli.flags import parse
+from wan.cli.resolve import resolve
+from wan.settings.errors import InputError
+
+QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "2", "--save_latents"]
+LINES = [
+    "a red fox",
+    "",
+    json.dumps({"prompt": "a blue whale", "seed": 5, "sample_steps": 3}),
+    json.dumps({"prompt": "no such length", "frame_num": 8}),
+    "a red fox",
+    json.dumps({"prompt": "named", "save_file": "own.mp4", "seed": 9}),
+]
+
+
+def write(folder: Path, *lines: str) -> Path:
+    path = folder / "prompts.txt"
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    return path
+
+
+def resolved(path: Path, *argv: str) -> Any:
+    given = parse(["--prompt_file", str(path), *argv])
+    return prompt_file.resolved(given, lambda one: resolve(one, lambda *_: None))
+
+
+def latents(video: Path) -> torch.Tensor:
+    return load_file(video.with_suffix(".latents.safetensors"))["latents"]
+
+
+def test_lines(tiny: Any, tmp_path: Path) -> None:
+    common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B", *QUICK]
+    found = resolved(write(tmp_path, *LINES), *common, "--save_file", str(tmp_path / "out"))
+    assert [line.number for line in found.lines] == [1, 3, 4, 5, 6]
+    assert [line.run is None for line in found.lines] == [False, False, True, False, False]
+    assert "frame_num is 8" in found.lines[2].error
+    made = {line.number: line.run for line in found.lines if line.run}
+    names = {n: run.output.save_file.name for n, run in made.items()}
+    assert names == {1: "001_a_red_fox.mp4", 3: "003_a_blue_whale.mp4", 5: "005_a_red_fox.mp4"} | {
+        6: "own.mp4"
+    }
+    assert made[3].request.base_seed == 5 and made[3].request.sample_steps == 3
+    assert made[1].request.sample_steps == 2
+    assert all(run.settings["save_file"] == str(run.output.save_file) for run in made.values())
+    drawn = found.with_seed(100)
+    seeds = {line.number: line.run.request.base_seed for line in drawn.lines if line.run}
+    assert seeds == {1: 101, 3: 5, 5: 105, 6: 9}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"prompt": "x"', "it is no JSON object"),
+        ('{"prompt": 3}', "prompt"),
+        ('{"task": "t2v-A14B"}', "task holds for all lines; give --task on the command line"),
+        ('{"ulysses_size": 2}', "ulysses_size holds for all lines"),
+        ('{"offload_model": false}', "offload_model holds for all lines"),
+        ('{"lora": ["x"]}', "lora holds for all lines"),
+        ('{"colour": "red"}', "colour is not a known setting"),
+        ('{"seed": 1, "base_seed": 2}', "seed and base_seed are the same"),
+        ('{"size": "17*17"}', "size"),
+        ('{"image": "none.png"}', "image"),
+        ('{"save_file": "x.avi"}', "must end in .mp4"),
+    ],
+)
+def test_what_a_line_may_not_say(line: str, sentence: str, tiny: Any, tmp_path: Path) -> None:
+    common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B"]
+    found = resolved(write(tmp_path, line, "good"), *common)
+    assert sentence in found.lines[0].error and not found.lines[1].error
+    with pytest.raises(InputError, match="has no line that can be carried out; line 1: "):
+        resolved(write(tmp_path, line), *common)
+
+
+def test_two_lines_do_not_write_one_file(tiny: Any, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": p, "save_file": "same.mp4"}) for p in "ab"]
+    common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B"]
+    found = resolved(write(tmp_path, *lines), *common)
+    assert not found.lines[0].error and "is the video of line 1 already" in found.lines[1].error
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--prompt", "x"], "--prompt is about one video"),
+        (["--trace", "x"], "--trace is about one video"),
+        (["--plan"], "--plan is about one video"),
+    ],
+)
+def test_what_goes_with_one_video_only(argv: list[str], sentence: str, tmp_path, capfd) -> None:
+    path = write(tmp_path, "good")
+    assert generate.main(["--prompt_file", str(path), *argv]) == 2
+    assert sentence in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00"])
+def test_files_without_lines(content: bytes, tmp_path: Path, capfd) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content)
+    assert generate.main(["--prompt_file", str(path)]) == 2
+    assert f"--prompt_file {path} " in capfd.readouterr().err
+    assert generate.main(["--prompt_file", str(tmp_path / "none")]) == 2
+    assert generate.main(["--skip_existing"]) == 2
+
+
+def check_against_single_runs(out: Path, common: list[str], tmp_path: Path) -> None:
+    for name in ("003_a_blue_whale", "own", "001_a_red_fox"):
+        settings = json.loads((out / f"{name}.json").read_text())["settings"]
+        again = tmp_path / f"again_{name}.mp4"
+        seed = ["--base_seed", str(settings["base_seed"]), "--prompt", settings["prompt"]]
+        steps = ["--sample_steps", str(settings["sample_steps"])]
+        assert generate.main([*common, *seed, *steps, "--save_file", str(again)]) == 0
+        assert torch.equal(latents(out / f"{name}.mp4"), latents(again))
+        assert (out / f"{name}.mp4").read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "offload", ["true", slow("false"), slow("block")], ids=lambda value: f"offload {value}"
+)
+def test_videos_are_those_of_single_runs(offload: str, tiny: Any, tmp_path: Path, caplog) -> None:
+    out = tmp_path / "out"
+    common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--offload_model", offload]
+    asked = ["--prompt_file", str(write(tmp_path, *LINES)), "--save_file", str(out)]
+    assert generate.main([*common, *asked]) == 1  # line 4
+    assert len(list(out.glob("*.mp4"))) == 4 and not list(out.glob(".*"))
+    check_against_single_runs(out, common, tmp_path)
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
+    (out / "own.mp4").unlink()
+    assert generate.main([*common, *asked, "--skip_existing"]) == 1
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
+    assert after.pop("own.mp4") > times.pop("own.mp4") and after == times
+
+
+def test_a_video_that_cannot_be_written_does_not_end_the_others(tiny: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "001_first.mp4").mkdir(parents=True)  # in the way of the renamed file
+    asked = ["--prompt_file", str(write(tmp_path, "first", "second")), "--save_file", str(out)]
+    common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B", *QUICK]
+    assert generate.main([*common, *asked]) == 1
+    assert (out / "002_second.mp4").is_file() and (out / "002_second.json").is_file()
+    assert list(out.glob("*.latents.safetensors"))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--comm_type 1", "--cfg_size 2", "--vae_parallel"])
+def test_ranks_make_the_same_videos(flags: str, tiny: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
+    asked = ["--prompt_file", str(write(tmp_path, *LINES)), "--save_file", str(out)]
+    with Ranks(launcher(2), generate.main, [*common, *asked, *flags.split()]) as processes:
+        assert set(processes.ended(180)) == {1}, processes.said()
+        assert "Line 4 is left out" in processes.said()
+    for name in ("003_a_blue_whale", "001_a_red_fox"):
+        settings = json.loads((out / f"{name}.json").read_text())["settings"]
+        again = tmp_path / f"again_{name}.mp4"
+        seed = ["--base_seed", str(settings["base_seed"]), "--prompt", settings["prompt"]]
+        steps = ["--sample_steps", str(settings["sample_steps"])]
+        assert generate.main([*common, *seed, *steps, "--save_file", str(again)]) == 0
+        assert (latents(out / f"{name}.mp4") - latents(again)).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_continued_and_memory_stays(tiny: Any, tmp_path: Path) -> None:
+    """12 prompts, two of them faulty, a kill in the middle."""
+    lines = [f"video number {n}" for n in range(12)]
+    lines[3], lines[8] = '{"frame_num": 8}', '{"task": "x"}'
+    out = tmp_path / "out"
+    command = [sys.executable, GENERATE, "--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
+    command += ["--prompt_file", str(write(tmp_path, *lines)), "--save_file", str(out)]
+    environment = os.environ | TORCHRUN
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    while len(list(out.glob("*.json"))) < 4:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    made = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4") if path.name[0] != "."}
+    assert 4 <= len(made) < 10
+    done = subprocess.run(
+        [*command, "--skip_existing"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and f"{10 - len(made)} videos made" in done.stdout, done.stdout
+    assert all(path.stat().st_mtime_ns == at for path, at in made.items())
+    records = sorted(path for path in out.glob("*.json"))
+    assert len(records) == len(list(out.glob("[0-9]*.mp4"))) == 10
+    peaks = [
+        json.loads(path.read_text())["peak_memory_bytes"]["host"]
+        for path in records
+        if path.with_suffix(".mp4") not in made
+    ]
+    assert max(peaks) < 1.05 * peaks[0]

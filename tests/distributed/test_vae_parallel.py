@@ -1,0 +1,258 @@
+"""Rows of a video shared by ranks, against one process: each rank computes with one thread."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from tests.conftest import slow
+from tests.dist import Ranks, launcher, run
+from wan.cli import main as generate
+from wan.pipeline.vae import blueprint, in_float32, published
+from wan.vae.layers import Downsample, ResidualBlock, Upsample, padded
+from wan.vae.network import Autoencoder
+from wan.vae.rows import WHOLE, Rows, State
+from wan.vae.sharded import ShardedRows, even
+
+pytestmark = pytest.mark.dist
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+CPU = torch.device("cpu")
+
+
+@cache
+def network(path: Path) -> Autoencoder:
+    return blueprint(path).load(device=CPU, dtype_of=in_float32)
+
+
+def shared(height: int) -> ShardedRows:
+    return ShardedRows(None, even(height, torch.distributed.get_world_size()), CPU)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def layer_results(make: Callable[[], nn.Module], height: int, channels: int) -> list[bool]:
+    """Is each rank's part of a layer's result, in three calls, that of one process, bit by bit?"""
+    torch.manual_seed(0)
+    layer, rows = make().eval().requires_grad_(False), shared(height)
+    x, scale, equal = random(1, channels, 9, 8 * height, 96), 8, []
+    states = State(WHOLE), State(rows)
+    for part in (x[:, :, :1], x[:, :, 1:5], x[:, :, 5:]):
+        whole = layer(part, states[0])
+        own = layer(rows.own(part, scale).contiguous(), states[1])
+        equal.append(torch.equal(rows.own(whole, whole.shape[3] // height), own))
+    return equal
+
+
+class Padded(nn.Module):
+    """A causal convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(48, 16, 3)
+
+    def forward(self, x: Tensor, state: State) -> Tensor:
+        return self.conv(padded(self.conv, x, state))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "convolution": Padded,
+    "block": partial(ResidualBlock, 48, 32),
+    "upsampling": partial(Upsample, 48, 32, True),
+    "downsampling": partial(Downsample, 48, True),
+}
+
+
+@WORLDS
+@pytest.mark.parametrize("layer", LAYERS)
+def test_convolutions_are_bit_equal(world: int, layer: str) -> None:
+    """Of one width and one kernel: the smallest part is large enough for oneDNN."""
+    results = run(world, layer_results, LAYERS[layer], 5, 48)
+    assert all(all(equal) for equal in results), results
+
+
+def distances(
+    path: Path, cases: list[tuple[int, ...]], dtype: torch.dtype
+) -> list[tuple[float, float]]:
+    """On the main rank: how far a decoded and an encoded video are from one process's.
+
+    cases: frames, rows and columns of the latents, rows of pixels beyond the last of them.
+    """
+    found, its = [], network(path).to(dtype)
+    for frames, height, width, rest in cases:
+        z = random(1, its.version.z_dim, frames, height, width).to(dtype)
+        sides = (its.version.scale * side for side in (height, width))
+        tall, wide = sides
+        video = random(1, 3, 4 * frames - 3, tall + rest, wide).to(dtype).tanh()
+        rows = shared(height)
+        if rows.is_idle:
+            rows.wait(2 * frames)
+            continue
+        shards = through(its, z, video, rows)
+        if rows.rank == 0:
+            whole = through(its, z, video, WHOLE)
+            found.append(tuple(map(distance, shards, whole)))
+    return found
+
+
+def through(its: Autoencoder, z: Tensor, video: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    frames = torch.cat(list(its.decode(z, rows)), dim=2).clamp(-1, 1)
+    return frames, its.encode(video, rows)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.pth")}
+# frames, rows, columns, more rows of pixels: few and odd rows, fewer than ranks, more than a frame
+SHAPES = [(1, 1, 3, 0), (2, 3, 2, 0), (1, 5, 3, 0), (3, 4, 2, 0), (5, 7, 2, 0)]
+
+
+@pytest.mark.parametrize("world", [slow(2), 3, slow(4)])
+@pytest.mark.parametrize("version", FILES)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [slow(torch.float32, 5e-6), (torch.float64, 1e-12)], ids=str
+)
+def test_any_height_and_number_of_ranks(
+    tiny, world: int, version: str, dtype: torch.dtype, limit: float
+) -> None:
+    """Decoding and encoding. float64 shows that no row is missing or wrong; in float32 PyTorch
+    takes other kernels for small convolutions than for large ones.
+    """
+    shapes = [*SHAPES, (2, 3, 2, 7)] if version == "2.1" else SHAPES
+    task, file = FILES[version]
+    main, *others = run(world, distances, tiny(task) / file, shapes, dtype)
+    assert len(main) == len(shapes) and not any(others)
+    assert all(max(pair) <= limit for pair in main), main
+
+
+def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, float]:
+    """Published widths: distance of the pixels, of their levels, their share, and of latents."""
+    torch.manual_seed(0)
+    its = published(version).eval().requires_grad_(False)
+    frames, height, width = size
+    rows, scale = shared(height), its.version.scale
+    z = random(1, its.version.z_dim, *size)
+    video = random(1, 3, 4 * frames - 3, height * scale, width * scale).tanh()
+    shards = through(its, z, video, rows)
+    if rows.rank:
+        return 0, 0, 0, 0
+    whole = through(its, z, video, WHOLE)
+    pixels = [((x + 1) * 127.5).round() for x in (shards[0], whole[0])]
+    apart = (pixels[0] - pixels[1]).abs()
+    share = (apart > 0).float().mean().item()
+    return distance(shards[0], whole[0]), int(apart.max()), share, distance(shards[1], whole[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("version", "size"), [("2.1", (3, 9, 10)), ("2.2", (2, 5, 6))], ids=str)
+def test_published_widths(world: int, version: str, size: tuple[int, ...]) -> None:
+    """Many channels: oneDNN's convolutions add them in an order that depends on the rows."""
+    (decoded, most, share, encoded), *_ = run(world, levels, version, size, timeout=600)
+    print(decoded, most, share, encoded)
+    assert decoded <= 1e-5 and encoded <= 1e-5
+    assert most <= 1 and share <= 1e-4
+
+
+QUICK = ["--size", "64*96", "--frame_num", "9", "--sample_steps", "1", "--base_seed", "7"]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
+    """Arguments of a run with an image, its frames, and its latents' file; by one process."""
+    arguments = ["--task", "ti2v-5B", "--ckpt_dir", str(tiny("ti2v-5B")), *QUICK, "--save_latents"]
+    out = tmp_path_factory.mktemp("alone") / "v.mp4"
+    arguments += ["--image", str(image_path)]
+    with Ranks([{}], generate.main, [*arguments, "--save_file", str(out)]) as process:
+        assert process.ended(120) == [0], process.said()
+    return arguments, frames(out), out.with_suffix(".latents.safetensors")
+
+
+def frames(path: Path) -> Any:
+    import imageio.v3 as iio
+
+    return np.asarray(iio.imread(path)).astype(int)
+
+
+def check(ranks: Ranks, out: Path, expected: Any, used: str) -> None:
+    codes = ranks.ended(120)
+    assert not any(codes), ranks.said()
+    difference = np.abs(frames(out) - expected).mean()
+    assert difference <= 0.5, f"{difference}: more than an encoder makes of single levels"
+    assert json.loads(out.with_suffix(".json").read_text())["used"]["vae"] == used
+
+
+def exhausted(rank: int, block: int, arguments: list[str]) -> int:
+    """generate.py on a machine where one rank has no memory for this block of the decoder."""
+    count = 0
+
+    def before(module: nn.Module, _: object) -> None:
+        nonlocal count
+        if isinstance(module, ResidualBlock) and "decoding" in stages:
+            count += 1
+            if count == block:
+                torch.empty(1 << 60, dtype=torch.uint8)
+
+    stages: set[str] = set()
+    decode = Autoencoder.decode
+
+    def noted(*given: Any) -> Any:
+        stages.add("decoding")
+        return decode(*given)
+
+    if int(os.environ.get("RANK", "0")) == rank:
+        Autoencoder.decode = noted  # type: ignore[method-assign]
+        register_module_forward_pre_hook(before)
+    return generate.main(arguments)
+
+
+def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
+    """Image encoded and video decoded by three ranks, of four rows of latents."""
+    arguments, expected, latents = alone
+    out = tmp_path / "v.mp4"
+    shared = ["--vae_parallel", "--save_file", str(out)]
+    with Ranks(launcher(3), generate.main, [*arguments, *shared]) as ranks:
+        check(ranks, out, expected, "rows shared by all ranks")
+    with Ranks(launcher(2), generate.main, ["--decode_latents", str(latents), *shared]) as ranks:
+        check(ranks, out, expected, "rows shared by all ranks")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "flags", "used"),
+    [
+        (1, 0, [], "tiles"),
+        (2, 0, [], "rows shared by all ranks"),
+        (3, 1, ["--vae_parallel"], "tiles"),
+    ],
+)
+def test_less_memory_than_it_takes(
+    ranks: int, rank: int, flags: list[str], used: str, alone, tmp_path: Path
+) -> None:
+    """In the middle of the second latent frame; the next means is tried by all ranks together."""
+    arguments, expected, latents = alone
+    out = tmp_path / "v.mp4"
+    argv = ["--save_file", str(out), *flags]
+    argv += arguments if ranks > 1 else ["--decode_latents", str(latents)]
+    variables = launcher(ranks) if ranks > 1 else [{}]
+    with Ranks(variables, exhausted, rank, 20, argv) as processes:
+        check(processes, out, expected, used)
+    said = processes.said()
+    assert said.count("The VAE has too little memory for") == 1
+    assert ("not exact" in said) == (used == "tiles")
+    assert sorted(path.name for path in tmp_path.glob("*latents*")) == (
+        ["v.latents.safetensors"] if ranks > 1 else []
+    )

@@ -1,0 +1,251 @@
+"""Blocks stream through two buffers of an NPU, whole networks wait in host memory.
+
+Streams are names on a CPU. `Streams` takes their place: copies that are asked for on a stream of
+their own run when the computing stream waits for them, so as late as they may, and all that is
+asked of streams is written down:
+
+    wait NAME, mark NAME    the copy stream waits for an event, or records one
+    copy BLOCK              a block's weights are copied
+    behind NAME, done NAME  the computing stream waits for an event, or records one
+    BLOCK                   a block computes
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tests.dist import run
+from tests.npu_sim.latents import composed, latents
+from tests.npu_sim.ranks import HEAD_DIM
+from wan.checkpoint.load import Source, as_stored
+from wan.pipeline import residency, tiny
+from wan.pipeline.residency import streamed
+
+NPU = torch.device("npu", 0)
+
+
+class Streams(TorchFunctionMode):
+    """torch.npu's streams and events, with a log; and what `copy_` does on one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.late: list[Any] = []  # work of the copy stream that has not run yet
+        self.copying = False
+        self.events = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and self.copying:
+            target, part = args[:2]
+            self.log.append(f"copy {int(part.view(torch.float32)[0])}")
+            self.late.append(lambda: target.copy_(part))
+            return target
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        streams = self
+
+        class Event:
+            def __init__(self) -> None:
+                self.name, self.after = "ABCDEFGH"[streams.events], 0
+                streams.events += 1
+
+            def record(self, stream: Any = None) -> None:
+                on_copies = isinstance(stream, Stream)
+                streams.log.append(f"{'mark' if on_copies else 'done'} {self.name}")
+                if on_copies:
+                    self.after = len(streams.late)
+
+        class Stream:
+            def __init__(self, device: Any = None) -> None: ...
+
+            def wait_event(self, event: Event) -> None:
+                streams.log.append(f"wait {event.name}")
+
+        class Computing:
+            def wait_event(self, event: Event) -> None:
+                streams.log.append(f"behind {event.name}")
+                while streams.late[: event.after]:
+                    streams.late.pop(0)()
+                    event.after -= 1
+
+        @contextmanager
+        def stream(_: Stream) -> Iterator[None]:
+            streams.copying = True
+            yield
+            streams.copying = False
+
+        patches = {"Stream": Stream, "Event": Event, "stream": stream}
+        with mock.patch.multiple(torch.npu, current_stream=lambda *_: Computing(), **patches), self:
+            yield
+
+
+class Blocks(nn.Module):
+    """Block i adds i + 1, and says so."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1, 64, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor, last: int | None = None) -> Tensor:
+        for block in self.blocks[:last]:
+            x = x + block(torch.ones(1))
+        return x
+
+
+def recorded(
+    count: int, resident: int, forwards: Sequence[int | None], slab: int = residency._SLAB
+) -> list[str]:
+    """The log of forwards of so many blocks each, as one string for each."""
+    streams = Streams()
+    with torch.device("meta"):
+        network = Blocks(count)
+    values = {f"blocks.{i}.weight": torch.full((64, 1), i + 1.0) for i in range(count)}
+    sources = {name: Source(x.dtype, (64, 1), x.__getitem__) for name, x in values.items()}
+    adapt = streamed(as_stored, "blocks", NPU, lambda *_: torch.float32, lambda *_: resident)
+    found = []
+    with streams.installed(), mock.patch.object(residency, "_SLAB", slab):
+        adapt(network, sources)
+        for index, block in enumerate(network.blocks):
+            say = lambda *_, index=index: streams.log.append(str(index + 1))  # noqa: E731
+            block.register_forward_pre_hook(say)
+        for last in forwards:
+            streams.log.clear()
+            result = network(torch.zeros(64), last)
+            computed = range(1, (last or count) + 1)
+            assert result.tolist() == [float(sum(computed))] * 64
+            found.append(", ".join(streams.log))
+    return found
+
+
+def test_the_order_of_copies_events_and_blocks() -> None:
+    """A copy is asked for before the block before it computes; it waits for what used the buffer.
+
+    A and B are the events of the first buffer (its copy is there, its block is done), C and D of
+    the second. Behind the last block comes the first one of the next forward.
+    """
+    first, second, third = recorded(3, 0, [None] * 3)
+    assert first == (
+        "wait B, copy 1, mark A, wait D, copy 2, mark C, behind A, 1, done B, "
+        "wait B, copy 3, mark A, behind C, 2, done D, "
+        "wait D, copy 1, mark C, behind A, 3, done B"
+    )
+    assert second == (
+        "wait B, copy 2, mark A, behind C, 1, done D, "
+        "wait D, copy 3, mark C, behind A, 2, done B, "
+        "wait B, copy 1, mark A, behind C, 3, done D"
+    )
+    assert third == first.removeprefix("wait B, copy 1, mark A, ")
+
+
+def test_skipped_blocks_are_not_copied() -> None:
+    """Only the first block computes: it stays where it is."""
+    _, skipped, again, whole = recorded(4, 0, [None, 1, 1, None])
+    assert skipped.count("copy") == 1 and again.count("copy") == 0
+    assert whole.count("copy") == 3, "of 3, of 4, and of 1 for the next forward"
+
+
+def test_copies_have_the_time_of_resident_blocks() -> None:
+    """Of six, 1, 3 and 5 stay: the copy of 6 is asked for when 3 begins, not when 4 does."""
+    _, found = recorded(6, 3, [None, None])
+    assert found == (
+        "wait B, copy 4, mark A, 1, behind C, 2, done D, "
+        "wait D, copy 6, mark C, 3, behind A, 4, done B, "
+        "wait B, copy 2, mark A, 5, behind C, 6, done D"
+    )
+
+
+@pytest.mark.parametrize("resident", [1, 2, 3, 9])
+def test_two_blocks_or_fewer_have_nothing_to_wait_for(resident: int) -> None:
+    assert recorded(3, resident, [None, None]) == ["1, 2, 3"] * 2
+
+
+def test_blocks_may_end_amid_a_slab_of_host_memory() -> None:
+    """Their parts arrive in their places; 512 bytes each, slabs of 384."""
+    found = recorded(3, 0, [None] * 2, slab=384)
+    assert found[1].count("copy") > 3
+
+
+class Deep(tiny.Recipe):
+    @property
+    def config(self) -> dict[str, Any]:
+        return super().config | {"num_layers": 5, "ffn_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A t2v-A14B of five layers with heads that NPUs take."""
+    out = tmp_path_factory.mktemp("deep") / "checkpoint"
+    sizes = replace(tiny.RECIPES["t2v-A14B"], num_heads=4, head_dim=HEAD_DIM)
+    recipe = Deep(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
+    with mock.patch.dict(tiny.RECIPES, {"t2v-A14B": recipe}):
+        return tiny.make_checkpoint("t2v-A14B", out)
+
+
+ASKED = "--task t2v-A14B --device npu --size 64*64 --frame_num 5 --sample_steps 3 --base_seed 7"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "way", ["cpu", "block", "block --resident_blocks 0", "block --resident_blocks 2"]
+)
+def test_latents_are_those_of_whole_networks(way: str, deep: Path) -> None:
+    """Two experts and both branches of guidance."""
+    argv = [*ASKED.split(), "--ckpt_dir", str(deep)]
+    (expected,) = run(1, latents, [*argv, "--offload_model", "false"], "A2")
+    (found,) = run(1, latents, [*argv, "--offload_model", *way.split()], "A2")
+    assert torch.equal(found, expected) and found.isfinite().all()
+
+
+@pytest.mark.dist
+def test_one_network_is_on_the_device(deep: Path) -> None:
+    """Loading the other one frees the first, which comes back when it is called; then neither."""
+    argv = [*ASKED.split(), "--ckpt_dir", str(deep), "--offload_model"]
+    (expected,) = run(1, latents, [*argv, "false"], "A2")
+    ((seen, found),) = run(1, switched, [*argv, "cpu"])
+    assert seen == [[True], [False, True], [True, False], [False, False]]
+    assert torch.equal(found, expected)
+
+
+def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
+    """Which experts have memory: one loaded, both, the first called, a video made; its latents."""
+    asked, pipeline = composed(argv, "A2")
+    networks, found = [], []
+
+    def look() -> None:
+        found.append([bool(x.head.head.weight.isfinite().all()) for x in networks])
+
+    for name in asked.request.preset.experts:
+        networks.append(pipeline.experts.get(name))
+        look()
+    networks[0].register_forward_hook(lambda *_: look() if len(found) < 3 else None)
+    embeds = torch.randn(4, asked.setup.checkpoint.config["text_dim"])
+    kept = weakref.ref(embeds)
+    pipeline.latents(asked.request, prompt_embeds=embeds)
+    del embeds
+    assert kept() is None, "the text is not kept on the device either"
+    made = pipeline.latents(asked.request)
+    look()
+    return found, made
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_each_rank_streams_its_own(deep: Path) -> None:
+    argv = [*ASKED.split(), "--ckpt_dir", str(deep), "--ulysses_size", "2", "--comm_type", "1"]
+    expected = run(2, latents, [*argv, "--offload_model", "true"], "A2")
+    for way in ("cpu", "block --resident_blocks 1"):
+        found = run(2, latents, [*argv, "--offload_model", *way.split()], "A2")
+        assert all(map(torch.equal, found, expected))

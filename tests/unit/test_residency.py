@@ -1,0 +1,404 @@
+"""`--offload_model block` and `cpu`: the same bits, no more memory than was asked for, refusals."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.conftest import slow
+from tools.quantize_dit import quantize
+from wan import WanTI2V, host
+from wan import device as devices
+from wan.checkpoint.load import Source, as_stored, fill
+from wan.cli import flags, memory
+from wan.cli.resolve import Run, resolve
+from wan.pipeline import bound, build, tiny
+from wan.pipeline.pipeline import Pipeline
+from wan.pipeline.residency import streamed
+from wan.planner.measure import Planner
+from wan.planner.report import check
+from wan.settings.errors import InputError
+
+CPU = torch.device("cpu")
+LAYERS = 4
+QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
+EXPERTS = ("high_noise", "low_noise")
+
+
+class Deep(tiny.Recipe):
+    """A recipe whose DiT has as many layers as take turns in a buffer."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return super().config | {"num_layers": LAYERS}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """deep(task): a random checkpoint of four layers. Do not write into it."""
+    root, made = tmp_path_factory.mktemp("deep"), {}
+
+    def make(task: str) -> Path:
+        if task not in made:
+            sizes = tiny.RECIPES[task]
+            recipe = Deep(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
+            with mock.patch.dict(tiny.RECIPES, {task: recipe}):
+                made[task] = tiny.make_checkpoint(task, root / task)
+        return made[task]
+
+    return make
+
+
+def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
+    task = () if "--task" in argv else ("--task", folder.name)
+    asked = resolve(flags.parse(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), _none)
+    return asked, build.pipeline(asked.setup, devices.resolve("cpu"))
+
+
+def _none(*_: Any) -> None:
+    raise AssertionError("no demo checkpoint is asked for here")
+
+
+def latents(folder: Path, *argv: str) -> Tensor:
+    asked, pipeline = composed(folder, *argv)
+    return pipeline.latents(asked.request)
+
+
+def with_fp8(folder: Path, out: Path) -> Path:
+    """The folder's network with the weights of its blocks in FP8, each with a scale."""
+    out.mkdir()
+    for path in folder.iterdir():
+        if not path.name.startswith("diffusion_pytorch_model"):
+            (out / path.name).symlink_to(path)
+    state = load_file(folder / "diffusion_pytorch_model.safetensors")
+    for name, tensor in list(state.items()):
+        if name.startswith("blocks.") and tensor.dim() == 2:
+            scale = tensor.abs().amax().float() / 448
+            state[name] = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            state[f"{name.removesuffix('weight')}scale_weight"] = scale.reshape(1)
+    save_file(state, out / "diffusion_pytorch_model.safetensors")
+    return out
+
+
+def a_lora(folder: Path, path: Path) -> Path:
+    """For the feed-forward of every layer of a network."""
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for layer in range(LAYERS):
+        name = f"blocks.{layer}.ffn.0"
+        weight = load_file(folder / "diffusion_pytorch_model.safetensors")[f"{name}.weight"]
+        tensors[f"{name}.lora_A.weight"] = torch.randn(3, weight.shape[1], generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(weight.shape[0], 3, generator=generator)
+    save_file(tensors, path)
+    return path
+
+
+FIRST = ("--step_cache", "first_block", "--step_cache_threshold", "0.6", "--sample_steps", "9")
+REUSED = ("--use_attentioncache", "--start_step", "1", "--end_step", "7", "--sample_steps", "8")
+FEW = ("--sample_steps", "3")
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bf16": ("ti2v-5B", (*FEW, "--precision", "bf16")),
+    "fp32": ("t2v-1.3B", (*FEW, "--precision", "fp32")),
+    "all in bf16": ("t2v-1.3B", (*FEW, "--convert_model_dtype")),
+    "two experts": ("t2v-A14B", ("--sample_steps", "4", "--precision", "bf16")),
+    "one branch": ("t2v-A14B", ("--sample_steps", "4", "--sample_guide_scale", "1")),
+    "no text cache": ("t2v-1.3B", (*FEW, "--text_kv_cache", "false")),
+    "step cache": ("t2v-1.3B", FIRST),
+    "attention cache": ("t2v-1.3B", REUSED),
+    "recipe": ("t2v-A14B", ("--recipe", "lightning-4step")),
+    "fp8 attention": ("t2v-1.3B", (*FEW, "--fa_quant", "fp8")),
+    "int8": ("t2v-1.3B", (*FEW, "--quant_dit_path", "EXPORT")),
+    "LoRA": ("t2v-1.3B", (*FEW, "--lora", "LORA=0.5")),
+    "LoRA in bf16": ("t2v-1.3B", (*FEW, "--lora", "LORA=0.5", "--precision", "bf16")),
+    "FP8 weights": ("FP8", (*FEW, "--precision", "bf16")),
+    "FP8, upcast": ("FP8", (*FEW, "--precision", "bf16", "--fp8_weights", "upcast")),
+}
+QUICKLY = ("bf16", "two experts", "step cache", "int8", "LoRA", "FP8 weights")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICKLY else slow(name) for name in CASES])
+def test_the_same_bits(name: str, deep: Any, tmp_path: Path, one_thread: None) -> None:
+    task, argv = CASES[name]
+    folder = deep("t2v-1.3B" if task == "FP8" else task)
+    files = {"EXPORT": tmp_path / "export", "LORA": tmp_path / "lora.safetensors"}
+    if "EXPORT" in argv:
+        quantize(folder, files["EXPORT"])
+    if name.startswith("LoRA"):
+        a_lora(folder, files["LORA"])
+    if task == "FP8":
+        folder, task = with_fp8(folder, tmp_path / "fp8"), "t2v-1.3B"
+    words = [word.replace("EXPORT", str(files["EXPORT"])) for word in argv]
+    words = ["--task", task, *(word.replace("LORA", str(files["LORA"])) for word in words)]
+    expected = latents(folder, *words, "--offload_model", "false")
+    assert expected.isfinite().all()
+    for resident in ("0", "1"):
+        found = latents(folder, *words, "--offload_model", "block", "--resident_blocks", resident)
+        assert torch.equal(found, expected), resident
+
+
+def held(network: nn.Module) -> int:
+    """Bytes of memory behind the tensors of a network."""
+    storages = (x.untyped_storage() for x in (*network.parameters(), *network.buffers()))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("resident", [0, 1, 2])
+def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread: None) -> None:
+    """Not more than is planned, and no block of the text encoder but one."""
+    argv = ("--offload_model", "block", "--resident_blocks", str(resident), "--sample_steps", "1")
+    folder = deep("t2v-1.3B")
+    asked, pipeline = composed(folder, *argv)
+    network, seen = pipeline.experts.get("dit"), []
+    for block in network.blocks:
+        block.register_forward_hook(lambda *_: seen.append(held(network)))
+    pipeline.latents(asked.request)
+    assert len(seen) == LAYERS * 2
+    plan = Planner(asked.setup, asked.request).stages()
+    whole = held(composed(folder, "--offload_model", "true")[1].experts.get("dit"))
+    assert plan["denoising"]["DiT weights"] < whole
+    assert plan["denoising"]["DiT weights"] == pytest.approx(max(seen), rel=0.03)
+    encoder = pipeline.text.get()._model
+    pipeline.text.get()("a cat")
+    assert held(encoder) == pytest.approx(plan["text encoder"]["text encoder weights"], rel=0.1)
+
+
+def test_networks_are_released_as_before(deep: Any, one_thread: None) -> None:
+    """After its stage nothing of a network is in memory, also where blocks come and go."""
+    argv = ("--offload_model", "block", "--sample_steps", "2", "--sample_guide_scale", "1")
+    asked, pipeline = composed(deep("t2v-A14B"), *argv)
+    weak = [weakref.ref(pipeline.experts.get(name)) for name in EXPERTS]
+    assert weak[0]() is None and weak[1]() is not None, "asking for one releases the other"
+    pipeline.latents(asked.request)
+    assert weak[1]() is None
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, "block"), ("block", False)])
+def test_another_way_releases_what_was_loaded(before: Any, after: Any, deep: Any) -> None:
+    _, pipeline = composed(deep("t2v-1.3B"), "--offload_model", str(before))
+    weak = [weakref.ref(pipeline.experts.get("dit")), weakref.ref(pipeline.vae.get())]
+    pipeline.set_offload(before)
+    assert all(one() is not None for one in weak)
+    pipeline.set_offload(after)
+    assert all(one() is None for one in weak)
+
+
+class Sum(nn.Module):
+    """Blocks as a step cache calls them: all, or the first ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(LAYERS))
+        self.table = nn.Embedding(9, 3)
+
+    def forward(self, x: Tensor, last: int = LAYERS) -> Tensor:
+        for block in self.blocks[:last]:
+            x = block(x)
+        return x
+
+
+class Counted:
+    """Sources that count what is read of each."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.plain = Sum().to(dtype).requires_grad_(False)
+        self.read: Counter[str] = Counter()
+        self.sources = {name: self._source(name, x) for name, x in self.plain.named_parameters()}
+
+    def _source(self, name: str, values: Tensor) -> Source:
+        def read(rows: slice) -> Tensor:
+            self.read[name] += 1
+            return values[rows]
+
+        return Source(values.dtype, tuple(values.shape), read)
+
+    def network(self, resident: int = 0, dtype: torch.dtype = torch.float32) -> Sum:
+        with torch.device("meta"):
+            network = Sum()
+        adapt = streamed(
+            as_stored, "blocks", CPU, lambda *_: dtype, lambda *_: resident, table="table"
+        )
+        sources = adapt(network, self.sources)
+        fill(network, sources, device=CPU, dtype_of=lambda *_: dtype, label="sum")
+        return network
+
+    def times(self) -> list[int]:
+        """How often each block was read since the last call."""
+        found = [self.read[f"blocks.{layer}.weight"] for layer in range(LAYERS)]
+        self.read.clear()
+        return found
+
+
+def test_blocks_are_read_when_they_are_called_and_not_otherwise() -> None:
+    counted, x = Counted(), torch.randn(2, 3)
+    network = counted.network()
+    assert counted.times() == [0] * LAYERS, "nothing is read before it is needed"
+    assert torch.equal(network(x), counted.plain(x)) and counted.times() == [1] * LAYERS
+    for _ in range(3):
+        network(x, last=1)
+    assert counted.times() == [1, 0, 0, 0], "a skipped block is not read, nor one that is there"
+    assert torch.equal(network(x), counted.plain(x)) and counted.times() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("resident", "again"),
+    [(1, [0, 1, 1, 1]), (2, [0, 1, 0, 1]), (3, [0] * 4), (4, [0] * 4), (9, [0] * 4)],
+)
+def test_resident_blocks_are_read_once(resident: int, again: list[int]) -> None:
+    """They are spread evenly, from the first one on; one buffer would hold the last one too."""
+    counted, x = Counted(), torch.randn(2, 3)
+    network = counted.network(resident)
+    for _ in range(2):
+        assert torch.equal(network(x), counted.plain(x))
+        counted.times(), network(x)
+    assert counted.times() == again
+
+
+def test_weights_that_are_elsewhere_are_seen_at_once() -> None:
+    """Reading them gives NaN, in a network's own dtype and shape; its device is where it runs."""
+    network = Counted().network(dtype=torch.bfloat16)
+    network(torch.randn(2, 3, dtype=torch.bfloat16))
+    first, last = network.blocks[0].weight, network.blocks[-1].weight
+    assert first.isnan().all() and first.shape == (3, 3) and first.dtype == torch.bfloat16
+    assert first.untyped_storage().nbytes() == 2 and last.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_table_come_from_its_file(dtype: torch.dtype) -> None:
+    counted = Counted()
+    network, ids = counted.network(dtype=dtype), torch.tensor([[7, 2, 7], [2, 2, 7]])
+    found = network.table(ids)
+    assert torch.equal(found, counted.plain.table(ids).to(dtype)) and found.dtype == dtype
+    assert counted.read["table.weight"] == 2
+    assert network.table.weight.untyped_storage().nbytes() == dtype.itemsize
+
+
+def test_a_network_that_is_kept_is_whole(deep: Any, one_thread: None) -> None:
+    """Changes of its weights stay, whatever is said of later videos."""
+    model = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu")
+    told = {"size": (64, 64), "frame_num": 5, "sampling_steps": 1, "seed": 0}
+    told |= {"output_type": "latent", "offload_model": "block"}
+    before = model.generate("a cat", **told)
+    network = model.model
+    assert network.blocks[1].ffn[0].weight.isfinite().all()
+    network.blocks[1].ffn[0].weight.mul_(1.5)
+    changed = model.generate("a cat", **told)
+    assert not torch.equal(changed, before)
+    assert torch.equal(changed, model.generate("a cat", **told | {"offload_model": False}))
+
+
+def test_a_video_may_ask_for_another_way(
+    deep: Any, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device cannot do is refused then, also where "auto" has found it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "hidden_accelerator", lambda: None)
+    model = WanTI2V("ti2v-5B", deep("ti2v-5B"), resident_blocks=1)
+    told = {"size": (64, 64), "frame_num": 5, "sampling_steps": 2, "seed": 0}
+    videos = [
+        model.generate("a cat", **told, output_type="latent", offload_model="block")
+        for _ in range(2)
+    ]
+    assert torch.equal(*videos)
+    for way, sentence in (
+        (True, "resident_blocks has no effect without offload_model block"),
+        ("cpu", "offload_model cpu needs a CUDA GPU, A2, A3 or A5; this device is a CPU"),
+        ("disk", "offload_model is disk; it must be true, false, cpu or block"),
+    ):
+        with pytest.raises(InputError, match=f"^{sentence}"):
+            model.generate("a cat", **told, offload_model=way)
+    compiled = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu", compile=True)
+    with pytest.raises(InputError, match="but compile needs weights in place; drop one"):
+        compiled.generate("a cat", **told, offload_model="block")
+
+
+@pytest.mark.parametrize("way", ["cpu", "block"])
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [("--dit_fsdp", "shards the DiT"), ("--t5_fsdp", "shards the text encoder")],
+)
+def test_shards_stay_where_they_are(way: str, flag: str, reason: str) -> None:
+    told = ("--plan", "--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
+    sentence = f"^--offload_model {way} copies weights .* but {flag} {reason} .* drop one of them"
+    with pytest.raises(InputError, match=sentence):
+        resolve(flags.parse(told), _none, plan=True)
+
+
+def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -> None:
+    """mindiesd has laid them out in ways of its own."""
+    folder = deep("t2v-1.3B")
+    told = ["--plan", "--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
+    told += ["--quant_dit_path", str(quantize(folder, tmp_path / "export"))]
+    resolve(flags.parse([*told, "--offload_model", "true"]), _none, plan=True)
+    for way in ("cpu", "block"):
+        with pytest.raises(InputError, match=f"^--offload_model {way} with --quant_dit_path needs"):
+            resolve(flags.parse([*told, "--offload_model", way]), _none, plan=True)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "argv", "words"),
+    [
+        (8, (), r"use --offload_model block \(2\.\d GB\), or see what fits"),
+        (2, (), "free; choose a smaller --size or --frame_num, or see what fits"),
+        (8, ("--compile",), "free; choose a smaller --size or --frame_num, or see what fits"),
+    ],
+)
+def test_too_little_memory(
+    gigabytes: int, argv: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streaming is named where it would fit, and nothing that was asked for forbids it."""
+    told = ("--plan", "--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9")
+    asked = resolve(flags.parse([*told, "--device", "cpu", *argv]), _none, plan=True)
+    monkeypatch.setattr(host, "available_memory", lambda: gigabytes * 10**9)
+    with pytest.raises(InputError, match=words):
+        memory.check(asked.setup, asked.request, 1)
+    block = replace(asked.setup.execution, offload_model="block", compile=False)
+    if gigabytes == 8:
+        memory.check(replace(asked.setup, execution=block), asked.request, 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--device_memory", "20"), "it fits with --offload_model block on 1 rank"),
+        slow(("--device_memory", "8"), "it fits with --offload_model block --vae_tiling on 1 rank"),
+        slow(("--device_memory", "40", "--offload_model", "false"), "with --offload_model true on"),
+    ],
+)
+def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], words: str) -> None:
+    told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
+    asked = resolve(flags.parse([*told, *argv]), _none, plan=True)
+    with pytest.raises(InputError) as refused:
+        check(Planner(asked.setup, asked.request), asked.device_memory)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("way", "gigabytes"), [("block", "3"), ("cpu", "6")])
+def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
+    told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
+    told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
+    asked = resolve(flags.parse(told), _none, plan=True)
+    with pytest.raises(InputError) as refused:
+        check(Planner(asked.setup, asked.request), asked.device_memory)
+    assert "fsdp" not in str(refused.value)
+    assert (way == "block") == ("fits with --offload_model block" not in str(refused.value))
+
+
+@pytest.mark.parametrize("device_type", [slow("cuda"), "cpu"])
+def test_the_bound_lies_below_the_plan(device_type: str) -> None:
+    told = ("--plan", "--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
+    argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
+    asked = resolve(flags.parse([*told, *argv]), _none, plan=True)
+    stages = Planner(asked.setup, asked.request).stages()
+    least = bound.stages(asked.setup, asked.request)
+    for name, size in least.items():
+        assert 0.75 * stages[name].total() <= size <= stages[name].total(), name

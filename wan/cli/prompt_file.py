@@ -1,0 +1,169 @@
+"""--prompt_file: one video per line, all of one load.
+
+A line that starts with `{` is JSON, its keys the flags' names of what a single video is (`seed` for
+`base_seed`); any other line is a prompt. What a line leaves open is as on the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wan.checkpoint.files import opened
+from wan.cli.flags import FLAGS, check_given, read
+from wan.cli.output import check_writable
+from wan.cli.resolve import Run
+from wan.settings.errors import InputError
+
+MOST_BYTES, MOST_LINES = 16_000_000, 10_000
+_OF_A_FILE = ("save_file", "fps", "save_latents")
+_OF_ALL = ("offload_model",)  # beside what decides how networks are loaded
+_SLUG = 40
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that asks for a video.
+
+    Attributes:
+        number: In the file, from 1.
+        run: What it asks for; None where that is refused on all ranks.
+        error: Why there is no video of it.
+        draws: Its seed is drawn.
+    """
+
+    number: int
+    run: Run | None
+    error: str = ""
+    draws: bool = False
+
+    def with_seed(self, seed: int) -> Line:
+        """With what was drawn for all lines; each one's own follows from its number."""
+        if self.run is None or not self.draws:
+            return self
+        return replace(self, run=self.run.with_seed((seed + self.number) % 2**63))
+
+
+def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Run]) -> Run:
+    """The run of a command line with --prompt_file; what is wrong in a line concerns it alone.
+
+    Args:
+        given: The flags; `save_file` is a folder.
+        resolve: Makes a run of flags.
+
+    Raises:
+        InputError: The file cannot be read, has no lines or too many, or every line is refused.
+    """
+    path, folder = given["prompt_file"], given.get("save_file", Path())
+    for name in _NOT_WITH:
+        if name in given:
+            raise InputError(f"--{name} is about one video; drop it or --prompt_file.")
+    shared = {name: value for name, value in given.items() if name not in _COMMAND}
+    found: list[Line] = []
+    for number, text in _texts(path):
+        try:
+            found.append(_line(number, text, shared, folder, resolve))
+        except InputError as error:
+            found.append(Line(number, None, str(error)))
+    found = _without_twins(found)
+    first = next((line.run for line in found if line.run is not None), None)
+    if first is None or all(line.error for line in found):
+        raise InputError(
+            f"--prompt_file {path} has no line that can be carried out; line {found[0].number}: "
+            f"{found[0].error}"
+        )
+    drawn = [line.run.request.base_seed for line in found if line.run and line.draws]
+    first = first.with_seed(drawn[0]) if drawn else first  # the ranks agree on the first one's
+    return replace(first, lines=tuple(found), skip_existing=given.get("skip_existing", False))
+
+
+_COMMAND = ("prompt_file", "skip_existing", "save_file")
+_NOT_WITH = ("decode_latents", "trace", "use_prompt_extend", "prompt")
+
+
+def _texts(path: Path) -> list[tuple[int, str]]:
+    with opened(path) as file:
+        content = file.read(MOST_BYTES + 1)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"--prompt_file {path} is no UTF-8 text ({error.reason}).") from error
+    found = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not found:
+        raise InputError(f"--prompt_file {path} has no lines; write one prompt per line.")
+    if len(content) > MOST_BYTES or len(found) > MOST_LINES:
+        raise InputError(f"--prompt_file {path} is too long: at most {MOST_LINES} lines, 16 MB.")
+    return found
+
+
+def _line(
+    number: int,
+    text: str,
+    shared: Mapping[str, Any],
+    folder: Path,
+    resolve: Callable[[Mapping[str, Any]], Run],
+) -> Line:
+    values = _values(text)
+    name = values.pop("save_file", None)
+    path = folder / (f"{number:03d}.mp4" if name is None else name)
+    asked = {**_kept(shared, values), **values}
+    run, error = resolve(asked).saved_to(path), ""
+    if name is None:
+        slug = re.sub(r"[^\w-]+", "_", run.request.prompt.lower()).strip("_")
+        while len(slug.encode()) > _SLUG:
+            slug = slug[:-1]
+        run = run.saved_to(folder / f"{number:03d}_{slug.strip('_')}.mp4")
+    try:
+        check_writable(run.output.save_file)
+    except InputError as reason:  # on the main rank, which alone looks: the others know the run
+        error = str(reason)
+    draws = asked.get("base_seed", -1) < 0 and "from_json" not in asked
+    return Line(number, run, error, draws)
+
+
+def _values(text: str) -> dict[str, Any]:
+    if not text.startswith("{"):
+        return {"prompt": text}
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"it is no JSON object ({error}).") from error
+    if "seed" in raw:
+        if "base_seed" in raw:
+            raise InputError("seed and base_seed are the same; drop one.")
+        raw["base_seed"] = raw.pop("seed")
+    for name in raw:
+        if (
+            name in FLAGS
+            and name not in _OF_A_FILE
+            and (FLAGS[name].python != "video" or name in _OF_ALL)
+        ):
+            raise InputError(f"{name} holds for all lines; give --{name} on the command line.")
+    values = read(raw, "{}")
+    check_given(values)
+    return values
+
+
+def _kept(shared: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the command line says beside a line; a schedule of the line's own replaces its."""
+    schedule = {"timesteps", "sample_steps", "sample_shift", "boundary_step"}
+    own = schedule & values.keys()
+    return {n: v for n, v in shared.items() if not (own & {"timesteps"} and n in schedule)}
+
+
+def _without_twins(found: list[Line]) -> list[Line]:
+    """A line that would write over an earlier one's video is refused."""
+    taken: dict[Path, int] = {}
+    for place, line in enumerate(found):
+        if line.run is None or line.error:
+            continue
+        path = line.run.output.save_file.absolute()
+        if path in taken:
+            error = f"{path} is the video of line {taken[path]} already; give another save_file."
+            found[place] = replace(line, error=error)
+        taken.setdefault(path, line.number)
+    return found

@@ -1,0 +1,222 @@
+"""The layers of both autoencoders: causal convolutions, norms, attention, resampling.
+
+A video comes in pieces of 1, 2 or 4 frames. What reaches a convolution is written once, into a
+tensor that has room for earlier frames and for the border: normalised, upsampled, or as it is.
+
+Legend: B batch (1), C channels, F frames, H rows, W columns, L rows x columns.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan.vae.rows import State
+
+silu = partial(F.silu, inplace=True)
+PAST = 2  # frames before a frame that a convolution over three of them sees
+
+
+def _is_channels_last(x_BCFHW: Tensor) -> bool:
+    return x_BCFHW.stride(1) == 1
+
+
+def arranged(x_BCFHW: Tensor, weight: Tensor) -> Tensor:
+    """Of the weight's dtype, and in memory as the weight is."""
+    is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
+    layout = torch.channels_last_3d if is_last else torch.contiguous_format
+    return x_BCFHW.to(weight.dtype).contiguous(memory_format=layout)
+
+
+def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
+    """What a 3x3x3 convolution sees: two frames before these, and a pixel around each of them.
+
+    Before the first frame, and around the image, are zeros.
+    """
+    _, channels, frames, rows, columns = x_BCFHW.shape
+    layout = torch.channels_last_3d if _is_channels_last(x_BCFHW) else torch.contiguous_format
+    shape = (1, channels, PAST + frames, rows + 2, columns + 2)
+    seen = torch.empty(shape, dtype=x_BCFHW.dtype, device=x_BCFHW.device, memory_format=layout)
+    now = seen[:, :, PAST:]
+    now[..., 1:-1, 1:-1] = x_BCFHW
+    now[..., 0].zero_()
+    now[..., -1].zero_()
+    state.rows.halo(now, 1, 1)
+    past = state.past.get(conv)
+    if past is None:
+        seen[:, :, :PAST].zero_()
+    else:
+        seen[:, :, :PAST] = past
+    state.past[conv] = seen[:, :, -PAST:].clone()
+    return seen
+
+
+class RMSNorm(nn.Module):
+    """Divides a pixel's channels by their root mean square. dims: behind the channels."""
+
+    def __init__(self, channels: int, dims: int = 3) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(channels, *[1] * dims))
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Channels are dimension 1; 16-bit ones are divided in float32. out: may be x."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype).clamp_min_(1e-12)
+        out = torch.div(x, length, out=torch.empty_like(x) if out is None else out)
+        return out.mul_(x.shape[1] ** 0.5).mul_(self.gamma)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm(channels)
+        self.conv1 = nn.Conv3d(channels, out_channels, 3)
+        self.norm2 = RMSNorm(out_channels)
+        self.conv2 = nn.Conv3d(out_channels, out_channels, 3)
+        self.conv_shortcut = (
+            nn.Conv3d(channels, out_channels, 1) if channels != out_channels else nn.Identity()
+        )
+
+    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        y = self.conv1(padded(self.conv1, silu(self.norm1(x_BCFHW)), state))
+        seen = padded(self.conv2, silu(self.norm2(y, out=y)), state)
+        del y  # before there is another tensor of its size
+        y = self.conv2(seen)
+        del seen
+        return y.add_(self.conv_shortcut(x_BCFHW))
+
+
+class Attention(nn.Module):
+    """Every pixel of a frame attends to all of that frame, with a single head."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(channels, dims=2)
+        self.to_qkv = nn.Conv2d(channels, 3 * channels, 1)
+        self.proj = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        x_FCHW = x_BCFHW[0].transpose(0, 1)
+        channels, size = x_FCHW.shape[1], x_FCHW.shape[2:]
+        qkv_FLC = self.to_qkv(self.norm(x_FCHW)).flatten(2).transpose(1, 2).contiguous()
+        q_FLC, kv_FLC = qkv_FLC.split((channels, 2 * channels), dim=2)
+        k_FLC, v_FLC = state.rows.gather(kv_FLC).chunk(2, dim=2)
+        q, k, v = (part_FLC.unsqueeze(1) for part_FLC in (q_FLC, k_FLC, v_FLC))
+        out_FLC = F.scaled_dot_product_attention(q, k, v).squeeze(1)
+        y_FCHW = torch.empty_like(x_FCHW).copy_(out_FLC.transpose(1, 2).unflatten(2, size))
+        return self.proj(y_FCHW).transpose(0, 1).unsqueeze(0) + x_BCFHW
+
+
+class MidBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList([Attention(channels)])
+        self.resnets = nn.ModuleList([ResidualBlock(channels, channels) for _ in range(2)])
+
+    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        x = self.resnets[0](x_BCFHW, state)
+        return self.resnets[1](self.attentions[0](x, state), state)
+
+
+def _frames(x: Tensor, frames: int, channels: int, rows: int, columns: int) -> Tensor:
+    """An empty [B,C,F,H,W], each frame's channels together, as a convolution of frames takes it."""
+    shape = (frames, channels, rows, columns)
+    layout = torch.channels_last if _is_channels_last(x) else torch.contiguous_format
+    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+def _conv_frames(conv: nn.Module, x_BCFHW: Tensor) -> Tensor:
+    """Each frame by itself."""
+    return conv(x_BCFHW[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0)
+
+
+class Upsample(nn.Module):
+    """Twice the rows and columns, and with `time` twice the frames of all but the first one."""
+
+    def __init__(self, channels: int, out_channels: int, time: bool) -> None:
+        super().__init__()
+        self.resample = nn.Sequential(nn.Identity(), nn.Conv2d(channels, out_channels, 3))
+        self.time_conv = nn.Conv3d(channels, 2 * channels, (3, 1, 1)) if time else None
+
+    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        x_BCFkHW = x_BCFHW.unsqueeze(3)
+        if self.time_conv is not None:
+            x_BCFkHW = self._in_time(self.time_conv, x_BCFHW, state)
+        _, channels, frames, k, rows, columns = x_BCFkHW.shape
+        seen = _frames(x_BCFHW, frames * k, channels, 2 * rows + 2, 2 * columns + 2)
+        inside = seen[..., 1:-1, 1:-1].unflatten(4, (columns, 2)).unflatten(3, (rows, 2))
+        inside.unflatten(2, (frames, k)).copy_(x_BCFkHW[..., None, :, None])
+        seen[..., 0].zero_()
+        seen[..., -1].zero_()
+        state.rows.halo(seen, 1, 1)
+        return _conv_frames(self.resample, seen)
+
+    @staticmethod
+    def _in_time(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
+        """[B,C,F,k,H,W]: k frames of each. The first one is not doubled, and is not seen later."""
+        past = state.past.get(conv)
+        if past is None:
+            state.past[conv] = torch.zeros_like(x_BCFHW[:, :, :1]).repeat(1, 1, PAST, 1, 1)
+            return x_BCFHW.unsqueeze(3)
+        seen = torch.cat((past, x_BCFHW), dim=2)
+        state.past[conv] = seen[:, :, -PAST:].clone()
+        doubled: Tensor = conv(seen)
+        return doubled.unflatten(1, (2, -1)).movedim(1, 3)
+
+
+class Downsample(nn.Module):
+    """Half the rows and columns, rounded down, and with `time` half of all frames but the first."""
+
+    def __init__(self, channels: int, time: bool) -> None:
+        super().__init__()
+        self.resample = nn.Sequential(nn.Identity(), nn.Conv2d(channels, channels, 3, stride=2))
+        self.time_conv = (
+            nn.Conv3d(channels, channels, (3, 1, 1), stride=(2, 1, 1)) if time else None
+        )
+
+    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        _, channels, frames, rows, columns = x_BCFHW.shape
+        seen = _frames(x_BCFHW, frames, channels, rows + 1, columns + 1)
+        seen[..., :-1, :-1].copy_(x_BCFHW)
+        seen[..., -1].zero_()
+        state.rows.halo(seen, 0, 1)
+        y = _conv_frames(self.resample, seen)
+        if self.time_conv is None:
+            return y
+        past = state.past.get(self.time_conv)
+        state.past[self.time_conv] = y[:, :, -1:].clone()
+        return y if past is None else self.time_conv(torch.cat((past, y), dim=2))
+
+
+def averaged(x_BCFHW: Tensor, channels: int, time: int, space: int) -> Tensor:
+    """The shortcut of 2.2's encoder: pixels become channels, and groups of these their mean.
+
+    time, space: frames, and rows and columns, that become one; zeros stand before the frames.
+    """
+    x = F.pad(x_BCFHW, (0, 0, 0, 0, -x_BCFHW.shape[2] % time, 0))
+    for dim, factor in ((4, space), (3, space), (2, time)):
+        x = x.unflatten(dim, (-1, factor))
+    x = x.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
+    return x.unflatten(1, (channels, -1)).mean(dim=2)
+
+
+def add_repeated(y_BCFHW: Tensor, x_BCFHW: Tensor, time: int, space: int) -> None:
+    """The shortcut of 2.2's decoder, added to y: channels become pixels, each of them repeated.
+
+    time, space: frames, and rows and columns, that are made of one; the first frame stays one.
+    """
+    channels, frames = y_BCFHW.shape[1], x_BCFHW.shape[2]
+    groups = x_BCFHW.unflatten(1, (channels, -1))
+    repeats = time * space * space // groups.shape[2]
+    repeated = groups.unsqueeze(3).expand(-1, -1, -1, repeats, -1, -1, -1)
+    more = repeated.reshape(1, channels, time, space, space, *x_BCFHW.shape[2:])
+    if y_BCFHW.shape[2] < time * frames:
+        more, time = more[:, :, -1:], 1
+    y = y_BCFHW
+    for dim, factor in ((4, space), (3, space), (2, time)):
+        y = y.unflatten(dim, (-1, factor))
+    y.add_(more.permute(0, 1, 5, 2, 6, 3, 7, 4))

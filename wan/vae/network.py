@@ -1,0 +1,205 @@
+"""The autoencoders of Wan 2.1 (16 latent channels) and 2.2 (48), a latent frame at a time.
+
+Legend: B batch (1), C channels, F H W pixel frames/height/width, f h w latent ones, Z latent
+channels, P sides of a patch of pixels that are channels inside (2.1: 1, 2.2: 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from wan.vae.layers import (
+    Downsample,
+    MidBlock,
+    ResidualBlock,
+    RMSNorm,
+    Upsample,
+    add_repeated,
+    arranged,
+    averaged,
+    padded,
+    silu,
+)
+from wan.vae.rows import WHOLE, Rows, State
+
+_WIDTHS = (1, 2, 4, 4)  # of the levels, in base widths
+_HALVES_TIME = (False, True, True)  # between the levels of the encoder
+TIME = 4  # frames of a latent frame, except the first one
+
+
+@dataclass(frozen=True)
+class Version:
+    """What differs between the two.
+
+    Attributes:
+        z_dim: Channels of the latents.
+        patch: Sides of a patch.
+        shortcuts: Levels have shortcuts around them.
+    """
+
+    z_dim: int
+    patch: int
+    shortcuts: bool
+
+    @property
+    def pixels(self) -> int:
+        """Channels of the frames inside."""
+        return 3 * self.patch**2
+
+    @property
+    def scale(self) -> int:
+        """Sides of a latent, in pixels."""
+        return 8 * self.patch
+
+
+VERSIONS = {"2.1": Version(16, 1, False), "2.2": Version(48, 2, True)}
+
+
+class DownBlock(nn.Module):
+    """A level of 2.2's encoder."""
+
+    def __init__(self, channels: int, out: int, time: bool, down: bool) -> None:
+        super().__init__()
+        self.out, self.factors = out, (1 + time, 1 + down)
+        self.resnets = nn.ModuleList([ResidualBlock(channels, out), ResidualBlock(out, out)])
+        self.downsampler = Downsample(out, time) if down else None
+
+    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        y = x_BCFHW
+        for resnet in self.resnets:
+            y = resnet(y, state)
+        if self.downsampler is not None:
+            y = self.downsampler(y, state)
+        return y.add_(averaged(x_BCFHW, self.out, *self.factors))
+
+
+class Encoder(nn.Module):
+    def __init__(self, version: Version, base: int) -> None:
+        super().__init__()
+        widths = [base * width for width in (1, *_WIDTHS)]
+        self.patch = version.patch
+        self.conv_in = nn.Conv3d(version.pixels, base, 3)
+        blocks: list[nn.Module] = []
+        for level, (channels, out) in enumerate(zip(widths, widths[1:], strict=False)):
+            down = level < len(_HALVES_TIME)
+            time = down and _HALVES_TIME[level]
+            if version.shortcuts:
+                blocks.append(DownBlock(channels, out, time, down))
+            else:
+                blocks += [ResidualBlock(channels, out), ResidualBlock(out, out)]
+                blocks += [Downsample(out, time)] if down else []
+        self.down_blocks = nn.ModuleList(blocks)
+        self.mid_block = MidBlock(widths[-1])
+        self.norm_out = RMSNorm(widths[-1])
+        self.conv_out = nn.Conv3d(widths[-1], 2 * version.z_dim, 3)
+
+    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        """1 frame, then 4 at a time, to the moments of a latent frame [B,2Z,1,h,w]."""
+        x, p = arranged(x_BCFHW, self.conv_in.weight), self.patch
+        x = x.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 6, 4, 2, 3, 5)
+        x = self.conv_in(padded(self.conv_in, x.flatten(1, 3), state))
+        for block in self.down_blocks:
+            x = block(x, state)
+        x = self.mid_block(x, state)
+        return self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
+
+
+class UpBlock(nn.Module):
+    """A level of the decoder. shortcut: around it, in 2.2."""
+
+    def __init__(self, channels: int, out: int, time: bool, up: bool, shortcut: bool) -> None:
+        super().__init__()
+        self.factors = (1 + time, 2) if up and shortcut else None
+        self.resnets = nn.ModuleList([ResidualBlock(channels, out)])
+        self.resnets.extend(ResidualBlock(out, out) for _ in range(2))
+        if up and shortcut:
+            self.upsampler = Upsample(out, out, time)
+        elif up:
+            self.upsamplers = nn.ModuleList([Upsample(out, out // 2, time)])
+        self._up = up
+
+    def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        y = x_BCFHW
+        for resnet in self.resnets:
+            y = resnet(y, state)
+        if self._up:
+            y = (self.upsamplers[0] if self.factors is None else self.upsampler)(y, state)
+        if self.factors is not None:
+            add_repeated(y, x_BCFHW, *self.factors)
+        return y
+
+
+class Decoder(nn.Module):
+    def __init__(self, version: Version, base: int) -> None:
+        super().__init__()
+        widths = [base * width for width in (_WIDTHS[-1], *reversed(_WIDTHS))]
+        self.patch = version.patch
+        self.conv_in = nn.Conv3d(version.z_dim, widths[0], 3)
+        self.mid_block = MidBlock(widths[0])
+        self.up_blocks = nn.ModuleList()
+        for level, (channels, out) in enumerate(zip(widths, widths[1:], strict=False)):
+            up = level < len(_HALVES_TIME)
+            time = up and _HALVES_TIME[-1 - level]
+            halved = level > 0 and not version.shortcuts  # by the upsampling before it
+            channels = channels // 2 if halved else channels
+            self.up_blocks.append(UpBlock(channels, out, time, up, version.shortcuts))
+        self.norm_out = RMSNorm(widths[-1])
+        self.conv_out = nn.Conv3d(widths[-1], version.pixels, 3)
+
+    def forward(self, z_BZfhw: Tensor, state: State) -> Tensor:
+        """A latent frame to the first frame, or to the next four."""
+        x = padded(self.conv_in, arranged(z_BZfhw, self.conv_in.weight), state)
+        x = self.mid_block(self.conv_in(x), state)
+        for block in self.up_blocks:
+            x = block(x, state)
+        x = self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
+        x = x.unflatten(1, (3, self.patch, self.patch)).permute(0, 1, 4, 5, 3, 6, 2)
+        return x.flatten(5, 6).flatten(3, 4)
+
+
+class Autoencoder(nn.Module):
+    """Encoder and decoder. Parameters are named as in diffusers' AutoencoderKLWan."""
+
+    def __init__(self, version: str, base_dim: int, decoder_base_dim: int) -> None:
+        """version: a key of VERSIONS."""
+        super().__init__()
+        self.version = VERSIONS[version]
+        z_dim = self.version.z_dim
+        self.encoder = Encoder(self.version, base_dim)
+        self.quant_conv = nn.Conv3d(2 * z_dim, 2 * z_dim, 1)
+        self.post_quant_conv = nn.Conv3d(z_dim, z_dim, 1)
+        self.decoder = Decoder(self.version, decoder_base_dim)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.quant_conv.weight.dtype
+
+    def channels_last(self) -> Autoencoder:
+        """Itself, with all channels of a pixel together in memory from now on, inside, too."""
+        for parameter in self.parameters():
+            if parameter.dim() >= 4:
+                last = {4: torch.channels_last, 5: torch.channels_last_3d}[parameter.dim()]
+                parameter.data = parameter.data.contiguous(memory_format=last)
+        return self
+
+    def encode(self, video_B3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
+        """Pixels in [-1, 1], F = 4n+1, to the mean of the latents [B,Z,f,h,w].
+
+        rows: who computes what. On the main rank the result is whole, on the others empty.
+        """
+        state, own = State(rows), rows.own(video_B3FHW, self.version.scale)
+        ends = range(1, own.shape[2] + 1, TIME)
+        pieces = (own[:, :, max(0, end - TIME) : end] for end in ends)
+        moments = torch.cat([rows.step(self.encoder, x, state) for x in pieces], dim=2)
+        mean, _ = (self.quant_conv(moments) if moments.numel() else moments).chunk(2, dim=1)
+        return mean
+
+    def decode(self, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Iterator[Tensor]:
+        """Latents to pixels [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
+        state, z = State(rows), self.post_quant_conv(z_BZfhw.to(self.dtype))
+        for own in rows.own(z, 1).split(1, dim=2):
+            yield rows.step(self.decoder, own, state)
