@@ -11,21 +11,24 @@ from typing import Any
 import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from PIL import Image
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import wan
 from tests.conftest import slow
 from tests.diffusers_runs import TOLERANCE, Video, sharing
 from tests.dist import run
 from tests.numerics.test_diffusers import diffusers_latents
-from wan import trace
 from wan.cli.flags import FLAGS
 from wan.configs import WAN_CONFIGS
 from wan.diffusers import apply_cache_on_pipe
 from wan.distributed import mesh
+from wan.modules.blocks import WanAttentionBlock
 from wan.settings.errors import InputError
-from wan.trace import Event, HostClock, Recorder
 
 pytestmark = pytest.mark.dist
 
@@ -156,6 +159,63 @@ def test_our_own_classes_make_the_same(tiny: Any, image_path: Path, form: str) -
             assert (theirs - ours).abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("FP8", {}),
+        ("RainFusion", {}),
+        slow("FP8", {"comm_type": 1, "quant_alltoall": True}),
+        slow("RainFusion", {"comm_type": 1}),
+        slow("RainFusion", {"ring_size": 2}),
+        slow("RainFusion", {"cfg_size": 2}),
+    ],
+)
+@pytest.mark.usefixtures("one_thread")
+def test_methods_compute_the_same_as_in_our_own_model(
+    tiny: Any, method: str, layout: Settings
+) -> None:
+    """On one process or two ranks, against our own on one; dense attention is far from both."""
+    settings, limit = METHODS[method]
+    generator = torch.Generator().manual_seed(5)
+    context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
+    expected = wan.WanT2V(WAN_CONFIGS["t2v-1.3B"], tiny("t2v-1.3B"), **settings).generate(
+        "",
+        size=(224, 160),
+        frame_num=9,
+        sampling_steps=2,
+        shift=5.0,
+        guide_scale=5.0,
+        seed=3,
+        prompt_embeds=context,
+        negative_prompt_embeds=negative,
+        output_type="latent",
+    )
+    call = (tiny("t2v-1.3B", "diffusers"), [], "unipc", False, context, negative, 2)
+    dense = diffusers_latents(*call, size=(224, 160))
+    assert (dense - expected).square().mean().sqrt() > 5 * limit
+    both = {**settings, **layout}
+    for latents in run(2, larger, both, *call) if layout else [larger(both, *call)]:
+        assert (latents - expected).square().mean().sqrt() <= limit
+
+
+METHODS: dict[str, tuple[Settings, float]] = {
+    # Projections that differ by 1e-5 round to another FP8 value here and there.
+    "FP8": ({"fa_quant": "fp8"}, 2e-3),
+    "RainFusion": ({"use_rainfusion": True, "sparse_start_step": 0, "sparsity": 0.5}, TOLERANCE),
+}
+
+
+def larger(settings: Settings, *call: Any) -> Tensor:
+    """On one rank: as `official`, of 420 tokens, which are several blocks."""
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+
+        def prepare(pipe: Any) -> None:
+            stack.enter_context(sharing(pipe, **settings))
+
+        return diffusers_latents(*call, prepare=prepare, size=(224, 160))
+
+
 def official(settings: Settings, *call: Any) -> Tensor:
     """On one rank: a pipeline on the official noise levels."""
     torch.set_num_threads(1)
@@ -181,46 +241,68 @@ def official(settings: Settings, *call: Any) -> Tensor:
 def test_exchanges_are_those_of_our_own_model(
     tiny: Any, image_path: Path, form: str, settings: Settings, world: int
 ) -> None:
-    """In number and order, and none in cross-attention, whose keys are all of image and text."""
+    """In number, order and size; none in cross-attention, which sees all of image and text."""
     video = make(tiny, form, steps=1, size=(224, 160))
     task = FORMS[form][0]
-    answers = run(world, traced, video, settings, task, tiny(task), image_path)
-    for theirs, ours, in_cross, keys in answers:
-        assert len(ours) > 8 and theirs == ours
-        assert not in_cross
+    answers = run(world, exchanges, video, settings, task, tiny(task), image_path)
+    for theirs, ours, crossing, keys in answers:
+        assert theirs == ours and all(theirs) and len(theirs) >= 2
+        assert not crossing
         assert keys == {769 if form == "2.1 image" else 512}
 
 
-def traced(video: Video, settings: Settings, task: str, folder: Path, image: Path) -> Any:
-    """On one rank: exchanges of a step, of diffusers' pipeline and of our own; see the test."""
+class Collectives(TorchDispatchMode):
+    """Notes every operator of torch.distributed, block by block, and those in cross-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[list[Any]] = []
+        self.crossing: list[Any] = []
+        self.keys: set[int] = set()
+        self._places = [list[Any]()]  # where to note: outside, in a block, in cross-attention
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave),
+        )
+
+    def _enter(self, module: Any, args: Any) -> None:
+        if isinstance(module, WanTransformerBlock | WanAttentionBlock):
+            self.blocks.append([])
+            self._places.append(self.blocks[-1])
+        elif isinstance(module, WanAttention) and module.is_cross_attention:
+            self.keys.add(args[1].shape[1])
+            self._places.append(self.crossing)
+
+    def _leave(self, module: Any, *_: object) -> None:
+        crosses = isinstance(module, WanAttention) and module.is_cross_attention
+        if crosses or isinstance(module, WanTransformerBlock | WanAttentionBlock):
+            self._places.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            shapes = [tuple(x.shape) for x in tree_leaves(args) if isinstance(x, Tensor)]
+            self._places[-1].append((func.__name__, shapes))
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+
+def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: Path) -> Any:
+    """On one rank: those of a step, of diffusers' pipeline and of our own; see the test."""
     torch.set_num_threads(1)
-    pipe = video.pipe()
-    open_spans: list[Any] = []
-    keys: set[int] = set()
-
-    def before(_: Any, args: Any) -> None:
-        keys.add(args[1].shape[1])
-        open_spans.append(trace.span("cross-attention"))
-        open_spans[-1].__enter__()
-
-    def after(*_: Any) -> None:
-        open_spans.pop().__exit__(None, None, None)
-
-    for network in (pipe.transformer, getattr(pipe, "transformer_2", None)):
-        for block in () if network is None else network.blocks:
-            block.attn2.register_forward_pre_hook(before)
-            block.attn2.register_forward_hook(after)
-    theirs, ours = list[Event](), list[Event]()
-    recorder = Recorder((0,), HostClock(), theirs.extend)
-    with sharing(pipe, **settings), trace.recording(recorder), trace.step(0, "dit"):
+    with sharing(video.pipe(), **settings) as pipe, Collectives() as theirs:
         video.latents(pipe)
     facade = {"t2v": wan.WanT2V, "ti2v": wan.WanTI2V}.get(task.split("-")[0], wan.WanI2V)
     model = facade(WAN_CONFIGS[task], folder, use_sp=True, **settings)
     where: dict[str, Any] = {"size": video.size}
     if video.images:
-        where = {"img": Image.open(image).convert("RGB"), "max_area": 224 * 160}
+        shown = Image.open(image).convert("RGB").resize((224, 160))
+        where = {"img": shown, "max_area": 224 * 160}
     prompt = torch.zeros(3, 64)
-    with trace.recording(Recorder((0,), HostClock(), ours.extend)):
+    with Collectives() as ours:
         model.generate(
             "",
             **where,
@@ -232,37 +314,36 @@ def traced(video: Video, settings: Settings, task: str, folder: Path, image: Pat
             negative_prompt_embeds=prompt,
             output_type="latent",
         )
-    crossing = [(e.begin, e.end) for e in theirs if e.kind == "cross-attention"]
-    inside = [e for e in theirs for a, b in crossing if e.kind in EXCHANGES and a <= e.begin < b]
-    return exchanges(theirs), exchanges(ours), inside, keys
-
-
-EXCHANGES = ("a2a", "hop", "gather")
-
-
-def exchanges(events: Sequence[Event]) -> list[tuple[Any, ...]]:
-    return [
-        (e.kind, e.facts.get("what"), e.facts.get("chunk")) for e in events if e.kind in EXCHANGES
-    ]
+    return theirs.blocks, ours.blocks, theirs.crossing, theirs.keys
 
 
 def test_refused_by_all_ranks_together(tiny: Any) -> None:
-    """Guidance that makes one call a step, which cfg_size 2 would leave unfilled; other noise."""
-    for unguided, drawn, again in run(2, refused, make(tiny, "2.1"), timeout=60):
-        assert "there is only one" in unguided and "generators of the same seed" in drawn
+    """Guidance that skips the second call, which cfg_size 2 needs; other noise."""
+    for unguided, ended, drawn, again in run(2, refused, make(tiny, "2.1"), timeout=60):
+        assert "there is only one" in unguided and "ends in the middle" in ended
+        assert "generators of the same seed" in drawn
         assert again, "the next video is made"
 
 
-def refused(video: Video) -> tuple[str, str, bool]:
+def refused(video: Video) -> tuple[str, str, str, bool]:
     """On one rank."""
     torch.set_num_threads(1)
+
+    def end(pipe: Any, step: int, *_: object) -> dict[str, Any]:
+        pipe._guidance_scale = 1.0  # as SDCFGCutoffCallback of diffusers
+        return {}
+
     other = torch.Generator().manual_seed(torch.distributed.get_rank())
+    each: list[Settings] = [{"callback_on_step_end": end}, {"generator": other}]
     with sharing(video.pipe(), cfg_size=2) as pipe:
         with pytest.raises(InputError) as unguided:
             replace(video, guidance=1.0).latents(pipe)
-        with pytest.raises(InputError) as drawn:
-            video.latents(pipe, generator=other)
-        return str(unguided.value), str(drawn.value), bool(video.latents(pipe).isfinite().all())
+        said = [str(unguided.value)]
+        for more in each:
+            with pytest.raises(InputError) as error:
+                video.latents(pipe, **more)
+            said.append(str(error.value))
+        return *said, bool(video.latents(pipe).isfinite().all())
 
 
 def computing(pipe: Any, noted: list[tuple[int, int]]) -> None:

@@ -211,6 +211,7 @@ def diffusers_latents(
     negative: torch.Tensor,
     steps: int = 6,
     prepare: Callable[[Any], object] = lambda pipe: None,
+    size: tuple[int, int] = (96, 64),
 ) -> torch.Tensor:
     """prepare: changes the pipeline before it is called."""
     kind = WanImageToVideoPipeline if images else WanPipeline
@@ -222,14 +223,15 @@ def diffusers_latents(
     given = dict(zip(("image", "last_image"), images, strict=False))
     if getattr(pipe, "image_encoder", None) is not None:
         pipe.encode_image = lambda *_: clip_features(pipe.image_encoder, images)
-    shape = (1, channels, 3, 64 // stride, 96 // stride)
+    width, height = size
+    shape = (1, channels, 3, height // stride, width // stride)
     return pipe(
         **given,
         **({"guidance_scale": 4.0, "guidance_scale_2": 3.0} if two else {"guidance_scale": 5.0}),
         prompt_embeds=F.pad(context, (0, 0, 0, 512 - len(context)))[None],
         negative_prompt_embeds=F.pad(negative, (0, 0, 0, 512 - len(negative)))[None],
-        width=96,
-        height=64,
+        width=width,
+        height=height,
         num_frames=9,
         num_inference_steps=steps,
         latents=torch.randn(shape, generator=torch.Generator().manual_seed(3)),

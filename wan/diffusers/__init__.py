@@ -6,14 +6,24 @@
 
 Nothing of diffusers is changed: attention processors and its hooks do it, see `hooks`.
 """
+# ruff: noqa: E402 (a version is refused before anything of it is imported)
 
 from __future__ import annotations
+
+from importlib.metadata import version
+
+from packaging.specifiers import SpecifierSet
+
+from wan.settings.errors import InputError
+
+VERSIONS = ">=0.37,<0.43"  # of diffusers, as in requirements.txt
+if not SpecifierSet(VERSIONS).contains(version("diffusers"), prereleases=True):
+    raise InputError(f"diffusers is {version('diffusers')}; install diffusers{VERSIONS}.")
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-import diffusers
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from torch import nn
 
@@ -23,13 +33,11 @@ from wan.diffusers import hooks
 from wan.diffusers.session import Networks, Session
 from wan.distributed import mesh
 from wan.settings.attention import Attention
-from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 
 Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline)
 
-VERSIONS = ("0.37", "0.43")  # of diffusers, the second one excluded; as in requirements.txt
 CACHE = frozenset(field.name for field in fields(StepCache))
 KEYWORDS = {field.name for kind in (Attention, Parallel) for field in fields(kind)} | {"device"}
 KEYWORDS -= {"world_size", "dit_fsdp", "t5_fsdp", "dist_timeout", "fused_ops"}
@@ -134,6 +142,8 @@ def _networks(pipe: Any, ours: bool = False) -> Networks:
     if pipe.config.boundary_ratio is not None:
         found = {"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}
     there = {expert: network for expert, network in found.items() if network is not None}
+    if not there:
+        raise InputError("The pipeline was loaded without its transformer; load it with one.")
     return _checked(there, ours)
 
 
@@ -146,15 +156,10 @@ def _checked(networks: Networks, ours: bool = False) -> Networks:
 
 def _objections(network: Any, ours: bool) -> Iterator[str]:
     """What does not go with our hooks."""
-    first, end = (tuple(map(int, version.split("."))) for version in VERSIONS)
-    if not first <= tuple(map(int, diffusers.__version__.split(".")[:2])) < end:
-        wanted = ",<".join(VERSIONS)
-        yield f"diffusers is {diffusers.__version__}; install diffusers>={wanted}."
+    if hasattr(network, "_orig_mod") or getattr(network, "_compiled_call_impl", None) is not None:
+        yield "The network is compiled as a whole; compile its blocks: compile_repeated_blocks()."
     if not isinstance(network, WanTransformer3DModel):
-        yield (
-            f"{type(network).__name__} is not supported; WanTransformer3DModel is (compile its "
-            "blocks with compile_repeated_blocks, not the whole)."
-        )
+        yield f"{type(network).__name__} is not supported; WanTransformer3DModel is."
     if any(hasattr(module, "_hf_hook") for module in network.modules()):
         yield (
             "The network has accelerate's hooks, of an offload or a device_map; take them away "

@@ -1,4 +1,4 @@
-"""What is composed for a diffusers pipeline: attention, shards, caches, by the command line's road.
+"""Attention, shards and caches for a diffusers pipeline, composed as for the command line.
 
 Legend: B batch, C channels, F H W latent frames/height/width.
 """
@@ -62,7 +62,7 @@ class Session:
             pipe: None where another program calls the network.
             values: Checked settings.
             world: Ranks that share each video.
-            team: They, where they have been formed.
+            team: The same ranks, if their groups exist already.
         """
         self.networks, self.pipe, self.values = networks, pipe, values
         one = next(iter(networks.values()))
@@ -127,7 +127,7 @@ class Session:
     def pair(self, step: StepInfo, x_BCFHW: Tensor, compute: Callable[[], Any]) -> tuple[Tensor]:
         """A call of a step whose two branches are computed together.
 
-        The conditional call returns what holds no number yet; the other one fills it in.
+        The conditional call returns a tensor of NaNs; the unconditional one fills it in.
         """
         if step.branch == "cond":
             if not self.pipe.do_classifier_free_guidance:
