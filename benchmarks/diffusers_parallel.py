@@ -44,7 +44,7 @@ def network(heads: int = 12, **more: Any) -> WanTransformer3DModel:
     return WanTransformer3DModel(**sizes, num_layers=4, text_dim=TEXT, **more).eval()
 
 
-def theirs(net: WanTransformer3DModel, **degrees: int) -> WanTransformer3DModel:
+def theirs(net: WanTransformer3DModel, **degrees: Any) -> WanTransformer3DModel:
     with patch("torch.accelerator.device_count", return_value=1):
         net.enable_parallelism(config=ContextParallelConfig(**degrees))
     return net
@@ -74,12 +74,15 @@ def measure(ranks: int, grid: Grid, rounds: int) -> dict[str, Any]:
     return {"times": interleave(runs, rounds), "added": added, "off": off}
 
 
-def disagree(*_: str) -> dict[str, Any]:
+def disagree(kind: str, _: str) -> dict[str, Any]:
     """On one of two ranks: diffusers' First Block Cache where only one rank's tokens change."""
     logging.set_verbosity_error()
     net = network()
+    if kind == LAST:
+        theirs(net, **U2)
     net.enable_cache(FirstBlockCacheConfig(threshold=0.02))  # they find 0.011 and 0.028
-    theirs(net, **U2)  # the other way round its hooks raise
+    if kind != LAST:
+        theirs(net, **U2)
     x, t, text = inputs((4, 8, 8))
     for step in range(4):
         changed = x.clone()
@@ -106,14 +109,18 @@ def forward(net: WanTransformer3DModel, *x: torch.Tensor) -> torch.Tensor:
 
 
 IMAGE = {"image_dim": 32, "added_kv_proj_dim": 768}
-U2: dict[str, int] = {"ulysses_degree": 2}
-CASES: dict[str, tuple[Callable[[], Any], Grid, dict[str, int], dict[str, Any]]] = {
+LAST = "First Block Cache, enabled after the parallelism"
+U2: dict[str, Any] = {"ulysses_degree": 2}
+ANY = {**U2, "ulysses_anything": True}
+CASES: dict[str, tuple[Callable[[], Any], Grid, dict[str, Any], dict[str, Any]]] = {
     "tokens that divide": (network, (3, 4, 4), U2, {"ulysses_size": 2}),
     "an odd number of tokens": (network, (3, 5, 7), U2, {"ulysses_size": 2}),
     "a timestep per token, odd": (network, (3, 5, 7), U2, {"ulysses_size": 2}),
     "image tokens": (lambda: network(**IMAGE), (3, 4, 4), U2, {"ulysses_size": 2}),
     "a ring": (network, (3, 4, 4), {"ring_degree": 2}, {"ring_size": 2}),
     "an odd number of heads": (lambda: network(3), (3, 4, 4), U2, {"ring_size": 2}),
+    "an odd number of tokens, its ulysses_anything": (network, (3, 5, 7), ANY, {}),
+    "an odd number of heads, its ulysses_anything": (lambda: network(3), (3, 4, 4), ANY, {}),
 }
 
 
@@ -152,10 +159,11 @@ def main() -> None:
         said = {who: outcome(case, kind, who, given.limit) for who in ("theirs", "ours")}
         results.append({"case": kind, **said})
         print(results[-1])
-    kind = "First Block Cache, ranks disagree"
-    said = {"theirs": outcome(disagree, kind, "theirs", given.limit)}
-    results.append({"case": kind, **said, "ours": "runs: tests/distributed/test_diffusers_pipe.py"})
-    print(results[-1])
+    for kind in ("First Block Cache, ranks disagree", LAST):
+        said = {"theirs": outcome(disagree, kind, "theirs", given.limit)}
+        tested = "runs: tests/distributed/test_diffusers_pipe.py"
+        results.append({"case": kind, **said, "ours": tested})
+        print(results[-1])
     common.write_json(given.json, CPU, results)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -23,16 +24,18 @@ from wan.pipeline.tiny import make_checkpoint
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as own:  # a rank's; the same tensors in each
-        given = sys.argv[1:]
-        folder = (
-            given[0] if given else make_checkpoint("t2v-A14B", Path(own, "t2v"), layout="diffusers")
-        )
+        if sys.argv[1:]:
+            folder = sys.argv[1]
+        else:
+            folder = str(make_checkpoint("t2v-A14B", Path(own, "t2v"), layout="diffusers"))
         pipe = WanPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     several = dist.is_torchelastic_launched()
     if several:
         dist.init_process_group("gloo")
     ranks = dist.get_world_size() if several else 1
-    parallelize_pipe(pipe, comm_type=1 if ranks > 1 else 0)
+    ulysses = gcd(ranks, pipe.transformer.config.num_attention_heads)  # the others form a ring
+    power_cap = 1 if ulysses > 1 else 0
+    parallelize_pipe(pipe, ulysses_size=ulysses, ring_size=ranks // ulysses, comm_type=power_cap)
     apply_cache_on_pipe(pipe, "first_block", threshold=0.08)
     frames = pipe(
         prompt="a red fox trots through fresh snow",

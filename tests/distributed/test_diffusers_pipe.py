@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 import wan
 from tests.conftest import slow
 from tests.diffusers_runs import TOLERANCE, Video, sharing
-from tests.dist import run
+from tests.dist import REPO, TORCHRUN, run
 from tests.numerics.test_diffusers import diffusers_latents
 from wan.cli.flags import FLAGS
 from wan.configs import WAN_CONFIGS
@@ -496,3 +499,19 @@ def compiled(video: Video, settings: Settings) -> tuple[Tensor, int]:
     with sharing(video.pipe(), **settings) as pipe:
         pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
         return video.latents(pipe), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "made"),
+    [("t2v", 1, "fox"), ("t2v", 2, "fox"), ("t2v", 3, "fox"), ("i2v", 2, "life")],
+)
+def test_examples(tmp_path: Path, name: str, ranks: int, made: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={ranks}", str(REPO / "examples" / f"diffusers_{name}.py")]
+    there = {**os.environ, **TORCHRUN}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / f"{made}.mp4").stat().st_size > 1000
