@@ -97,7 +97,8 @@ def check(expected: Tensor, settings: Sequence[Settings], answers: list[list[Ten
             if one == layout or layout not in settings:
                 continue
             baseline = found[settings.index(layout)]
-            limit = 1e-5 if one.get("comm_type") == 2 else 0
+            # Of one attention 1e-6, which blocks, guidance and three steps make larger.
+            limit = 2e-5 if one.get("comm_type") == 2 else 0
             assert (latents - baseline).abs().max() <= limit, one
 
 
