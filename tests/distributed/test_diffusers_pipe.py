@@ -28,7 +28,7 @@ from tests.dist import REPO, TORCHRUN, run
 from tests.numerics.test_diffusers import diffusers_latents
 from wan.cli.flags import FLAGS
 from wan.configs import WAN_CONFIGS
-from wan.diffusers import apply_cache_on_pipe, deparallelize
+from wan.diffusers import apply_cache_on_pipe, deparallelize, parallelize_transformer
 from wan.modules.blocks import WanAttentionBlock
 from wan.settings.errors import InputError
 
@@ -108,6 +108,24 @@ def test_two_ranks_share_a_video(tiny: Any, form: str) -> None:
     video = make(tiny, form, steps=2)
     expected = video.latents(video.pipe())
     check(expected, SOME[form], run(2, shared, video, SOME[form]))
+
+
+def test_a_batch_with_timesteps_of_its_own(tiny: Any) -> None:
+    """Both guidance branches in one call of a network, a timestep for each of 105 tokens."""
+    assert max(run(2, batched, make(tiny, "2.1"))) <= TOLERANCE
+
+
+@torch.no_grad()
+def batched(video: Video) -> float:
+    """On one rank: the largest difference from the network alone."""
+    torch.set_num_threads(1)
+    network, generator = video.pipe().transformer, torch.Generator().manual_seed(0)
+    x, text = (torch.randn(s, generator=generator) for s in ((2, 16, 3, 10, 14), (2, 512, 64)))
+    timestep = torch.randint(0, 1000, (2, 105), generator=generator)
+    expected = network(x, timestep, text).sample
+    found = parallelize_transformer(network, comm_type=2)(x, timestep, text).sample
+    deparallelize(network)
+    return (found - expected).abs().max().item()
 
 
 @pytest.mark.slow
