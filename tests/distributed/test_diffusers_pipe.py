@@ -83,7 +83,6 @@ def shared(video: Video, settings: Sequence[Settings]) -> list[Tensor]:
 
 SOME: dict[str, list[Settings]] = {  # of two ranks
     "2.2": [{**mode, "ulysses_size": 2} for mode in MODES.values()],
-    "2.1 image": [{"comm_type": 1}],
     "5B image": [{"cfg_size": 2}, {"ulysses_size": 2}],
 }
 

@@ -105,7 +105,9 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
         if before is None:
             session = Session(_networks(pipe), pipe, values, world=1)
         else:
-            session = before.with_cache(values)
+            values = {n: v for n, v in before.values.items() if n not in CACHE} | values
+            world = before.setup.parallel.world_size
+            session = Session(before.networks, pipe, values, world, before.team)
             hooks.detach(before.networks)
         hooks.attach(session)
     return pipe

@@ -6,7 +6,7 @@ Legend: B batch, C channels, F H W latent frames/height/width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,11 +30,10 @@ from wan.pipeline.setup import Setup
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request, make_request
-from wan.settings.step_cache import StepCache
 
 Networks = Mapping[str, WanTransformer3DModel]
 """Expert -> its network."""
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_PRECISIONS = {dtype: name for name, dtype in build.DTYPES.items()}
 
 
 class Session:
@@ -68,10 +67,9 @@ class Session:
         one = next(iter(networks.values()))
         self.setup, notices = _setup(networks, values, world)
         index = one.device.index
-        if index is None:
-            there = torch.accelerator.is_available()
-            index = torch.accelerator.current_device_index() if there else 0
-        device = devices.resolve(self.setup.execution.device, index)
+        if index is None and torch.accelerator.is_available():
+            index = torch.accelerator.current_device_index()
+        device = devices.resolve(self.setup.execution.device, index or 0)
         self.setup.check_device(device.can)
         parallel, head_dim = self.setup.parallel, self.setup.checkpoint.head_dim
         self.team = team or (mesh.form(device, parallel.sizes) if world > 1 else None)
@@ -91,13 +89,6 @@ class Session:
             for notice in self._notices:
                 logger.warning(notice)
             logger.info("%s", self._line)
-
-    def with_cache(self, values: dict[str, Any]) -> Session:
-        """The same with another step cache."""
-        names = {field.name for field in fields(StepCache)}
-        kept = {name: value for name, value in self.values.items() if name not in names}
-        world = self.setup.parallel.world_size
-        return Session(self.networks, self.pipe, kept | values, world, self.team)
 
     def begin(self, grid: Grid, x_BCFHW: Tensor) -> None:
         """A video begins: refuses what does not go with it, on all ranks alike."""
