@@ -161,7 +161,7 @@ def main() -> None:
         print(results[-1])
     for kind in ("First Block Cache, ranks disagree", LAST):
         said = {"theirs": outcome(disagree, kind, "theirs", given.limit)}
-        tested = "runs: tests/distributed/test_diffusers_pipe.py"
+        tested = "runs: tests/distributed/test_diffusers_caches.py"
         results.append({"case": kind, **said, "ours": tested})
         print(results[-1])
     common.write_json(given.json, CPU, results)

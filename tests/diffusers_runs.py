@@ -15,6 +15,16 @@ from PIL import Image
 from torch import Tensor
 
 TOLERANCE = 1e-4  # of latents in float32, against the pipeline as it is
+Settings = dict[str, Any]
+FORMS = {  # task, images, size
+    "2.1": ("t2v-1.3B", 0, (112, 80)),
+    "2.2": ("t2v-A14B", 0, (112, 80)),
+    "5B": ("ti2v-5B", 0, (224, 160)),
+    "5B image": ("ti2v-5B", 1, (224, 160)),
+    "2.1 image": ("i2v-14B", 1, (112, 80)),
+    "2.1 two images": ("flf2v-14B", 2, (112, 80)),
+    "2.2 image": ("i2v-A14B", 1, (112, 80)),
+}
 
 
 @dataclass(frozen=True)
@@ -30,20 +40,23 @@ class Video:
     count: int = 1
 
     def pipe(self) -> Any:
-        """The pipeline without its text encoder."""
+        """The pipeline without its encoders: texts and images come as embeddings."""
         from diffusers import WanImageToVideoPipeline, WanPipeline
         from diffusers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        kind, more = WanPipeline, {"text_encoder": None, "tokenizer": None}
+        absent = ["text_encoder", "tokenizer"]
         if self.images:
-            kind = WanImageToVideoPipeline
-        pipe = kind.from_pretrained(self.folder, torch_dtype=torch.float32, **more)
-        if getattr(pipe, "image_encoder", None) is not None:
-            from transformers import CLIPImageProcessorPil
-
-            pipe.image_processor = CLIPImageProcessorPil()
+            absent += ["image_encoder", "image_processor"]
+        kind = WanImageToVideoPipeline if self.images else WanPipeline
+        pipe = kind.from_pretrained(
+            self.folder, torch_dtype=torch.float32, **dict.fromkeys(absent, None)
+        )
+        if self.images:
+            shape = self.images, 257, pipe.transformer.config.image_dim or 1
+            looks = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+            pipe.encode_image = lambda *_: looks
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -66,6 +79,12 @@ class Video:
             num_videos_per_prompt=self.count,
             output_type="latent",
         ).frames
+
+
+def make(tiny: Any, form: str, **more: Any) -> Video:
+    """A form on its tiny checkpoint. more: of `Video`."""
+    task, images, size = FORMS[form]
+    return Video(tiny(task, "diffusers"), images, **{"size": size, **more})
 
 
 @contextmanager
