@@ -4,22 +4,33 @@
 
 Weights are random, widths the published ones. One thread per rank; on one machine ranks need as
 many cores.
+
+    python -m benchmarks.vae --seams examples/demo/t2v-A14B/Wan2.1_VAE.safetensors docs/demo.png
+
+decodes an image with a trained VAE whole and in tiles, and compares the steps of what tiles change
+between neighbouring rows and columns: where a tile or its blending begins, and everywhere else.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKLWan
+from PIL import Image
 from torch import Tensor
 
 from benchmarks import common
 from benchmarks.ranks import CPU, Times, interleave, launch, slowest
+from wan.pipeline import vae
+from wan.pipeline.conditioning import pixels
 from wan.pipeline.vae import published
+from wan.vae import tiles
 from wan.vae.network import Autoencoder
 from wan.vae.rows import WHOLE, Rows
 from wan.vae.sharded import ShardedRows, even
@@ -78,6 +89,29 @@ def shared(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
     return {"times": times, "peak_bytes": peaks, "distance": distance}
 
 
+def seams(weights: Path, image: Path) -> dict[str, Any]:
+    """Of five frames, each the image moved by some pixels."""
+    blueprint = vae.blueprint(weights)
+    network = vae.VideoVAE(blueprint.load(device=CPU, dtype_of=vae.in_float32))
+    still = pixels(Image.open(image))
+    still = still[:, : still.shape[1] // 64 * 64, : still.shape[2] // 64 * 64]
+    z = network.encode(torch.stack([still.roll(3 * frame, 2) for frame in range(5)], dim=1))
+    error = network.decode_in_tiles(z) - network.decode(z)
+    found: dict[str, Any] = {"frames": [*error.shape[1:]]}
+    for name, others, own in (("rows", (0, 1, 3), 2), ("columns", (0, 1, 2), 3)):
+        steps = error.diff(dim=own).abs().mean(dim=others)
+        begins = range(tiles.STEP, error.shape[own], tiles.STEP)
+        borders = [place - 1 for begin in begins for place in (begin, begin + 64)]
+        at = [steps[place].item() for place in borders if place < len(steps)]
+        found[name] = {
+            "at borders": [round(step, 4) for step in at],
+            "elsewhere, median": round(steps.median().item(), 4),
+            "elsewhere, greatest": round(steps.max().item(), 4),
+            "larger elsewhere": [round((steps > step).float().mean().item(), 3) for step in at],
+        }
+    return found
+
+
 def report(title: str, times: Times, over: str, under: str, facts: str) -> dict[str, Any]:
     found = {name: common.spread(seconds) for name, seconds in times.items()}
     ratio = common.ratios(times[over], times[under])
@@ -93,7 +127,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json")
+    parser.add_argument("--seams", type=Path, nargs=2, metavar=("WEIGHTS", "IMAGE"))
     options = parser.parse_args()
+    if options.seams is not None:
+        steps = seams(*options.seams)
+        print(json.dumps(steps, indent=1))
+        common.write_json(options.json, CPU, [steps])
+        return
     given = options.version, options.latent, options.rounds
     results = []
     (one,) = launch(1, against_diffusers, *given)

@@ -21,6 +21,7 @@ from wan.cli import main as generate
 from wan.cli import prompt_file
 from wan.cli.flags import parse
 from wan.cli.resolve import resolve
+from wan.modules.model import WanModel
 from wan.settings.errors import InputError
 
 QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "2", "--save_latents"]
@@ -105,11 +106,21 @@ def test_two_lines_do_not_write_one_file(tiny: Any, tmp_path: Path) -> None:
         (["--prompt", "x"], "--prompt is about one video"),
         (["--trace", "x"], "--trace is about one video"),
         (["--plan"], "--plan is about one video"),
+        (["--group_by_expert", "--task", "t2v-1.3B"], "--group_by_expert has no effect on t2v-1.3"),
+        (["--group_by_expert", "--offload_model", "false"], "no effect with --offload_model false"),
+        (["--group_by_expert", "--power"], "--power meters whole videos"),
+        (
+            ["--group_by_expert", "--step_cache", "first_block"],
+            "--group_by_expert pauses videos, but --step_cache",
+        ),
     ],
 )
-def test_what_goes_with_one_video_only(argv: list[str], sentence: str, tmp_path, capfd) -> None:
-    path = write(tmp_path, "good")
-    assert generate.main(["--prompt_file", str(path), *argv]) == 2
+def test_what_goes_with_one_video_only(
+    argv: list[str], sentence: str, tiny: Any, tmp_path: Path, capfd
+) -> None:
+    path, task = write(tmp_path, "good"), argv[-1] if "--task" in argv else "t2v-A14B"
+    asked = ["--prompt_file", str(path), "--ckpt_dir", str(tiny(task)), "--sample_steps", "9"]
+    assert generate.main([*asked, *argv]) == 2
     assert sentence in capfd.readouterr().err
 
 
@@ -151,6 +162,37 @@ def test_videos_are_those_of_single_runs(offload: str, tiny: Any, tmp_path: Path
     assert after.pop("own.mp4") > times.pop("own.mp4") and after == times
 
 
+def test_experts_are_loaded_once(tiny: Any, tmp_path: Path, monkeypatch) -> None:
+    """With --group_by_expert; the videos are the same, and a line that fails ends no other."""
+    each, made, built = tmp_path / "each", tmp_path / "made", []
+    construct = WanModel.__init__
+
+    def counted(self: WanModel, *given: Any, **more: Any) -> None:
+        construct(self, *given, **more)
+        built.append(self)
+
+    def exhausted(module: torch.nn.Module, given: Any) -> None:
+        if isinstance(module, WanModel) and given[0][0].shape[1] == 3:
+            torch.empty(1 << 60)
+
+    lines = ["one", json.dumps({"prompt": "two", "boundary_step": 0, "base_seed": 3}), "three"]
+    lines += [json.dumps({"prompt": "too long", "frame_num": 9})]
+    common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--base_seed", "4"]
+    common += ["--boundary_step", "1", "--prompt_file", str(write(tmp_path, *lines))]
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(exhausted)
+    try:
+        assert generate.main([*common, "--save_file", str(each)]) == 1
+        monkeypatch.setattr(WanModel, "__init__", counted)
+        assert generate.main([*common, "--save_file", str(made), "--group_by_expert"]) == 1
+    finally:
+        hook.remove()
+    assert len(built) == 2
+    for path in each.glob("*.safetensors"):
+        assert torch.equal(load_file(path)["latents"], load_file(made / path.name)["latents"])
+    videos = {path.name: path.read_bytes() for path in made.glob("*.mp4")}
+    assert len(videos) == 3 and videos == {p.name: p.read_bytes() for p in each.glob("*.mp4")}
+
+
 def test_a_video_that_cannot_be_written_does_not_end_the_others(tiny: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "001_first.mp4").mkdir(parents=True)  # in the way of the renamed file
@@ -163,7 +205,9 @@ def test_a_video_that_cannot_be_written_does_not_end_the_others(tiny: Any, tmp_p
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--comm_type 1", "--cfg_size 2", "--vae_parallel"])
+@pytest.mark.parametrize(
+    "flags", ["--comm_type 1", "--cfg_size 2", "--vae_parallel", "--comm_type 2 --group_by_expert"]
+)
 def test_ranks_make_the_same_videos(flags: str, tiny: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]

@@ -212,8 +212,11 @@ RUNS: dict[str, tuple[int, str]] = {
 }
 
 
+OTHERS = [slow(name) for name in RUNS if name != "no branch"]
+
+
 @pytest.mark.xdist_group("torchrun")  # it takes no pools
-@pytest.mark.parametrize("name", ["halves", *(slow(name) for name in RUNS if name != "halves")])
+@pytest.mark.parametrize("name", ["no branch", *OTHERS])
 def test_whole_runs(name: str, tiny: Any, tmp_path: Path, capsys: Any) -> None:
     """Latents are those of the same run without a trace, and what caches skip is no difference."""
     ranks, flags = RUNS[name]

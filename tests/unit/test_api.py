@@ -68,6 +68,31 @@ def test_latents_decode_to_the_video(tiny) -> None:
     assert torch.equal(model._pipeline.decode(latents), video)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_many_videos(grouped: bool, tiny) -> None:
+    model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
+    args = {"size": (64, 32), **QUICK}
+    calls = ["a cat", {"input_prompt": "a dog", "seed": 8}, {"input_prompt": "a", "frame_num": 1}]
+    found = list(model.generate_many(calls, group_by_expert=grouped, **args))
+    single = [{"input_prompt": "a cat"}, *calls[1:]]
+    for video, call in zip(found, single, strict=True):
+        assert torch.equal(video, model.generate(**{**args, **call}))
+
+
+@pytest.mark.parametrize(
+    ("calls", "more", "sentence"),
+    [
+        (["a", {"input_prompt": "b", "frame_num": 8}], {}, "frame_num is 8"),
+        ([{"input_prompt": "b", "offload_model": False}], {}, "offload_model holds for all calls"),
+        (["a"], {"group_by_expert": True, "offload_model": False}, "group_by_expert has no effect"),
+    ],
+)
+def test_many_videos_are_checked_first(calls, more, sentence: str, tiny) -> None:
+    model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
+    with pytest.raises(InputError, match=sentence):
+        model.generate_many(calls, **more)
+
+
 def test_embeddings_replace_prompts(tiny) -> None:
     model = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"))
     encoder = model._pipeline.text.get()

@@ -57,6 +57,7 @@ def verdicts(path: Path) -> dict[str, str]:
     return {step["name"]: step["verdict"] for step in json.loads(path.read_text())["steps"]}
 
 
+@pytest.mark.slow
 def test_first_steps(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     done = run("--device", "cpu", "--only", "machine,merge,groups", "--json", str(file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import re
@@ -19,35 +20,73 @@ from wan import device, host
 from wan.checkpoint.load import mapped, stored
 from wan.checkpoint.merge import merged
 from wan.pipeline.conditioning import prepare
-from wan.pipeline.denoise import denoise
+from wan.pipeline.denoise import Conditions, Denoising, denoise
 from wan.pipeline.pipeline import Experts, Lazy
 from wan.pipeline.solvers import sigma_table
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.request import make_request
+from wan.settings.request import Request, make_request
 
 
 class Recorder:
-    """An expert source whose networks predict zeros; `calls` is what was asked of it."""
+    """An expert source of networks that differ; `calls` is what was asked of it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
     def get(self, name: str) -> Any:
         self.calls.append(name)
-        return lambda x, *args, **kwargs: [torch.zeros_like(x[0])]
+        return lambda x, *args, **kwargs: [x[0] * len(name)]
 
     def prefetch(self, name: str) -> None:
         self.calls.append(f"prefetch {name}")
 
 
-def six_steps(source: Any) -> None:
+def six(**more: Any) -> tuple[Request, Conditions]:
+    """Six steps of two experts."""
     values = {"prompt": "", "size": (32, 32), "frame_num": 1, "sample_steps": 6}
-    values |= {"sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
-    request = make_request(PRESETS["t2v-A14B"], values)
+    values |= {"base_seed": 0, "sample_shift": 12.0, "sample_guide_scale": (1.0, 1.0)}
+    request = make_request(PRESETS["t2v-A14B"], values | more)
     context = torch.zeros(1, 4)
     conditions = prepare(request, (context, context), [], lambda v: v, None, torch.device("cpu"))
-    denoise(request, conditions, source)
+    return request, conditions
+
+
+def six_steps(source: Any) -> None:
+    denoise(*six(), source)
+
+
+def test_a_video_may_pause_between_experts() -> None:
+    """The same steps, and only those of one expert at a time."""
+    source = Recorder()
+    video = Denoising(*six())
+    assert video.experts == ["high_noise", "low_noise"]
+    video.advance(source, phases=1)
+    video.rest()
+    assert set(source.calls) == {"high_noise"} and video.experts == ["low_noise"]
+    found = video.advance(source)
+    assert video.experts == [] and torch.equal(found, denoise(*six(), Recorder()))
+
+
+@pytest.mark.parametrize("solver", ["unipc", "dpm++", "euler", "rcm"])
+def test_a_paused_video_leaves_its_device(solver: str) -> None:
+    """Whole, what a solver keeps of earlier steps included."""
+    steps = {"sample_steps": 4, "boundary_step": 3} if solver == "rcm" else {}
+    video = Denoising(*six(sample_solver=solver, **steps))
+    shape = video.latents.shape
+
+    def here() -> int:
+        gc.collect()
+        return sum(
+            isinstance(x, torch.Tensor) and x.shape == shape and x.device.type == "cpu"
+            for x in gc.get_objects()
+        )
+
+    others = here() - 1
+    video.advance(Recorder(), phases=1)
+    assert here() > others
+    video.to(torch.device("meta"))
+    assert here() == others
 
 
 class Network(torch.nn.Module):

@@ -280,7 +280,7 @@ def test_decoding_goes_over_to_less_memory() -> None:
     assert check(planner(*argv, *EIGHT), 16 * 10**9).startswith(words)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [2, slow(8)])
 def test_shared_rows_take_their_part(ranks: int) -> None:
     argv = ("--task", "t2v-1.3B", "--size", "832*480", "--device", "cuda")
     given = (*argv, "--ring_size", str(ranks), "--ulysses_size", "1")

@@ -242,6 +242,13 @@ _GROUPS: dict[str, tuple[Flag, ...]] = {
             record=False,
             needs="prompt_file",
         ),
+        _command(
+            "group_by_expert",
+            switch,
+            "all lines' steps of one expert, then of the other: each is loaded once",
+            record=False,
+            needs="prompt_file",
+        ),
     ),
     "output": (
         _command("save_file", values.path, "path of the mp4; default: a name from task and prompt"),

@@ -1,4 +1,4 @@
-"""The command line: parse, resolve, launch; `wan.cli.videos` does the rest."""
+"""The command line: parse, resolve, launch, generate."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import wan
 from wan import log
-from wan.cli import env, failures, flags, prompt_file
+from wan.cli import env, failures, flags, many, prompt_file, videos
 from wan.cli.resolve import Run, resolve
-from wan.cli.videos import generate, load_torch
 from wan.log import logger
 from wan.settings.errors import InputError, exit_code
 
@@ -54,6 +53,33 @@ def carry_out(argv: Sequence[str], work: Work) -> int:
     if env.world_size() > 1:
         return _launch(argv, work)
     return work(_resolved(argv, lambda make: make()), None)
+
+
+def generate(run: Run, team: Team | None = None) -> int:
+    """Carry out a resolved run; 1 where a line of a --prompt_file failed, else 0.
+
+    Of several ranks, the main one writes videos.
+    """
+    load_torch()
+    from wan import device as devices
+    from wan.pipeline import build
+
+    log.set_level(run.output.log_level)
+    for notice in run.notices:
+        logger.warning(notice)
+    device = devices.resolve(run.setup.execution.device) if team is None else team.device
+    pipeline = build.pipeline(run.setup, device, team)
+    close = _nothing if team is None else team.close
+    if not run.lines:
+        videos.make_video(run, pipeline, team, close)
+        return 0
+    failed = many.make(run, pipeline, team)
+    close()
+    return 1 if failed else 0
+
+
+def _nothing() -> None:
+    """One process parts from nobody."""
 
 
 def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
@@ -124,3 +150,15 @@ def _make_demo(once: Once, task: str, folder: Path) -> None:
                 raise
 
     once(make)
+
+
+def load_torch() -> None:
+    """torch loads torch-npu where that is installed, and fails where CANN then is not."""
+    try:
+        import torch  # noqa: F401
+    except RuntimeError as error:
+        raise InputError(
+            f"PyTorch does not load ({str(error).splitlines()[0]}); if torch-npu is installed, "
+            "install CANN and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run "
+            "without NPUs."
+        ) from error

@@ -76,12 +76,18 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
             f"--prompt_file {path} has no line that can be carried out; line {found[0].number}: "
             f"{found[0].error}"
         )
+    grouped = given.get("group_by_expert", False)
+    if grouped:
+        first.setup.check_grouping()
+        if first.power:
+            raise InputError("--power meters whole videos; drop it or --group_by_expert.")
     drawn = [line.run.request.base_seed for line in found if line.run and line.draws]
     first = first.with_seed(drawn[0]) if drawn else first  # the ranks agree on the first one's
-    return replace(first, lines=tuple(found), skip_existing=given.get("skip_existing", False))
+    skips = given.get("skip_existing", False)
+    return replace(first, lines=tuple(found), skip_existing=skips, group_by_expert=grouped)
 
 
-_COMMAND = ("prompt_file", "skip_existing", "save_file")
+_COMMAND = ("prompt_file", "skip_existing", "group_by_expert", "save_file")
 _NOT_WITH = ("decode_latents", "trace", "use_prompt_extend", "prompt")
 
 

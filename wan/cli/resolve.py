@@ -63,6 +63,7 @@ class Run:
         notices: Lines that the user should see before the work.
         lines: Of a --prompt_file; the rest then is that of the first line that can be carried out.
         skip_existing: Videos that are there already are left out.
+        group_by_expert: All lines' steps of an expert come before the next one's.
     """
 
     setup: Setup
@@ -78,6 +79,7 @@ class Run:
     notices: tuple[str, ...]
     lines: tuple[Line, ...] = ()
     skip_existing: bool = False
+    group_by_expert: bool = False
 
     def with_seed(self, seed: int) -> Run:
         """The run with another seed, also in its record; lines of a file have their own."""
@@ -123,6 +125,7 @@ class Run:
                 for line in self.lines
             },
             "--skip_existing": self.skip_existing,
+            "--group_by_expert": self.group_by_expert,
             "the device": device,
             "the checkpoint's content": fingerprint(setup.checkpoint.files()),
         }

@@ -1,4 +1,4 @@
-"""The story of a video, once it is known what is to be made: generate, decode, save, sum up."""
+"""The story of a video, once it is known what is to be made: denoise, decode, save, sum up."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ import wan
 from wan import host, log, trace
 from wan.checkpoint import lora
 from wan.checkpoint.files import whole_file
-from wan.cli import many
 from wan.cli.output import latents_survive
 from wan.cli.resolve import Run
 from wan.log import logger
 from wan.pipeline import timesteps, video
 from wan.power.recording import Recording, nth_steps, plan_of
-from wan.settings.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,32 +30,8 @@ if TYPE_CHECKING:
     from wan.power.measured import Measured
     from wan.power.video import VideoMeter
 
-
-def generate(run: Run, team: Team | None = None) -> int:
-    """Carry out a resolved run; 1 where a line of a --prompt_file failed, else 0.
-
-    Of several ranks, the main one writes videos.
-    """
-    load_torch()
-    from wan import device as devices
-    from wan.pipeline import build
-
-    log.set_level(run.output.log_level)
-    for notice in run.notices:
-        logger.warning(notice)
-    device = devices.resolve(run.setup.execution.device) if team is None else team.device
-    pipeline = build.pipeline(run.setup, device, team)
-    close = _nothing if team is None else team.close
-    if not run.lines:
-        make_video(run, pipeline, team, close)
-        return 0
-    failed = many.make(run, pipeline, team, make_video)
-    close()
-    return 1 if failed else 0
-
-
-def _nothing() -> None:
-    """One process parts from nobody."""
+Part = Callable[[], None]
+"""Called when the other ranks are not needed any more."""
 
 
 def _meter(run: Run, device: Device) -> AbstractContextManager[VideoMeter | None]:
@@ -69,33 +43,46 @@ def _meter(run: Run, device: Device) -> AbstractContextManager[VideoMeter | None
     return VideoMeter(device, "text to decoded video" if whole else "decoding only")
 
 
-def make_video(run: Run, pipeline: Pipeline, team: Team | None, part: Callable[[], None]) -> None:
-    """One video with its record. part: called when the other ranks are not needed any more."""
-    is_main, kept, device = team is None or team.is_main, run.decode_latents, pipeline.device
-    device.reset_peak_memory()
+def make_video(run: Run, pipeline: Pipeline, team: Team | None, part: Part) -> None:
+    """One video with its record."""
+    kept = run.decode_latents
+    pipeline.device.reset_peak_memory()
     if kept is None:
         run = _extended(run, pipeline, team)
         logger.info("Prompt: %s", run.request.prompt)
-    with _meter(run, device) as meter:
+    with _meter(run, pipeline.device) as meter:
         if kept is not None:
             latents = video.load_latents(kept)
         else:
             with _recorded(run, pipeline, team):
                 latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
-            kept = _save_latents(run, latents) if is_main else None
+            kept = save_latents(run, latents, team)
+        write_video(run, pipeline, team, part, (latents, kept), meter)
 
-        def measured_part() -> None:
-            if team is not None and meter is not None:
-                meter.gather(team)
-            part()
 
-        if not is_main:
-            pipeline.stream(latents, Nowhere(), measured_part)
-            return
-        file = video.video_file(run.output.save_file, run.output.fps)
-        with latents_survive(kept), pipeline.stages("writing"), file as encoder:
-            pipeline.stream(latents, encoder, measured_part)
-            power = None if meter is None else meter.stop()
+def write_video(
+    run: Run,
+    pipeline: Pipeline,
+    team: Team | None,
+    part: Part,
+    denoised: tuple[Tensor, Path | None],
+    meter: VideoMeter | None = None,
+) -> None:
+    """Decode and write a video with its record. denoised: latents, and the file they are in."""
+    latents, kept = denoised
+
+    def measured_part() -> None:
+        if team is not None and meter is not None:
+            meter.gather(team)
+        part()
+
+    if team is not None and not team.is_main:
+        pipeline.stream(latents, Nowhere(), measured_part)
+        return
+    file = video.video_file(run.output.save_file, run.output.fps)
+    with latents_survive(kept), pipeline.stages("writing"), file as encoder:
+        pipeline.stream(latents, encoder, measured_part)
+        power = None if meter is None else meter.stop()
     if kept is not None and run.decode_latents is None:
         _put_away(run, kept)
     record = _save_record(run, pipeline, encoder.size, power)
@@ -151,8 +138,10 @@ def _recorded(run: Run, pipeline: Pipeline, team: Team | None) -> Iterator[None]
         logger.info("Trace: %s  (python -m wan.power report %s)", folder, shlex.quote(str(folder)))
 
 
-def _save_latents(run: Run, latents: Tensor) -> Path | None:
-    """Put the result of the long part on disk before anything else can fail."""
+def save_latents(run: Run, latents: Tensor, team: Team | None) -> Path | None:
+    """The main rank puts the result of the long part on disk before anything else can fail."""
+    if team is not None and not team.is_main:
+        return None
     if not bool(latents.isfinite().all()):
         logger.warning("The latents hold NaN or infinity, so the video will be broken.")
     path = _first_written(
@@ -243,15 +232,3 @@ def _summary(run: Run, pipeline: Pipeline, record: Path | None, power: Measured 
         logger.info("%s", skipped)
     logger.info("Seed %d, noise drawn on the %s.", run.request.base_seed, run.request.noise_device)
     logger.info("Video: %s  Record: %s", run.output.save_file, record or "none")
-
-
-def load_torch() -> None:
-    """torch loads torch-npu where that is installed, and fails where CANN then is not."""
-    try:
-        import torch  # noqa: F401
-    except RuntimeError as error:
-        raise InputError(
-            f"PyTorch does not load ({str(error).splitlines()[0]}); if torch-npu is installed, "
-            "install CANN and source its set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run "
-            "without NPUs."
-        ) from error

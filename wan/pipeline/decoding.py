@@ -55,7 +55,8 @@ class Codec:
         def attempt(means: str, may_skip: bool) -> Tensor | None:
             work = partial(VideoVAE.encode, video_3FHW=video_3FHW)
             need = least if may_skip else 0
-            return self._together(means, height // scale, 1 + steps, work, need)
+            # Two of a beginning and an end.
+            return self._together(means, height // scale, 2 + steps, work, need)
 
         return self._first(tuple(way for way in self._means if way != TILES), attempt)
 
@@ -80,8 +81,8 @@ class Codec:
                 return
             work = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
             need = least if may_skip else 0
-            # Two of a beginning; of each latent frame the layers, and what becomes of it.
-            self._together(means, height, 2 + 2 * steps, work, need)
+            # Three of a beginning; of each latent frame the layers, and what becomes of it.
+            self._together(means, height, 3 + 2 * steps, work, need)
             part()
 
         self._first(self._decodes, attempt)

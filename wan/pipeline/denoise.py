@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -95,33 +95,94 @@ def denoise(
 
     branches: where the two guidance branches are computed. caches: leave parts of steps out.
     """
-    plan = schedule(request)
-    solver, timesteps = make_solver(request, plan, conditions.draw)
-    latents, tokens = conditions.start, prod(request.grid)
-    guidance = None if caches is None else caches.guidance
-    first, *others = dict.fromkeys(plan.experts)
-    experts.get(first)  # before the bar, so that its pace is that of the steps
-    for name in others:
-        experts.prefetch(name)
-    with torch.no_grad(), progress(request.sample_steps, "sampling", "step") as bar:
-        for index, timestep in enumerate(timesteps):
-            name, scale = plan.experts[index], plan.scales[index]
-            skipped = 0 if caches is None else caches.skipped()
-            bar.set_postfix_str(f"{name}, {skipped} skipped" if skipped else name, refresh=False)
-            step = StepInfo(index, request.sample_steps, "cond", name, request.grid, tokens)
-            told = (latents, conditions.timesteps(timestep), conditions, step)
-            branch = partial(velocity, experts.get(name), *told)
-            with trace.step(index, name):  # loading is no part of it
-                guided = guide(
-                    branch,
-                    request.sample_guide_scale[scale],
-                    branches if guidance is None else guidance.at(index, branches),
-                )
-                latents = solver.step(guided, timestep.float(), latents, return_dict=False)[0]
-                latents = conditions.impose(latents)
-            del branch  # no name keeps the network from its release
-            bar.update()
-    return latents
+    return Denoising(request, conditions).advance(experts, branches, caches)
+
+
+class Denoising:
+    """The loop of a video, which may pause between two steps.
+
+    latents: after the steps that are done, [Z,f,h,w].
+    """
+
+    def __init__(self, request: Request, conditions: Conditions) -> None:
+        self.request, self._conditions, self.latents = request, conditions, conditions.start
+        self._plan, self._done = schedule(request), 0
+        self._solver, self._timesteps = make_solver(request, self._plan, conditions.draw)
+
+    @property
+    def experts(self) -> list[str]:
+        """Of the steps that are left, in order."""
+        return list(dict.fromkeys(self._left))
+
+    @property
+    def _left(self) -> tuple[str, ...]:
+        return self._plan.experts[self._done :]
+
+    def advance(
+        self,
+        experts: ExpertSource,
+        branches: Branches = both_here,
+        caches: StepCaches | None = None,
+        phases: int | None = None,
+    ) -> Tensor:
+        """Takes the steps of the next `phases` experts, by default all; returns the latents."""
+        first, *others = self.experts[:phases]
+        last = self._done + sum(name in (first, *others) for name in self._left)
+        experts.get(first)  # before the bar, so that its pace is that of the steps
+        for name in others:
+            experts.prefetch(name)
+        with torch.no_grad(), progress(last - self._done, "sampling", "step") as bar:
+            for index in range(self._done, last):
+                name, skipped = self._plan.experts[index], 0 if caches is None else caches.skipped()
+                said = f"{name}, {skipped} skipped" if skipped else name
+                bar.set_postfix_str(said, refresh=False)
+                self._step(index, experts.get(name), branches, caches)
+                bar.update()
+        return self.latents
+
+    def _step(
+        self, index: int, model: Denoiser, branches: Branches, caches: StepCaches | None
+    ) -> None:
+        request, conditions = self.request, self._conditions
+        name, scale = self._plan.experts[index], self._plan.scales[index]
+        timestep, grid = self._timesteps[index], request.grid
+        step = StepInfo(index, request.sample_steps, "cond", name, grid, prod(grid))
+        branch = partial(
+            velocity, model, self.latents, conditions.timesteps(timestep), conditions, step
+        )
+        guidance = None if caches is None else caches.guidance
+        with trace.step(index, name):  # loading is no part of it
+            guided = guide(
+                branch,
+                request.sample_guide_scale[scale],
+                branches if guidance is None else guidance.at(index, branches),
+            )
+            made = self._solver.step(guided, timestep.float(), self.latents, return_dict=False)[0]
+            self.latents = conditions.impose(made)
+        self._done = index + 1
+
+    def rest(self) -> None:
+        """Leaves the device until it goes on."""
+        self.to(torch.device("cpu"))
+
+    def to(self, device: torch.device) -> None:
+        """Moves what it keeps: texts, and some tensors of the latents' size."""
+        if self.latents.device == device:
+            return
+        shape = self.latents.shape
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, list):
+                return [moved(one) for one in value]
+            is_latents = isinstance(value, Tensor) and value.shape == shape
+            return value.to(device) if is_latents else value
+
+        vars(self._solver).update({n: moved(value) for n, value in vars(self._solver).items()})
+        kept = ("start", "context", "negative_context", "y", "clip_fea")
+        given = {name: getattr(self._conditions, name) for name in kept}
+        self.latents = self.latents.to(device)
+        there = {name: x.to(device) for name, x in given.items() if x is not None}
+        self._conditions = replace(self._conditions, **there)
 
 
 def velocity(

@@ -21,7 +21,7 @@ from wan.pipeline import conditioning, timesteps
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
 from wan.pipeline.decoding import Codec
-from wan.pipeline.denoise import Branches, both_here, denoise
+from wan.pipeline.denoise import Branches, Denoising, both_here
 from wan.pipeline.residency import Residency
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import Collected, Sink, VideoVAE
@@ -194,7 +194,24 @@ class Pipeline:
         negative_prompt_embeds: Tensor | None = None,
         last_image: Image.Image | None = None,
     ) -> Tensor:
-        """Denoised latents, float32 [Z,f,h,w], on the device.
+        """Denoised latents, float32 [Z,f,h,w], on the device; arguments: see `prepared`."""
+        if prompt_embeds is None and request.prompt not in self.kept:
+            self.text.prefetch()
+        self.experts.prefetch(timesteps.schedule(request).experts[0])
+        given = request, image, prompt_embeds, negative_prompt_embeds, last_image
+        latents = self.advanced(self.prepared(*given))
+        self.done(self.experts)
+        return latents
+
+    def prepared(
+        self,
+        request: Request,
+        image: Image.Image | None = None,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        last_image: Image.Image | None = None,
+    ) -> Denoising:
+        """A video before its first step.
 
         Args:
             request: The video.
@@ -203,9 +220,6 @@ class Pipeline:
             negative_prompt_embeds: Likewise.
             last_image: The image to end with.
         """
-        if prompt_embeds is None and request.prompt not in self.kept:
-            self.text.prefetch()
-        self.experts.prefetch(timesteps.schedule(request).experts[0])
         context, negative = self.texts(request, prompt_embeds, negative_prompt_embeds)
         with self.stages("conditioning"):
             conditions = conditioning.prepare(
@@ -216,13 +230,21 @@ class Pipeline:
                 self._look,
                 self.device.torch_device,
             )
-            self._done(self.vae)
+            self.done(self.vae)
+        return Denoising(request, conditions)
+
+    def advanced(self, video: Denoising, phases: int | None = None) -> Tensor:
+        """Latents after the steps of its next `phases` experts, by default all that are left.
+
+        The expert stays in memory. A step cache holds one video: its run is not interrupted.
+        """
+        self.residency.request = video.request
         with self.stages("denoising"):
-            self.caches.begin(request)
+            video.to(self.device.torch_device)
+            self.caches.begin(video.request)
             branches = self.sharing.branches
-            latents = denoise(request, conditions, self.experts, branches, self.caches)
+            latents = video.advance(self.experts, branches, self.caches, phases)
             self.caches.end()
-            self._done(self.experts)
         return latents
 
     def texts(
@@ -238,7 +260,7 @@ class Pipeline:
             negative = context  # never looked at without guidance
             if request.guided:
                 negative = self._context(request.negative_prompt, negative_prompt_embeds)
-            self._done(self.text)
+            self.done(self.text)
         return context, negative
 
     def keep_texts(self, requests: Sequence[Request]) -> None:
@@ -252,7 +274,7 @@ class Pipeline:
             for prompt in dict.fromkeys(told):
                 if prompt not in self.kept:
                     self.kept[prompt] = self._context(prompt, None).cpu()
-            self._done(self.text)
+            self.done(self.text)
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor | None:
         """Pixels [3,F,H,W] in [-1, 1] on the main rank, None on the others; all of them call it."""
@@ -268,14 +290,14 @@ class Pipeline:
         """
         with self.stages("decoding"):
             is_main = self.codec.decode(latents_Zfhw, sink, part)
-            self._done(self.vae)
+            self.done(self.vae)
         return is_main
 
     def abandon(self) -> None:
         """After a video that failed: what `latents` and `stream` would have released."""
         self.caches.end()
         for part in (self.text, self.clip, self.vae, self.experts):
-            self._done(part)
+            self.done(part)
 
     def _encode(self, video_3FHW: Tensor) -> Tensor:
         latents = self.codec.encode(video_3FHW)
@@ -289,7 +311,7 @@ class Pipeline:
     def _look(self, images: Sequence[Tensor]) -> Tensor:
         """CLIP's features; it is released before the VAE works, which takes more memory."""
         found = self.sharing.latents(lambda: self.clip.get()(images))
-        self._done(self.clip)
+        self.done(self.clip)
         return found
 
     def _context(self, prompt: str, embeds: Tensor | None) -> Tensor:
@@ -305,8 +327,8 @@ class Pipeline:
             )
         return embeds.to(self.device.torch_device)
 
-    def _done(self, part: Lazy[Any] | Experts) -> None:
-        """A stage is over."""
+    def done(self, part: Lazy[Any] | Experts) -> None:
+        """A stage is over: releases what worked in it, as the residency says."""
         if self.residency.offload == "cpu" and part in (self.text, self.experts):
             self.residency.leave()
         elif self.residency.offload:

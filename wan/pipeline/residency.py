@@ -220,9 +220,9 @@ class Streamed:
     def _fetch(self, block: Block, buffer: Buffer) -> None:
         if buffer.block is not None:
             buffer.block.flat.rest()
-            buffer.block.buffer = None
+            buffer.block.buffer, buffer.block = None, None
+        self._source.fetch(block, buffer)  # may fail half-way: the block is not there then
         buffer.block, block.buffer = block, buffer
-        self._source.fetch(block, buffer)
 
     def _after(self, block: Block, *_: object) -> None:
         if block.buffer is not None:

@@ -130,6 +130,23 @@ class Setup:
         guidance = request.sample_guide_scale
         return (*found, *parallel.check_guidance(self.parallel, guidance, heads))
 
+    def check_grouping(self) -> None:
+        """InputError where --group_by_expert has no effect, or cannot be."""
+        if len(self.preset.experts) == 1:
+            raise InputError(
+                f"--group_by_expert has no effect on {self.preset.task}, which has one; drop it."
+            )
+        if self.execution.offload_model is False:
+            raise InputError(
+                "--group_by_expert has no effect with --offload_model false, which keeps both "
+                "experts in memory; drop one of them."
+            )
+        if self.cache.policy != "none":
+            raise InputError(
+                "--group_by_expert pauses videos, but --step_cache keeps what one of them needs; "
+                "drop one of them."
+            )
+
     def _check_on(self, rows: tuple[Capabilities, ...]) -> None:
         weights = () if self.quantised is None else self.quantised.algorithms
         head_dim = self.checkpoint.head_dim

@@ -194,12 +194,16 @@ class Autoencoder(nn.Module):
         state, own = State(rows), rows.own(video_B3FHW, self.version.scale)
         ends = range(1, own.shape[2] + 1, TIME)
         pieces = (own[:, :, max(0, end - TIME) : end] for end in ends)
-        moments = torch.cat([rows.step(self.encoder, x, state) for x in pieces], dim=2)
-        mean, _ = (self.quant_conv(moments) if moments.numel() else moments).chunk(2, dim=1)
-        return mean
+        frames = [rows.step(self.encoder, x, state) for x in pieces]
+        return rows.together(lambda: self._mean(torch.cat(frames, dim=2)))
+
+    def _mean(self, x_BCfhw: Tensor) -> Tensor:
+        """Of the moments that the encoder has found."""
+        return (self.quant_conv(x_BCfhw) if x_BCfhw.numel() else x_BCfhw).chunk(2, dim=1)[0]
 
     def decode(self, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Iterator[Tensor]:
         """Latents to pixels [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
-        state, z = State(rows), self.post_quant_conv(z_BZfhw.to(self.dtype))
+        state = State(rows)
+        z = rows.together(lambda: self.post_quant_conv(z_BZfhw.to(self.dtype)))
         for own in rows.own(z, 1).split(1, dim=2):
             yield rows.step(self.decoder, own, state)

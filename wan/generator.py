@@ -1,0 +1,354 @@
+"""What the official Python classes share: the checkpoint, the pipeline, the calls for videos."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from wan import device as devices
+from wan.checkpoint.layout import Checkpoint, check_task, describe
+from wan.checkpoint.layout import images as seen
+from wan.checkpoint.lora import FLAGS as LORA_FLAGS
+from wan.cli import env
+from wan.cli.flags import OFFLOAD, read
+from wan.cli.keywords import KEYWORDS, for_loading, in_keywords, is_for
+from wan.cli.resolve import make_setup, recipe_files
+from wan.configs import WAN_CONFIGS
+from wan.distributed import mesh
+from wan.distributed.mesh import Team
+from wan.log import logger
+from wan.modules.model import WanModel
+from wan.pipeline import build, images
+from wan.pipeline.setup import Setup
+from wan.settings import recipes
+from wan.settings.errors import InputError
+from wan.settings.execution import Offload
+from wan.settings.presets import PRESETS
+from wan.settings.request import Request, make_request
+from wan.settings.values import choice, integer, shown
+
+_NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
+_IMAGES = ("image", "last_image")
+_EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
+
+
+class DefaultFloat(float):
+    """A default of `generate` that can be told from the same number where it is given."""
+
+
+class DefaultInt(int):
+    """Likewise."""
+
+
+class DefaultStr(str):
+    """Likewise."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked call of `generate`.
+
+    Attributes:
+        request: The video.
+        images: The first and the last one.
+        embeds: The prompt's and the negative prompt's, where they are given.
+        output_type: "pt" or "latent".
+    """
+
+    request: Request
+    images: tuple[Image | None, Image | None]
+    embeds: tuple[Tensor | None, Tensor | None]
+    output_type: str
+
+
+class Generator:
+    """One checkpoint, ready for requests. `tasks`: a class's; the folder decides among them."""
+
+    tasks: tuple[str, ...]
+    generate: Any
+
+    def __init__(
+        self,
+        config: Any,
+        checkpoint_dir: str | Path,
+        device_id: int = 0,
+        rank: int = 0,
+        t5_fsdp: bool = False,
+        dit_fsdp: bool = False,
+        use_sp: bool = False,
+        t5_cpu: bool = False,
+        init_on_cpu: bool = True,
+        convert_model_dtype: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Looks into the checkpoint and composes the pipeline; reads no weights.
+
+        Args:
+            config: From WAN_CONFIGS, perhaps edited, or its name there. boundary,
+                sample_neg_prompt, file names (t5_checkpoint, t5_tokenizer, vae_checkpoint) and
+                float32 as t5_dtype or param_dtype count; the networks' sizes come from the
+                checkpoint.
+            checkpoint_dir: A folder of any layout that --ckpt_dir takes.
+            device_id: Which accelerator; has no effect on CPUs.
+            rank: Taken from the process group, whatever is given.
+            t5_fsdp: As --t5_fsdp.
+            dit_fsdp: As --dit_fsdp.
+            use_sp: The ranks of torch.distributed, which the caller has initialised, share each
+                video. `generate` is then called on every rank and returns the video on the first
+                one, None on the others (latents on all).
+            t5_cpu: As --t5_cpu.
+            init_on_cpu: Has no effect: networks go straight to their device.
+            convert_model_dtype: As --convert_model_dtype.
+            **settings: Flags of the command line, without dashes, that decide how networks are
+                loaded and run: ulysses_size, comm_type, fa_quant, compile, ... None: not given.
+                Environment variables that stand for flags have no effect; what is refused
+                there is refused here.
+
+        Raises:
+            InputError: A ValueError, for folders and settings that do not fit.
+        """
+        with in_keywords():
+            env.refused()
+            self.config = _config(config)
+            flags = {"t5_fsdp": t5_fsdp, "dit_fsdp": dit_fsdp, "t5_cpu": t5_cpu}
+            values = for_loading({**settings, **flags, "convert_model_dtype": convert_model_dtype})
+            if "precision" not in values and self.config.param_dtype == torch.float32:
+                values["precision"] = "fp32"
+            checkpoint = _with_files(_described(checkpoint_dir), self.config)
+            sizes = checkpoint.experts.keys(), seen(checkpoint)
+            fitting = [t for t in self.tasks if ({*PRESETS[t].experts}, PRESETS[t].images) == sizes]
+            self._preset = PRESETS[(fitting or self.tasks)[0]]
+            check_task(checkpoint, self._preset)
+            world = _world(use_sp)
+            self._setup, notices = make_setup(values, self._preset, checkpoint, world)
+            for notice in notices:
+                logger.warning(notice)
+            device = devices.resolve(
+                self._setup.execution.device, integer(0, 10**6)("device_id", device_id)
+            )
+            self._setup.check_device(device.can)
+            self._team: Team | None = None
+            if world > 1:
+                self._team = mesh.form(device, self._setup.parallel.sizes)
+            kept = ("noise_device", *LORA_FLAGS)
+            self._values = {name: values[name] for name in kept if name in values}
+            t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
+            self._pipeline = build.pipeline(self._setup, device, self._team, t5_dtype=t5_dtype)
+
+    def __getattr__(self, name: str) -> WanModel:
+        """The official attributes low_noise_model and high_noise_model, or model where it is one.
+
+        For tools that change networks in place: one that was asked for stays in memory.
+        """
+        expert = _NETWORKS.get(name)
+        if expert is None or expert not in self._setup.checkpoint.experts:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self._pipeline.experts.keep(expert)
+
+    @property
+    def step_cache(self) -> dict[str, Any] | None:
+        """What the step cache did in the last video, as in the record; None without a policy.
+
+        {"policy": ..., "computed": {"cond": [...], "uncond": [...]}}: the steps of each branch
+        that were computed.
+        """
+        return self._pipeline.caches.record()
+
+    def generate_many(
+        self,
+        calls: Iterable[str | Mapping[str, Any]],
+        *,
+        group_by_expert: bool = False,
+        offload_model: Offload = True,
+        **shared: Any,
+    ) -> Iterator[Tensor | None]:
+        """Makes a video of each call, in order, with the networks and texts of one load.
+
+        All calls are checked before this returns. An error ends the iteration.
+
+        Args:
+            calls: Each a prompt, or arguments of `generate`.
+            group_by_expert: As --group_by_expert.
+            offload_model: As for `generate`, for all calls.
+            **shared: Arguments of all calls; a call's own win.
+
+        Returns:
+            What `generate` returns for each call, as soon as it is made; by all ranks.
+
+        Raises:
+            InputError: A ValueError, for values that do not fit.
+        """
+        with in_keywords():
+            offload = OFFLOAD("offload_model", offload_model)
+            setup, asked = self._with_offload(offload), []
+            if group_by_expert:
+                setup.check_grouping()
+            for call in calls:
+                own = {"input_prompt": call} if isinstance(call, str) else dict(call)
+                if "offload_model" in own:
+                    raise InputError("offload_model holds for all calls; give it beside them.")
+                bound = inspect.signature(self.generate).bind(**{**shared, **own})
+                bound.apply_defaults()
+                asked.append(self._asked(bound.arguments, setup))
+        return self._made(asked, offload, group_by_expert)
+
+    def _generate(self, call: dict[str, Any]) -> Tensor | None:
+        """One video. call: the arguments of `generate`."""
+        with in_keywords():
+            offload = OFFLOAD("offload_model", call["offload_model"])
+            asked = self._asked(call, self._with_offload(offload))
+        (made,) = self._made([asked], offload, False)
+        return made
+
+    def _made(
+        self, asked: Sequence[Asked], offload: Offload, grouped: bool
+    ) -> Iterator[Tensor | None]:
+        pipeline = self._pipeline
+        with in_keywords():
+            pipeline.set_offload(offload)
+            if len(asked) > 1:
+                pipeline.keep_texts([one.request for one in asked if one.embeds[0] is None])
+            for one, latents in zip(asked, self._latents(asked, grouped), strict=True):
+                yield latents if one.output_type == "latent" else pipeline.decode(latents)
+            pipeline.kept.clear()
+
+    def _latents(self, asked: Sequence[Asked], grouped: bool) -> Iterator[Tensor]:
+        pipeline = self._pipeline
+        if not grouped:
+            for one in asked:
+                first, last = one.images
+                yield pipeline.latents(one.request, first, *one.embeds, last)
+            return
+        videos = []
+        for one in asked:
+            first, last = one.images
+            videos.append(pipeline.prepared(one.request, first, *one.embeds, last))
+            videos[-1].rest()
+        for expert in self._preset.experts:
+            for video in videos:
+                if video.experts[:1] == [expert]:
+                    pipeline.advanced(video, phases=1)
+                    video.rest()
+        pipeline.done(pipeline.experts)
+        for video in videos:
+            yield video.latents.to(pipeline.device.torch_device)
+
+    def _asked(self, call: dict[str, Any], setup: Setup) -> Asked:
+        request, *ends = self._request(call, setup)
+        embeds = [_embedding(name, call[name]) for name in _EMBEDDINGS]
+        output_type = choice("pt", "latent")("output_type", call["output_type"])
+        if self._team is not None:  # ranks that drew different seeds would mix their noise
+            seed = self._team.value_from_main(request.base_seed)
+            request = replace(request, base_seed=seed)
+        return Asked(request, (ends[0], ends[1]), (embeds[0], embeds[1]), output_type)
+
+    def _with_offload(self, offload: Offload) -> Setup:
+        """The setup of one call; InputError where the constructor's keywords exclude that."""
+        execution = replace(self._setup.execution, offload_model=offload)
+        setup = replace(self._setup, execution=execution)
+        setup.check_device(self._pipeline.device.can)
+        return setup
+
+    def _request(
+        self, call: dict[str, Any], setup: Setup
+    ) -> tuple[Request, Image | None, Image | None]:
+        unknown = [name for name in call["settings"] if not is_for(name, "video")]
+        if unknown:
+            raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
+        twins = [name for name in call["settings"] if KEYWORDS.get(name) in call]
+        if twins:
+            raise InputError(f"{twins[0]} is called {KEYWORDS[twins[0]]} here; use that keyword.")
+        if "image" in call["settings"]:
+            raise InputError("image has no effect on a text-to-video model; remove it.")
+        flags = {keyword: flag for flag, keyword in KEYWORDS.items()}
+        named = {
+            flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
+        }
+        image, last = (
+            None if named.get(name) is None else images.from_value(named[name]) for name in _IMAGES
+        )
+        absent = {*_IMAGES, *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
+        given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
+        recipe, values = self._with_recipe(self._values | read(given, "--{}"), call)
+        values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
+        if image is not None and call.get("max_area") is not None:
+            values["max_area"] = integer(1, 10**12)("max_area", call["max_area"])
+        size = None if image is None else image.size
+        values["last_image"] = last
+        request = make_request(self._preset, values, size, self.config.get("boundary"))
+        for notice in (*recipes.notices(recipe, request), *setup.check_request(request)):
+            logger.warning(notice)
+        return request, image, last
+
+    def _with_recipe(
+        self, values: dict[str, Any], call: dict[str, Any]
+    ) -> tuple[str | None, dict[str, Any]]:
+        """The recipe, which sets what was not given to `generate`.
+
+        So do the presets of Wan2.1's image models, which the official class does not know.
+        """
+        files = recipe_files(values, self._setup.checkpoint)
+        name, sampling = recipes.choose(values.get("recipe", "auto"), *files, self._preset)
+        if name is None and not self._preset.images:
+            return None, values
+        absent = {
+            flag
+            for flag, keyword in KEYWORDS.items()
+            if isinstance(call.get(keyword), DefaultFloat | DefaultInt | DefaultStr)
+        }
+        absent |= {"sample_solver"} if isinstance(call["sample_solver"], DefaultStr) else set()
+        kept = {flag: value for flag, value in values.items() if flag not in absent}
+        return name, recipes.under(kept, sampling)
+
+
+def _config(config: Any) -> Any:
+    if isinstance(config, str):
+        if config not in WAN_CONFIGS:
+            raise InputError(f"config is {shown(config)}; names are {', '.join(WAN_CONFIGS)}.")
+        return WAN_CONFIGS[config]
+    if not hasattr(config, "sample_neg_prompt"):
+        raise InputError(
+            f"config is {shown(config)}; give an entry of WAN_CONFIGS, or its name "
+            f"({', '.join(WAN_CONFIGS)})."
+        )
+    return config
+
+
+def _described(folder: Any) -> Checkpoint:
+    if not isinstance(folder, str | Path):
+        raise InputError(f"--ckpt_dir is {shown(folder)}; give the folder of a checkpoint.")
+    return describe(Path(folder).expanduser())
+
+
+def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
+    """The checkpoint with the files that the config names, where the folder has them."""
+    assert checkpoint.folder is not None
+    named = {
+        "vae": checkpoint.folder / config.vae_checkpoint,
+        "text_encoder": checkpoint.folder / config.t5_checkpoint,
+        "tokenizer": checkpoint.folder / config.t5_tokenizer,
+    }
+    return replace(checkpoint, **{part: path for part, path in named.items() if path.exists()})
+
+
+def _world(use_sp: bool) -> int:
+    world = mesh.running() if use_sp else 1
+    if use_sp and world == 1:
+        raise InputError(
+            "use_sp shares a video among ranks, but torch.distributed is not initialised for "
+            "several; start with torchrun and call init_process_group first."
+        )
+    return world
+
+
+def _embedding(name: str, value: Any) -> Tensor | None:
+    if value is None or (isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    raise InputError(f"{name} must be a floating-point tensor [length, channels].")
