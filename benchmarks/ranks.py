@@ -18,15 +18,19 @@ CPU = torch.device("cpu")
 Times = dict[str, list[float]]
 
 
-def launch(ranks: int, work: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
+def launch(
+    ranks: int, work: Callable[..., dict[str, Any]], *args: Any, timeout: float | None = None
+) -> list[dict[str, Any]]:
     """work(*args) in as many new processes, one thread each, in one gloo group; results by rank.
 
-    The first error of a rank is raised here and ends the others.
+    The first error of a rank is raised here and ends the others. timeout: seconds for each result,
+    multiprocessing.TimeoutError after them.
     """
     quiet = patch.dict(os.environ, KINETO_LOG_LEVEL="99")  # the profiler of `common.peak_bytes`
     with quiet, tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(ranks) as pool:
         tasks = [(work, args, rank, ranks, f"file://{folder}/store") for rank in range(ranks)]
-        found = dict(pool.imap_unordered(_on_rank, tasks))
+        results = pool.imap_unordered(_on_rank, tasks)
+        found = dict(results.next(timeout) for _ in range(ranks))
     return [found[rank] for rank in range(ranks)]
 
 

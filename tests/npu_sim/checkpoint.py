@@ -25,9 +25,9 @@ class OneLayer(tiny_networks.Recipe):
         return super().config | {"num_layers": 1, "ffn_dim": 64}
 
 
-def make(out: Path, task: str = TASK, heads: int = 40) -> Path:
+def make(out: Path, task: str = TASK, heads: int = 40, layout: str = "official") -> Path:
     """Write the folder `out` and return it."""
     sizes = replace(tiny_networks.RECIPES[task], num_heads=heads, head_dim=HEAD_DIM)
     recipe = OneLayer(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
     with mock.patch.dict(tiny_networks.RECIPES, {task: recipe}):
-        return make_checkpoint(task, out)
+        return make_checkpoint(task, out, layout=layout)

@@ -175,12 +175,13 @@ def test_first_block_cache(tiny, threshold: float) -> None:
         negative_prompt_embeds=negative,
         output_type="latent",
     )
-    computed: list[str] = []
+    computed: list[int] = []
 
-    def cached(network: Any, name: str) -> None:
-        network.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-        inner = network.blocks[-1].attn1  # its hooks see a block that is skipped, too
-        inner.register_forward_hook(lambda *_: computed.append(name))
+    def cached(pipe: Any) -> None:
+        for network in (pipe.transformer, pipe.transformer_2):
+            network.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+            inner = network.blocks[-1].attn1  # its hooks see a block that is skipped, too
+            inner.register_forward_hook(lambda *_: computed.append(0))
 
     theirs = diffusers_latents(
         tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 20, cached
@@ -209,27 +210,28 @@ def diffusers_latents(
     context: torch.Tensor,
     negative: torch.Tensor,
     steps: int = 6,
-    cached: Callable[[Any, str], None] | None = None,
+    prepare: Callable[[Any], object] = lambda pipe: None,
+    size: tuple[int, int] = (96, 64),
 ) -> torch.Tensor:
-    """cached: gives a network its cache."""
+    """prepare: changes the pipeline before it is called."""
     kind = WanImageToVideoPipeline if images else WanPipeline
     pipe = kind.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.scheduler = official_scheduler(solver, 5.0)
-    if cached is not None:
-        cached(pipe.transformer, "high_noise"), cached(pipe.transformer_2, "low_noise")
+    prepare(pipe)
     small = pipe.transformer.config.out_channels == 16
     channels, stride = (16, 8) if small else (48, 16)
     given = dict(zip(("image", "last_image"), images, strict=False))
     if getattr(pipe, "image_encoder", None) is not None:
         pipe.encode_image = lambda *_: clip_features(pipe.image_encoder, images)
-    shape = (1, channels, 3, 64 // stride, 96 // stride)
+    width, height = size
+    shape = (1, channels, 3, height // stride, width // stride)
     return pipe(
         **given,
         **({"guidance_scale": 4.0, "guidance_scale_2": 3.0} if two else {"guidance_scale": 5.0}),
         prompt_embeds=F.pad(context, (0, 0, 0, 512 - len(context)))[None],
         negative_prompt_embeds=F.pad(negative, (0, 0, 0, 512 - len(negative)))[None],
-        width=96,
-        height=64,
+        width=width,
+        height=height,
         num_frames=9,
         num_inference_steps=steps,
         latents=torch.randn(shape, generator=torch.Generator().manual_seed(3)),

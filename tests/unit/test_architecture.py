@@ -47,6 +47,7 @@ BUILDERS = {
     *(
         "wan.generator",
         "wan.cli.main",
+        "wan.diffusers.session",
         "wan.planner.measure",
         "wan.planner.report",
         "wan.power.rounds",
@@ -77,7 +78,7 @@ WITHOUT_TORCH = (
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
-    "diffusers": "wan.pipeline.solvers wan.pipeline.tiny",
+    "diffusers": "wan.pipeline.solvers wan.pipeline.tiny wan.diffusers",
     "transformers": "wan.pipeline.text wan.pipeline.clip wan.pipeline.tiny wan.cli.extend_prompt",
     "dashscope": "wan.cli.extend_prompt",
     "torch_npu": "wan.device wan.kernels.npu",

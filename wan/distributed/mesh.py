@@ -187,6 +187,12 @@ class Team:
         dist.all_reduce(verdict, dist.ReduceOp.MIN)
         return bool(verdict)
 
+    def release(self) -> None:
+        """Gives its groups back, with their threads and links; the process group stays."""
+        axes = (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses"))
+        for group in {self.group(*names) for names in axes} - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
+
     def close(self) -> None:
         """The orderly end: all ranks have come this far. Never called on a failing path."""
         dist.barrier()

@@ -61,6 +61,7 @@ def install(npu: Any) -> None:
     torch.utils.rename_privateuse1_backend("npu")
     torch._register_device_module("npu", npu)
     torch._C._get_accelerator = lambda check=False: CPU  # type: ignore[attr-defined]
+    torch._C._accelerator_getDeviceIndex = lambda: npu.current_device()  # type: ignore[attr-defined]
     torch.Generator = Generator  # type: ignore[misc]
     torch.Tensor.npu = _same  # type: ignore[attr-defined]
     torch.Tensor.record_stream = _same  # type: ignore[method-assign]  # its parser knows no others

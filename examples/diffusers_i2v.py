@@ -1,0 +1,59 @@
+"""Wan2.1's image-to-video in diffusers, whose network also looks at 257 image tokens, by ranks:
+
+    torchrun --nproc_per_node=3 examples/diffusers_i2v.py [FOLDER IMAGE]
+
+FOLDER is a checkpoint in diffusers' layout (Wan-AI/Wan2.1-I2V-14B-480P-Diffusers, downloaded).
+Without one, a tiny network of random weights makes noise, on CPUs. Neither the tokens of the video
+nor the 257 + 512 of image and text need to divide among the ranks. See docs/diffusers.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from diffusers import WanImageToVideoPipeline
+from diffusers.utils import export_to_video, load_image
+from PIL import Image
+from transformers import CLIPImageProcessorPil
+
+from wan.diffusers import parallelize_pipe
+from wan.pipeline.tiny import make_checkpoint
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as own:  # a rank's; the same tensors in each
+        if sys.argv[1:]:
+            folder, image = sys.argv[1], load_image(sys.argv[2])
+        else:
+            folder = str(make_checkpoint("i2v-14B", Path(own, "i2v"), layout="diffusers"))
+            image = Image.radial_gradient("L").convert("RGB")
+        pipe = WanImageToVideoPipeline.from_pretrained(
+            folder, image_processor=CLIPImageProcessorPil(), torch_dtype=torch.float32
+        )
+    several = dist.is_torchelastic_launched()
+    if several:
+        dist.init_process_group("gloo")
+    parallelize_pipe(pipe)
+    frames = pipe(
+        image=image,
+        prompt="the scene comes gently to life",
+        width=112,
+        height=80,
+        num_frames=9,
+        num_inference_steps=4,
+        generator=torch.Generator().manual_seed(0),  # the same on every rank
+    ).frames[0]
+    if not several or dist.get_rank() == 0:
+        print(f"life.mp4: {frames.shape}")
+        export_to_video(frames, "life.mp4", fps=16)
+    if several:
+        dist.barrier()  # gloo aborts where a rank leaves before the others
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

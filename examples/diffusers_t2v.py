@@ -1,0 +1,57 @@
+"""diffusers' text-to-video pipeline, its videos shared by ranks:
+
+    torchrun --nproc_per_node=2 examples/diffusers_t2v.py [FOLDER]
+
+FOLDER is a checkpoint in diffusers' layout (Wan-AI/Wan2.2-T2V-A14B-Diffusers, downloaded). Without
+one, a tiny network of random weights makes noise, on CPUs. See docs/diffusers.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from math import gcd
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from diffusers import WanPipeline
+from diffusers.utils import export_to_video
+
+from wan.diffusers import apply_cache_on_pipe, parallelize_pipe
+from wan.pipeline.tiny import make_checkpoint
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as own:  # a rank's; the same tensors in each
+        if sys.argv[1:]:
+            folder = sys.argv[1]
+        else:
+            folder = str(make_checkpoint("t2v-A14B", Path(own, "t2v"), layout="diffusers"))
+        pipe = WanPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    several = dist.is_torchelastic_launched()
+    if several:
+        dist.init_process_group("gloo")
+    ranks = dist.get_world_size() if several else 1
+    ulysses = gcd(ranks, pipe.transformer.config.num_attention_heads)  # the others form a ring
+    power_cap = 1 if ulysses > 1 else 0
+    parallelize_pipe(pipe, ulysses_size=ulysses, ring_size=ranks // ulysses, comm_type=power_cap)
+    apply_cache_on_pipe(pipe, "first_block", threshold=0.08)
+    frames = pipe(
+        prompt="a red fox trots through fresh snow",
+        width=128,
+        height=96,
+        num_frames=9,
+        num_inference_steps=8,
+        generator=torch.Generator().manual_seed(0),  # the same on every rank
+    ).frames[0]
+    if not several or dist.get_rank() == 0:
+        print(f"fox.mp4: {frames.shape}, by {ranks} ranks")
+        export_to_video(frames, "fox.mp4", fps=16)
+    if several:
+        dist.barrier()  # gloo aborts where a rank leaves before the others
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

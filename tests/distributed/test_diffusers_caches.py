@@ -1,0 +1,151 @@
+"""Step caches on diffusers' pipelines: the steps of diffusers' own, of one process and of ours."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import FirstBlockCacheConfig
+from torch import Tensor
+
+import wan
+from tests.conftest import slow
+from tests.diffusers_runs import TOLERANCE, Settings, Video, make, sharing
+from tests.dist import run
+from tests.numerics.test_diffusers import diffusers_latents
+from wan.cli.flags import FLAGS
+from wan.configs import WAN_CONFIGS
+from wan.diffusers import apply_cache_on_pipe, deparallelize
+
+pytestmark = pytest.mark.dist
+
+
+def computing(pipe: Any, noted: list[tuple[int, int]]) -> list[Any]:
+    """Notes (network, step) whenever a network computes all of its blocks; returns the hooks."""
+    return [
+        network.blocks[-1].ffn.register_forward_hook(
+            lambda *_, index=index: noted.append((index, pipe.scheduler.step_index or 0))
+        )
+        for index, network in enumerate((pipe.transformer, pipe.transformer_2))
+    ]
+
+
+@pytest.mark.parametrize("threshold", [0.5, slow(0.8)])
+@pytest.mark.usefixtures("one_thread")
+def test_first_block_cache_computes_the_steps_of_diffusers_own(tiny: Any, threshold: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
+    call = (tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 20)
+    steps: list[list[tuple[int, int]]] = [[], []]
+
+    def theirs(pipe: Any) -> None:
+        computing(pipe, steps[0])
+        for network in (pipe.transformer, pipe.transformer_2):
+            network.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+
+    def ours(pipe: Any) -> None:
+        computing(pipe, steps[1])
+        apply_cache_on_pipe(pipe, "first_block", threshold=threshold, warmup=0)
+
+    expected, found = (diffusers_latents(*call, prepare=cache) for cache in (theirs, ours))
+    assert steps[0] == steps[1] and 4 < len(steps[0]) < 40
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
+POLICIES: dict[str, Settings] = {
+    "first_block": {"threshold": 0.7, "order": 1},
+    "tea": {"coefficients": (1.0, 0.0), "threshold": 2.0},
+    "steps:0,1,2,5,6,7,10": {},
+    "attention": {"start_step": 1, "attentioncache_interval": 2, "end_step": 9},
+    "cfg": {},
+}
+
+
+@pytest.mark.parametrize("policy", ["first_block", *(slow(p) for p in POLICIES if p[0] != "f")])
+@pytest.mark.usefixtures("one_thread")
+def test_caches_of_ranks(tiny: Any, policy: str) -> None:
+    """They skip as one process does, and as our own pipeline."""
+    generator = torch.Generator().manual_seed(5)
+    context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
+    given = {n if n in FLAGS else f"step_cache_{n}": v for n, v in POLICIES[policy].items()}
+    own = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), step_cache=policy, **given)
+    expected = own.generate(
+        "",
+        size=(96, 64),
+        frame_num=9,
+        sampling_steps=12,
+        shift=5.0,
+        guide_scale=(3.0, 4.0),
+        seed=3,
+        prompt_embeds=context,
+        negative_prompt_embeds=negative,
+        output_type="latent",
+    )
+    assert own.step_cache is not None
+    call = (tiny("t2v-A14B", "diffusers"), [], "unipc", True, context, negative, 12)
+    layouts = [{"comm_type": 1}] if policy == "cfg" else [{"comm_type": 1}, {"cfg_size": 2}]
+    for settings in layouts:
+        for latents, computed in run(2, cached, settings, policy, POLICIES[policy], call):
+            if policy != "first_block" or "cfg_size" not in settings:  # whose branches agree
+                assert (latents - expected).abs().max() <= TOLERANCE
+            uncond = own.step_cache["computed"]["uncond"]
+            assert 0 < len(uncond) < 12
+            if policy in ("tea", "first_block") and "cfg_size" not in settings:
+                assert len(computed) == len(uncond) + len(own.step_cache["computed"]["cond"])
+
+
+def cached(settings: Settings, policy: str, parameters: Settings, call: Any) -> Any:
+    """On one rank: the latents, and the steps in which a network computed all blocks."""
+    torch.set_num_threads(1)
+    noted: list[tuple[int, int]] = []
+
+    with ExitStack() as stack:
+
+        def prepare(pipe: Any) -> None:
+            computing(pipe, noted)
+            stack.enter_context(sharing(pipe, **settings))
+            apply_cache_on_pipe(pipe, policy, **parameters)
+
+        return diffusers_latents(*call, prepare=prepare), noted
+
+
+def disagreeing(video: Video) -> tuple[Any, Any, Tensor]:
+    """On one rank, whose first blocks are its own: steps computed alone, and shared; latents."""
+    torch.set_num_threads(1)
+    pipe, alone, together = video.pipe(), list[Any](), list[Any]()
+    for network in (pipe.transformer, pipe.transformer_2):
+        network.blocks[0].scale_shift_table.data *= 1 + 4 * torch.distributed.get_rank()
+    counting = computing(pipe, alone)
+    video.latents(apply_cache_on_pipe(pipe, "first_block", threshold=0.5))
+    for hook in counting:
+        hook.remove()
+    computing(pipe, together)
+    with sharing(deparallelize(pipe)):
+        apply_cache_on_pipe(pipe, "first_block", threshold=0.5)
+        return alone, together, video.latents(pipe)
+
+
+def test_ranks_that_disagree_skip_together(tiny: Any) -> None:
+    """Where diffusers' own cache hangs: see benchmarks/diffusers_parallel.py."""
+    first, second = run(2, disagreeing, make(tiny, "2.2", steps=10), timeout=60)
+    assert first[0] != second[0], "alone they skip other steps"
+    assert first[1] == second[1] and 4 < len(first[1]) < 20
+    assert torch.equal(first[2], second[2]) and first[2].isfinite().all()
+
+
+@pytest.mark.slow
+def test_mag_takes_the_steps_of_our_own(tiny: Any) -> None:
+    """The published curve, on diffusers' own noise levels of its shift."""
+    noted: list[tuple[int, int]] = []
+    video = make(tiny, "2.2", steps=40)
+    pipe = apply_cache_on_pipe(video.pipe(), "mag", threshold=0.04)
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=12.0)
+    computing(pipe, noted)
+    video.latents(pipe)
+    own = wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), step_cache="mag")
+    own.generate("", size=(96, 64), frame_num=9, sampling_steps=40, shift=12.0, guide_scale=5.0)
+    assert own.step_cache is not None
+    steps = own.step_cache["computed"]
+    assert sorted(step for _, step in noted) == sorted(steps["cond"] + steps["uncond"])

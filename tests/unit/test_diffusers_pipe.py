@@ -1,0 +1,244 @@
+"""parallelize_pipe on one process: what it goes with, what it refuses, and that it is undone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from accelerate import cpu_offload, cpu_offload_with_hook
+from accelerate.hooks import remove_hook_from_module
+from diffusers.hooks import FirstBlockCacheConfig
+from torch import Tensor
+
+from tests.diffusers_runs import TOLERANCE, Video
+from wan.diffusers import (
+    VERSIONS,
+    apply_cache_on_pipe,
+    deparallelize,
+    parallelize_pipe,
+    parallelize_transformer,
+)
+from wan.settings.errors import InputError
+
+REPO = Path(__file__).parents[2]
+RELEASE = tuple(map(int, diffusers.__version__.split(".")[:2]))
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def video(tiny: Any) -> Video:
+    return Video(tiny("t2v-1.3B", "diffusers"), size=(96, 64), steps=2)
+
+
+@pytest.fixture
+def pipe(video: Video) -> Any:
+    return video.pipe()
+
+
+@pytest.fixture(scope="module")
+def expected(video: Video) -> Tensor:
+    return video.latents(video.pipe())
+
+
+def grouped(pipe: Any) -> None:
+    if RELEASE < (0, 41):
+        pytest.skip("diffusers' group offloading needs an accelerator")
+    pipe.transformer.enable_group_offload(CPU, CPU, "block_level", num_blocks_per_group=1)
+
+
+def adapted(pipe: Any) -> None:
+    """A LoRA, also of the two modules around the blocks."""
+    pytest.importorskip("peft")
+    generator = torch.Generator().manual_seed(0)
+    network, weights = pipe.transformer, {}
+    for name in ("patch_embedding", "blocks.0.attn1.to_q", "blocks.1.attn2.to_out.0", "proj_out"):
+        rows, columns, *patch = network.get_submodule(name).weight.shape
+        down = torch.randn(4, columns, *patch, generator=generator)
+        up = torch.randn(rows, 4, *[1 for _ in patch], generator=generator) / 10
+        weights |= {f"transformer.{name}.lora_{x}.weight": w for x, w in (("A", down), ("B", up))}
+    pipe.load_lora_weights(weights)
+
+
+class Int8(torch.nn.Module):
+    """A layer as quantisers put them in the place of linear ones: its weight is no float."""
+
+    def __init__(self, of: torch.nn.Linear) -> None:
+        super().__init__()
+        weight = of.weight.detach()
+        self.scale, self.bias = weight.abs().amax(1, keepdim=True) / 127, of.bias
+        self.register_buffer("weight", (weight / self.scale).round().to(torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+def quantised(pipe: Any) -> None:
+    for block in pipe.transformer.blocks:
+        for name, layer in list(block.named_modules()):
+            if isinstance(layer, torch.nn.Linear):
+                parent, _, child = name.rpartition(".")
+                setattr(block.get_submodule(parent), child, Int8(layer))
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda pipe: None,
+    "fused projections": lambda pipe: pipe.transformer.fuse_qkv_projections(),
+    "group offloading": grouped,
+    "LoRA": adapted,
+    "weights in int8": quantised,
+    "weights in FP8": lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_it_goes_with(video: Video, expected: Tensor, change: str) -> None:
+    """Before and after, also where a cache runs the blocks, all of them here."""
+    plain, before, after = (video.pipe() for _ in range(3))
+    CHANGES[change](plain), CHANGES[change](before)
+    wanted = video.latents(plain)
+    assert torch.equal(wanted, expected) != (change == "LoRA" or change.startswith("weights"))
+    parallelize_pipe(before)
+    CHANGES[change](apply_cache_on_pipe(parallelize_pipe(after), "steps:0,1", force=True))
+    for pipe in (before, after):
+        assert (video.latents(pipe) - wanted).abs().max() <= TOLERANCE
+
+
+def test_undone(video: Video, pipe: Any, expected: Tensor) -> None:
+    before = pipe.transformer.attn_processors
+    apply_cache_on_pipe(parallelize_pipe(pipe), "steps:0", force=True)
+    assert not torch.equal(video.latents(pipe), expected)
+    assert deparallelize(pipe) is pipe
+    assert pipe.transformer.attn_processors == before
+    assert torch.equal(video.latents(pipe), expected)
+    transformer = parallelize_transformer(pipe.transformer)
+    assert (video.latents(pipe) - expected).abs().max() <= TOLERANCE
+    deparallelize(transformer)
+    assert torch.equal(video.latents(pipe), expected)
+
+
+def test_undone_below_an_offload(video: Video, pipe: Any, expected: Tensor) -> None:
+    """Whose hooks are on top of ours: they go first."""
+    cpu_offload_with_hook(parallelize_pipe(pipe).transformer, "cpu")
+    with pytest.raises(InputError, match="accelerate's hooks"):
+        deparallelize(pipe)
+    remove_hook_from_module(pipe.transformer, recurse=True)
+    assert not torch.equal(video.latents(pipe), expected), "ours are still there"
+    deparallelize(pipe)
+    assert torch.equal(video.latents(pipe), expected)
+
+
+def without(pipe: Any) -> Any:
+    pipe.transformer = None
+    return pipe
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "no pipeline": (
+        lambda pipe: parallelize_pipe(pipe.transformer),
+        "WanTransformer3DModel is not",
+    ),
+    "a compiled network": (
+        lambda pipe: parallelize_transformer(torch.compile(pipe.transformer)),
+        "compile its blocks",
+    ),
+    "no network": (lambda pipe: parallelize_pipe(without(pipe)), "without its transformer"),
+    "compiled in place": (
+        lambda pipe: (pipe.transformer.compile(), parallelize_pipe(pipe)),
+        "compile its blocks",
+    ),
+    "twice": (lambda pipe: parallelize_pipe(parallelize_pipe(pipe)), "has our hooks already"),
+    "no keyword": (lambda pipe: parallelize_pipe(pipe, dit_fsdp=True), "dit_fsdp is no keyword"),
+    "one process": (
+        lambda pipe: parallelize_pipe(pipe, comm_type=1),
+        "requires ulysses_size > 1",
+    ),
+    "sizes": (lambda pipe: parallelize_pipe(pipe, cfg_size=2), "needs 2 ranks"),
+    "cfg_size of a network": (
+        lambda pipe: parallelize_transformer(pipe.transformer, cfg_size=2),
+        "use parallelize_pipe",
+    ),
+    "float16": (lambda pipe: parallelize_pipe(pipe.to(torch.float16)), "compute in torch.float16"),
+    "another cache": (
+        lambda pipe: (
+            pipe.transformer.enable_cache(FirstBlockCacheConfig()),
+            parallelize_pipe(pipe),
+        ),
+        "has a cache of diffusers",
+    ),
+    "another backend": (
+        lambda pipe: (pipe.transformer.set_attention_backend("native"), parallelize_pipe(pipe)),
+        "with attention backend",
+    ),
+    "an offload before": (
+        lambda pipe: (cpu_offload_with_hook(pipe.transformer, "cpu"), parallelize_pipe(pipe)),
+        "offload after this call",
+    ),
+    "no policy": (lambda pipe: apply_cache_on_pipe(pipe, "fora"), "step_cache is fora"),
+    "no parameter": (
+        lambda pipe: apply_cache_on_pipe(pipe, "mag", comm_type=1),
+        "step_cache_comm_type is no parameter|comm_type is no parameter",
+    ),
+    "a parameter of another policy": (
+        lambda pipe: apply_cache_on_pipe(pipe, "mag", order=1, interval=3),
+        "interval is no parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(pipe: Any, case: str) -> None:
+    call, words = REFUSED[case]
+    with pytest.raises(InputError, match=words):
+        call(pipe)
+
+
+def test_refused_when_called(video: Video, pipe: Any) -> None:
+    """What only the video shows; then the pipeline serves another one."""
+    parallelize_pipe(pipe, use_rainfusion=True, sparse_start_step=2)
+    with pytest.raises(InputError, match="begin at step 2, but there are 2"):
+        video.latents(pipe)
+    apply_cache_on_pipe(deparallelize(pipe), "first_block")
+    with pytest.raises(InputError, match="with 2 steps"):
+        video.latents(pipe)
+    video.latents(apply_cache_on_pipe(pipe, "none"))
+
+
+@pytest.mark.parametrize("version", ["0.36.1", "0.43.0"])
+def test_other_versions_are_refused(tmp_path: Path, version: str) -> None:
+    assert f"\ndiffusers{VERSIONS} " in (REPO / "requirements.txt").read_text()
+    info = tmp_path / f"diffusers-{version}.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text(f"Name: diffusers\nVersion: {version}\n")
+    call = [sys.executable, "-c", "import wan.diffusers"]
+    there = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"}
+    said = subprocess.run(call, env=there, capture_output=True, text=True, check=False).stderr
+    assert f"InputError: diffusers is {version}; install diffusers{VERSIONS}." in said
+
+
+def test_a_network_of_another_program(pipe: Any) -> None:
+    """Offloaded module by module; block-sparse attention learns the step from the context."""
+    network = pipe.transformer
+    generator = torch.Generator().manual_seed(0)
+    x, text = (torch.randn(s, generator=generator) for s in ((1, 16, 3, 8, 12), (1, 512, 64)))
+    t = torch.tensor([500])
+    with torch.no_grad():
+        expected = network(x, t, text).sample
+        cpu_offload(parallelize_transformer(network), CPU)
+        assert (network(x, t, text).sample - expected).abs().max() <= TOLERANCE
+        remove_hook_from_module(network, recurse=True)
+        deparallelize(network)
+        parallelize_transformer(network, use_rainfusion=True, sparse_start_step=0, sparsity=0.0)
+        with pytest.raises(ValueError, match="step"):
+            network(x, t, text)
+        if RELEASE < (0, 41):
+            return  # a context is a name there
+        with network.cache_context("cond", step_index=0, num_inference_steps=4):
+            assert (network(x, t, text).sample - expected).abs().max() <= TOLERANCE

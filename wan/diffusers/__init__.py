@@ -1,0 +1,184 @@
+"""FA_Power_Cap and the step caches for diffusers' Wan pipelines, in one call.
+
+    from wan.diffusers import apply_cache_on_pipe, parallelize_pipe
+    parallelize_pipe(pipe, ulysses_size=4, comm_type=1)  # on every rank, after init_process_group
+    apply_cache_on_pipe(pipe, "first_block", threshold=0.08)
+
+Nothing of diffusers is changed: attention processors and its hooks do it, see `hooks`.
+"""
+# ruff: noqa: E402 (a version is refused before anything of it is imported)
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from packaging.specifiers import SpecifierSet
+
+from wan.settings.errors import InputError
+
+VERSIONS = ">=0.37,<0.43"  # of diffusers, as in requirements.txt
+if not SpecifierSet(VERSIONS).contains(version("diffusers"), prereleases=True):
+    raise InputError(f"diffusers is {version('diffusers')}; install diffusers{VERSIONS}.")
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from torch import nn
+
+from wan.cli.flags import FLAGS
+from wan.cli.keywords import for_loading, in_keywords
+from wan.diffusers import hooks
+from wan.diffusers.session import Networks, Session
+from wan.distributed import mesh
+from wan.settings.attention import Attention
+from wan.settings.parallel import Parallel
+from wan.settings.step_cache import StepCache
+
+Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline)
+
+CACHE = frozenset(field.name for field in fields(StepCache))
+KEYWORDS = {field.name for kind in (Attention, Parallel) for field in fields(kind)} | {"device"}
+KEYWORDS -= {"world_size", "dit_fsdp", "t5_fsdp", "dist_timeout", "fused_ops"}
+"""Flags of the command line that `parallelize_pipe` takes."""
+
+
+def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
+    """Makes the ranks of torch.distributed share each video of a pipeline; returns the pipeline.
+
+    Every rank calls it, and then the pipeline, with the same arguments and equal generators; every
+    rank gets the video. One process alone may call it, too: for FP8 or block-sparse attention.
+
+    Args:
+        pipe: In any of its forms. Offloading by `enable_model_cpu_offload` comes afterwards.
+        **settings: `KEYWORDS`: comm_type, ulysses_size, fa_quant, ... What is not given is chosen
+            as by the command line; device: where the networks are or, if that is the CPU, auto.
+
+    Raises:
+        InputError: A ValueError, for what the command line refuses, and for networks whose
+            attention or hooks are not diffusers' usual ones.
+    """
+    with in_keywords():
+        networks = _networks(pipe)
+        _start(Session(networks, pipe, _read(settings), mesh.running()))
+    return pipe
+
+
+def parallelize_transformer(
+    transformer: WanTransformer3DModel, **settings: Any
+) -> WanTransformer3DModel:
+    """As `parallelize_pipe`, for one network that another program calls.
+
+    Block-sparse attention has to know the step: from diffusers 0.41 on, call the network inside
+    `transformer.cache_context("cond", step_index=..., num_inference_steps=...)`.
+    """
+    with in_keywords():
+        values = _read(settings)
+        if values.get("cfg_size") == 2:
+            raise InputError("cfg_size 2 pairs the calls of a pipeline; use parallelize_pipe.")
+        networks = _checked({"dit": transformer})
+        _start(Session(networks, None, values, mesh.running()))
+    return transformer
+
+
+def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
+    """Gives a pipeline a step cache, instead of the one it has; returns the pipeline.
+
+    Ranks that share its videos skip together: `parallelize_pipe` comes first.
+
+    Args:
+        pipe: The pipeline.
+        policy: As --step_cache; "none" takes the cache away.
+        **parameters: Flags of the step cache without `step_cache_`: threshold, warmup, ...
+
+    Raises:
+        InputError: As the command line. What does not go with the steps or the guidance of a video
+            is refused when the pipeline is called.
+    """
+    with in_keywords():
+        long = {n if n in FLAGS else f"step_cache_{n}": v for n, v in parameters.items()}
+        for name in long.keys() - CACHE:
+            raise InputError(f"{name} is no parameter of a step cache; remove it.")
+        values = for_loading({**long, "step_cache": policy})
+        before = hooks.session(_networks(pipe, ours=True))
+        if before is None:
+            session = Session(_networks(pipe), pipe, values, world=1)
+        else:
+            values = {n: v for n, v in before.values.items() if n not in CACHE} | values
+            world = before.setup.parallel.world_size
+            session = Session(before.networks, pipe, values, world, before.team)
+            hooks.detach(before.networks)
+        hooks.attach(session)
+    return pipe
+
+
+def deparallelize(pipe: Any) -> Any:
+    """Undoes the other functions; takes a transformer, too."""
+    alone = isinstance(pipe, nn.Module)
+    networks = _checked({"dit": pipe}, ours=True) if alone else _networks(pipe, ours=True)
+    session = hooks.session(networks)
+    hooks.detach(networks)
+    if session is not None and session.team is not None:
+        session.team.release()
+    return pipe
+
+
+def _start(session: Session) -> None:
+    hooks.attach(session)
+    session.announce()
+
+
+def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    for name in settings.keys() - KEYWORDS:
+        raise InputError(f"{name} is no keyword here; there are {', '.join(sorted(KEYWORDS))}.")
+    return for_loading(settings)
+
+
+def _networks(pipe: Any, ours: bool = False) -> Networks:
+    """ours: our hooks may be on them."""
+    if not isinstance(pipe, WanPipeline | WanImageToVideoPipeline):
+        kind = type(pipe).__name__
+        raise InputError(f"{kind} is not supported; WanPipeline and WanImageToVideoPipeline are.")
+    found = {"dit": pipe.transformer}
+    if pipe.config.boundary_ratio is not None:
+        found = {"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}
+    there = {expert: network for expert, network in found.items() if network is not None}
+    if not there:
+        raise InputError("The pipeline was loaded without its transformer; load it with one.")
+    return _checked(there, ours)
+
+
+def _checked(networks: Networks, ours: bool = False) -> Networks:
+    for network in networks.values():
+        for objection in _objections(network, ours):
+            raise InputError(objection)
+    return networks
+
+
+def _objections(network: Any, ours: bool) -> Iterator[str]:
+    """What does not go with our hooks."""
+    if hasattr(network, "_orig_mod") or getattr(network, "_compiled_call_impl", None) is not None:
+        yield "The network is compiled as a whole; compile its blocks: compile_repeated_blocks()."
+    if not isinstance(network, WanTransformer3DModel):
+        yield f"{type(network).__name__} is not supported; WanTransformer3DModel is."
+    if any(hasattr(module, "_hf_hook") for module in network.modules()):
+        yield (
+            "The network has accelerate's hooks, of an offload or a device_map; take them away "
+            "(pipe.remove_all_hooks()), and offload after this call."
+        )
+    if network.is_cache_enabled:
+        yield "The network has a cache of diffusers; call its disable_cache(), then this."
+    if ours:
+        return
+    if hooks.session({"": network}) is not None:
+        yield "The network has our hooks already: call deparallelize first, the cache comes last."
+    for block in network.blocks:
+        usual = block.attn1.get_processor()
+        if type(usual) is not type(block.attn1)._default_processor_cls or usual._attention_backend:
+            yield (
+                f"Self-attention is computed by {type(usual).__name__} with attention backend "
+                f"{usual._attention_backend}; undo that, and name a kernel by attention_backend."
+            )
+    if getattr(network, "_parallel_config", None) is not None:
+        yield "The network has diffusers' own parallelism; load it without enable_parallelism."

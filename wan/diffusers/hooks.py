@@ -1,0 +1,221 @@
+"""What is put on diffusers' networks: its own kind of hooks, and an attention processor.
+
+A network's tokens are sharded behind the patch embedding and gathered behind the last projection.
+What is between them, cross-attention too, is diffusers' own and works on a rank's tokens; only
+self-attention needs the others', and is computed by our layer.
+
+Legend: B batch, S all tokens, L this rank's tokens, C channels, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from math import prod
+from typing import Any, cast
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks.hooks import StateManager
+from torch import Tensor
+
+from wan.diffusers.session import Networks, Session
+from wan.kernels.base import Grid, StepInfo
+from wan.modules.interfaces import TokenShard
+from wan.modules.rope import RopeTable, apply_rope
+
+NAME = "wan"
+
+
+def attach(session: Session) -> None:
+    """Puts the hooks of a session on its networks."""
+    for expert, network in session.networks.items():
+        _registry(network).register_hook(_Network(session, expert), NAME)
+        if session.given.step_cache is not None:
+            for layer, block in enumerate(network.blocks):
+                _registry(block).register_hook(_Block(session, network.blocks, layer), NAME)
+
+
+def detach(networks: Networks) -> None:
+    """Takes them away."""
+    for network in networks.values():
+        _registry(network).remove_hook(NAME, recurse=True)
+
+
+def session(networks: Networks) -> Session | None:
+    """Whose hooks are there."""
+    found = [_registry(network).get_hook(NAME) for network in networks.values()]
+    return found[0].session if found and found[0] is not None else None
+
+
+def _registry(module: Any) -> Any:
+    return HookRegistry.check_if_exists_or_initialize(module)
+
+
+class _Calls(StateManager):
+    """What `cache_context` says of the call under way: a name alone before diffusers 0.41."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.told: Any = None
+
+    def set_context(self, context: Any) -> None:
+        self.told = context
+
+
+class _Network(ModelHook):
+    """On a transformer: says which step a call is, and shards its tokens."""
+
+    _is_stateful = True
+
+    def __init__(self, session: Session, expert: str) -> None:
+        super().__init__()
+        self.session, self.expert, self.calls = session, expert, _Calls()
+
+    def initialize_hook(self, module: Any) -> Any:
+        self.processors = module.attn_processors
+        ours = {
+            name: _SelfAttention(self.session, int(name.split(".")[1]))
+            for name in self.processors
+            if name.endswith("attn1.processor")
+        }
+        module.set_attn_processor({**self.processors, **ours})
+        return module
+
+    def deinitalize_hook(self, module: Any) -> Any:
+        module.set_attn_processor(dict(self.processors))
+        return module
+
+    def reset_state(self, module: Any) -> Any:
+        """A pipeline does that at the end of a video."""
+        self.session.end()
+        return module
+
+    def new_forward(
+        self, module: Any, hidden_states: Tensor, timestep: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        session, tokens = self.session, self.session.given.tokens
+        sizes = zip(hidden_states.shape[2:], module.config.patch_size, strict=True)
+        grid = cast(Grid, tuple(size // patch for size, patch in sizes))
+        step = self._step(grid)
+        begins = step is not None and (step.index, step.branch) == (0, "cond")
+        if begins and session.pipe is not None:
+            session.begin(grid, hidden_states)
+        if timestep.ndim == 2:  # one for each token
+            timestep = tokens.shard(timestep, grid)
+        at: dict[str, Callable[..., Any]] = {
+            "patch_embedding": lambda _, __, x: _shard_patches(x, tokens, grid),
+            "rope": lambda _, __, table: _shard_rotation(table, tokens, grid),
+            "proj_out": lambda _, __, x: tokens.gather(x, grid),
+        }
+
+        def compute() -> Any:
+            session.now, session.valid_len = step, prod(grid)
+            # For this call only: a LoRA may put other modules in the place of these.
+            handles = [getattr(module, name).register_forward_hook(at[name]) for name in at]
+            try:
+                return self.fn_ref.original_forward(hidden_states, timestep, *args, **kwargs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        if step is None or not session.pairs:
+            return compute()
+        return session.pair(step, hidden_states, compute)
+
+    def _step(self, grid: Grid) -> StepInfo | None:
+        """Which one a call is; None where nobody says."""
+        told, pipe = self.calls.told, self.session.pipe
+        if pipe is None:
+            index = getattr(told, "step_index", None)
+            count = getattr(told, "num_inference_steps", None)
+        else:  # the scheduler counts from its first step on
+            index, count = pipe.scheduler.step_index or 0, pipe.num_timesteps
+        if index is None or count is None:
+            return None
+        branch = getattr(told, "name", told) or "cond"
+        return StepInfo(index, count, branch, self.expert, grid, prod(grid))
+
+
+class _Block(ModelHook):
+    """On a block, for a step cache: the first one's call computes what is to be computed of all."""
+
+    def __init__(self, session: Session, blocks: Sequence[Any], layer: int) -> None:
+        super().__init__()
+        self.session, self.blocks, self.layer = session, blocks, layer
+
+    def new_forward(self, _: Any, x_BLC: Tensor, *given: Any) -> Tensor:
+        if self.session.in_blocks:
+            return self.fn_ref.original_forward(x_BLC, *given)
+        return x_BLC if self.layer else self._all(x_BLC, given)
+
+    @torch.compiler.disable  # the blocks inside are compiled, if they are
+    def _all(self, x_BLC: Tensor, given: tuple[Any, ...]) -> Tensor:
+        session, cache = self.session, self.session.given.step_cache
+        assert cache is not None
+
+        def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
+            for block in islice(self.blocks, first, last):
+                x_BLC = block(x_BLC, *given)
+            return x_BLC
+
+        session.in_blocks = True
+        try:
+            valid = session.given.tokens.valid(session.valid_len)
+            return cache(x_BLC, blocks, session.now, valid, x_BLC.dtype)
+        finally:
+            session.in_blocks = False
+
+
+class _SelfAttention:
+    """A block's attention processor: diffusers' projections and norms around our layer."""
+
+    def __init__(self, session: Session, layer: int) -> None:
+        self.session, self.layer = session, layer
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: RopeTable | None = None,
+    ) -> Tensor:
+        """[B,L,C], as diffusers calls it; rotary_emb is what `_shard_rotation` has made."""
+        session, cache = self.session, self.session.given.attention_cache
+        assert rotary_emb is not None, "self-attention rotates"
+
+        def attend() -> Tensor:
+            if attn.fused_projections:
+                q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+            else:
+                q, k, v = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
+            out_BLND = session.given.attention(
+                _rotated(attn.norm_q(q), attn.heads, rotary_emb),
+                _rotated(attn.norm_k(k), attn.heads, rotary_emb),
+                v.unflatten(-1, (attn.heads, -1)),
+                valid_len=session.valid_len,
+                step=session.now,
+                layer=self.layer,
+            )
+            return attn.to_out[1](attn.to_out[0](out_BLND.flatten(2)))
+
+        return attend() if cache is None else cache(attend, session.now, self.layer)
+
+
+def _rotated(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:
+    """[B,L,N,D]."""
+    return apply_rope(x_BLC.unflatten(-1, (heads, -1)).float(), table).type_as(x_BLC)
+
+
+def _shard_patches(x_BCFHW: Tensor, tokens: TokenShard, grid: Grid) -> Tensor:
+    """[B,C,L,1,1], with a convolution's strides, of which diffusers makes [B,L,C]."""
+    x_BLC = tokens.shard(x_BCFHW.flatten(2).transpose(1, 2), grid)
+    return x_BLC.transpose(1, 2).contiguous()[..., None, None]
+
+
+def _shard_rotation(table: RopeTable, tokens: TokenShard, grid: Grid) -> RopeTable:
+    """diffusers' cosines and sines, [1,S,1,D] each, as `apply_rope` takes them."""
+    cos, sin = (tokens.shard(rows, grid) for rows in table)
+    signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[-1] // 2)
+    return cos, sin * signs

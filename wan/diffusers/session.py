@@ -1,0 +1,230 @@
+"""Attention, shards and caches for a diffusers pipeline, composed as for the command line.
+
+Legend: B batch, C channels, F H W latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+from torch import Tensor
+
+from wan import device as devices
+from wan.cache import embedding
+from wan.checkpoint.layout import KINDS, Checkpoint, DitConfig, DitFiles, published
+from wan.cli.keywords import in_keywords
+from wan.cli.resolve import make_setup
+from wan.distributed import mesh
+from wan.distributed.mesh import Team
+from wan.kernels.base import Grid, StepInfo
+from wan.kernels.select import select
+from wan.log import logger
+from wan.pipeline import build, timesteps
+from wan.pipeline.denoise import Branches, both_here
+from wan.pipeline.setup import Setup
+from wan.settings.errors import InputError
+from wan.settings.presets import PRESETS, Preset
+from wan.settings.request import Request, make_request
+
+Networks = Mapping[str, WanTransformer3DModel]
+"""Expert -> its network."""
+_PRECISIONS = {dtype: name for name, dtype in build.DTYPES.items()}
+
+
+class Session:
+    """What the hooks on the networks of one pipeline share.
+
+    Attributes:
+        given: Attention, shards and caches.
+        pairs: The two calls of a step are computed together, in the second one.
+        now: Which forward pass is under way; its tokens are `valid_len`.
+        in_blocks: A cache is computing blocks.
+    """
+
+    def __init__(
+        self,
+        networks: Networks,
+        pipe: Any,
+        values: dict[str, Any],
+        world: int,
+        team: Team | None = None,
+    ) -> None:
+        """Checks and composes.
+
+        Args:
+            networks: Of the pipeline.
+            pipe: None where another program calls the network.
+            values: Checked settings.
+            world: Ranks that share each video.
+            team: The same ranks, if their groups exist already.
+        """
+        self.networks, self.pipe, self.values = networks, pipe, values
+        one = next(iter(networks.values()))
+        self.setup, notices = _setup(networks, values, world)
+        index = one.device.index
+        if index is None and torch.accelerator.is_available():
+            index = torch.accelerator.current_device_index()
+        device = devices.resolve(self.setup.execution.device, index or 0)
+        self.setup.check_device(device.can)
+        parallel, head_dim = self.setup.parallel, self.setup.checkpoint.head_dim
+        self.team = team or (mesh.form(device, parallel.sizes) if world > 1 else None)
+        selected = select(self.setup.attention, device, head_dim, one.dtype, {}, compiled=True)
+        self.caches = build.step_caches(self.setup, self.team)
+        self.caches.changes = self._changes
+        self.given = build.collaborators(self.setup, selected, self.team, self.caches)
+        self.pairs = parallel.cfg_size == 2 or self.caches.guidance is not None
+        self._waiting: tuple[Callable[[], Any], Tensor] | None = None
+        self.now: StepInfo | None = None
+        self.valid_len, self.in_blocks, self._running = 0, False, False
+        self._notices, self._line = notices, build.attention_line(self.setup, selected)
+
+    def announce(self) -> None:
+        """How the run is carried out; rank 0 alone says it."""
+        if self.team is None or self.team.is_main:
+            for notice in self._notices:
+                logger.warning(notice)
+            logger.info("%s", self._line)
+
+    def begin(self, grid: Grid, x_BCFHW: Tensor) -> None:
+        """A video begins: refuses what does not go with it, on all ranks alike."""
+        self._waiting = None
+        request = self._request(grid)
+        if self.team is not None:
+            drawn = x_BCFHW[:, : request.latent_shape[0], -1].float().sum().item()
+            if len(set(self.team.gather((drawn, grid, request.sample_steps, request.guided)))) > 1:
+                raise InputError(
+                    "The ranks begin different videos: call the pipeline with the same arguments "
+                    "on each, and with generators of the same seed."
+                )
+        with in_keywords():
+            for notice in self.setup.check_request(request):
+                logger.warning(notice)
+        self.caches.begin(request)
+        self._running = True
+
+    def end(self) -> None:
+        """A video ends: frees what is kept, and says what was skipped."""
+        summary = self.caches.summary() if self._running else None
+        if summary is not None and (self.team is None or self.team.is_main):
+            logger.info("%s", summary)
+        self._running = False
+        self.caches.end()
+
+    def pair(self, step: StepInfo, x_BCFHW: Tensor, compute: Callable[[], Any]) -> tuple[Tensor]:
+        """A call of a step whose two branches are computed together.
+
+        The conditional call returns a tensor of NaNs; the unconditional one fills it in.
+        """
+        if step.branch == "cond":
+            if not self.pipe.do_classifier_free_guidance:
+                raise InputError(
+                    "Guidance ends in the middle of the video, but its branches are computed "
+                    "together (cfg_size 2, or the step cache cfg); keep it, or drop them."
+                )
+            shape = (x_BCFHW.shape[0], self.setup.preset.latent_channels, *x_BCFHW.shape[2:])
+            self._waiting = compute, x_BCFHW.new_full(shape, float("nan"))
+            return (self._waiting[1],)
+        assert self._waiting is not None, "pipelines call cond, then uncond"
+        (cond, out), self._waiting = self._waiting, None
+        each = {"cond": cond, "uncond": compute}
+        branches: Branches = both_here
+        if self.setup.parallel.cfg_size == 2 and self.team is not None:
+            branches = self.team.both_branches
+        if self.caches.guidance is not None:
+            branches = self.caches.guidance.at(step.index, branches)
+        found, uncond = branches(lambda name: each[name]()[0])
+        out.copy_(found)
+        return (uncond,)
+
+    def _request(self, grid: Grid) -> Request:
+        """The pipeline's call, as the checks and the step caches know a video."""
+        pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
+        told, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
+        high = sum(t >= (boundary or 0) * config.num_train_timesteps for t in told)
+        frames, height, width = (
+            n * patch * stride
+            for n, patch, stride in zip(grid, preset.patch_size, preset.vae_stride, strict=True)
+        )
+        guidance = pipe.guidance_scale if pipe.do_classifier_free_guidance else 1
+        values = {
+            "size": (width, height),
+            "frame_num": frames - preset.vae_stride[0] + 1,
+            "sample_guide_scale": (guidance, guidance),
+            "base_seed": 0,
+        }
+        if self.caches.cache.policy == "mag":  # whose curves are made for a shift
+            shift = config.get("flow_shift") or config.get("shift") or 1.0
+            values |= {"sample_steps": len(told), "sample_shift": shift}
+        else:
+            values |= {"sample_solver": "euler", "timesteps": tuple(told)}
+            values |= {} if boundary is None else {"boundary_step": high}
+        covers = preset.kind == "ti2v" and isinstance(pipe, WanImageToVideoPipeline)
+        request = make_request(preset, values, (width, height) if covers else None, boundary)
+        if boundary is not None and timesteps.schedule(request).high_noise_steps != high:
+            raise InputError(
+                f"The scheduler gives {high} of {len(told)} steps to the high-noise network, which "
+                "is not the schedule that curves of mag are made for; use another step cache."
+            )
+        return request
+
+    def _changes(self, expert: str, told: Sequence[float]) -> Sequence[float]:
+        """Implements `wan.pipeline.caching.Changes`."""
+        embedder = self.networks[expert].condition_embedder.time_embedder
+        if embedder.linear_1.weight.is_meta:
+            raise InputError(
+                "The step cache tea reads the time embedding before a video, but its weights "
+                "are offloaded; use another cache, or enable_model_cpu_offload."
+            )
+        weights = {
+            f"time_embedding.{place}.{part}": getattr(layer, part).detach().float().cpu()
+            for place, layer in ((0, embedder.linear_1), (2, embedder.linear_2))
+            for part in ("weight", "bias")
+        }
+        return embedding.changes(weights, told)
+
+
+def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setup, tuple[str, ...]]:
+    """`make_setup` for networks that are loaded already."""
+    one = next(iter(networks.values()))
+    dtypes = {network.dtype for network in networks.values()}
+    if dtypes - _PRECISIONS.keys() or len(dtypes) > 1:
+        named = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise InputError(
+            f"The networks compute in {named}; load all of them with torch_dtype torch.bfloat16, "
+            "or torch.float32."
+        )
+    if one.device.type not in ("cpu", "meta"):
+        values = {"device": one.device.type, **values}
+    preset, checkpoint = _described(networks)
+    return make_setup(values | {"precision": _PRECISIONS[one.dtype]}, preset, checkpoint, world)
+
+
+def _described(networks: Networks) -> tuple[Preset, Checkpoint]:
+    """The task of a pipeline, and its networks as a checkpoint of no files."""
+    config = next(iter(networks.values())).config
+    kind, heads = KINDS.get(config.in_channels), config.num_attention_heads
+    if kind is None:
+        raise InputError(
+            f"A Wan network of {config.in_channels} input channels is not supported; t2v (16), i2v "
+            "(36) and ti2v (48) are."
+        )
+    images = 0 if not config.image_dim else 2 if config.pos_embed_seq_len else 1
+
+    def likeness(preset: Preset) -> tuple[bool, ...]:
+        experts = {*preset.experts} == {*networks}
+        return preset.kind == kind, experts, preset.images == images, preset.num_heads == heads
+
+    preset = max(PRESETS.values(), key=likeness)
+    base = published(preset)
+    sizes = {
+        "dim": heads * config.attention_head_dim,
+        "num_heads": heads,
+        "num_layers": config.num_layers,
+    }
+    files = DitFiles(Path(preset.folder), cast(DitConfig, {**base.config, **sizes}), {})
+    return preset, replace(base, experts=dict.fromkeys(networks, files))
