@@ -297,7 +297,12 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "log_level": ("debug", "debug", ()),
 }
 ELSEWHERE = {
-    *("prompt_file", "skip_existing", "power"),  # set something that is no field of the same name
+    *(
+        "prompt_file",
+        "skip_existing",
+        "group_by_expert",
+        "power",
+    ),  # set something that is no field of the same name
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "recipe"),
     *("plan", "device_memory", "chip", "decode_latents", "from_json", "step_cache_curve"),

@@ -50,7 +50,7 @@ _PARTS = {  # of a block
     "cross_attn.v": "text K/V",
     "ffn": "feed-forward",
 }
-_LATENTS = 7  # when a network is called: the solver's, and the other branch's; a test counts them
+_LATENTS = 6  # when a network is called: the solver's, and the other branch's; a test counts them
 
 
 @dataclass(frozen=True)
