@@ -313,6 +313,7 @@ def decode_alone(go: str) -> int:
     return start(work=work)
 
 
+@pytest.mark.slow
 def test_ranks_that_have_left_are_not_missed(tmp_path: Path) -> None:
     go = tmp_path / "go"
     os.mkfifo(go)
@@ -341,6 +342,7 @@ def speak_slowly(go: str) -> int:
         return launch.run(lambda _: prepared(), work, describe, slowly)
 
 
+@pytest.mark.slow
 def test_nothing_ends_a_rank_before_it_has_said_why(tmp_path: Path) -> None:
     """On a busy machine a rank is slow to speak. Until it has, the others do not know and go on."""
     go = tmp_path / "go"
