@@ -63,7 +63,7 @@ POLICIES: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("policy", ["first_block", *(slow(p) for p in POLICIES if p[0] != "f")])
+@pytest.mark.parametrize("policy", [slow(policy) for policy in POLICIES])
 @pytest.mark.usefixtures("one_thread")
 def test_caches_of_ranks(tiny: Any, policy: str) -> None:
     """They skip as one process does, and as our own pipeline."""

@@ -160,6 +160,7 @@ def test_a_rank_that_takes_long_to_prepare_is_named() -> None:
         ranks.until(0, "rank 1 of 4 has not prepared the run after")
 
 
+@pytest.mark.slow
 def test_no_rank_0() -> None:
     with Ranks([{**launcher(2)[1], "LOCAL_RANK": "0"}], impatient) as ranks:
         assert ranks.ended() == [2], ranks.said()
@@ -236,6 +237,7 @@ def test_a_killed_rank_is_named() -> None:
     assert ranks.lines() == [LOST] and "Traceback" not in ranks.said()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_of_another_machine_is_named() -> None:
     with Ranks(launcher(2), fail, "die", True) as ranks:
         assert ranks.ended(30) == [1, -signal.SIGKILL], ranks.said()

@@ -56,9 +56,7 @@ def made(ranks: int, arguments: list[str], out: Path) -> tuple[torch.Tensor, dic
     return found, record["step_cache"]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "halves, sharded" else slow(name) for name in RUNS]
-)
+@pytest.mark.parametrize("name", [name if name == "overlap" else slow(name) for name in RUNS])
 def test_ranks_make_what_one_process_does(name: str, tiny, image_path, tmp_path: Path) -> None:
     """A list that two halves agreed on is given to the one process as `steps:LIST`."""
     task, ranks, policy, flags = RUNS[name]

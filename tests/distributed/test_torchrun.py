@@ -70,6 +70,7 @@ def generate_each(arguments: list[list[str]]) -> int:
     return generate.main(arguments[int(os.environ["RANK"])])
 
 
+@pytest.mark.slow
 def test_a_full_topology(alone, tmp_path: Path) -> None:
     """Guidance halves, all weights sharded, InsertComm; the record says so."""
     arguments, expected = alone("t2v-A14B")

@@ -212,11 +212,9 @@ RUNS: dict[str, tuple[int, str]] = {
 }
 
 
-OTHERS = [slow(name) for name in RUNS if name != "no branch"]
-
-
+@pytest.mark.slow
 @pytest.mark.xdist_group("torchrun")  # it takes no pools
-@pytest.mark.parametrize("name", ["no branch", *OTHERS])
+@pytest.mark.parametrize("name", RUNS)
 def test_whole_runs(name: str, tiny: Any, tmp_path: Path, capsys: Any) -> None:
     """Latents are those of the same run without a trace, and what caches skip is no difference."""
     ranks, flags = RUNS[name]

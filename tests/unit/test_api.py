@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import wan
+from tests.conftest import slow
 from tools.quantize_dit import quantize
 from wan.cli.flags import FLAGS
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
@@ -69,7 +70,7 @@ def test_latents_decode_to_the_video(tiny) -> None:
     assert torch.equal(model._pipeline.decode(latents), video)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("grouped", [slow(False), True])
 def test_many_videos(grouped: bool, tiny) -> None:
     model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))
     args = {"size": (64, 32), **QUICK}
@@ -105,7 +106,7 @@ def test_an_image_is_needed_in_each_call(tiny) -> None:
         model.generate_many([{"input_prompt": "a", "img": None}])
 
 
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("grouped", [False, slow(True)])
 def test_many_videos_may_be_left_and_others_made_between(grouped: bool, tiny) -> None:
     """Also others of another offload_model; nothing stays in memory."""
     model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))

@@ -166,6 +166,7 @@ def test_a_ring_gathers_what_cannot_be_merged() -> None:
     assert any("Ring (keys and values are gathered): 20 tensors" in line for line in gathered)
 
 
+@pytest.mark.slow
 def test_sharded_weights() -> None:
     argv = ("--task", "t2v-A14B", *HD, *EIGHT, "--device", "cuda", "--convert_model_dtype")
     stages = planner(*argv, "--dit_fsdp", "--t5_fsdp").stages()
@@ -221,7 +222,7 @@ def living(found: Run) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--comm_type", "1"),
+        slow(("--comm_type", "1")),
         slow(("--comm_type", "2", "--precision", "bf16", "--text_kv_cache", "false")),
         slow(("--ring_size", "2", "--ulysses_size", "1", "--sample_guide_scale", "1")),
         ("--fa_quant", "fp8"),
@@ -280,7 +281,8 @@ def test_decoding_goes_over_to_less_memory() -> None:
     assert check(planner(*argv, *EIGHT), 16 * 10**9).startswith(words)
 
 
-@pytest.mark.parametrize("ranks", [2, slow(8)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_shared_rows_take_their_part(ranks: int) -> None:
     argv = ("--task", "t2v-1.3B", "--size", "832*480", "--device", "cuda")
     given = (*argv, "--ring_size", str(ranks), "--ulysses_size", "1")

@@ -514,6 +514,7 @@ def test_series_that_identify_nothing(change: Change, words: str, tmp_path: Path
         calibrate(path, Assumptions())
 
 
+@pytest.mark.slow
 def test_clocks_that_follow_no_average(tmp_path: Path) -> None:
     """The right powers at two clocks, which change by a timer."""
     series = copy.deepcopy(SERIES)
@@ -528,6 +529,7 @@ def test_clocks_that_follow_no_average(tmp_path: Path) -> None:
         calibrate(path, Assumptions())
 
 
+@pytest.mark.slow
 def test_a_governor_faster_than_the_meter(tmp_path: Path) -> None:
     """It trips within 11 ms of attention, and there is a sample every 50 ms."""
     series, _ = made(tau=0.004, hold=0.6, seed=2)

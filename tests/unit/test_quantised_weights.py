@@ -309,6 +309,7 @@ def test_tool_interrupted(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_tool_terminated(tiny: Any, tmp_path: Path) -> None:
     """As it stands while it reads a tensor from a slow disk."""
     script = (

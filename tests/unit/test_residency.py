@@ -422,7 +422,8 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], wor
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize(("way", "gigabytes"), [slow("block", "3"), ("cpu", "6")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "gigabytes"), [("block", "3"), ("cpu", "6")])
 def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
     told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
     told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
@@ -433,7 +434,8 @@ def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> Non
     assert (way == "block") == ("fits with --offload_model block" not in str(refused.value))
 
 
-@pytest.mark.parametrize("device_type", [slow("cuda"), "cpu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_the_bound_lies_below_the_plan(device_type: str) -> None:
     told = ("--plan", "--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
