@@ -141,6 +141,7 @@ def forward(hd: Planner, **changes: object) -> int:
     return max(forward.beside.total() for forward in hd.forwards(parallel))
 
 
+@pytest.mark.slow
 def test_modes_hold_what_they_should(hd: Planner) -> None:
     by_mode = {mode: forward(hd, comm_type=mode) for mode in MODES}
     assert by_mode[1] < by_mode[2] < by_mode[0]
@@ -250,9 +251,9 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--offload_model", "false"), "fits with --offload_model true on 8 ranks (30.70 GB)"),
+        slow(("--offload_model", "false"), "fits with --offload_model true on 8 ranks (30.70 GB)"),
         slow(("--device_memory", "30"), "fits with --dit_fsdp on 8 ranks"),
-        slow(("--device_memory", "2"), "choose a smaller --size or --frame_num"),
+        (("--device_memory", "2"), "choose a smaller --size or --frame_num"),
     ],
 )
 def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None:

@@ -175,7 +175,7 @@ def held(network: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize("resident", [0, 1, 2])
+@pytest.mark.parametrize("resident", [slow(0), 1, slow(2)])
 def test_what_a_network_holds_while_it_runs(resident: int, deep: Any, one_thread: None) -> None:
     """Not more than is planned, and no block of the text encoder but one."""
     argv = ("--offload_model", "block", "--resident_blocks", str(resident), "--sample_steps", "1")
