@@ -63,8 +63,10 @@ def measure(ranks: int, grid: Grid, rounds: int) -> dict[str, Any]:
     logging.set_verbosity_error()
     nets = {
         "theirs": theirs(network(), ulysses_degree=ranks),
-        "ours": parallelize_transformer(network(), ulysses_size=ranks),
-        "ours, 1": parallelize_transformer(network(), ulysses_size=ranks, comm_type=1),
+        "ours": parallelize_transformer(network(), device="cpu", ulysses_size=ranks),
+        "ours, 1": parallelize_transformer(
+            network(), device="cpu", ulysses_size=ranks, comm_type=1
+        ),
     }
     x = inputs(grid)
     plain = forward(network(), *x)
@@ -100,7 +102,11 @@ def case(kind: str, who: str) -> dict[str, Any]:
     x = inputs(grid, kind == "a timestep per token, odd")
     if net.config.image_dim:
         x = (*x, torch.randn(1, 257, 32, generator=torch.Generator().manual_seed(2)))
-    net = theirs(net, **degrees) if who == "theirs" else parallelize_transformer(net, **settings)
+    net = (
+        theirs(net, **degrees)
+        if who == "theirs"
+        else parallelize_transformer(net, device="cpu", **settings)
+    )
     return {"off": (forward(net, *x) - forward(plain, *x)).abs().max().item()}
 
 

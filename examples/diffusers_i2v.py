@@ -37,7 +37,7 @@ def main() -> None:
     several = dist.is_torchelastic_launched()
     if several:
         dist.init_process_group("gloo")
-    parallelize_pipe(pipe)
+    parallelize_pipe(pipe, device="cpu")
     frames = pipe(
         image=image,
         prompt="the scene comes gently to life",

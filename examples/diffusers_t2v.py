@@ -35,7 +35,8 @@ def main() -> None:
     ranks = dist.get_world_size() if several else 1
     ulysses = gcd(ranks, pipe.transformer.config.num_attention_heads)  # the others form a ring
     power_cap = 1 if ulysses > 1 else 0
-    parallelize_pipe(pipe, ulysses_size=ulysses, ring_size=ranks // ulysses, comm_type=power_cap)
+    sizes = {"ulysses_size": ulysses, "ring_size": ranks // ulysses}
+    parallelize_pipe(pipe, device="cpu", comm_type=power_cap, **sizes)
     apply_cache_on_pipe(pipe, "first_block", threshold=0.08)
     frames = pipe(
         prompt="a red fox trots through fresh snow",

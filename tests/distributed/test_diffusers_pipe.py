@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from PIL import Image
 from torch import Tensor
@@ -324,13 +325,14 @@ def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: 
 
 def test_refused_by_all_ranks_together(tiny: Any) -> None:
     """Guidance that skips the second call, which cfg_size 2 needs; other noise."""
-    for unguided, ended, drawn, again in run(2, refused, make(tiny, "2.1"), timeout=60):
+    for unguided, ended, drawn, noisy, again in run(2, refused, make(tiny, "2.1"), timeout=60):
+        assert "DPMSolverMultistepScheduler draws noise" in noisy
         assert "there is only one" in unguided and "ends in the middle" in ended
         assert "generators of the same seed" in drawn
         assert again, "the next video is made"
 
 
-def refused(video: Video) -> tuple[str, str, str, bool]:
+def refused(video: Video) -> tuple[str, str, str, str, bool]:
     """On one rank."""
     torch.set_num_threads(1)
 
@@ -348,6 +350,15 @@ def refused(video: Video) -> tuple[str, str, str, bool]:
             with pytest.raises(InputError) as error:
                 video.latents(pipe, **more)
             said.append(str(error.value))
+        usual, noise = pipe.scheduler, {"algorithm_type": "sde-dpmsolver++"}
+        pipe.scheduler = DPMSolverMultistepScheduler.from_config(usual.config, **noise)
+        torch.manual_seed(7)
+        assert video.latents(pipe).isfinite().all()
+        torch.manual_seed(torch.distributed.get_rank())
+        with pytest.raises(InputError) as error:
+            video.latents(pipe)
+        said.append(str(error.value))
+        pipe.scheduler = usual
         return *said, bool(video.latents(pipe).isfinite().all())
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,30 @@ def test_refused_when_called(video: Video, pipe: Any) -> None:
     with pytest.raises(InputError, match="with 2 steps"):
         video.latents(pipe)
     video.latents(apply_cache_on_pipe(pipe, "none"))
+
+
+def test_what_comes_later_is_refused(video: Video, pipe: Any) -> None:
+    """diffusers' own cache, and calls by others than the pipeline, which says the steps."""
+    parallelize_pipe(pipe, use_rainfusion=True, sparse_start_step=0)
+    with pytest.raises(InputError, match="give that one to parallelize_pipe"):
+        pipe.transformer(torch.zeros(1, 16, 3, 8, 12), torch.tensor([5]), torch.zeros(1, 4, 64))
+    shares = video.pipe()
+    shares.transformer = pipe.transformer
+    with pytest.raises(InputError, match="give that one to parallelize_pipe"):
+        video.latents(shares)
+    deparallelize(pipe), parallelize_pipe(pipe)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(InputError, match="own cache or parallelism beside ours"):
+        video.latents(pipe)
+    pipe.transformer.disable_cache()
+    video.latents(pipe)
+
+
+def test_a_pipeline_in_bfloat16_may_cache_guidance(video: Video) -> None:
+    steps = replace(video, steps=12)
+    pipe = video.pipe().to(torch.bfloat16)
+    found = steps.latents(apply_cache_on_pipe(pipe, "cfg"))
+    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("version", ["0.36.1", "0.43.0"])

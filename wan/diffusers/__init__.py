@@ -102,6 +102,8 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
             raise InputError(f"{name} is no parameter of a step cache; remove it.")
         values = for_loading({**long, "step_cache": policy})
         before = hooks.session(_networks(pipe, ours=True))
+        if before is not None and before.pipe is None:
+            raise InputError("The network is parallelised alone; call parallelize_pipe instead.")
         if before is None:
             session = Session(_networks(pipe), pipe, values, world=1)
         else:
@@ -146,6 +148,8 @@ def _networks(pipe: Any, ours: bool = False) -> Networks:
     there = {expert: network for expert, network in found.items() if network is not None}
     if not there:
         raise InputError("The pipeline was loaded without its transformer; load it with one.")
+    if len({id(network) for network in there.values()}) < len(there):
+        raise InputError("The pipeline has one network as both experts; load it with two.")
     return _checked(there, ours)
 
 

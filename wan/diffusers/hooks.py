@@ -95,12 +95,15 @@ class _Network(ModelHook):
         self, module: Any, hidden_states: Tensor, timestep: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         session, tokens = self.session, self.session.given.tokens
+        session.check_network(module)
         sizes = zip(hidden_states.shape[2:], module.config.patch_size, strict=True)
         grid = cast(Grid, tuple(size // patch for size, patch in sizes))
         step = self._step(grid)
         begins = step is not None and (step.index, step.branch) == (0, "cond")
         if begins and session.pipe is not None:
             session.begin(grid, hidden_states)
+        elif step is not None and (step.index, step.branch) == (1, "cond") and session.pipe:
+            session.check_noise(hidden_states)
         if timestep.ndim == 2:  # one for each token
             timestep = tokens.shard(timestep, grid)
         at: dict[str, Callable[..., Any]] = {

@@ -72,8 +72,8 @@ class Session:
         device = devices.resolve(self.setup.execution.device, index or 0)
         self.setup.check_device(device.can)
         parallel, head_dim = self.setup.parallel, self.setup.checkpoint.head_dim
-        self.team = team or (mesh.form(device, parallel.sizes) if world > 1 else None)
         selected = select(self.setup.attention, device, head_dim, one.dtype, {}, compiled=True)
+        self.team = team or (mesh.form(device, parallel.sizes) if world > 1 else None)
         self.caches = build.step_caches(self.setup, self.team)
         self.caches.changes = self._changes
         self.given = build.collaborators(self.setup, selected, self.team, self.caches)
@@ -107,12 +107,37 @@ class Session:
         self.caches.begin(request)
         self._running = True
 
+    def check_noise(self, x_BCFHW: Tensor) -> None:
+        """InputError where a scheduler has added other noise on each rank in the first step."""
+        if self.team is None:
+            return
+        x = x_BCFHW[:, : self.setup.preset.latent_channels, -1].float()
+        means = self.team.gather(x.mean().item())
+        if max(means) - min(means) > 1e-4 * x.std().item():  # other noise differs by more
+            raise InputError(
+                f"{type(self.pipe.scheduler).__name__} draws noise from PyTorch's own generator: "
+                "call torch.manual_seed with the same seed on each rank before the pipeline."
+            )
+
+    def check_network(self, network: Any) -> None:
+        """InputError for what has been put on a network since, or a call of somebody else's."""
+        if network.is_cache_enabled or getattr(network, "_parallel_config", None) is not None:
+            raise InputError(
+                "The network has been given diffusers' own cache or parallelism beside ours; call "
+                "deparallelize, and choose one of them."
+            )
+        if self.pipe is not None and getattr(self.pipe, "current_timestep", None) is None:
+            raise InputError(
+                "The network is called by another program than its pipeline, which says the steps; "
+                "give that one to parallelize_pipe, or the network to parallelize_transformer."
+            )
+
     def end(self) -> None:
         """A video ends: frees what is kept, and says what was skipped."""
         summary = self.caches.summary() if self._running else None
         if summary is not None and (self.team is None or self.team.is_main):
             logger.info("%s", summary)
-        self._running = False
+        self._running, self._waiting = False, None
         self.caches.end()
 
     def pair(self, step: StepInfo, x_BCFHW: Tensor, compute: Callable[[], Any]) -> tuple[Tensor]:
@@ -121,7 +146,7 @@ class Session:
         The conditional call returns a tensor of NaNs; the unconditional one fills it in.
         """
         if step.branch == "cond":
-            if not self.pipe.do_classifier_free_guidance:
+            if not self.pipe.do_classifier_free_guidance or self._waiting is not None:
                 raise InputError(
                     "Guidance ends in the middle of the video, but its branches are computed "
                     "together (cfg_size 2, or the step cache cfg); keep it, or drop them."
@@ -137,9 +162,9 @@ class Session:
             branches = self.team.both_branches
         if self.caches.guidance is not None:
             branches = self.caches.guidance.at(step.index, branches)
-        found, uncond = branches(lambda name: each[name]()[0])
+        found, uncond = branches(lambda name: each[name]()[0].float())  # caches take its spectrum
         out.copy_(found)
-        return (uncond,)
+        return (uncond.to(out.dtype),)
 
     def _request(self, grid: Grid) -> Request:
         """The pipeline's call, as the checks and the step caches know a video."""

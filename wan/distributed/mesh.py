@@ -188,10 +188,14 @@ class Team:
         return bool(verdict)
 
     def release(self) -> None:
-        """Gives its groups back, with their threads and links; the process group stays."""
+        """Gives its groups back, with their threads and links; the process group stays.
+
+        Every rank calls it, and all end them in the same order.
+        """
         axes = (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses"))
-        for group in {self.group(*names) for names in axes} - {dist.group.WORLD}:
-            dist.destroy_process_group(group)
+        for group in dict.fromkeys(self.group(*names) for names in axes):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
     def close(self) -> None:
         """The orderly end: all ranks have come this far. Never called on a failing path."""
