@@ -49,6 +49,12 @@ def expected(video: Video) -> Tensor:
     return video.latents(video.pipe())
 
 
+def as_both_experts(pipe: Any) -> Any:
+    pipe.register_to_config(boundary_ratio=0.9)
+    pipe.transformer_2 = pipe.transformer
+    return pipe
+
+
 def grouped(pipe: Any) -> None:
     if RELEASE < (0, 41):
         pytest.skip("diffusers' group offloading needs an accelerator")
@@ -154,6 +160,17 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "compiled in place": (
         lambda pipe: (pipe.transformer.compile(), parallelize_pipe(pipe)),
         "compile its blocks",
+    ),
+    "one network twice": (
+        lambda pipe: parallelize_pipe(as_both_experts(pipe)),
+        "one network as both experts",
+    ),
+    "a cache for a network alone": (
+        lambda pipe: (
+            parallelize_transformer(pipe.transformer),
+            apply_cache_on_pipe(pipe, "first_block"),
+        ),
+        "is parallelised alone",
     ),
     "twice": (lambda pipe: parallelize_pipe(parallelize_pipe(pipe)), "has our hooks already"),
     "no keyword": (lambda pipe: parallelize_pipe(pipe, dit_fsdp=True), "dit_fsdp is no keyword"),

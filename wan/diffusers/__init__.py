@@ -10,14 +10,17 @@ Nothing of diffusers is changed: attention processors and its hooks do it, see `
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
-
-from packaging.specifiers import SpecifierSet
 
 from wan.settings.errors import InputError
 
 VERSIONS = ">=0.37,<0.43"  # of diffusers, as in requirements.txt
-if not SpecifierSet(VERSIONS).contains(version("diffusers"), prereleases=True):
+_here, _first, _end = (
+    tuple(map(int, re.findall(r"\d+", text)[:2]))
+    for text in (version("diffusers"), *VERSIONS.split(","))
+)
+if not _first <= _here < _end:
     raise InputError(f"diffusers is {version('diffusers')}; install diffusers{VERSIONS}.")
 
 from collections.abc import Iterator, Mapping

@@ -99,11 +99,11 @@ class _Network(ModelHook):
         sizes = zip(hidden_states.shape[2:], module.config.patch_size, strict=True)
         grid = cast(Grid, tuple(size // patch for size, patch in sizes))
         step = self._step(grid)
-        begins = step is not None and (step.index, step.branch) == (0, "cond")
-        if begins and session.pipe is not None:
-            session.begin(grid, hidden_states)
-        elif step is not None and (step.index, step.branch) == (1, "cond") and session.pipe:
-            session.check_noise(hidden_states)
+        if session.pipe is not None and step is not None and step.branch == "cond":
+            if step.index == 0:
+                session.begin(grid, hidden_states)
+            elif step.index == 1:
+                session.check_noise(hidden_states)
         if timestep.ndim == 2:  # one for each token
             timestep = tokens.shard(timestep, grid)
         at: dict[str, Callable[..., Any]] = {
