@@ -144,6 +144,16 @@ def test_any_height_and_number_of_ranks(
     assert all(max(pair) <= limit for pair in main), main
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("version", FILES)
+def test_a_long_video(tiny, world: int, version: str) -> None:
+    """81 frames; rows that do not divide."""
+    task, file = FILES[version]
+    (pair,) = run(world, distances, tiny(task) / file, [(21, 5, 3, 0)], torch.float64)[0]
+    assert max(pair) <= 1e-12
+
+
 def levels(version: str, size: tuple[int, ...]) -> tuple[float, int, float, float]:
     """Published widths: distance of the pixels, of their levels, their share, and of latents."""
     torch.manual_seed(0)

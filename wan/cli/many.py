@@ -171,8 +171,8 @@ class _Work:
     def _write(self, job: Job, latents: Tensor, kept: Path | None) -> None:
         job.denoised = None  # if this fails, it says itself where they are
         with self._attempt(job):
-            told = (latents, kept)
-            videos.write_video(job.run, self._pipeline, self._team, job.part, told)
+            found = (latents, kept)
+            videos.write_video(job.run, self._pipeline, self._team, job.part, found)
         self._finished(job)
 
     def _prepare(self, job: Job) -> None:
