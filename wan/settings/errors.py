@@ -4,11 +4,92 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+_REFERENCE = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a front end writes a setting.
+
+    Attributes:
+        setting: Writes a setting from its name and its value, which is None where only the name
+            matters.
+        names: The front end's own names, where they differ from the flags'.
+    """
+
+    setting: Callable[[str, str | None], str]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def render(self, text: str) -> str:
+        """The text with every `name` and `name=value` in backticks written for this front end."""
+
+        def written(found: re.Match[str]) -> str:
+            return self.setting(self.names.get(found[1], found[1]), found[2])
+
+        return _REFERENCE.sub(written, text)
+
+
+def _keyword(name: str, value: str | None) -> str:
+    return name if value is None else f"{name}={value}"
+
+
+def _flag(name: str, value: str | None) -> str:
+    return f"--{name}" if value is None else f"--{name} {value}"
+
+
+KEYWORDS = Words(_keyword)
+"""Of a Python call, with the flags' names."""
+COMMAND_LINE = Words(_flag)
 
 
 class InputError(ValueError):
-    """Says what was given, what is allowed and what to do. The command line exits with code 2."""
+    """Refused input: what it is about, its value, why it is refused, and what to do.
+
+    In every part a setting stands in backticks under its flag's name, `comm_type` or `comm_type=1`;
+    the front end that reports the error writes it in its own words. The parts form one sentence:
+    "WHAT VALUE WHY; REMEDY." The command line exits with code 2.
+
+    Args:
+        what: The subject of the sentence: a setting in backticks, a file, a noun.
+        value: The value that was given; None where the subject says enough.
+        why: The predicate: "has no effect with `ring_size=1`".
+        remedy: What to do: "drop it or use a larger ring".
+
+    Example:
+        >>> str(InputError("`ring_type`", "ring", "has no effect with `ring_size=1`", "drop it"))
+        'ring_type=ring has no effect with ring_size=1; drop it.'
+    """
+
+    words: Words = KEYWORDS
+
+    def __init__(self, what: str, value: object = None, why: str = "", remedy: str = "") -> None:
+        super().__init__(what, value, why, remedy)
+        self.what, self.value, self.why, self.remedy = what, value, why, remedy
+
+    def __str__(self) -> str:
+        subject = self.what
+        if self.value is not None:
+            is_setting = re.fullmatch(r"`\w+`", subject)
+            subject = f"{subject[:-1]}={self.value}`" if is_setting else f"{subject} {self.value}"
+        sentence = " ".join(part for part in (subject, self.why) if part)
+        sentence = "; ".join(part for part in (sentence, self.remedy) if part)
+        return self.words.render(sentence if sentence.endswith(".") else f"{sentence}.")
+
+
+@contextmanager
+def spoken(words: Words) -> Iterator[None]:
+    """Refusals that leave this block are written in the words of a front end."""
+    try:
+        yield
+    except InputError as error:
+        error.words = words
+        raise
 
 
 class WriteError(OSError):
