@@ -38,11 +38,12 @@ from wan.checkpoint.load import Source, mapped
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.merge import merged
 from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
-from wan.cli.flags import Parser, read
+from wan.cli.flags import Parser
 from wan.kernels.fp8 import hadamard
 from wan.kernels.int8_linear import per_token
 from wan.log import setup
 from wan.settings.errors import InputError
+from wan.settings.flags import read
 
 LINEAR = re.compile(r"(blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02]))\.weight")
 SELF_ATTENTION = re.compile(r"(blocks\.\d+\.self_attn)\.q\.weight")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from wan.api import WanI2V, WanT2V, WanTI2V
 
 __all__ = ["WanI2V", "WanT2V", "WanTI2V"]
-__version__ = "0.2.0"
+__version__ = "0.4.0"
 
 
 def __getattr__(name: str) -> Any:

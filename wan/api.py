@@ -4,7 +4,7 @@
     video = WanT2V("t2v-A14B", "./Wan2.2-T2V-A14B").generate("a cat", size=(832, 480))
 
 The constructor takes what decides how networks are loaded and run, `generate` what one video is;
-besides the official keywords both take the command line's (`wan.cli.flags.Flag.python`).
+besides the official keywords both take the command line's (`wan.settings.fields.Option.python`).
 What differs from the official classes: networks are loaded when first needed; with
 `offload_model=True`, the official default, every network is released after its stage and read again
 by the next call: give False to keep what fits, "cpu" to keep it in host memory, "block" to run what

@@ -17,7 +17,6 @@ from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.checkpoint.layout import images as seen
 from wan.checkpoint.lora import FLAGS as LORA_FLAGS
 from wan.cli import env
-from wan.cli.flags import OFFLOAD, read
 from wan.cli.keywords import KEYWORDS, for_loading, in_keywords, is_for
 from wan.cli.resolve import make_setup, recipe_files
 from wan.configs import WAN_CONFIGS
@@ -29,7 +28,8 @@ from wan.pipeline import build, images
 from wan.pipeline.setup import Setup
 from wan.settings import recipes
 from wan.settings.errors import InputError
-from wan.settings.execution import AHEAD, Offload
+from wan.settings.execution import AHEAD, OFFLOAD, Offload
+from wan.settings.flags import read
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
 from wan.settings.values import choice, integer, shown, switch

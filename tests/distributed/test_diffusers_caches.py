@@ -15,9 +15,9 @@ from tests.conftest import slow
 from tests.diffusers_runs import TOLERANCE, Settings, Video, make, sharing
 from tests.dist import run
 from tests.numerics.test_diffusers import diffusers_latents
-from wan.cli.flags import FLAGS
 from wan.configs import WAN_CONFIGS
 from wan.diffusers import apply_cache_on_pipe, deparallelize
+from wan.settings.flags import FLAGS
 
 pytestmark = pytest.mark.dist
 

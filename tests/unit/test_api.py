@@ -13,9 +13,9 @@ from PIL import Image
 import wan
 from tests.conftest import slow
 from tools.quantize_dit import quantize
-from wan.cli.flags import FLAGS
 from wan.configs import MAX_AREA_CONFIGS, SIZE_CONFIGS, SUPPORTED_SIZES, WAN_CONFIGS
 from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS
 
 QUICK = {"frame_num": 5, "sampling_steps": 2, "seed": 7}
 

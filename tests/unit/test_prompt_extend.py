@@ -34,7 +34,7 @@ def ask(
     prompt: str, *, method: str = "dashscope", model: Any = None, lang: str = "en", **changes: Any
 ) -> str:
     usual: dict[str, Any] = {"task_kind": "t2v", "image": None, "seed": 7, "device": "cpu"}
-    extension = Extension(method, model and str(model), lang)
+    extension = Extension(True, method, model and str(model), lang)
     return extension(prompt, **(usual | changes))
 
 
@@ -205,11 +205,11 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
 
 def refused(method: str, model: str | None, message: str) -> None:
     with pytest.raises(InputError, match=message):  # shown as a sentence, no traceback
-        Extension(method, model).check(has_image=False)
+        Extension(True, method, model).check(has_image=False)
 
 
 def test_what_is_not_available(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    Extension("dashscope").check(has_image=False)
+    Extension(True, "dashscope").check(has_image=False)
     monkeypatch.setenv("DASH_API_URL", "example.test")
     refused("dashscope", None, r"DASH_API_URL is 'example\.test'; give an address")
     monkeypatch.delenv("DASH_API_KEY")
@@ -232,7 +232,7 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: lis
         refused("local_qwen", folder, r"model' has no config\.json; give the folder")
     (tmp_path / "model" / "config.json").touch()
     for folder in present:
-        Extension("local_qwen", folder).check(has_image=False)
+        Extension(True, "local_qwen", folder).check(has_image=False)
     refused("local_qwen", " ", "model is empty; name a model or drop the flag")
     refused("dashscope", " ", "model is empty; name a model or drop the flag")
     assert not hub
@@ -430,7 +430,7 @@ def test_local_names_and_no_network(
         raise OSError(f"no network for {name}")
 
     log.set_level(logging.INFO)
-    Extension("local_qwen", model).check(has_image=image is not None)
+    Extension(True, "local_qwen", model).check(has_image=image is not None)
     assert hub == [source]
     assert log.messages == [f"Prompt extension fetches {source} from the model hub."]
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
@@ -448,7 +448,7 @@ def test_a_model_that_was_fetched_before(
     hub: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path))
-    Extension("local_qwen", "Qwen2.5_3B").check(has_image=False)
+    Extension(True, "local_qwen", "Qwen2.5_3B").check(has_image=False)
     assert not hub
 
 

@@ -8,21 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS
+from wan.settings.values import either
 
-_ALIASES: dict[str, dict[str, dict[str, Any]]] = {
-    "ALGO": {
-        "0": {"attention_algo": "fused"},
-        "1": {"attention_algo": "laser"},
-        "3": {"fa_quant": "fp8"},
-    },
-    "OVERLAP": {"0": {"fa_alltoall_overlap": False}, "1": {"fa_alltoall_overlap": True}},
-    "QUANT_ALLTOALL": {"0": {"quant_alltoall": False}, "1": {"quant_alltoall": True}},
-    "ROPE_OPT": {"0": {}, "1": {"fused_ops": ("rope",)}},
-    "FAST_LAYERNORM": {"0": {}, "1": {"fused_ops": ("layer_norm",)}},
-    "T5_LOAD_CPU": {"0": {"t5_cpu": False}, "1": {"t5_cpu": True}},
-    "PRECISION": {"0": {"noise_device": "device"}, "1": {"noise_device": "cpu"}},
-}
-"""Variable -> value -> settings."""
 _REFUSED: dict[str, tuple[str | None, str]] = {
     "USE_SUB_HEAD": (
         "0",
@@ -78,25 +66,23 @@ def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """
     refused(environ)
     found: dict[str, Any] = {}
-    for name, meanings in _ALIASES.items():
-        raw = environ.get(name)
-        if raw is None:
-            continue
-        if raw not in meanings:
-            *some, last = meanings
+    read: dict[str, list[str]] = {}  # variable -> values that it may have
+    for flag, option in FLAGS.items():
+        for name, meanings in option.variables.items():
+            read.setdefault(name, []).extend(meanings)
+            value = meanings.get(environ.get(name, ""))
+            if value is not None:  # two variables name fused operations, which add up
+                found[flag] = (*found.get(flag, ()), *value) if isinstance(value, tuple) else value
+    for name, allowed in read.items():
+        if environ.get(name, allowed[0]) not in allowed:
+            flags = [flag for flag, option in FLAGS.items() if name in option.variables]
             raise InputError(
-                f"{name} is {raw!r}; it must be {', '.join(some)} or {last} (or use {_flags(name)})"
-                ", or unset."
+                name,
+                repr(environ[name]),
+                f"must be {either(allowed)}",
+                f"unset it, or use {either([f'`{flag}`' for flag in flags])}",
             )
-        for key, value in meanings[raw].items():
-            # Two variables name fused operations: one's are added to the other's.
-            found[key] = (*found.get(key, ()), *value) if isinstance(value, tuple) else value
     return found
-
-
-def _flags(name: str) -> str:
-    keys = {key for meaning in _ALIASES[name].values() for key in meaning}
-    return ", ".join(f"--{key}" for key in sorted(keys))
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -13,13 +13,13 @@ import io
 import os
 import textwrap
 import time
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wan.cli.prompt_texts import Question, ask, messages
 from wan.log import logger
+from wan.settings.command import PromptExtension
 from wan.settings.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,20 +44,8 @@ class _NoAnswerError(Exception):
     """The model was asked in the right way but gave no text."""
 
 
-@dataclass(frozen=True)
-class Extension:
-    """A language model that extends prompts. Fields are named like the flags that set them.
-
-    Attributes:
-        prompt_extend_method: "local_qwen" or "dashscope".
-        prompt_extend_model: A short name of LOCAL_MODELS, a hub id or a folder (local_qwen), or
-            the service's model name (dashscope); None: the default.
-        prompt_extend_target_lang: "zh" or "en", the language of the answer.
-    """
-
-    prompt_extend_method: str = "local_qwen"
-    prompt_extend_model: str | None = None
-    prompt_extend_target_lang: str = "zh"
+class Extension(PromptExtension):
+    """The settings of prompt extension, and what they do."""
 
     def check(self, has_image: bool) -> None:
         """Refuses, without importing anything heavy, what is bound to fail later.

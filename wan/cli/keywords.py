@@ -7,22 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from wan.cli.flags import FLAGS, check_given, read
+from wan.cli.flags import check_given
 from wan.cli.resolve import check_needs
 from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS, read
 from wan.settings.values import switch
 
-KEYWORDS = {  # flag -> keyword here, where they differ
-    "task": "class",
-    "ckpt_dir": "checkpoint_dir",
-    "prompt": "input_prompt",
-    "negative_prompt": "n_prompt",
-    "image": "img",
-    "sample_shift": "shift",
-    "sample_steps": "sampling_steps",
-    "sample_guide_scale": "guide_scale",
-    "base_seed": "seed",
-}
+KEYWORDS = {name: flag.keyword for name, flag in FLAGS.items() if flag.keyword is not None}
+"""Flag -> keyword of the Python classes, where they differ."""
 
 
 @contextmanager

@@ -8,51 +8,15 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from wan.checkpoint.files import read_json
 from wan.cli import env
 from wan.log import logger
+from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.request import Request
-
-
-@dataclass(frozen=True)
-class Output:
-    """The files of a run. Fields are named like the flags that set them.
-
-    Attributes:
-        save_file: The video (.mp4); the record and the latents stand beside it under its name.
-        fps: Frames per second of the file.
-        save_latents: The denoised latents stay on disk; otherwise they go with the written video.
-        trace: The folder of a schedule trace.
-        trace_steps: Which steps are traced; None: as `wan.power.recording` chooses.
-        trace_kernels: A profiler runs in the traced steps.
-        log_level: "info", or "debug": the order in the layers is printed.
-    """
-
-    save_file: Path
-    fps: float
-    save_latents: bool = False
-    trace: Path | None = None
-    trace_steps: tuple[int, ...] | None = None
-    trace_kernels: bool = False
-    log_level: str = "info"
-
-    @property
-    def record(self) -> Path:
-        return self.save_file.with_suffix(".json")
-
-    @property
-    def latents(self) -> Path:
-        return self.save_file.with_suffix(".latents.safetensors")
-
-    def unfinished(self, suffix: str) -> tuple[Path, Path]:
-        """Names that no other run has: beside the video, and in the folder for temporary files."""
-        beside = self.save_file.with_suffix(f".{os.getpid()}{suffix}")
-        return beside, Path(tempfile.gettempdir()) / beside.name
 
 
 def check_writable(path: Path) -> None:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.files import opened
-from wan.cli.flags import FLAGS, check_given, read
+from wan.cli.flags import check_given
 from wan.cli.output import check_writable
 from wan.cli.resolve import Run
 from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS, read
 
 MOST_BYTES, MOST_LINES = 16_000_000, 10_000
-_OF_A_FILE = ("save_file", "fps", "save_latents")
-_OF_ALL = ("offload_model",)  # beside what decides how networks are loaded
 _SLUG = 40
 
 
@@ -145,11 +144,7 @@ def _values(text: str) -> dict[str, Any]:
             raise InputError("seed and base_seed are the same; drop one.")
         raw["base_seed"] = raw.pop("seed")
     for name in raw:
-        if (
-            name in FLAGS
-            and name not in _OF_A_FILE
-            and (FLAGS[name].python != "video" or name in _OF_ALL)
-        ):
+        if name in FLAGS and not FLAGS[name].line:
             raise InputError(f"{name} holds for all lines; give --{name} on the command line.")
     values = read(raw, "{}")
     check_given(values)

@@ -13,35 +13,20 @@ from typing import Any
 
 from wan.checkpoint.files import read_json, safetensors_metadata
 from wan.cli import env
-from wan.cli.flags import FLAGS, read
-from wan.cli.output import Output
 from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import recipes
 from wan.settings.attention import Attention
+from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.flags import FLAGS, read
 from wan.settings.request import Request
 from wan.settings.step_cache import given, is_read
 from wan.settings.values import path as read_path
 
 Values = Mapping[str, Any]
-"""Checked settings under their flags' names, as `wan.cli.flags.read` returns them."""
-_DECODING = (
-    *("decode_latents", "ckpt_dir", "save_file", "fps", "device"),
-    *("vae_tiling", "vae_parallel", "vae_precision", "offload_model", "power"),
-)
-_FROM_CHECKPOINT = (
-    "size",
-    "frame_num",
-    "sample_solver",
-    "sample_steps",
-    "sample_shift",
-    "sample_guide_scale",
-    "fps",
-    "prompt",
-    "negative_prompt",
-)
+"""Checked settings under their flags' names, as `wan.settings.flags.read` returns them."""
 PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]
 """Absolute in records; may differ between ranks."""
 
@@ -75,7 +60,7 @@ def _recorded(flags: Values) -> dict[str, Any]:
             settings = {key: value for key, value in settings.items() if key != "save_file"}
     elif "decode_latents" in flags:
         for name in flags:
-            if name not in _DECODING:
+            if not FLAGS[name].decoding:
                 raise InputError(
                     f"--{name} has no effect with --decode_latents, which only decodes; drop it."
                 )
@@ -98,11 +83,10 @@ def generation_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     raw = read_json(path)
+    allowed = [name for name, flag in FLAGS.items() if flag.checkpoint]
     for key in raw:
-        if key not in _FROM_CHECKPOINT:
-            raise InputError(
-                f"{path} sets {key!r}; a checkpoint may set {', '.join(_FROM_CHECKPOINT)}."
-            )
+        if key not in allowed:
+            raise InputError(f"{path} sets {key!r}; a checkpoint may set {', '.join(allowed)}.")
     return read(raw, f"{path}: {{}}")
 
 

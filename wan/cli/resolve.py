@@ -18,8 +18,7 @@ from wan.checkpoint.files import fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.cli import env, memory
 from wan.cli.extend_prompt import Extension
-from wan.cli.flags import FLAGS
-from wan.cli.output import Output, check_trace, check_writable, generated_name
+from wan.cli.output import check_trace, check_writable, generated_name
 from wan.cli.records import PATHS, Values, generation_config, layered, record
 from wan.pipeline import images
 from wan.pipeline.caching import find_curve
@@ -27,8 +26,11 @@ from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import parallel, recipes
 from wan.settings.attention import Attention
+from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.fields import options
+from wan.settings.flags import FLAGS
 from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
 from wan.settings.request import Request, make_request
@@ -293,7 +295,7 @@ def _decide(
         denoising = {
             "quant_dit_path",
             *lora.FLAGS,
-            *(field.name for kind in kinds for field in fields(kind)),
+            *(name for kind in kinds for name in options(kind)),
         }
         values = {name: value for name, value in values.items() if name not in denoising}
         _check_latents(values["decode_latents"], preset)

@@ -24,26 +24,31 @@ if not _first <= _here < _end:
     raise InputError(f"diffusers is {version('diffusers')}; install diffusers{VERSIONS}.")
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any, TypeVar
 
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from torch import nn
 
-from wan.cli.flags import FLAGS
 from wan.cli.keywords import for_loading, in_keywords
 from wan.diffusers import hooks
 from wan.diffusers.session import Networks, Session
 from wan.distributed import mesh
 from wan.settings.attention import Attention
+from wan.settings.execution import Execution
+from wan.settings.fields import options
+from wan.settings.flags import FLAGS
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 
 Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline)
 
-CACHE = frozenset(field.name for field in fields(StepCache))
-KEYWORDS = {field.name for kind in (Attention, Parallel) for field in fields(kind)} | {"device"}
-KEYWORDS -= {"world_size", "dit_fsdp", "t5_fsdp", "dist_timeout", "fused_ops"}
+CACHE = frozenset(options(StepCache))
+KEYWORDS = frozenset(
+    name
+    for kind in (Attention, Parallel, Execution)
+    for name, one in options(kind).items()
+    if one.diffusers == name
+)
 """Flags of the command line that `parallelize_pipe` takes."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.cli.flags import FLAGS, Parser
+from wan.cli.flags import Parser
 from wan.cli.resolve import Run, resolve
 from wan.modules.schedule import MODES
 from wan.power import sensitivity
@@ -24,6 +24,7 @@ from wan.power.prediction import Prediction, Row, predict, verdict
 from wan.power.workload import EXCHANGED, Workload, layer, workload
 from wan.settings import values
 from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS
 from wan.settings.parallel import SIZES
 from wan.settings.presets import ALIASES
 from wan.settings.values import Reader, real

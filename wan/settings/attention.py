@@ -10,14 +10,17 @@ from wan.modules.schedule import TokenPlan
 from wan.settings.backends import BACKENDS, Backend
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.fields import layout, loading
 from wan.settings.numerics import KV_ROWS, LASER_HEAD, LASER_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
-from wan.settings.values import either
+from wan.settings.presets import TRAIN_TIMESTEPS
+from wan.settings.values import choice, either, integer, real, some_of, switch
 
 RAINFUSION_TYPES = ("v1", "v2", "v3")
 VENDOR_OPS = ("rope", "rms_norm", "layer_norm", "scale_shift")  # of NPUs
 COMPILED_OPS = ("modulated_norm", "norm_rope", "add_norm", "gelu")  # of CPUs and GPUs
 FUSED_OPS = (*VENDOR_OPS, *COMPILED_OPS)
+_MHZ = integer(100, 4000)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Attention:
-    """What an attention layer does with one chunk of heads. Fields are named like their flags.
+    """What an attention layer does with one chunk of heads.
 
     Attributes:
         attention_algo: A key of ALGORITHMS: the dense kernel, of NPUs.
@@ -69,18 +72,90 @@ class Attention:
         fa_freq_restore: Clock in MHz after it.
     """
 
-    attention_algo: str = "fused"
-    attention_backend: str = "auto"
-    fa_quant: str = "none"
-    quant_alltoall: bool = False
-    use_rainfusion: bool = False
-    rainfusion_type: str = "v2"
-    sparsity: float = 0.64
-    sparse_start_step: int | None = None
-    mask_refresh_interval: int = 1
-    fused_ops: tuple[str, ...] = ("auto",)
-    fa_freq_cap: int | None = None
-    fa_freq_restore: int = 1650
+    attention_algo: str = loading(
+        "fused",
+        choice(*ALGORITHMS),
+        "dense kernel of NPUs (default fused)",
+        diffusers="attention_algo",
+        variables={"ALGO": {"0": "fused", "1": "laser"}},
+    )
+    attention_backend: str = loading(
+        "auto",
+        choice(*BACKENDS),
+        "dense kernel of GPUs: PyTorch's (default auto, sdpa, cudnn) or one of xfuser's",
+        diffusers="attention_backend",
+    )
+    fa_quant: str = loading(
+        "none",
+        choice("fp8", "none"),
+        "fp8: attention in FP8 (default none)",
+        diffusers="fa_quant",
+        variables={"ALGO": {"3": "fp8"}},
+    )
+    quant_alltoall: bool = layout(
+        False,
+        switch,
+        "exchange FP8 tensors",
+        diffusers="quant_alltoall",
+        variables={"QUANT_ALLTOALL": {"0": False, "1": True}},
+    )
+    use_rainfusion: bool = loading(
+        False,
+        switch,
+        "block-sparse attention after the first steps",
+        diffusers="use_rainfusion",
+    )
+    sparsity: float = loading(
+        0.64,
+        real(0, 1, below=True),
+        "share of blocks left out (0.64)",
+        needs="use_rainfusion",
+        diffusers="sparsity",
+    )
+    sparse_start_step: int | None = loading(
+        None,
+        integer(0, TRAIN_TIMESTEPS),
+        "first sparse step, from 0; default: a quarter of the steps",
+        needs="use_rainfusion",
+        diffusers="sparse_start_step",
+    )
+    rainfusion_type: str = loading(
+        "v2",
+        choice(*RAINFUSION_TYPES),
+        "default v2",
+        needs="use_rainfusion",
+        diffusers="rainfusion_type",
+    )
+    mask_refresh_interval: int = loading(
+        1,
+        integer(1, TRAIN_TIMESTEPS),
+        "steps that a mask is used for (1)",
+        needs="use_rainfusion",
+        diffusers="mask_refresh_interval",
+    )
+    fused_ops: tuple[str, ...] = loading(
+        ("auto",),
+        some_of(*FUSED_OPS),
+        f"auto (default), none, or of CPUs and GPUs {','.join(COMPILED_OPS)}, of NPUs "
+        f"{','.join(VENDOR_OPS)}",
+        variables={
+            "ROPE_OPT": {"0": None, "1": ("rope",)},
+            "FAST_LAYERNORM": {"0": None, "1": ("layer_norm",)},
+        },
+    )
+    fa_freq_cap: int | None = layout(
+        None,
+        _MHZ,
+        "clock of an NPU during self-attention, MHz",
+        diffusers="fa_freq_cap",
+    )
+    fa_freq_restore: int = layout(
+        1650,
+        _MHZ,
+        "clock after it, MHz (1650)",
+        needs="fa_freq_cap",
+        diffusers="fa_freq_restore",
+    )
 
     @property
     def algorithm(self) -> Algorithm:

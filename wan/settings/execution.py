@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from wan.settings.errors import InputError
+from wan.settings.fields import layout, loading, option
+from wan.settings.values import choice, integer, switch, switch_or
 
 DEVICE_TYPES = ("auto", "cpu", "cuda", "npu")
 PRECISIONS = ("auto", "bf16", "fp32")
@@ -16,6 +18,7 @@ Offload = bool | Literal["cpu", "block"]
 """True: one network in memory at a time, read again when it is needed again; False: all that were
 needed; "cpu": all, in host memory, and one of them on the accelerator; "block": as True, and of a
 DiT or the text encoder only some blocks are on the device."""
+OFFLOAD = switch_or("cpu", "block")
 
 
 def buffers(device: str) -> int:
@@ -25,7 +28,7 @@ def buffers(device: str) -> int:
 
 @dataclass(frozen=True)
 class Execution:
-    """Device, dtypes and memory. Fields are named like the flags that set them.
+    """Device, dtypes and memory.
 
     Attributes:
         device: One of DEVICE_TYPES.
@@ -44,18 +47,42 @@ class Execution:
         vae_precision: One of VAE_PRECISIONS.
     """
 
-    device: str = "auto"
-    precision: str = "auto"
-    convert_model_dtype: bool = False
-    fp8_weights: str = "auto"
-    offload_model: Offload = True
-    resident_blocks: int | None = None
-    t5_cpu: bool = False
-    text_kv_cache: bool = True
-    compile: bool = False
-    vae_tiling: bool = False
-    vae_parallel: bool = False
-    vae_precision: str = "fp32"
+    device: str = loading(
+        "auto", choice(*DEVICE_TYPES), "default auto", decoding=True, diffusers="device"
+    )
+    precision: str = loading(
+        "auto",
+        choice(*PRECISIONS),
+        "auto (default): bf16, on the CPU fp32",
+        diffusers="torch_dtype",
+    )
+    convert_model_dtype: bool = loading(False, switch, "store all DiT weights in bf16")
+    fp8_weights: str = loading(
+        "auto", choice(*FP8_WEIGHTS), "an FP8 checkpoint stays FP8, or not (auto)"
+    )
+    offload_model: Offload = option(
+        True, OFFLOAD, "true (default): one network in memory at a time", line=False, decoding=True
+    )
+    resident_blocks: int | None = layout(
+        None, integer(0, 1000), "blocks that --offload_model block keeps"
+    )
+    t5_cpu: bool = loading(
+        False,
+        switch,
+        "run the text encoder on the CPU",
+        variables={"T5_LOAD_CPU": {"0": False, "1": True}},
+    )
+    text_kv_cache: bool = loading(True, switch, "keep the text's keys and values (default true)")
+    compile: bool = loading(False, switch, "compile the transformer blocks")
+    vae_tiling: bool = loading(
+        False, switch, "decode in tiles: less memory, not exact", decoding=True
+    )
+    vae_parallel: bool = layout(
+        False, switch, "encode and decode on all ranks, exactly", decoding=True
+    )
+    vae_precision: str = loading(
+        "fp32", choice(*VAE_PRECISIONS), "fp32 (default) or bf16", decoding=True
+    )
 
     def __post_init__(self) -> None:
         if self.convert_model_dtype and self.precision == "fp32":

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wan.modules.schedule import Mode, mode_of
+from wan.modules.schedule import MODES, Mode, mode_of
 from wan.settings.errors import InputError
+from wan.settings.fields import layout
+from wan.settings.values import choice, integer, real, switch
 
 RING_TYPES = ("ring", "bidirectional")
 SIZES = ("cfg_size", "ring_size", "ulysses_size")
+_SIZE = integer(1, 4096)
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,41 @@ class Parallel:
     """
 
     world_size: int = 1
-    cfg_size: int = 1
-    ring_size: int = 1
-    ulysses_size: int = 1
-    ring_type: str = "ring"
-    comm_type: int = 0
-    fa_alltoall_overlap: bool = False
-    chunks: int | None = None
-    dit_fsdp: bool = False
-    t5_fsdp: bool = False
-    dist_timeout: float = 30.0
+    cfg_size: int = layout(
+        1,
+        choice(1, 2),
+        "2: the guidance branches on two halves of the ranks",
+        diffusers="cfg_size",
+    )
+    ring_size: int = layout(
+        1, _SIZE, "ranks that pass K/V round; default: what ulysses leaves", diffusers="ring_size"
+    )
+    ulysses_size: int = layout(
+        1, _SIZE, "ranks that exchange heads; default: as many as fit", diffusers="ulysses_size"
+    )
+    ring_type: str = layout("ring", choice(*RING_TYPES), "default ring", diffusers="ring_type")
+    comm_type: int = layout(
+        0,
+        choice(*MODES),
+        ", ".join(f"{key}: {mode.name}" for key, mode in MODES.items()) + " (default 0)",
+        diffusers="comm_type",
+    )
+    chunks: int | None = layout(
+        None,
+        _SIZE,
+        "most head chunks, to search for the best (published: 10)",
+        diffusers="chunks",
+    )
+    fa_alltoall_overlap: bool = layout(
+        False,
+        switch,
+        "hide exchanges under attention (or OVERLAP=1)",
+        diffusers="fa_alltoall_overlap",
+        variables={"OVERLAP": {"0": False, "1": True}},
+    )
+    t5_fsdp: bool = layout(False, switch, "shard the text encoder")
+    dit_fsdp: bool = layout(False, switch, "shard the DiT")
+    dist_timeout: float = layout(30.0, real(0, 10080, above=True), "minutes to wait for ranks (30)")
 
     @property
     def mode(self) -> Mode:

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from wan.settings import values as readers
 from wan.settings.errors import InputError
-from wan.settings.presets import MAX_POSITIONS, Preset
+from wan.settings.fields import REQUIRED, loading, option
+from wan.settings.presets import MAX_POSITIONS, TRAIN_TIMESTEPS, Preset
+from wan.settings.values import choice, integer, real, switch
 
 SOLVERS = ("unipc", "dpm++", "euler", "dmd", "rcm")
 """Keys of `wan.pipeline.solvers.SOLVERS`."""
@@ -21,20 +24,92 @@ Size = tuple[int, int]
 """(width, height) in pixels."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """One video. Fields are named like the flags that set them; `make_request` fills them.
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How noise becomes a video.
 
     Attributes:
-        preset: The task.
-        size: (width, height); with an image only its area counts.
-        sample_guide_scale: (low noise, high noise); a single network uses the first.
-        base_seed: Non-negative.
+        sample_solver: A key of SOLVERS.
+        sample_steps: The solver's steps.
+        sample_shift: The shift of the noise schedule.
         timesteps: Of each step, falling; None: the solver's, from shift and number of steps.
         boundary_step: How many steps the high-noise expert takes; None: as `boundary` says.
         ode: rcm follows the flow instead of adding noise.
         sigma_max: Noise-to-data ratio that rcm begins with; None: its authors'.
+        sample_guide_scale: (low noise, high noise); a single network uses the first.
+        base_seed: Non-negative.
         noise_device: "cpu" or "device", where the noise is drawn.
+    """
+
+    sample_solver: str = option(
+        "unipc",
+        choice(*SOLVERS),
+        "default unipc",
+        diffusers="scheduler",
+        checkpoint=True,
+    )
+    sample_steps: int = option(
+        REQUIRED,
+        integer(1, TRAIN_TIMESTEPS),
+        "solver steps",
+        keyword="sampling_steps",
+        diffusers="num_inference_steps",
+        checkpoint=True,
+    )
+    sample_shift: float = option(
+        REQUIRED,
+        real(0, 1000, above=True),
+        "shift of the noise schedule",
+        keyword="shift",
+        diffusers="flow_shift",
+        checkpoint=True,
+    )
+    timesteps: tuple[float, ...] | None = option(
+        None,
+        readers.timesteps,
+        "T1,T2,...: of each step of euler, dmd, rcm",
+        diffusers="timesteps",
+    )
+    boundary_step: int | None = option(
+        None,
+        integer(0, TRAIN_TIMESTEPS),
+        "steps of the high-noise expert; default: by timestep",
+        diffusers="boundary_ratio",
+    )
+    ode: bool = option(False, switch, "rcm adds no noise between its steps")
+    sigma_max: float | None = option(
+        None, real(0, 1e6, above=True), "noise rcm begins with (t2v 80, i2v 200)"
+    )
+    sample_guide_scale: tuple[float, float] = option(
+        REQUIRED,
+        readers.guide_scale,
+        "one number, or LOW,HIGH; 1: no guidance",
+        keyword="guide_scale",
+        diffusers="guidance_scale",
+        checkpoint=True,
+    )
+    base_seed: int = option(
+        REQUIRED,
+        integer(-(2**63), 2**63 - 1),
+        "negative (default): a random one",
+        keyword="seed",
+        diffusers="generator",
+    )
+    noise_device: str = loading(
+        "cpu",
+        choice("cpu", "device"),
+        "cpu (default): same noise anywhere",
+        variables={"PRECISION": {"0": "device", "1": "cpu"}},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Sampling):
+    """One video; `make_request` fills what the settings leave open.
+
+    Attributes:
+        preset: The task.
+        size: (width, height); with an image only its area counts.
         boundary: Share of the 1000 training timesteps from which on the high-noise expert works;
             None for a single network.
         image_size: (width, height) of the image to start from, as it is shown; None without one.
@@ -43,21 +118,37 @@ class Request:
     """
 
     preset: Preset
-    prompt: str
-    negative_prompt: str
-    size: Size
-    frame_num: int
-    sample_steps: int
-    sample_shift: float
-    sample_guide_scale: tuple[float, float]
-    base_seed: int
+    prompt: str = option(
+        REQUIRED,
+        readers.text,
+        "default: an example",
+        keyword="input_prompt",
+        diffusers="prompt",
+        checkpoint=True,
+    )
+    negative_prompt: str = option(
+        REQUIRED,
+        readers.text,
+        "default, also for '': the official one",
+        keyword="n_prompt",
+        diffusers="negative_prompt",
+        checkpoint=True,
+    )
+    size: Size = option(
+        REQUIRED,
+        readers.size,
+        "WIDTH*HEIGHT; with an image its area counts",
+        diffusers="size",
+        checkpoint=True,
+    )
+    frame_num: int = option(
+        REQUIRED,
+        readers.frame_num,
+        "frames, 4n+1",
+        diffusers="num_frames",
+        checkpoint=True,
+    )
     boundary: float | None
-    sample_solver: str = "unipc"
-    timesteps: tuple[float, ...] | None = None
-    boundary_step: int | None = None
-    ode: bool = False
-    sigma_max: float | None = None
-    noise_device: str = "cpu"
     image_size: Size | None = None
     ends: bool = False
     max_area: int | None = None

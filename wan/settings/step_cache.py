@@ -9,80 +9,14 @@ from typing import Any
 
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.fields import loading
 from wan.settings.parallel import Parallel
-from wan.settings.presets import Preset
+from wan.settings.presets import TRAIN_TIMESTEPS, Preset
 from wan.settings.request import Request
-from wan.settings.values import Reader, listed, shown
+from wan.settings.values import Reader, choice, integer, listed, path, real, shown, switch
 
 POLICIES = ("none", "first_block", "mag", "tea", "attention", "cfg")
 FEWEST_STEPS = 8
-
-
-@dataclass(frozen=True)
-class StepCache:
-    """A policy and its parameters. Fields are named like the flags that set them.
-
-    Attributes:
-        step_cache: One of POLICIES, or "steps:" and a list of the steps that are computed.
-        step_cache_threshold: What a policy compares with; None: the policy's own (THRESHOLDS).
-        step_cache_warmup: Steps at the start of each expert that are always computed, as is its
-            last one; 0 leaves that to the policy's own rule.
-        step_cache_max_skip: Most steps in a row that `mag` skips.
-        step_cache_retention: Share of an expert's steps that `mag` computes at its start.
-        step_cache_order: 0 adds the kept residual as it is, 1 extrapolates it linearly.
-        step_cache_curve: File of a curve for `mag`; None: the checkpoint's or the published one.
-        step_cache_coefficients: Of `tea`'s polynomial, highest power first; None: published ones.
-        step_cache_force: Also with few steps.
-        use_attentioncache: The Ascend adaptation's name for the policy "attention".
-        attentioncache_ratio: Has no effect, as there.
-        attentioncache_interval: Every how many steps attention is computed.
-        start_step: Attention is computed up to this step, from 0.
-        end_step: Attention is computed behind this step; None: as many steps before the end as the
-            adaptation's 37 of 40.
-    """
-
-    step_cache: str = "none"
-    step_cache_threshold: float | None = None
-    step_cache_warmup: int = 1
-    step_cache_max_skip: int = 2
-    step_cache_retention: float = 0.2
-    step_cache_order: int = 0
-    step_cache_curve: Path | None = None
-    step_cache_coefficients: tuple[float, ...] | None = None
-    step_cache_force: bool = False
-    use_attentioncache: bool = False
-    attentioncache_ratio: float = 1.2
-    attentioncache_interval: int = 4
-    start_step: int = 12
-    end_step: int | None = None
-
-    @property
-    def policy(self) -> str:
-        """The policy's name; "steps" for a list."""
-        return "attention" if self.use_attentioncache else self.step_cache.partition(":")[0]
-
-    @property
-    def steps(self) -> frozenset[int]:
-        """The steps that are computed, of the policy "steps"."""
-        return frozenset(listed("--step_cache", self.step_cache.partition(":")[2]))
-
-    @property
-    def threshold(self) -> float:
-        """What the policy compares with."""
-        given = self.step_cache_threshold
-        return THRESHOLDS[self.policy] if given is None else given
-
-
-# first_block: ParaAttention's examples (0.06 to 0.12) and cache-dit's default; mag: its authors'
-# for Wan2.2, with max_skip 2 and retention 0.2; tea: its authors' for Wan2.1 T2V.
-THRESHOLDS = {"first_block": 0.08, "mag": 0.04, "tea": 0.2}
-
-
-def is_read(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether a setting has an effect beside the others; of other subjects, True."""
-    names = {field.name for field in fields(StepCache)}
-    cache = StepCache(**{key: value for key, value in values.items() if key in names})
-    return name not in READS or cache.policy in READS[name]
 
 
 def _policy(name: str, raw: Any) -> str:
@@ -113,6 +47,109 @@ policy = Reader(_policy)
 """A name of POLICIES, or `steps:` and a list."""
 coefficients = Reader(_coefficients)
 """Numbers with commas between them, or a list."""
+_STEP = integer(0, TRAIN_TIMESTEPS)
+
+
+@dataclass(frozen=True)
+class StepCache:
+    """A policy and its parameters.
+
+    Attributes:
+        step_cache: One of POLICIES, or "steps:" and a list of the steps that are computed.
+        step_cache_threshold: What a policy compares with; None: the policy's own (THRESHOLDS).
+        step_cache_warmup: Steps at the start of each expert that are always computed, as is its
+            last one; 0 leaves that to the policy's own rule.
+        step_cache_max_skip: Most steps in a row that `mag` skips.
+        step_cache_retention: Share of an expert's steps that `mag` computes at its start.
+        step_cache_order: 0 adds the kept residual as it is, 1 extrapolates it linearly.
+        step_cache_curve: File of a curve for `mag`; None: the checkpoint's or the published one.
+        step_cache_coefficients: Of `tea`'s polynomial, highest power first; None: published ones.
+        step_cache_force: Also with few steps.
+        use_attentioncache: The Ascend adaptation's name for the policy "attention".
+        attentioncache_ratio: Has no effect, as there.
+        attentioncache_interval: Every how many steps attention is computed.
+        start_step: Attention is computed up to this step, from 0.
+        end_step: Attention is computed behind this step; None: as many steps before the end as the
+            adaptation's 37 of 40.
+    """
+
+    step_cache: str = loading(
+        "none", policy, f"{', '.join(POLICIES)}, or steps:LIST", diffusers="policy"
+    )
+    step_cache_threshold: float | None = loading(
+        None, real(0, 100), "what first_block, mag, tea compare with", diffusers="threshold"
+    )
+    step_cache_warmup: int = loading(
+        1, _STEP, "steps of each expert that are computed first (1)", diffusers="warmup"
+    )
+    step_cache_max_skip: int = loading(
+        2, _STEP, "most steps in a row that mag skips (2)", diffusers="max_skip"
+    )
+    step_cache_retention: float = loading(
+        0.2, real(0, 1), "share of steps that mag computes first (0.2)", diffusers="retention"
+    )
+    step_cache_order: int = loading(
+        0, choice(0, 1), "1: extrapolate what is kept (default 0)", diffusers="order"
+    )
+    step_cache_curve: Path | None = loading(
+        None, path, "of mag; default: the checkpoint's or published", diffusers="curve"
+    )
+    step_cache_coefficients: tuple[float, ...] | None = loading(
+        None, coefficients, "of tea, highest power first", diffusers="coefficients"
+    )
+    step_cache_force: bool = loading(
+        False, switch, "also with fewer than 8 steps", diffusers="force"
+    )
+    use_attentioncache: bool = loading(
+        False,
+        switch,
+        "--step_cache attention, as in the Ascend fork",
+        diffusers="use_attentioncache",
+    )
+    attentioncache_ratio: float = loading(
+        1.2, real(0, 1000), "has no effect, as in the Ascend fork", diffusers="attentioncache_ratio"
+    )
+    attentioncache_interval: int = loading(
+        4,
+        integer(1, TRAIN_TIMESTEPS),
+        "steps between two (4)",
+        diffusers="attentioncache_interval",
+    )
+    start_step: int = loading(
+        12, _STEP, "attention is computed up to this step (12)", diffusers="start_step"
+    )
+    end_step: int | None = loading(
+        None, _STEP, "attention is computed behind this step", diffusers="end_step"
+    )
+
+    @property
+    def policy(self) -> str:
+        """The policy's name; "steps" for a list."""
+        return "attention" if self.use_attentioncache else self.step_cache.partition(":")[0]
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps that are computed, of the policy "steps"."""
+        return frozenset(listed("--step_cache", self.step_cache.partition(":")[2]))
+
+    @property
+    def threshold(self) -> float:
+        """What the policy compares with."""
+        given = self.step_cache_threshold
+        return THRESHOLDS[self.policy] if given is None else given
+
+
+# first_block: ParaAttention's examples (0.06 to 0.12) and cache-dit's default; mag: its authors'
+# for Wan2.2, with max_skip 2 and retention 0.2; tea: its authors' for Wan2.1 T2V.
+THRESHOLDS = {"first_block": 0.08, "mag": 0.04, "tea": 0.2}
+
+
+def is_read(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether a setting has an effect beside the others; of other subjects, True."""
+    names = {field.name for field in fields(StepCache)}
+    cache = StepCache(**{key: value for key, value in values.items() if key in names})
+    return name not in READS or cache.policy in READS[name]
+
 
 # Parameter -> the policies that read it.
 READS = {

@@ -1,0 +1,231 @@
+"""Settings of one run as a whole: its files, how a prompt is extended, what is planned or written.
+
+Fields are flags, see `wan.settings.fields`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wan.settings import values
+from wan.settings.devices import CHIPS
+from wan.settings.errors import InputError
+from wan.settings.fields import REQUIRED, command, loading, option
+from wan.settings.presets import TASKS, UNSUPPORTED_TASKS
+from wan.settings.recipes import NAMES as RECIPES
+from wan.settings.values import Reader, choice, real, switch
+
+
+def _task(name: str, raw: Any) -> str:
+    if raw in UNSUPPORTED_TASKS:
+        raise InputError(f"Task {raw} is not supported; available tasks: {', '.join(TASKS)}.")
+    return str(choice(*TASKS)(name, raw))
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a video. The Python classes take them as keywords, in memory, too."""
+
+    image: Path | None = option(
+        None, values.path, "image to start from (i2v: needed, ti2v: optional)", keyword="img"
+    )
+    last_image: Path | None = option(None, values.path, "image to end with (i2v)")
+
+
+@dataclass(frozen=True)
+class Files:
+    """The task, and the files that its networks are read from."""
+
+    task: str = command("t2v-A14B", Reader(_task, TASKS), "default t2v-A14B", keyword="class")
+    ckpt_dir: Path | None = command(
+        None,
+        values.path,
+        "checkpoint folder; default ./Wan2.2-..., else a demo",
+        decoding=True,
+        keyword="checkpoint_dir",
+    )
+    quant_dit_path: Path | None = loading(
+        None, values.path, "folder of quantised DiT weights, used instead"
+    )
+    lora: tuple[str, ...] = loading(
+        (), values.files, "FILE[=STRENGTH], merged into every expert; repeatable"
+    )
+    lora_high_noise: tuple[str, ...] = loading(
+        (), values.files, "likewise, into the high-noise expert"
+    )
+    lora_low_noise: tuple[str, ...] = loading(
+        (), values.files, "likewise, into the low-noise expert"
+    )
+    lora_dir: Path | None = loading(
+        None, values.path, "folder with {high,low}_noise_model.safetensors"
+    )
+    recipe: str = option(
+        "auto", choice(*RECIPES), "of a distilled model; default auto: by file names"
+    )
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What is said of a run without running it."""
+
+    plan: bool = command(
+        False, switch, "print exchanges and memory of the run, and do not run", record=False
+    )
+    device_memory: float | None = command(
+        None,
+        real(0, 1e6, above=True),
+        "GB (1e9 bytes) per device that the plan must fit; default: this machine's GPU",
+        record=False,
+        needs="plan",
+    )
+    chip: str | None = command(
+        None, choice(*CHIPS), "the NPU model to plan for", record=False, needs="plan"
+    )
+
+
+@dataclass(frozen=True)
+class PromptExtension:
+    """The language model that extends prompts.
+
+    Attributes:
+        prompt_extend_method: "local_qwen" or "dashscope".
+        prompt_extend_model: A short name of `wan.cli.extend_prompt.LOCAL_MODELS`, a hub id or a
+            folder (local_qwen), or the service's model name (dashscope); None: the default.
+        prompt_extend_target_lang: "zh" or "en", the language of the answer.
+    """
+
+    use_prompt_extend: bool = command(False, switch, "let a language model write more")
+    prompt_extend_method: str = command(
+        "local_qwen",
+        choice("local_qwen", "dashscope"),
+        "default local_qwen",
+        needs="use_prompt_extend",
+    )
+    prompt_extend_model: str | None = command(
+        None, values.text, "folder or name of the language model", needs="use_prompt_extend"
+    )
+    prompt_extend_target_lang: str = command(
+        "zh", choice("zh", "en"), "default zh", needs="use_prompt_extend"
+    )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is measured while a video is made."""
+
+    power: bool = command(
+        False,
+        switch,
+        "meter power, energy, clock and throttling of the run",
+        record=False,
+        decoding=True,
+    )
+
+
+@dataclass(frozen=True)
+class Many:
+    """The videos of a prompt file."""
+
+    prompt_file: Path | None = command(
+        None, values.path, "a prompt or JSON object per line", record=False
+    )
+    skip_existing: bool = command(
+        False,
+        switch,
+        "leave out videos that are there already",
+        record=False,
+        needs="prompt_file",
+    )
+    group_by_expert: bool = command(
+        False,
+        switch,
+        "all lines' steps of one expert, then of the other: each is loaded once",
+        record=False,
+        needs="prompt_file",
+    )
+
+
+@dataclass(frozen=True)
+class Output:
+    """The files of a run.
+
+    Attributes:
+        save_file: The video (.mp4); the record and the latents stand beside it under its name.
+        fps: Frames per second of the file.
+        save_latents: The denoised latents stay on disk; otherwise they go with the written video.
+        trace: The folder of a schedule trace.
+        trace_steps: Which steps are traced; None: the second step of each expert.
+        trace_kernels: A profiler runs in the traced steps.
+        log_level: "info", or "debug": the order in the layers is printed.
+    """
+
+    save_file: Path = command(
+        REQUIRED,
+        values.path,
+        "path of the mp4; default: a name from task and prompt",
+        decoding=True,
+        line=True,
+    )
+    fps: float = command(
+        REQUIRED,
+        real(1, 240),
+        "frames per second of the file",
+        decoding=True,
+        line=True,
+        checkpoint=True,
+    )
+    save_latents: bool = command(False, switch, "keep the denoised latents", line=True)
+    trace: Path | None = command(
+        None, values.path, "folder for a schedule trace (python -m wan.power)", record=False
+    )
+    trace_steps: tuple[int, ...] | None = command(
+        None,
+        values.steps,
+        "which steps, from 0, as in 3,7-9; default: the second of each expert",
+        record=False,
+        needs="trace",
+    )
+    trace_kernels: bool = command(
+        False,
+        switch,
+        "also run PyTorch's or the NPU's profiler in these steps, which slows them",
+        record=False,
+        needs="trace",
+    )
+    log_level: str = command(
+        "info",
+        choice("info", "debug"),
+        "debug: also the order of exchanges and attention in the layers",
+        record=False,
+    )
+
+    @property
+    def record(self) -> Path:
+        """The JSON record of the video."""
+        return self.save_file.with_suffix(".json")
+
+    @property
+    def latents(self) -> Path:
+        """Where denoised latents are kept."""
+        return self.save_file.with_suffix(".latents.safetensors")
+
+    def unfinished(self, suffix: str) -> tuple[Path, Path]:
+        """Names that no other run has: beside the video, and in the folder for temporary files."""
+        beside = self.save_file.with_suffix(f".{os.getpid()}{suffix}")
+        return beside, Path(tempfile.gettempdir()) / beside.name
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier run has left: latents to decode, or a record to repeat."""
+
+    decode_latents: Path | None = command(
+        None, values.path, "only decode this latents file", record=False, decoding=True
+    )
+    from_json: Path | None = command(
+        None, values.path, "repeat the run of this record, under a new name", record=False
+    )
