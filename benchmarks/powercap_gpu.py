@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks import common
 from wan.device import Device, resolve
-from wan.kernels.base import Kernel
+from wan.kernels.base import Kernel, Target
 from wan.kernels.select import dense
 from wan.modules.schedule import MODES, near_even, q_ranges
 from wan.power.locks import Lock
@@ -118,7 +118,7 @@ def make_share(options: argparse.Namespace) -> Share:
             own @ square
         (own @ up) @ up.T
 
-    kernel = dense(Attention(), device, options.head_dim, torch.bfloat16)
+    kernel = dense(Attention(), Target(device, options.head_dim, torch.bfloat16))
     return Share(device, kernel, (q, k, v), linear, options.link_gbs * 1e9)
 
 

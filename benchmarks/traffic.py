@@ -42,7 +42,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
 from wan.modules.interfaces import Collaborators
 from wan.modules.small_ops import BlockOps
-from wan.settings.numerics import acting_as, keeps_fp32
+from wan.settings.numerics import keeps_fp32
 from wan.torch_private import WithoutData, fake_process_group
 
 HEADS, HEAD_DIM, FFN, TEXT = 40, 128, 13824, 512
@@ -155,7 +155,7 @@ def theirs() -> Callable[[], Any]:
 
 
 def counted(call: Callable[[], Any], traffic: Traffic) -> dict[str, Any]:
-    with torch.no_grad(), WithoutData(), acting_as("cuda"), traffic:
+    with torch.no_grad(), WithoutData(), traffic:
         call()
     traffic.compile()
     return {
@@ -178,8 +178,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     account.propagate = False
     plain, fused = Traffic(), Traffic()
     found = {
-        "ours, fused": counted(ours(options.ranks, BlockOps(run=fused.run)), fused),
-        "ours, plain": counted(ours(options.ranks, BlockOps()), plain),
+        "ours, fused": counted(
+            ours(options.ranks, BlockOps(run=fused.run, device_type="cuda")), fused
+        ),
+        "ours, plain": counted(ours(options.ranks, BlockOps(device_type="cuda")), plain),
     }
     if options.ranks == 1:
         found["diffusers"] = counted(theirs(), Traffic())

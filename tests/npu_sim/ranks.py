@@ -17,10 +17,11 @@ from torch import Tensor
 from tests.distributed.topology import Topology, attention_layer
 from wan import device as devices
 from wan.device import Device
-from wan.kernels.base import Method, Payload, StepInfo
+from wan.kernels.base import Method, Payload, StepInfo, Target
 from wan.kernels.select import Selected, select
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.attention import Attention
+from wan.settings.devices import DEVICES
 
 HEAD_DIM = 64
 SPARSITY = 0.5
@@ -82,9 +83,14 @@ def on_chip(name: str) -> Device:
     return device
 
 
+def target(chip: str, head_dim: int = HEAD_DIM) -> Target:
+    """For kernels of a chip."""
+    return Target(Device(torch.device("cpu"), DEVICES[chip]), head_dim, torch.bfloat16)
+
+
 def composed(kind: Kind) -> Selected:
     """Fresh ones: what they keep is theirs."""
-    return select(kind.attention, on_chip(kind.chip), HEAD_DIM, torch.bfloat16, {})
+    return select(kind.attention, Target(on_chip(kind.chip), HEAD_DIM, torch.bfloat16), {})
 
 
 def layer_of(topology: Topology, mode: str, chosen: Selected) -> FAPowerCapAttention:

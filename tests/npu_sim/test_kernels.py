@@ -19,13 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.npu_sim.ranks import KINDS, attend, composed
+from tests.npu_sim.ranks import KINDS, attend, composed, target
 from wan.kernels.base import Payload
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations
 from wan.kernels.npu import clock as npu_clock
 from wan.kernels.npu import dense as npu
 from wan.kernels.npu import fp8 as npu_quant
-from wan.settings.devices import DEVICES
 
 Choose = Callable[[str], None]
 
@@ -64,7 +63,7 @@ BOUND = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 2e-6}
 @pytest.mark.parametrize("name", ["A2", "A3", "A5"])
 def test_fused(name: str, dtype: torch.dtype, chip: Choose, calls: list[Any]) -> None:
     chip(name)
-    kernel = npu.FusedKernel()
+    kernel = npu.FusedKernel(target("A2"))
     q, k, v = qkv(200, 333, dtype=dtype, batch=2)
     out = kernel(q, k, v)
     assert out.shape == q.shape and out.dtype == dtype
@@ -84,7 +83,7 @@ def test_selected_kernels_are_those_that_settings_promise(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", BOUND)
 def test_log_sum_exp(dtype: torch.dtype, chip: Choose) -> None:
-    kernel = npu.FusedKernel()
+    kernel = npu.FusedKernel(target("A2"))
     q, k, v = qkv(200, 333, dtype=dtype, batch=2)
     out, lse = kernel.with_lse(q * 3, k, v)
     want, want_lse = exact(q * 3, k, v)
@@ -97,7 +96,7 @@ def test_log_sum_exp(dtype: torch.dtype, chip: Choose) -> None:
 @pytest.mark.parametrize("size", [64, 128])
 def test_laser(size: int, dtype: torch.dtype, chip: Choose, calls: list[Any]) -> None:
     chip("A3")
-    kernel = npu.LaserKernel(DEVICES["A3"])
+    kernel = npu.LaserKernel(target("A3"))
     q, k, v = qkv(2048, 2100, heads=1, size=size, dtype=dtype)
     out = kernel(q, k, v)
     assert out.dtype == dtype and worst(out, exact(q, k, v)[0]) < 6e-4
@@ -119,7 +118,7 @@ def test_laser_refuses_where_mindiesd_takes_another_kernel(
     mindiesd.attention_forward(
         q, k, v, opt_mode="manual", op_type="ascend_laser_attention", layout="BNSD"
     )
-    kernel = npu.LaserKernel(DEVICES["A2"])
+    kernel = npu.LaserKernel(target("A2"))
     if names(calls) == ["mindiesd.la"]:
         kernel(q, k, v)
         assert names(calls) == ["mindiesd.la"] * 2
@@ -133,7 +132,7 @@ def test_laser_refuses_where_mindiesd_takes_another_kernel(
 @pytest.mark.parametrize(("size", "dtype"), [(192, torch.bfloat16), (64, torch.float32)])
 def test_laser_refuses_heads_and_dtypes(size: int, dtype: torch.dtype, chip: Choose) -> None:
     with pytest.raises(ValueError, match=f"not 2048 and 2048 rows, heads of {size} and {dtype}"):
-        npu.LaserKernel(DEVICES["A2"])(*qkv(2048, 2048, 1, size, dtype))
+        npu.LaserKernel(target("A2"))(*qkv(2048, 2048, 1, size, dtype))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_what_a_chip_does_not_have_is_not_made(
     """Settings refuse it before."""
     chip(name)
     with pytest.raises(AssertionError, match=words):
-        make(DEVICES[name])
+        make(target(name))
 
 
 @pytest.mark.parametrize("rows", [128, 256])
@@ -159,7 +158,7 @@ def test_what_a_chip_does_not_have_is_not_made(
 def test_block_quantise(rows: int, size: int, chip: Choose, calls: list[Any]) -> None:
     chip("A5")
     x = qkv(300, 300, heads=3, size=size, batch=2)[0]
-    found = npu_quant.NpuBlockQuantise(DEVICES["A5"])(x, rows)
+    found = npu_quant.NpuBlockQuantise(target("A5"))(x, rows)
     for b in range(2):  # by hand: each block's largest number becomes 448
         for n in range(3):
             for i, first in enumerate(range(0, 300, rows)):
@@ -195,9 +194,8 @@ def vendor_fp8(heads: int, size: int, dtype: torch.dtype) -> Callable[..., Tenso
 
 
 def our_fp8(size: int, dtype: torch.dtype) -> Fp8Attention:
-    chip = DEVICES["A5"]
-    quantiser = Fp8Quantiser(Rotations(size), npu_quant.NpuBlockQuantise(chip))
-    return Fp8Attention(quantiser, dtype, npu_quant.NpuFp8Attention(chip))
+    quantiser = Fp8Quantiser(Rotations(size), npu_quant.NpuBlockQuantise(target("A5")), "npu")
+    return Fp8Attention(quantiser, dtype, npu_quant.NpuFp8Attention(target("A5")))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -235,8 +233,8 @@ def test_fp8_by_blocks_heads_and_samples(chip: Choose, calls: list[Any]) -> None
 def test_fp8_takes_any_strides(chip: Choose) -> None:
     """As they come out of an exchange: values and scales with tokens first."""
     chip("A5")
-    quantise = npu_quant.NpuBlockQuantise(DEVICES["A5"])
-    kernel = npu_quant.NpuFp8Attention(DEVICES["A5"])
+    quantise = npu_quant.NpuBlockQuantise(target("A5"))
+    kernel = npu_quant.NpuFp8Attention(target("A5"))
     packed = [quantise(x, rows) for x, rows in zip(qkv(200, 400), (128, 256, 256), strict=True)]
     whole = kernel(*packed, torch.bfloat16)
     strided = [x.map(torch.Tensor.contiguous) for x in packed]
@@ -247,7 +245,7 @@ def test_fp8_takes_any_strides(chip: Choose) -> None:
 
 def test_clock_is_restored_on_every_path(chip: Choose, calls: list[Any]) -> None:
     cap = npu_clock.FrequencyCap(1400, 1650)
-    kernel = npu.FusedKernel()
+    kernel = npu.FusedKernel(target("A2"))
     for _ in range(2):
         with cap:
             kernel(*qkv(8, 8))

@@ -100,11 +100,11 @@ def test_tool_rounds_as_mindiesd_does_online(
         assert torch.equal(theirs.weight_scale, tensors[f"{name}.weight_scale"][:, 0].bfloat16())
 
 
-def network(pair: tuple[Path, Path], where: torch.device, name: str) -> WanModel:
+def network(pair: tuple[Path, Path], where: device.Device, name: str) -> WanModel:
     """Only its quantised layers are the device's."""
     files, export = describe(pair[0]).experts[name], read(pair).experts[name]
     return Blueprint("DiT", lambda: WanModel(**files.config), files.tensors, pair[0]).load(
-        device=where,
+        device=where.torch_device,
         dtype_of=dit_dtypes(torch.bfloat16, False),
         adapt=adapt.quantised_layers(export, where, torch.bfloat16),
     )
@@ -135,7 +135,7 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
 ) -> None:
     """The meta network filled by mindiesd, the rest by us; FP8 entries change nothing."""
     calls.clear()
-    model = network(folders[task], device.resolve("npu").torch_device, name)
+    model = network(folders[task], device.resolve("npu"), name)
     assert torch_npu.npu.config.allow_internal_format is False
     quantised = {n for n, module in model.named_modules() if type(module) is W8A8QuantLinear}
     export = read(folders[task]).experts[name]
@@ -145,7 +145,7 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
     calls.clear()
     out = velocity(model)
     assert len([call for call in calls if call.name == "npu_quant_matmul"]) == len(quantised)
-    assert torch.equal(out, velocity(network(folders[task], torch.device("cpu"), name)))
+    assert torch.equal(out, velocity(network(folders[task], device.resolve("cpu"), name)))
 
 
 def test_fp8_entries_are_read_by_mindiesd(

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.npu_sim.ranks import attend
+from tests.npu_sim.ranks import attend, target
 from wan.kernels.base import Payload, StepInfo
 from wan.kernels.fp8 import Fp8Quantiser, Rotations, sylvester
 from wan.kernels.npu import block_sparse as npu_sparse
 from wan.kernels.npu import fp8 as npu_quant
 from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
-from wan.settings.devices import DEVICES
 
 Choose = Callable[[str], None]
 Grid = tuple[int, int, int]
@@ -44,13 +43,12 @@ def qkv(
 
 def method(kind: str, name: str, sparsity: float, size: int | None = None) -> RainFusionAttention:
     """Ours, as selected for a chip; size: of heads, for FP8."""
-    chip = DEVICES[name]
     kernel = npu_sparse.RainKernelV2 if kind == "v2" else npu_sparse.RainKernelV3
     quantiser = None
     if size is not None:
         rotations = Rotations(size, sylvester)
-        quantiser = Fp8Quantiser(rotations, npu_quant.NpuBlockQuantise(chip))
-    return RainFusionAttention(kind, sparsity, 0, kernel=kernel(chip), quantiser=quantiser)
+        quantiser = Fp8Quantiser(rotations, npu_quant.NpuBlockQuantise(target(name)), "npu")
+    return RainFusionAttention(kind, sparsity, 0, kernel=kernel(target(name)), quantiser=quantiser)
 
 
 def call(grid: Grid) -> StepInfo:
@@ -163,11 +161,11 @@ def test_what_a_chip_does_not_have_is_not_made(
     """Settings refuse it before."""
     chip(name)
     with pytest.raises(AssertionError, match=words):
-        kernel(DEVICES[name])
+        kernel(target(name))
 
 
 def test_v2_takes_no_wide_blocks(chip: Choose) -> None:
     q = Payload(torch.zeros(1, 256, 2, 64, dtype=torch.bfloat16))
     mask = torch.ones(1, 2, 2, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="blocks of 128 keys, not 256; use v3"):
-        npu_sparse.RainKernelV2(DEVICES["A2"])(q, q, q, mask, 256)
+        npu_sparse.RainKernelV2(target("A2"))(q, q, q, mask, 256)

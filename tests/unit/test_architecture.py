@@ -163,7 +163,7 @@ def test_where_things_are_asked_for(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= 400
+    assert len(text.splitlines()) <= 600
     parents = {
         child: node for node in ast.walk(ast.parse(text)) for child in ast.iter_child_nodes(node)
     }
@@ -172,7 +172,7 @@ def test_files_and_functions_are_short(path: Path) -> None:
             parent = parents[node]
             owner = f"{parent.name}." if isinstance(parent, ast.ClassDef) else ""
             name, length = f"{module(path)}.{owner}{node.name}", _lines(node)
-            assert length <= 40 or name in LONG_FUNCTIONS, f"{name} has {length} lines"
+            assert length <= 70 or name in LONG_FUNCTIONS, f"{name} has {length} lines"
 
 
 def _lines(function: ast.FunctionDef) -> int:

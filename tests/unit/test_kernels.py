@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from wan import log
 from wan.device import Device
+from wan.kernels.base import Target
 from wan.kernels.sdpa import (
     CUDNN,
     EFFICIENT,
@@ -23,6 +25,7 @@ from wan.kernels.sdpa import (
     padded_heads,
 )
 from wan.kernels.select import DENSE, Exported, dense, select
+from wan.planner import operators
 from wan.settings.attention import ALGORITHMS, Attention
 from wan.settings.backends import BACKENDS
 from wan.settings.devices import DEVICES, of_type
@@ -181,7 +184,10 @@ def test_a_selection_names_what_can_run(
     attention: Attention, device: Device, exported: Exported, said: str
 ) -> None:
     """In the order of asking; nothing behind what applies to every call."""
-    assert select(attention, device, 64, torch.float32, exported).describe() == said
+    assert (
+        select(attention, Target(device, 64, torch.float32, operators.load), exported).describe()
+        == said
+    )
 
 
 def test_the_kernels_are_those_that_settings_promise() -> None:
@@ -190,14 +196,15 @@ def test_the_kernels_are_those_that_settings_promise() -> None:
     assert {pair for pair in promised if pair[0] != "auto"} == DENSE.keys()
     for (_, where), make in DENSE.items():
         if where == "cpu":  # those of NPUs are made in tests/npu_sim
-            assert make(CPU, 64, torch.float32).can_return_lse
+            assert resolve_name(make)(Target(CPU, 64, torch.float32)).can_return_lse
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_in_a_plan(name: str) -> None:
     """Neither a GPU nor xfuser is here; what is not known is said to be assumed."""
     row = BACKENDS[name]
-    selected = select(Attention(attention_backend=name), CUDA, 64, torch.bfloat16, {})
+    target = Target(CUDA, 64, torch.bfloat16, operators.load)
+    selected = select(Attention(attention_backend=name), target, {})
     assert selected.dense.can_return_lse == row.has_lse
     assert selected.text.name == "PyTorch SDPA on cuda"
     assumed = f"assumed {'with' if row.has_lse else 'without'} log-sum-exp)"
@@ -211,18 +218,18 @@ def test_a_backend_in_a_plan(name: str) -> None:
 
 def test_backends_of_pytorch_on_a_cpu() -> None:
     for name in ("auto", "sdpa"):
-        kernel = dense(Attention(attention_backend=name), CPU, 64, torch.float32)
+        kernel = dense(Attention(attention_backend=name), Target(CPU, 64, torch.float32))
         assert kernel.name == SDPA and kernel.can_return_lse
 
 
 def test_a_backend_of_xfuser_where_it_is_not_installed() -> None:
     asked = Attention(attention_backend="sdpa_math")
     with pytest.raises(InputError, match=r"needs the Python module xfuser, .*-r requirements-cuda"):
-        dense(asked, CPU, 64, torch.float32)
+        dense(asked, Target(CPU, 64, torch.float32))
 
 
 def test_a_kernel_that_does_not_exist_on_the_device() -> None:
     cuda = Device(torch.device("cuda"), of_type("cuda"))
     for algorithm, device in (("laser", CPU), ("nonsense", cuda)):
         with pytest.raises(ValueError, match=f"no dense kernel '{algorithm}' on a {device.type}"):
-            select(Attention(attention_algo=algorithm), device, 64, torch.float32, {})
+            select(Attention(attention_algo=algorithm), Target(device, 64, torch.float32), {})

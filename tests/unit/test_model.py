@@ -12,7 +12,7 @@ from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import Collaborators, LocalAttention
 from wan.modules.model import WanModel, timestep_runs
 from wan.modules.rope import RopeTables, axis_sizes, rope_table
-from wan.modules.small_ops import BlockOps, by_slices
+from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
 
 CACHED = Collaborators(text_kv_cache=True)
@@ -140,7 +140,9 @@ def test_slices_of_tokens_cover_every_token(overwrite: bool) -> None:
     """More than one slice, the last one short."""
     x, rows = torch.randn(1, 40_001, 64), torch.randn(40_001, 64)
     expected = x * 2 + rows
-    found = by_slices(lambda x, rows: x * 2 + rows, x, torch.float32, rows, overwrite=overwrite)
+    found = BlockOps().by_slices(
+        lambda x, rows: x * 2 + rows, x, torch.float32, rows, overwrite=overwrite
+    )
     assert torch.equal(found, expected)
     assert (found.data_ptr() == x.data_ptr()) == overwrite
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wan.kernels.base import AttendRows, Payload, StepInfo
+from wan.device import Device
+from wan.kernels.base import AttendRows, Payload, StepInfo, Target
 from wan.kernels.flex import FlexBlocks, compiled_for_each_shape, flex_mask
 from wan.kernels.fp8 import Fp8Quantiser, Rotations, sylvester
 from wan.kernels.rainfusion import MaskCache, RainFusionAttention
@@ -25,7 +26,9 @@ from wan.kernels.rainfusion_masks import (
     select_table,
     window_order,
 )
+from wan.settings.devices import of_type
 
+CPU = Target(Device(torch.device("cpu"), of_type("cpu")), 64, torch.float32)
 GRIDS = [(5, 8, 16), (3, 10, 20), (2, 13, 24), (1, 20, 20), (9, 5, 12), (4, 8, 7)]
 
 
@@ -371,7 +374,7 @@ def test_flex(queries: int, keys: int, k_rows: int) -> None:
     assert not blocks.mask_mod(first, first, first, behind).any()
     whole = keys // k_rows
     assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
-    kernel = FlexBlocks(torch.device("cpu"), torch.float32)
+    kernel = FlexBlocks(CPU)
     found = kernel(Payload(q), Payload(k), Payload(v), mask, k_rows)
     assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6
 
@@ -380,7 +383,7 @@ def test_flex(queries: int, keys: int, k_rows: int) -> None:
 def test_flex_as_the_kernel_of_fp8() -> None:
     grid = (3, 10, 20)
     q, k, v = qkv(grid)
-    kernel = FlexBlocks(torch.device("cpu"), torch.float32)
+    kernel = FlexBlocks(CPU)
     by_flex, by_tiles = (
         prepared(RainFusionAttention("v3", 0.6, 0, quantiser=fp8(), **given), q, k, v, call(grid))
         for given in ({"kernel": kernel}, {})

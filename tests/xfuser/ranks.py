@@ -19,8 +19,12 @@ from xfuser.core.distributed.attention_backend import (
     register_attention_function,
 )
 
-from wan.kernels.xfuser import XfuserKernel, load
+from wan.device import Device
+from wan.kernels.base import Target
+from wan.kernels.xfuser import XfuserKernel
+from wan.kernels.xfuser import kernel as made
 from wan.settings.backends import BACKENDS
+from wan.settings.devices import of_type
 
 MATH, FLASH = AttentionBackendType.SDPA_MATH, AttentionBackendType.SDPA_FLASH
 
@@ -47,4 +51,4 @@ def registered(member: Any, function: Callable[..., Any]) -> Iterator[list[tuple
 
 
 def kernel(name: str, head: int, dtype: torch.dtype = torch.float32) -> XfuserKernel:
-    return load(BACKENDS[name], torch.device("cpu"), head, dtype)
+    return made(BACKENDS[name], Target(Device(torch.device("cpu"), of_type("cpu")), head, dtype))

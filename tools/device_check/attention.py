@@ -30,7 +30,7 @@ from tools.device_check.steps import Figure, Line, UnavailableError, error, line
 from wan.distributed.exchange import ALONE
 from wan.distributed.ring import Merged
 from wan.kernels import select
-from wan.kernels.base import Kernel
+from wan.kernels.base import Kernel, Target
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.schedule import MODES, OVERLAP
@@ -67,7 +67,7 @@ def kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]
 
     def made(attention: Attention) -> Kernel:
         try:
-            return select.dense(attention, bench.device, HEAD, dtype)
+            return select.dense(attention, Target(bench.device, HEAD, dtype))
         except InputError as error:
             raise UnavailableError(str(error)) from error
 

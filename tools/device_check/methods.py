@@ -25,7 +25,7 @@ from tools.device_check.bench import (
     sampled,
 )
 from tools.device_check.steps import Figure, Line, error, line
-from wan.kernels.base import Payload, StepInfo
+from wan.kernels.base import Payload, StepInfo, Target
 from wan.kernels.fp8 import Fp8Quantiser, Rotations, hadamard, sylvester
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
@@ -84,7 +84,7 @@ def _method(
     dtype = q.dtype
     precision = "fp32" if dtype == torch.float32 else "bf16"
     devices.check((bench.device.can,), attention, Execution(precision=precision), HEAD)
-    chosen = select(attention, bench.device, HEAD, dtype, {})
+    chosen = select(attention, Target(bench.device, HEAD, dtype), {})
     out = _attended(chosen, qkv, grid)
     figures = []
     seen = None

@@ -27,7 +27,7 @@ from tools.device_check.steps import SLOW, Figure, Line, absent, error, line, sh
 from wan.checkpoint.layout import published
 from wan.checkpoint.load import dit_dtypes
 from wan.distributed.mesh import Team
-from wan.kernels.base import Kernel, StepInfo
+from wan.kernels.base import Kernel, StepInfo, Target
 from wan.kernels.select import Selected, select
 from wan.modules.interfaces import Collaborators, LocalAttention
 from wan.modules.model import WanModel
@@ -80,7 +80,7 @@ def case(bench: Bench, parallel: Parallel | None = None) -> Case:
 
 def selected(bench: Bench, of: Case) -> Selected:
     """What a run would take."""
-    return select(of.setup.attention, bench.device, 128, torch.bfloat16, {})
+    return select(of.setup.attention, Target(bench.device, 128, torch.bfloat16), {})
 
 
 def network(bench: Bench, of: Case, team: Team | None = None) -> WanModel:

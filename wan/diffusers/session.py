@@ -21,7 +21,7 @@ from wan.cli.keywords import in_keywords
 from wan.cli.resolve import make_setup
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
-from wan.kernels.base import Grid, StepInfo
+from wan.kernels.base import Grid, StepInfo, Target
 from wan.kernels.select import select
 from wan.log import logger
 from wan.pipeline import build, timesteps
@@ -72,7 +72,8 @@ class Session:
         device = devices.resolve(self.setup.execution.device, index or 0)
         self.setup.check_device(device.can)
         parallel, head_dim = self.setup.parallel, self.setup.checkpoint.head_dim
-        selected = select(self.setup.attention, device, head_dim, one.dtype, {}, compiled=True)
+        target = Target(device, head_dim, one.dtype)
+        selected = select(self.setup.attention, target, {}, compiled=True)
         self.team = team or (mesh.form(device, parallel.sizes) if world > 1 else None)
         self.caches = build.step_caches(self.setup, self.team)
         self.caches.changes = self._changes

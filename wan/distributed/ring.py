@@ -23,7 +23,6 @@ from wan.distributed.exchange import (
     group_size,
     process_group,
 )
-from wan.settings.numerics import acts_as
 from wan.settings.parallel import RING_TYPES
 
 Block = tuple[int, Tensor, Tensor]
@@ -66,11 +65,16 @@ def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
 class Ring:
     """The ranks that share a sequence by K/V blocks.
 
-    ring_type: one of RING_TYPES. Raises ValueError for another one.
+    Args:
+        group: The ranks.
+        ring_type: One of RING_TYPES; ValueError for another one.
+        device_type: Of the device that computes; None: that of the tensors.
     """
 
-    def __init__(self, group: Group, ring_type: str = "ring") -> None:
-        self.group, self.ring_type = group, ring_type
+    def __init__(
+        self, group: Group, ring_type: str = "ring", device_type: str | None = None
+    ) -> None:
+        self.group, self.ring_type, self.device_type = group, ring_type, device_type
         self.size, self.rank = group_size(group), group_rank(group)
         self.hops = hops(ring_type, self.rank, self.size)
 
@@ -111,7 +115,7 @@ class Ring:
 
         with_lse: attention that also returns its log-sum-exp, by which the parts are merged.
         """
-        merged = [Merged() for _ in q_blocks]
+        merged = [Merged(self.device_type) for _ in q_blocks]
         for owner, k_block, v_block in self.blocks(k, v):
             rows = valid[owner]
             if not rows:
@@ -141,15 +145,19 @@ class Merged:
     An element's bits must not depend on how many heads are merged at once, but a vectorised
     exponential differs in the last bit from the scalar one that ends a loop. So on the CPU weights
     are float64 until rounded once, and sums are plain sub, mul, add, which are exact either way.
+
+    device_type: Of the device that computes; None: that of the tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str | None = None) -> None:
+        self._device_type = device_type
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
     def add(self, out_BSND: Tensor, lse_BNS: Tensor) -> None:
         """One more part; its keys are disjoint from the others'. lse: natural log, float32."""
-        lse = lse_BNS.double() if acts_as(lse_BNS.device.type) == "cpu" else lse_BNS.float()
+        device_type = self._device_type or lse_BNS.device.type
+        lse = lse_BNS.double() if device_type == "cpu" else lse_BNS.float()
         if self._out is None or self._lse is None:
             self._out, self._lse = out_BSND, lse
             return

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from wan.device import Device
 
 Grid = tuple[int, int, int]
 """Tokens along frame, height and width."""
@@ -43,6 +46,27 @@ class StepInfo:
     layer: int | None = None
     first_head: int = 0
     first_row: int = 0
+
+
+Load = Callable[[str], Any]
+"""load("module:name"): the object of that name, imported when it is asked for."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels are built for.
+
+    Attributes:
+        device: The device that computes, with its row of the table of devices.
+        head_dim: Channels of a head.
+        dtype: Of q, k and v.
+        load: Imports kernels and the vendors' operators by their names.
+    """
+
+    device: Device
+    head_dim: int
+    dtype: torch.dtype
+    load: Load = resolve_name
 
 
 class Kernel(Protocol):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from wan.kernels.base import Payload
+from wan.kernels.base import Payload, Target
 from wan.kernels.rainfusion_masks import kept_first
 from wan.settings.numerics import Q_ROWS
 
@@ -24,19 +24,18 @@ _SHAPES = 256  # more than any process has
 class FlexBlocks:
     """Implements `wan.kernels.rainfusion.BlockSparseKernel`.
 
-    device: the kernel is compiled for CUDA, at the first call, and runs eagerly elsewhere. dtype:
-    what quantised values are computed in, since FlexAttention has no scales per block.
+    Quantised values are computed in the target's dtype, since FlexAttention has no scales per
+    block. attend: What computes in place of FlexAttention, which on CUDA is compiled at the first
+    call and elsewhere runs eagerly.
     """
 
     name = "PyTorch FlexAttention"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._attend: Callable[..., Tensor] = flex_attention
-        if device.type == "cuda":
-            self._attend = compiled_for_each_shape(flex_attention)
-        elif device.type == "meta":
-            self._attend = workspace
-        self._dtype = dtype
+    def __init__(self, target: Target, attend: Callable[..., Tensor] | None = None) -> None:
+        if attend is None:
+            is_cuda = target.device.type == "cuda"
+            attend = compiled_for_each_shape(flex_attention) if is_cuda else flex_attention
+        self._attend, self._dtype = attend, target.dtype
 
     def __call__(
         self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
@@ -61,13 +60,6 @@ def compiled_for_each_shape(
             return compiled(*args, **kwargs)
 
     return call
-
-
-def workspace(q_BNSD: Tensor, *_: Tensor, block_mask: BlockMask) -> Tensor:
-    """What the compiled kernel makes, for a plan's tensors without data: no scores."""
-    lse_BNS = q_BNSD.new_empty(q_BNSD.shape[:3], dtype=torch.float32)
-    del lse_BNS
-    return torch.empty_like(q_BNSD)
 
 
 def flex_mask(mask_BNqk: Tensor, queries: int, keys: int, k_rows: int) -> BlockMask:

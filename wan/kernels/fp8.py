@@ -18,7 +18,7 @@ from torch import Tensor
 from wan import trace
 from wan.kernels.base import QKV, AttendRows, Payload, StepInfo
 from wan.kernels.reference import tiled_attention
-from wan.settings.numerics import KV_ROWS, Q_ROWS, acts_as
+from wan.settings.numerics import KV_ROWS, Q_ROWS
 
 E4M3_MAX = 448.0
 HADAMARD_SEED = 1234  # mindiesd's
@@ -149,13 +149,13 @@ def pad_rows(x_BSND: Tensor, missing: int) -> Tensor:
     return F.pad(x_BSND, (0, 0, 0, 0, 0, missing)) if missing else x_BSND
 
 
-def rotate(x_BSND: Tensor, rotation_DD: Tensor) -> Tensor:
+def rotate(x_BSND: Tensor, rotation_DD: Tensor, tiled: bool = True) -> Tensor:
     """x @ R in x's dtype.
 
-    On CPUs as products of 128 rows each: the bits of one large product depend on how many rows and
-    heads are in it, and modes divide them differently.
+    tiled: By products of 128 rows each. On CPUs the bits of one large product depend on how many
+    rows and heads are in it, and modes divide them differently.
     """
-    if acts_as(x_BSND.device.type) != "cpu":
+    if not tiled:
         return torch.matmul(x_BSND, rotation_DD)
     batch, rows, heads, head = x_BSND.shape
     padded_BSND = pad_rows(x_BSND, -rows % Q_ROWS)
@@ -165,20 +165,28 @@ def rotate(x_BSND: Tensor, rotation_DD: Tensor) -> Tensor:
 
 
 class Fp8Quantiser:
-    """Implements `Quantiser`: Q and K rotated, Q per 128 rows, K and V per 256 rows."""
+    """Implements `Quantiser`: Q and K rotated, Q per 128 rows, K and V per 256 rows.
+
+    rotations: The matrices. quantise: Makes the blocks. device_type: Of the device that computes.
+    """
 
     name = "per-block E4M3"
     q_rows = Q_ROWS
     kv_rows = KV_ROWS
 
-    def __init__(self, rotations: Rotations, quantise: BlockQuantise = quantise) -> None:
+    def __init__(
+        self, rotations: Rotations, quantise: BlockQuantise = quantise, device_type: str = "cpu"
+    ) -> None:
         self._rotations, self._quantise = rotations, quantise
+        self._tiled = device_type == "cpu"
 
     def q(self, x_BSND: Tensor, step: StepInfo | None) -> Payload:
-        return self._quantise(rotate(x_BSND, self._rotations.of(x_BSND, step)[0]), self.q_rows)
+        rotated_BSND = rotate(x_BSND, self._rotations.of(x_BSND, step)[0], self._tiled)
+        return self._quantise(rotated_BSND, self.q_rows)
 
     def k(self, x_BSND: Tensor, step: StepInfo | None) -> Payload:
-        return self._quantise(rotate(x_BSND, self._rotations.of(x_BSND, step)[1]), self.kv_rows)
+        rotated_BSND = rotate(x_BSND, self._rotations.of(x_BSND, step)[1], self._tiled)
+        return self._quantise(rotated_BSND, self.kv_rows)
 
     def v(self, x_BSND: Tensor) -> Payload:
         return self._quantise(x_BSND, self.kv_rows)
@@ -187,14 +195,17 @@ class Fp8Quantiser:
 class DequantisedAttention:
     """Implements `Fp8Kernel` for devices without FP8 units: attention on what the values stand for.
 
-    On CPUs in float32 and in tiles, so that no division changes the bits; elsewhere one call in
-    `dtype`.
+    On CPUs it computes in float32 and in tiles, so that no division changes the bits; elsewhere by
+    one call in `dtype`.
     """
 
     name = "PyTorch SDPA, dequantised"
 
+    def __init__(self, device_type: str = "cpu") -> None:
+        self._tiled = device_type == "cpu"
+
     def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor:
-        if acts_as(q.values.device.type) == "cpu":
+        if self._tiled:
             q_BSND, k_BSND, v_BSND = (x.dequantised(torch.float32) for x in (q, k, v))
             return tiled_attention(q_BSND, k_BSND, v_BSND).to(dtype)
         return attend_dequantised(q, k, v, dtype)

@@ -29,6 +29,7 @@ class W8A8Linear(nn.Module):
     the layer has none; x is multiplied by the factors first (smoothing). dtype: of the result, and
     of what comes in; scale, bias and factors are rounded to it, as mindiesd does (it knows bfloat16
     and float16; with float32 nothing is rounded). All on the device the layer is to run on.
+    device_type: of the device that computes; None: that of the tensors.
     """
 
     weight: Tensor
@@ -44,9 +45,10 @@ class W8A8Linear(nn.Module):
         factors_I: Tensor | None = None,
         *,
         dtype: torch.dtype,
+        device_type: str | None = None,
     ) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.device_type = dtype, device_type
         self.out_features, self.in_features = weight_OI.shape
         self.register_buffer("weight", weight_OI, persistent=False)
         scale_O = weight_scale_O.reshape(-1).to(dtype).float()
@@ -60,7 +62,7 @@ class W8A8Linear(nn.Module):
         x_LI = x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():  # the compiler fuses what slices keep small
             return self._product(x_LI).view(*x.shape[:-1], self.out_features)
-        rows = max(1, int8_slice_elements(x.device.type) // self.out_features)
+        rows = max(1, int8_slice_elements(self.device_type or x.device.type) // self.out_features)
         out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
         for first in range(0, len(x_LI), rows):
             part = slice(first, first + rows)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.settings.numerics import Q_ROWS, acts_as
+from wan.settings.numerics import Q_ROWS
 
 
 def tiled_attention(
@@ -27,20 +27,19 @@ def tiled_attention(
     block_mask_BNqk: bool [B, N, ceil(Sq / 128), ceil(Sk / k_rows)], which blocks of `k_rows` keys
     the queries of a tile see; None: all. Each tile sees at least one block, or its rows are nan.
 
-    On CPUs the inside is float32: for 16-bit tensors PyTorch's kernel chooses its products by the
-    number of heads and threads, and with them the bits.
+    Tiles are computed in float32: for 16-bit tensors PyTorch's kernel on CPUs chooses its products
+    by the number of heads and threads, and with them the bits.
 
     Raises ValueError where the mask's shape does not fit.
     """
     rows, keys = q_BSND.shape[1], k_BSND.shape[1]
     tiles = -(-rows // Q_ROWS)
     _check_mask(block_mask_BNqk, tiles, -(-keys // k_rows))
-    inner = torch.float32 if acts_as(q_BSND.device.type) == "cpu" else q_BSND.dtype
-    k_BNSD, v_BNSD = (x.transpose(1, 2).to(inner).contiguous() for x in (k_BSND, v_BSND))
+    k_BNSD, v_BNSD = (x.transpose(1, 2).float().contiguous() for x in (k_BSND, v_BSND))
     out_BSND = q_BSND.new_empty(q_BSND.shape[:3] + v_BSND.shape[3:])
     for tile in range(tiles):
         here = slice(tile * Q_ROWS, min((tile + 1) * Q_ROWS, rows))
-        q_BNtD = q_BSND[:, here].transpose(1, 2).to(inner)
+        q_BNtD = q_BSND[:, here].transpose(1, 2).float()
         missing = Q_ROWS - q_BNtD.shape[2]  # the last tile gets the shape of the others
         q_BNtD = F.pad(q_BNtD, (0, 0, 0, missing)) if missing else q_BNtD.contiguous()
         seen = None

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan.kernels.base import Target
 from wan.settings.errors import InputError
 from wan.torch_private import (
     cudnn_attention_on_cuda,
@@ -97,15 +98,28 @@ class CudaKernel:
 
 
 @cache
-def on_cuda(device: torch.device, dtype: torch.dtype, head: int, cudnn: bool = True) -> CudaKernel:
-    """PyTorch's kernel for such tensors on this device; chosen once. cudnn: cuDNN may be it."""
-    capability = torch.cuda.get_device_capability(device)
-    return CudaKernel(cuda_operator(capability, dtype, head, cudnn_version() if cudnn else None))
+def _fastest(
+    device: torch.device, dtype: torch.dtype, head: int, with_cudnn: bool = True
+) -> CudaKernel:
+    """PyTorch's kernel for such tensors on a device; chosen once."""
+    capability, cudnn = torch.cuda.get_device_capability(device), cudnn_version()
+    return CudaKernel(cuda_operator(capability, dtype, head, cudnn if with_cudnn else None))
 
 
-def by_cudnn(device: torch.device, head: int) -> CudaKernel:
+def on_cuda(target: Target) -> CudaKernel:
+    """The fastest of PyTorch's kernels on a GPU."""
+    return _fastest(target.device.torch_device, target.dtype, target.head_dim)
+
+
+def sdpa_on_cuda(target: Target) -> CudaKernel:
+    """The fastest of PyTorch's own kernels on a GPU, which cuDNN's is not."""
+    return _fastest(target.device.torch_device, target.dtype, target.head_dim, with_cudnn=False)
+
+
+def by_cudnn(target: Target) -> CudaKernel:
     """cuDNN's kernel. InputError where there is none on this device."""
-    check_cudnn(torch.cuda.get_device_capability(device), head, cudnn_version())
+    capability = torch.cuda.get_device_capability(target.device.torch_device)
+    check_cudnn(capability, target.head_dim, cudnn_version())
     return CudaKernel(CUDNN)
 
 
@@ -115,17 +129,19 @@ def cudnn_version() -> int | None:
 
 
 class SdpaKernel:
-    """Implements `wan.kernels.base.Kernel`. device_type: named where it is known beforehand."""
+    """Implements `wan.kernels.base.Kernel`, on the device of the tensors.
+
+    target: What it is built for; None: for any tensors.
+    """
 
     can_return_lse = True
 
-    def __init__(self, device_type: str | None = None) -> None:
-        where = "" if device_type is None else f" on {device_type}"
-        self.name = f"PyTorch SDPA{where}"
+    def __init__(self, target: Target | None = None) -> None:
+        self.name = "PyTorch SDPA" + ("" if target is None else f" on {target.device.type}")
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
         if q_BSND.device.type == "cuda":
-            return on_cuda(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])(q_BSND, k_BSND, v_BSND)
+            return _fastest(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])(q_BSND, k_BSND, v_BSND)
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
@@ -135,21 +151,11 @@ class SdpaKernel:
 
             return fusion_with_lse(q_BSND, k_BSND, v_BSND)
         if q_BSND.device.type == "cuda":
-            kernel = on_cuda(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])
+            kernel = _fastest(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])
             return kernel.with_lse(q_BSND, k_BSND, v_BSND)
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
         out, lse = flash_attention_on_cpu(q, k, v)  # also of the meta device: nothing is computed
         return out.transpose(1, 2), lse
-
-
-class PlannedKernel(SdpaKernel):
-    """Stands for a kernel that cannot be asked in a plan: PyTorch's, on tensors without data."""
-
-    def __init__(self, name: str, can_return_lse: bool) -> None:
-        super().__init__()
-        self.can_return_lse = can_return_lse
-        lse = "with" if can_return_lse else "without"
-        self.name = f"{name} (planned as PyTorch SDPA, assumed {lse} log-sum-exp)"
 
 
 def padded_heads(

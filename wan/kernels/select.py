@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wan.device import Device
-from wan.kernels import xfuser
 from wan.kernels.base import (
     PLAIN,
     QKV,
@@ -25,11 +23,11 @@ from wan.kernels.base import (
     Payload,
     SmallOps,
     StepInfo,
+    Target,
 )
 from wan.kernels.compiled_ops import Compiled
-from wan.kernels.flex import FlexBlocks
 from wan.kernels.fp8 import (
-    DEQUANTISED,
+    DequantisedAttention,
     Fp8Attention,
     Fp8Kernel,
     Fp8Quantiser,
@@ -40,30 +38,27 @@ from wan.kernels.fp8 import (
     sylvester,
 )
 from wan.kernels.npu import small_ops
-from wan.kernels.npu.block_sparse import RainKernelV2, RainKernelV3
-from wan.kernels.npu.clock import FrequencyCap
-from wan.kernels.npu.dense import FusedKernel, LaserKernel
-from wan.kernels.npu.fp8 import NpuBlockQuantise, NpuFp8Attention, placed_head_first
+from wan.kernels.npu.fp8 import placed_head_first
 from wan.kernels.rainfusion import REFERENCE, BlockSparseKernel, RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
-from wan.kernels.sdpa import PlannedKernel, SdpaKernel, by_cudnn, on_cuda
 from wan.settings.attention import Attention
 
 Exported = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of its queries and keys, as a quantised checkpoint brings them."""
 
 
+_SDPA, _CUDA = "wan.kernels.sdpa:SdpaKernel", "wan.kernels.sdpa:on_cuda"
 # (--attention_algo or one of PyTorch's own --attention_backend, device type) -> what makes the
-# kernel for a device, heads of so many channels, and a dtype.
-DENSE: dict[tuple[str, str], Callable[[Device, int, torch.dtype], Kernel]] = {
-    ("fused", "cpu"): lambda device, head, dtype: SdpaKernel(device.type),
-    ("fused", "cuda"): lambda device, head, dtype: on_cuda(device.torch_device, dtype, head),
-    ("fused", "npu"): lambda device, head, dtype: FusedKernel(),
-    ("laser", "npu"): lambda device, head, dtype: LaserKernel(device.can),
-    ("sdpa", "cpu"): lambda device, head, dtype: SdpaKernel(device.type),
-    ("sdpa", "cuda"): lambda device, head, dtype: on_cuda(device.torch_device, dtype, head, False),
-    ("sdpa", "npu"): lambda device, head, dtype: SdpaKernel(device.type),
-    ("cudnn", "cuda"): lambda device, head, dtype: by_cudnn(device.torch_device, head),
+# kernel for a target.
+DENSE = {
+    ("fused", "cpu"): _SDPA,
+    ("fused", "cuda"): _CUDA,
+    ("fused", "npu"): "wan.kernels.npu.dense:FusedKernel",
+    ("laser", "npu"): "wan.kernels.npu.dense:LaserKernel",
+    ("sdpa", "cpu"): _SDPA,
+    ("sdpa", "cuda"): "wan.kernels.sdpa:sdpa_on_cuda",
+    ("sdpa", "npu"): _SDPA,
+    ("cudnn", "cuda"): "wan.kernels.sdpa:by_cudnn",
 }
 
 
@@ -72,6 +67,7 @@ class Selected:
     """What computes attention in a run.
 
     Attributes:
+        device_type: Of the device that computes.
         dense: Self-attention's kernel where none of `methods` applies.
         text: Cross-attention's kernel.
         methods: In the order in which they are asked.
@@ -81,6 +77,7 @@ class Selected:
         clock: Entered around self-attention.
     """
 
+    device_type: str
     dense: Kernel
     text: Kernel
     methods: tuple[Method, ...] = ()
@@ -102,75 +99,62 @@ class Selected:
 
 
 def select(
-    attention: Attention,
-    device: Device,
-    head_dim: int,
-    dtype: torch.dtype,
-    exported: Exported,
-    compiled: bool = False,
+    attention: Attention, target: Target, exported: Exported, compiled: bool = False
 ) -> Selected:
     """What a checked run needs.
 
     Args:
         attention: What was asked for.
-        device: Where it runs.
-        head_dim: Channels of a head.
-        dtype: Of q, k, v.
+        target: What the kernels are built for.
         exported: Rotations of a quantised checkpoint; empty without one.
         compiled: Whole blocks are compiled.
 
     Raises:
         ValueError: A kernel does not exist on the device, or does not compute there.
     """
-    npu, cap = device.type == "npu", attention.fa_freq_cap
-    fused = device.can.fused(attention, compiled)
+    device, load, cap = target.device, target.load, attention.fa_freq_cap
+    names, ops, run, clock = device.can.fused(attention, compiled), PLAIN, None, None
+    if device.type == "npu":
+        ops = small_ops.fused(names, load)
+        if cap is not None:
+            clock = load("wan.kernels.npu.clock:FrequencyCap")(cap, attention.fa_freq_restore)
+    elif names:
+        least = {} if attention.fused_ops == ("auto",) else {"least": 0}
+        run = load("wan.kernels.compiled_ops:Compiled")(names, **least)
     return Selected(
-        dense=dense(attention, device, head_dim, dtype),
-        text=dense(Attention(), device, head_dim, dtype),  # too short for any other kernel
-        methods=(
-            *_rainfusion(attention, device, head_dim, dtype, exported),
-            *_fp8(attention, device, head_dim, dtype, exported),
-        ),
+        device.type,
+        dense=dense(attention, target),
+        text=dense(Attention(), target),  # too short for any other kernel
+        methods=(*_rainfusion(attention, target, exported), *_fp8(attention, target, exported)),
         order=window_order if attention.use_rainfusion else None,
-        ops=small_ops.fused(fused) if npu else PLAIN,
-        run=_compiled(attention, device, fused),
-        clock=FrequencyCap(cap, attention.fa_freq_restore) if npu and cap is not None else None,
+        ops=ops,
+        run=run,
+        clock=clock,
     )
 
 
-def dense(attention: Attention, device: Device, head_dim: int, dtype: torch.dtype) -> Kernel:
+def dense(attention: Attention, target: Target) -> Kernel:
     """Self-attention's dense kernel, tried where it is xfuser's; see `select`."""
-    backend = attention.backend
+    backend, where = attention.backend, target.device.type
+    if backend.member is not None:
+        kernel: Kernel = target.load("wan.kernels.xfuser:kernel")(backend, target)
+        return kernel
     name = attention.attention_algo if backend.name == "auto" else backend.name
-    if backend.member is None and (name, device.type) not in DENSE:
+    if (name, where) not in DENSE:
         known = ", ".join(f"{name} on {where}" for name, where in DENSE)
         raise ValueError(
-            f"There is no dense kernel {name!r} on a {device.type} device; there are {known}."
+            f"There is no dense kernel {name!r} on a {where} device; there are {known}."
         )
-    if device.torch_device.type == "meta":  # a plan: neither a GPU nor xfuser is asked
-        if backend.member is not None:
-            return PlannedKernel(f"{backend.name} backend", backend.has_lse)
-        if device.type == "cuda":
-            return SdpaKernel(device.type)
-    if backend.member is not None:
-        return xfuser.load(backend, device.torch_device, head_dim, dtype)
-    return DENSE[name, device.type](device, head_dim, dtype)
+    made: Kernel = target.load(DENSE[name, where])(target)
+    return made
 
 
-def _compiled(attention: Attention, device: Device, names: Collection[str]) -> Compiled | None:
-    if device.torch_device.type not in ("cpu", "cuda") or not names:  # a plan compiles nothing
-        return None
-    return Compiled(names) if attention.fused_ops == ("auto",) else Compiled(names, least=0)
-
-
-def _rainfusion(
-    attention: Attention, device: Device, head_dim: int, dtype: torch.dtype, exported: Exported
-) -> list[Method]:
+def _rainfusion(attention: Attention, target: Target, exported: Exported) -> list[Method]:
     if not attention.use_rainfusion:
         return []
     kind, given = attention.rainfusion_type, attention.sparse_start_step
-    kernel = _block_sparse(kind, device, dtype)
-    place = as_they_are if kind == "v2" else _place(device, dtype)
+    kernel = _block_sparse(kind, target)
+    place = as_they_are if kind == "v2" else _place(target)
 
     def method(quantiser: Fp8Quantiser | None) -> RainFusionAttention:
         return RainFusionAttention(
@@ -185,46 +169,49 @@ def _rainfusion(
 
     if not attention.fp8:
         return [method(None)]
-    quantised = method(_quantiser(device, Rotations(head_dim, sylvester, exported)))
+    quantised = method(_quantiser(target, Rotations(target.head_dim, sylvester, exported)))
     return [OnLayers(quantised, exported), method(None)] if exported else [quantised]
 
 
-def _fp8(
-    attention: Attention, device: Device, head_dim: int, dtype: torch.dtype, exported: Exported
-) -> list[Method]:
+def _fp8(attention: Attention, target: Target, exported: Exported) -> list[Method]:
     if not attention.fp8:
         return []
+    kernel: Fp8Kernel = DequantisedAttention(target.device.type)
+    if target.device.type == "npu":
+        kernel = target.load("wan.kernels.npu.fp8:NpuFp8Attention")(target)
     method = Fp8Attention(
-        _quantiser(device, Rotations(head_dim, hadamard, exported)),
-        dtype,
-        _fp8_kernel(device),
+        _quantiser(target, Rotations(target.head_dim, hadamard, exported)),
+        target.dtype,
+        kernel,
         attention.quant_alltoall,
-        _place(device, dtype),
+        _place(target),
     )
     return [OnLayers(method, exported)] if exported else [method]
 
 
-def _block_sparse(kind: str, device: Device, dtype: torch.dtype) -> BlockSparseKernel:
-    if device.type == "npu":
-        return RainKernelV2(device.can) if kind == "v2" else RainKernelV3(device.can)
-    return FlexBlocks(device.torch_device, dtype) if device.type == "cuda" else REFERENCE
+def _block_sparse(kind: str, target: Target) -> BlockSparseKernel:
+    makers = {
+        "npu": f"wan.kernels.npu.block_sparse:RainKernelV{kind[1:]}",
+        "cuda": "wan.kernels.flex:FlexBlocks",
+    }
+    if target.device.type not in makers:
+        return REFERENCE
+    kernel: BlockSparseKernel = target.load(makers[target.device.type])(target)
+    return kernel
 
 
-def _fp8_kernel(device: Device) -> Fp8Kernel:
-    return NpuFp8Attention(device.can) if device.type == "npu" else DEQUANTISED
+def _quantiser(target: Target, rotations: Rotations) -> Fp8Quantiser:
+    if target.device.type == "npu":
+        quantise = target.load("wan.kernels.npu.fp8:NpuBlockQuantise")(target)
+        return Fp8Quantiser(rotations, quantise, "npu")
+    return Fp8Quantiser(rotations, device_type=target.device.type)
 
 
-def _quantiser(device: Device, rotations: Rotations) -> Fp8Quantiser:
-    if device.type == "npu":
-        return Fp8Quantiser(rotations, NpuBlockQuantise(device.can))
-    return Fp8Quantiser(rotations)
-
-
-def _place(device: Device, dtype: torch.dtype) -> Place:
+def _place(target: Target) -> Place:
     """Devices without FP8 units compute with what the FP8 values stand for."""
-    if device.type == "npu":
+    if target.device.type == "npu":
         return placed_head_first
-    inner = torch.float32 if device.type == "cpu" else dtype
+    inner = torch.float32 if target.device.type == "cpu" else target.dtype
     return lambda x: Payload(x.dequantised(inner))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wan.kernels.base import Target
 from wan.settings.backends import Backend
 from wan.settings.errors import InputError
 
@@ -50,18 +51,13 @@ class XfuserKernel:
         return out, lse[..., : q_BSND.shape[1]]  # of the memory-efficient operator: padded to 32
 
 
-def load(backend: Backend, device: torch.device, head: int, dtype: torch.dtype) -> XfuserKernel:
+def kernel(backend: Backend, target: Target) -> XfuserKernel:
     """The kernel of a row of xfuser's, tried on the device.
-
-    Args:
-        backend: The row.
-        device: Where it will compute.
-        head: Channels of a head.
-        dtype: Of q, k, v.
 
     Raises:
         InputError: Where a package is missing, or the function does not compute this.
     """
+    device, head, dtype = target.device.torch_device, target.head_dim, target.dtype
     flag = f"--attention_backend {backend.name}"
     instead = "or use --attention_backend auto"
     for module in ("xfuser", *backend.modules):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wan.kernels.base import PLAIN, SmallOps
 from wan.modules.rope import RopeTable, apply_rope
-from wan.settings.numerics import acts_as, slice_elements
+from wan.settings.numerics import slice_elements
 from wan.torch_private import gelu_in_place
 
 _GELU = 2 * math.sqrt(2 / math.pi)
@@ -39,12 +39,17 @@ def as_written(step: Callable[..., Tensor], x: Tensor, /, *rest: object) -> Tens
 class BlockOps:
     """The steps of a block; one instance serves all blocks.
 
-    ops: a vendor's kernels for single operations. run: carries out the steps, which are the methods
-    that begin with an underscore: functions of tensors, all rows of which have the same timestep.
+    Args:
+        ops: A vendor's kernels for single operations.
+        run: Carries out the steps, which are the methods that begin with an underscore: functions
+            of tensors, all rows of which have the same timestep.
+        device_type: Of the device that computes; None: that of the tensors.
     """
 
-    def __init__(self, ops: SmallOps = PLAIN, run: Runner = as_written) -> None:
-        self._run = run
+    def __init__(
+        self, ops: SmallOps = PLAIN, run: Runner = as_written, device_type: str | None = None
+    ) -> None:
+        self._run, self._device_type = run, device_type
         self._norm = ops.modulated_norm or modulated_norm
         self._layer = ops.layer_norm or layer_norm
         self._rms = ops.rms_norm or rms_norm
@@ -136,10 +141,12 @@ class BlockOps:
     def _modulated_norm(
         self, x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float, dtype: torch.dtype
     ) -> Tensor:
-        return by_slices(lambda part: self._norm(part, shift_B1C, scale_B1C, eps), x_BLC, dtype)
+        return self.by_slices(
+            lambda part: self._norm(part, shift_B1C, scale_B1C, eps), x_BLC, dtype
+        )
 
     def _add(self, x_BLC: Tensor, y_BLC: Tensor, gate_B1C: Tensor | None = None) -> Tensor:
-        for x, y in _in_place(x_BLC, y_BLC):
+        for x, y in self._in_place(x_BLC, y_BLC):
             x.add_(y) if gate_B1C is None else x.addcmul_(y, gate_B1C)
         return x_BLC
 
@@ -154,7 +161,7 @@ class BlockOps:
         dtype: torch.dtype,
     ) -> Tensor:
         self._add(x_BLC, y_BLC, gate_B1C)
-        return by_slices(lambda part: self._layer(part, weight_C, bias_C, eps), x_BLC, dtype)
+        return self.by_slices(lambda part: self._layer(part, weight_C, bias_C, eps), x_BLC, dtype)
 
     def _add_modulated_norm(
         self,
@@ -181,20 +188,63 @@ class BlockOps:
             normed = x_BLC.float() if weight_C is None else self._rms(x_BLC, weight_C, eps)
             return self._rope(normed.unflatten(-1, (heads, -1)), (cos, sin)).flatten(2)
 
-        out_BLC = by_slices(compute, x_BLC, x_BLC.dtype, cos_L1D, sin_L1D, overwrite=True)
+        out_BLC = self.by_slices(compute, x_BLC, x_BLC.dtype, cos_L1D, sin_L1D, overwrite=True)
         return out_BLC.unflatten(-1, (heads, -1))
 
     def _rms_norm(self, x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         def compute(x_BLC: Tensor) -> Tensor:
             return self._rms(x_BLC, weight_C, eps)
 
-        return by_slices(compute, x_BLC, x_BLC.dtype, overwrite=True)
+        return self.by_slices(compute, x_BLC, x_BLC.dtype, overwrite=True)
 
     def _gelu(self, x_BLC: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # the same function by one exponential instead of a tanh
             x = x_BLC.float()
             return x_BLC.copy_(x * torch.sigmoid(_GELU * (x + 0.044715 * x * x * x)))
         return gelu_in_place(x_BLC)
+
+    def by_slices(
+        self,
+        compute: Callable[..., Tensor],
+        x_BLC: Tensor,
+        dtype: torch.dtype,
+        *rows_L: Tensor,
+        overwrite: bool = False,
+    ) -> Tensor:
+        """compute(x, *rows) in dtype, for a computation that sees each token alone.
+
+        Float32 copies of all tokens are the memory peak of a bfloat16 model and, on a CPU, cost
+        more time than the arithmetic; a slice's copies are small and stay in the cache. The
+        compiler, which fuses them away, and autograd, which keeps them, get all tokens at once.
+
+        overwrite: x is used only here, so the result may take its memory (hooks that keep x must
+        copy it).
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return compute(x_BLC, *rows_L).to(dtype)
+        size = self._slice_tokens(x_BLC)
+        reuse = overwrite and x_BLC.dtype == dtype
+        out_BLC = x_BLC if reuse else torch.empty_like(x_BLC, dtype=dtype)
+        for first in range(0, x_BLC.shape[1], size):
+            part = slice(first, first + size)
+            out_BLC[:, part] = compute(x_BLC[:, part], *(rows[part] for rows in rows_L))
+        return out_BLC
+
+    def _in_place(self, x_BLC: Tensor, y_BLC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """x and y for x += y; in slices where PyTorch on a CPU would convert all of y."""
+        on_cpu = (self._device_type or x_BLC.device.type) == "cpu"
+        if x_BLC.dtype == y_BLC.dtype or not on_cpu or torch.compiler.is_compiling():
+            yield x_BLC, y_BLC
+            return
+        size = self._slice_tokens(x_BLC)
+        for first in range(0, x_BLC.shape[1], size):
+            part = slice(first, first + size)
+            yield x_BLC[:, part], y_BLC[:, part].to(x_BLC.dtype)
+
+    def _slice_tokens(self, x_BLC: Tensor) -> int:
+        """How many tokens are handled at a time."""
+        elements = slice_elements(self._device_type or x_BLC.device.type)
+        return max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
 
 
 def _runs(
@@ -210,49 +260,6 @@ def _runs(
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _in_place(x_BLC: Tensor, y_BLC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both, to change x by y; in slices with y converted where PyTorch would convert all of it."""
-    whole = x_BLC.dtype == y_BLC.dtype or acts_as(x_BLC.device.type) != "cpu"
-    if whole or torch.compiler.is_compiling():
-        yield x_BLC, y_BLC
-        return
-    size = slice_tokens(x_BLC)
-    for first in range(0, x_BLC.shape[1], size):
-        part = slice(first, first + size)
-        yield x_BLC[:, part], y_BLC[:, part].to(x_BLC.dtype)
-
-
-def slice_tokens(x_BLC: Tensor) -> int:
-    """How many tokens are handled at a time."""
-    return max(1, slice_elements(x_BLC.device.type) // (x_BLC.shape[0] * x_BLC.shape[2]))
-
-
-def by_slices(
-    compute: Callable[..., Tensor],
-    x_BLC: Tensor,
-    dtype: torch.dtype,
-    *rows_L: Tensor,
-    overwrite: bool = False,
-) -> Tensor:
-    """compute(x, *rows) in dtype, for a computation that sees each token alone.
-
-    overwrite: x is used only here, so the result may take its memory (hooks that keep x must copy).
-
-    Float32 copies of all tokens are the memory peak of a bfloat16 model and, on a CPU, cost more
-    time than the arithmetic; a slice's copies are small and stay in the cache. The compiler, which
-    fuses them away, and autograd, which keeps them, get all tokens at once.
-    """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return compute(x_BLC, *rows_L).to(dtype)
-    size = slice_tokens(x_BLC)
-    reuse = overwrite and x_BLC.dtype == dtype
-    out_BLC = x_BLC if reuse else torch.empty_like(x_BLC, dtype=dtype)
-    for first in range(0, x_BLC.shape[1], size):
-        part = slice(first, first + size)
-        out_BLC[:, part] = compute(x_BLC[:, part], *(rows[part] for rows in rows_L))
-    return out_BLC
 
 
 # The small operations, which a vendor's fused kernels may replace one by one (`SmallOps`; the

@@ -12,13 +12,14 @@ from wan.checkpoint.files import FP8, TensorInfo
 from wan.checkpoint.load import Adapt, Sources, as_stored, fp8_sources, int8_sources
 from wan.checkpoint.merge import merged
 from wan.checkpoint.quantised import Export
+from wan.device import Device
 from wan.kernels.fp8_linear import Fp8Linear
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
 from wan.pipeline.setup import Setup
 
 
-def adaptation(setup: Setup, name: str, device: torch.device, compute: torch.dtype) -> Adapt:
+def adaptation(setup: Setup, name: str, device: Device, compute: torch.dtype) -> Adapt:
     """Of one expert; at most one of the three is asked for (`Setup` refuses more).
 
     Args:
@@ -55,7 +56,7 @@ def keep_fp8(tensors: Mapping[str, TensorInfo], network: nn.Module, sources: Sou
     return {**sources, **fp8_sources(kept)}
 
 
-def quantised_layers(export: Export, device: torch.device, compute: torch.dtype) -> Adapt:
+def quantised_layers(export: Export, device: Device, compute: torch.dtype) -> Adapt:
     """Puts the layers of an export in the place of a DiT's linear layers.
 
     On an NPU they are mindiesd's, elsewhere our reference of the one algorithm that runs
@@ -74,7 +75,7 @@ def quantised_layers(export: Export, device: torch.device, compute: torch.dtype)
             export.linears,
             use_nz=export.use_nz,
             dtype=compute,
-            device=device,
+            device=device.torch_device,
         )
         return sources
 
@@ -89,6 +90,7 @@ def quantised_layers(export: Export, device: torch.device, compute: torch.dtype)
                 empty.get("bias"),
                 empty.get("mul_scale"),
                 dtype=compute,
+                device_type=device.type,
             )
             network.set_submodule(name, made)
         return {**sources, **int8_sources(export, compute)}

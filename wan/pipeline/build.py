@@ -29,6 +29,7 @@ from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
 from wan.distributed.tokens import ShardedTokens
+from wan.kernels.base import Target
 from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
 from wan.modules.attnlayer import FAPowerCapAttention
@@ -83,8 +84,8 @@ def pipeline(
     exported = {}
     if setup.quantised is not None and setup.attention.fp8:
         exported = rotations(setup.quantised)
-    head_dim, compiled = checkpoint.head_dim, execution.compile
-    selected = select(setup.attention, device, head_dim, compute, exported, compiled)
+    target = Target(device, checkpoint.head_dim, compute)
+    selected = select(setup.attention, target, exported, execution.compile)
     caches = step_caches(setup, team) if caches is None else caches
     shared = collaborators(setup, selected, team, caches)
     if attention is not None:
@@ -142,7 +143,7 @@ def pipeline(
 def dense_kernel(setup: Setup, device: Device) -> str:
     """What computes dense attention, in words; InputError where it does not compute here."""
     compute = DTYPES[setup.execution.dit_precision_on(device.type)]
-    kernel = dense(setup.attention, device, setup.checkpoint.head_dim, compute)
+    kernel = dense(setup.attention, Target(device, setup.checkpoint.head_dim, compute))
     return f"{kernel.name} {'with' if kernel.can_return_lse else 'without'} log-sum-exp"
 
 
@@ -262,7 +263,7 @@ class _Parts:
         """One expert. compute: the dtype of its matrix products. whole: it may be changed."""
         execution, offload = self._setup.execution, False if whole else self._residency.offload
         dtypes = dit_dtypes(compute, execution.convert_model_dtype)
-        adapt = adaptation(self._setup, name, self._device, compute)
+        adapt = adaptation(self._setup, name, self._residency.device, compute)
         if offload == "block":
             resident = self._residency.resident
             adapt = streamed(adapt, "blocks", self._device, dtypes, resident)
@@ -332,7 +333,7 @@ def collaborators(
 ) -> Collaborators:
     """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
-    ops = BlockOps(selected.ops, selected.run or as_written)
+    ops = BlockOps(selected.ops, selected.run or as_written, selected.device_type)
     kept = (None, None) if caches is None else (caches.residual, caches.attention)
     several = team is not None and parallel.sequence_size > 1
     if not (several or selected.methods or selected.clock):
@@ -340,12 +341,15 @@ def collaborators(
         return Collaborators(attention, selected.text, LocalTokens(), ops, text_cache, *kept)
     group = ALONE if team is None else team.group("ring", "ulysses")
     multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
+    ring = None
+    if team is not None:
+        ring = Ring(team.group("ring"), parallel.ring_type, selected.device_type)
     layer = FAPowerCapAttention(
         parallel,
         ALONE if team is None else team.group("ulysses"),
         parallel.fa_alltoall_overlap,
         kernel=selected.dense,
-        ring=None if team is None else Ring(team.group("ring"), parallel.ring_type),
+        ring=ring,
         methods=selected.methods,
         clock=selected.clock,
         chunks=parallel.chunks,

@@ -23,15 +23,14 @@ from torch import nn
 from wan.checkpoint.load import WHOLE, DTypeOf, Place, dit_dtypes
 from wan.device import Device, resolve
 from wan.distributed import mesh
-from wan.kernels.base import StepInfo
-from wan.kernels.npu import planned as npu
+from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select
 from wan.modules.model import WanModel
 from wan.modules.schedule import TokenPlan
 from wan.pipeline import adapt, bound, build, clip, text, vae
 from wan.pipeline.setup import Setup
+from wan.planner import operators
 from wan.settings.execution import Execution, buffers
-from wan.settings.numerics import acting_as
 from wan.settings.parallel import Parallel
 from wan.settings.request import Request
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
@@ -154,8 +153,9 @@ class Planner:
         """Of as few blocks as show all; what one keeps is then counted for all of them."""
         setup = replace(self.setup, parallel=parallel)
         compute, checkpoint = build.DTYPES[self.precision], setup.checkpoint
-        with self._played(parallel, rank) as team, npu.vendor():
-            selected = select(setup.attention, self.device, checkpoint.head_dim, compute, {})
+        with self._played(parallel, rank) as team:
+            target = Target(self.device, checkpoint.head_dim, compute, operators.load)
+            selected = select(setup.attention, target, {})
             caches = build.step_caches(setup, team)
             shared = build.collaborators(setup, selected, team, caches)
             caches.rehearse()
@@ -165,9 +165,9 @@ class Planner:
                 if setup.quantised is not None:
                     export = setup.quantised.experts[expert]
                     if self.device.type == "npu":
-                        npu.quantise(network, export.sizes)
+                        operators.quantise(network, export.sizes)
                     else:
-                        adapt.quantised_layers(export, META, compute)(network, {})
+                        adapt.quantised_layers(export, self.device, compute)(network, {})
                 elif setup.keeps_fp8(self.device.type):
                     adapt.keep_fp8(files.tensors, network, {})
             place, _ = build.places(parallel, team)
@@ -302,7 +302,7 @@ class Planner:
         """The team in which this process plays a rank; None for a run of one process."""
         logging.disable(logging.INFO)  # which progress bars go by
         several = parallel.world_size > 1
-        with torch.no_grad(), WithoutData(), acting_as(self.device.type), ExitStack() as after:
+        with torch.no_grad(), WithoutData(), ExitStack() as after:
             after.callback(logging.disable, logging.NOTSET)
             if several:
                 fake_process_group(rank, parallel.world_size)

@@ -5,9 +5,6 @@ Nothing here needs torch; device types are PyTorch's ("cpu", "cuda", "npu").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 Q_ROWS = 128  # queries of a block: of an FP8 scale, of RainFusion's masks, of a reference tile
 KV_ROWS = 256  # keys or values that share an FP8 scale
 LASER_ROWS = 2048  # fewest queries and keys; below, mindiesd silently takes its other kernel
@@ -23,24 +20,6 @@ _INT8_SLICE = {"cpu": 1 << 22}  # its float32 output is written and read a few t
 _INT8_SLICE_ELSEWHERE = 1 << 26
 
 
-_acting: list[str] = []
-
-
-def acts_as(device_type: str) -> str:
-    """The device type by which sizes and dtypes are chosen: the tensors' own, except in a plan."""
-    return _acting[-1] if _acting else device_type
-
-
-@contextmanager
-def acting_as(device_type: str) -> Iterator[None]:
-    """Tensors, all without data, stand for tensors on a device of this type (`--plan`)."""
-    _acting.append(device_type)
-    try:
-        yield
-    finally:
-        _acting.pop()
-
-
 def keeps_fp32(name: str) -> bool:
     """Whether the official code computes with this DiT parameter (or layer) in float32."""
     return name.startswith(_FP32_PREFIXES) or name.endswith("modulation") or "norm" in name
@@ -48,9 +27,9 @@ def keeps_fp32(name: str) -> bool:
 
 def slice_elements(device_type: str) -> int:
     """Elements that a block's element-wise float32 steps handle at a time."""
-    return _SLICE.get(acts_as(device_type), _SLICE_ELSEWHERE)
+    return _SLICE.get(device_type, _SLICE_ELSEWHERE)
 
 
 def int8_slice_elements(device_type: str) -> int:
     """Output elements that an int8 linear layer computes at a time."""
-    return _INT8_SLICE.get(acts_as(device_type), _INT8_SLICE_ELSEWHERE)
+    return _INT8_SLICE.get(device_type, _INT8_SLICE_ELSEWHERE)

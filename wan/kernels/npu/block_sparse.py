@@ -1,8 +1,8 @@
 """Block-sparse attention of Ascend NPUs, through mindiesd: the kernels behind RainFusion v2 and v3.
 
 The public mindiesd.sparse_attention would reorder the tokens and plan the masks in every call; here
-both are done outside, so its inner functions are called. The vendor's packages are imported when an
-object is made, after `wan.device` has imported them in the order they need.
+both are done outside, so its inner functions are called. The vendor's operators are imported when
+an object is made, after `wan.device` has imported the packages in the order they need.
 
 Legend: B batch, S tokens, N heads, D head size, T = S tokens of one sample; q and k in masks:
 blocks of queries and of keys.
@@ -13,10 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Payload
+from wan.kernels.base import Payload, Target
 from wan.kernels.npu.fp8 import head_first
 from wan.kernels.rainfusion_masks import select_table
-from wan.settings.devices import Capabilities
 from wan.settings.numerics import Q_ROWS
 
 
@@ -28,11 +27,11 @@ class RainKernelV2:
 
     name = "npu rain_fusion_attention"
 
-    def __init__(self, can: Capabilities) -> None:
+    def __init__(self, target: Target) -> None:
+        can = target.device.can
         assert "v2" in can.rainfusion, f"{can.name} has no rf_v2 kernel"
-        from mindiesd.layers.flash_attn import sparse_flash_attn_rf_v2
-
-        self._attend = sparse_flash_attn_rf_v2.rain_fusion_attention
+        module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v2"
+        self._attend = target.load(f"{module}:rain_fusion_attention")
 
     def __call__(
         self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
@@ -75,11 +74,11 @@ class RainKernelV3:
 
     name = "npu block_sparse_attention"
 
-    def __init__(self, can: Capabilities) -> None:
+    def __init__(self, target: Target) -> None:
+        can = target.device.can
         assert "v3" in can.rainfusion, f"{can.name} has no block-sparse attention"
-        from mindiesd.layers.flash_attn import sparse_flash_attn_rf_v3
-
-        self._attend = sparse_flash_attn_rf_v3.rain_fusion_attention_v3
+        module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v3"
+        self._attend = target.load(f"{module}:rain_fusion_attention_v3")
         self._precise = can.sparse_precise
 
     def __call__(

@@ -1,17 +1,19 @@
 """Dense attention of Ascend NPUs, through mindiesd and torch-npu.
 
-The vendor's packages are imported when a kernel is made, after `wan.device` has imported them in
-the order they need. The environment variable MINDIE_SD_FA_TYPE makes mindiesd take another kernel
-than the one asked for here; `wan.cli.env` refuses it.
+The vendor's operators are imported when a kernel is made, after `wan.device` has imported the
+packages in the order they need. The environment variable MINDIE_SD_FA_TYPE makes mindiesd take
+another kernel than the one asked for here; `wan.cli.env` refuses it.
 """
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
+
 import torch
 from torch import Tensor
 
+from wan.kernels.base import Load, Target
 from wan.settings.attention import ALGORITHMS
-from wan.settings.devices import Capabilities
 from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
 _ALL = 2**31 - 1  # "every token before and after", which the operators also want without a mask
@@ -27,10 +29,8 @@ class FusedKernel:
     name = "npu fused_attn_score"
     can_return_lse = True
 
-    def __init__(self) -> None:
-        import mindiesd
-
-        self._forward = mindiesd.attention_forward
+    def __init__(self, target: Target) -> None:
+        self._forward, self._load = target.load("mindiesd:attention_forward"), target.load
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
         # BSND is how the tensors lie in memory; BNSD would copy each of them into its order. Rows
@@ -41,15 +41,15 @@ class FusedKernel:
         )
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
-        return fusion_with_lse(q_BSND, k_BSND, v_BSND)
+        return fusion_with_lse(q_BSND, k_BSND, v_BSND, self._load)
 
 
-def fusion_with_lse(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Tensor]:
+def fusion_with_lse(
+    q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, load: Load = resolve_name
+) -> tuple[Tensor, Tensor]:
     """`Kernel.with_lse` by npu_fusion_attention itself: mindiesd keeps the result only."""
-    import torch_npu
-
     heads, size = q_BSND.shape[2:]
-    out_BSND, max_BNS8, sum_BNS8, *_ = torch_npu.npu_fusion_attention(
+    out_BSND, max_BNS8, sum_BNS8, *_ = load("torch_npu:npu_fusion_attention")(
         *(x.contiguous() for x in (q_BSND, k_BSND, v_BSND)),
         heads,
         "BSND",
@@ -72,11 +72,10 @@ class LaserKernel:
     name = "npu ascend_laser_attention"
     can_return_lse = False
 
-    def __init__(self, can: Capabilities) -> None:
-        assert can.name in ALGORITHMS["laser"].devices, f"{can.name} has no laser attention"
-        import mindiesd
-
-        self._forward = mindiesd.attention_forward
+    def __init__(self, target: Target) -> None:
+        chip = target.device.can.name
+        assert chip in ALGORITHMS["laser"].devices, f"{chip} has no laser attention"
+        self._forward = target.load("mindiesd:attention_forward")
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
         q_rows, k_rows, head = q_BSND.shape[1], k_BSND.shape[1], q_BSND.shape[3]

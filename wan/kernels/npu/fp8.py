@@ -1,8 +1,8 @@
 """FP8 tensors and FP8 attention of Ascend NPUs (A5), through mindiesd.
 
-The vendor's packages are imported when an object is made, after `wan.device` has imported them in
-the order they need. Both objects are callables, to be given to `Fp8Quantiser` and `Fp8Attention`;
-they exist on A5 only.
+The vendor's operators are imported when an object is made, after `wan.device` has imported the
+packages in the order they need. Both objects are callables, to be given to `Fp8Quantiser` and
+`Fp8Attention`; they exist on A5 only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan.kernels.base import Payload
-from wan.settings.devices import Capabilities
+from wan.kernels.base import Payload, Target
 
 _ALL = 2**31 - 1  # "every token before and after"
 _PER_BLOCK = 7  # quant_mode of one scale per head and block of rows
@@ -23,13 +22,10 @@ class NpuBlockQuantise:
     Values and scales are views of [B,N,S,D] memory, which is what the attention kernels take.
     """
 
-    def __init__(self, can: Capabilities) -> None:
-        _check(can)
-        import torch_npu
-        from mindiesd.layers.quant.block_quant import fa_block_quant_preprocess
-
-        self._quantise = fa_block_quant_preprocess
-        self._dtype = torch_npu.float8_e4m3fn
+    def __init__(self, target: Target) -> None:
+        _check(target)
+        self._quantise = target.load("mindiesd.layers.quant.block_quant:fa_block_quant_preprocess")
+        self._dtype = target.load("torch_npu:float8_e4m3fn")
 
     def __call__(self, x_BSND: Tensor, rows: int) -> Payload:
         # Only BNSD means the same to every release of mindiesd, and the operator drops the batch.
@@ -56,13 +52,10 @@ class NpuFp8Attention:
 
     name = "npu fused_infer_attention_score_v2"
 
-    def __init__(self, can: Capabilities) -> None:
-        _check(can)
-        from mindiesd.layers.flash_attn.fused_infer_attention_score import (
-            fused_infer_attention_score_v2,
-        )
-
-        self._attend = fused_infer_attention_score_v2
+    def __init__(self, target: Target) -> None:
+        _check(target)
+        module = "mindiesd.layers.flash_attn.fused_infer_attention_score"
+        self._attend = target.load(f"{module}:fused_infer_attention_score_v2")
 
     def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor:
         parts = (head_first(x).parts for x in (q, k, v))
@@ -98,5 +91,6 @@ def head_first(x: Payload) -> Payload:
     return x.map(lambda part: part.transpose(1, 2).contiguous())
 
 
-def _check(can: Capabilities) -> None:
+def _check(target: Target) -> None:
+    can = target.device.can
     assert can.fp8_heads, f"{can.name} has no FP8 attention"

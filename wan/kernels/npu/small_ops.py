@@ -11,21 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor, nn
 
-from wan.kernels.base import SmallOps
+from wan.kernels.base import Load, SmallOps
 
 _ROTARY_GROUPS = 1000  # npu_rotary_mul's interleave mode takes B * N below this ...
 _ROTARY_SIZE = 896  # ... and D below this
 
 
-def fused(names: Iterable[str]) -> SmallOps:
+def fused(names: Iterable[str], load: Load = resolve_name) -> SmallOps:
     """Fused kernels for names as in --fused_ops; the others stay plain.
 
     layer_norm stands for every layer norm, so also for the one inside modulated_norm, unless
-    scale_shift brings a kernel for the whole of that.
+    scale_shift brings a kernel for the whole of that. load: imports the vendor's operators.
     """
     makers = {
         "layer_norm": _layer_norms,
@@ -35,14 +36,14 @@ def fused(names: Iterable[str]) -> SmallOps:
     }
     wanted, ops = set(names), SmallOps()
     for name, with_fused in makers.items():
-        ops = with_fused(ops) if name in wanted else ops
+        ops = with_fused(ops, load) if name in wanted else ops
     return ops
 
 
-def _rms_norm(ops: SmallOps) -> SmallOps:
-    import torch_npu
-
-    kernel = torch_npu.npu_rms_norm  # all that mindiesd.RMSNorm calls; that class owns its weight
+def _rms_norm(ops: SmallOps, load: Load) -> SmallOps:
+    kernel = load(
+        "torch_npu:npu_rms_norm"
+    )  # all that mindiesd.RMSNorm calls; that class owns its weight
 
     def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         return kernel(x_BLC.float(), weight_C.float(), epsilon=eps)[0]
@@ -50,9 +51,9 @@ def _rms_norm(ops: SmallOps) -> SmallOps:
     return replace(ops, rms_norm=rms_norm)
 
 
-def _layer_norms(ops: SmallOps) -> SmallOps:
+def _layer_norms(ops: SmallOps, load: Load) -> SmallOps:
     # Behind mindiesd.fast_layernorm, which would need a module that owns weight and bias.
-    from mindiesd.layers._custom_ops import layernorm
+    layernorm = load("mindiesd.layers._custom_ops:layernorm")
 
     def layer_norm(
         x_BLC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float
@@ -71,9 +72,8 @@ def _layer_norms(ops: SmallOps) -> SmallOps:
     return replace(ops, layer_norm=layer_norm, modulated_norm=modulated_norm)
 
 
-def _scale_shift(ops: SmallOps) -> SmallOps:
-    from mindiesd import layernorm_scale_shift
-
+def _scale_shift(ops: SmallOps, load: Load) -> SmallOps:
+    layernorm_scale_shift = load("mindiesd:layernorm_scale_shift")
     # mindiesd reads channels and eps from a module; one without weights serves all layers.
     norm = lru_cache(lambda size, eps: nn.LayerNorm(size, eps, elementwise_affine=False))
 
@@ -84,8 +84,8 @@ def _scale_shift(ops: SmallOps) -> SmallOps:
     return replace(ops, modulated_norm=modulated_norm)
 
 
-def _rope(ops: SmallOps) -> SmallOps:
-    from mindiesd import rotary_position_embedding
+def _rope(ops: SmallOps, load: Load) -> SmallOps:
+    rotary_position_embedding = load("mindiesd:rotary_position_embedding")
 
     def rope(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         batch, _, heads, size = x_BSND.shape

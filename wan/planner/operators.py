@@ -1,46 +1,48 @@
-"""The vendor's operators on tensors without data, for `--plan`: what each makes, and copies.
+"""What `--plan` runs in place of operators that need their device: on tensors without data.
 
-They stand in for torch-npu and mindiesd where a plan runs the kernels of this folder, on any
-machine. Read from mindiesd 3.1.0 and the operator reference of torch-npu; nothing was measured,
-and what an operator takes for itself on the device is not in it.
+A plan runs the kernels of `wan.kernels` on any machine; they ask for operators by name, and get
+these functions, which make and copy what the operators do. Those of NPUs were read from mindiesd
+3.1.0 and the operator reference of torch-npu; nothing was measured, and what an operator takes for
+itself on the device is not in it.
 
 Legend: B batch, S rows, N heads, D head size.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from math import ceil
-from types import ModuleType
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from wan.kernels.base import Target
+from wan.kernels.flex import FlexBlocks
+from wan.kernels.sdpa import SdpaKernel
+from wan.settings.backends import Backend
 
 _LSE = 8  # npu_fusion_attention's maximum and sum of each row stand there so often, in float32
 _LASER_ROWS, _LASER_HEAD = 256, 128  # the laser kernel pads to multiples of these
 
 
-@contextmanager
-def vendor() -> Iterator[None]:
-    """In it, the kernels of this folder import these operators."""
-    modules = {name: ModuleType(name) for name in _OPERATORS}
-    for name, module in modules.items():
-        vars(module).update(_OPERATORS[name])
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(modules[parent], child, module)
-    real = {name: sys.modules[name] for name in modules if name in sys.modules}
-    sys.modules |= modules
-    try:
-        yield
-    finally:
-        for name in modules:
-            del sys.modules[name]
-        sys.modules |= real
+def load(name: str) -> Any:
+    """`wan.kernels.base.Load` of a plan: what a name stands for on tensors without data."""
+    return _STAND_INS[name] if name in _STAND_INS else resolve_name(name)
+
+
+class PlannedKernel(SdpaKernel):
+    """Stands for a kernel of xfuser's, which cannot be tried: PyTorch's."""
+
+    def __init__(self, backend: Backend, _: Target) -> None:
+        super().__init__()
+        self.can_return_lse = backend.has_lse
+        lse = "with" if backend.has_lse else "without"
+        self.name = f"{backend.name} backend (planned as PyTorch SDPA, assumed {lse} log-sum-exp)"
 
 
 def _fusion_attention(
@@ -87,27 +89,34 @@ def _like(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _flex(q_BNSD: Tensor, *_: Tensor, block_mask: BlockMask) -> Tensor:
+    """What the compiled FlexAttention makes: no scores."""
+    lse_BNS = q_BNSD.new_empty(q_BNSD.shape[:3], dtype=torch.float32)
+    del lse_BNS
+    return torch.empty_like(q_BNSD)
+
+
 _FLASH = "mindiesd.layers.flash_attn"
-_OPERATORS: dict[str, dict[str, Any]] = {
-    "torch_npu": {
-        "npu_fusion_attention": _fusion_attention,
-        "npu_rms_norm": lambda x, *_, **__: (_like(x),),
-        "float8_e4m3fn": torch.float8_e4m3fn,
-    },
-    "mindiesd": {
-        "attention_forward": _attention_forward,
-        "layernorm_scale_shift": lambda _, x, *__, **___: _like(x),
-        "rotary_position_embedding": _like,
-        "frequency_regulator": lambda _: None,
-    },
-    "mindiesd.layers": {},
-    "mindiesd.layers._custom_ops": {"layernorm": lambda x, **_: (_like(x),)},
-    "mindiesd.layers.quant": {},
-    "mindiesd.layers.quant.block_quant": {"fa_block_quant_preprocess": _block_quant},
-    _FLASH: {},
-    f"{_FLASH}.fused_infer_attention_score": {"fused_infer_attention_score_v2": _fp8_attention},
-    f"{_FLASH}.sparse_flash_attn_rf_v2": {"rain_fusion_attention": _sparse_attention},
-    f"{_FLASH}.sparse_flash_attn_rf_v3": {"rain_fusion_attention_v3": _sparse_attention},
+_STAND_INS: dict[str, Any] = {
+    "torch_npu:npu_fusion_attention": _fusion_attention,
+    "torch_npu:npu_rms_norm": lambda x, *_, **__: (_like(x),),
+    "torch_npu:float8_e4m3fn": torch.float8_e4m3fn,
+    "mindiesd:attention_forward": _attention_forward,
+    "mindiesd:layernorm_scale_shift": lambda _, x, *__, **___: _like(x),
+    "mindiesd:rotary_position_embedding": _like,
+    "mindiesd.layers._custom_ops:layernorm": lambda x, **_: (_like(x),),
+    "mindiesd.layers.quant.block_quant:fa_block_quant_preprocess": _block_quant,
+    f"{_FLASH}.fused_infer_attention_score:fused_infer_attention_score_v2": _fp8_attention,
+    f"{_FLASH}.sparse_flash_attn_rf_v2:rain_fusion_attention": _sparse_attention,
+    f"{_FLASH}.sparse_flash_attn_rf_v3:rain_fusion_attention_v3": _sparse_attention,
+    # What asks its device, compiles, or sets a clock when it is made.
+    "wan.kernels.sdpa:on_cuda": SdpaKernel,
+    "wan.kernels.sdpa:sdpa_on_cuda": SdpaKernel,
+    "wan.kernels.sdpa:by_cudnn": SdpaKernel,
+    "wan.kernels.xfuser:kernel": PlannedKernel,
+    "wan.kernels.flex:FlexBlocks": lambda target: FlexBlocks(target, _flex),
+    "wan.kernels.compiled_ops:Compiled": lambda *_, **__: None,
+    "wan.kernels.npu.clock:FrequencyCap": lambda *_: nullcontext(),
 }
 
 
