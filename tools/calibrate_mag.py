@@ -28,8 +28,9 @@ from wan.checkpoint.files import whole_file
 from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.kernels.base import StepInfo
-from wan.pipeline import build, timesteps
+from wan.pipeline import build
 from wan.pipeline.caching import StepCaches
+from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.step_cache import StepCache
 

@@ -21,10 +21,10 @@ from wan.modules.small_ops import BlockOps
 from wan.pipeline import clip, text, vae
 from wan.pipeline.conditioning import pixels
 from wan.pipeline.solvers import make_solver, sigma_table
-from wan.pipeline.timesteps import schedule
 from wan.pipeline.video import to_uint8
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request, size_covered, size_from_area
+from wan.settings.timesteps import schedule
 
 CPU = torch.device("cpu")
 SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}

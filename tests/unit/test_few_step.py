@@ -22,11 +22,11 @@ from wan.cli import flags
 from wan.cli.resolve import Run, resolve
 from wan.pipeline.conditioning import noise
 from wan.pipeline.solvers import make_solver
-from wan.pipeline.timesteps import schedule
 from wan.settings import recipes
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
+from wan.settings.timesteps import schedule
 
 
 def planned(words: str) -> Run:

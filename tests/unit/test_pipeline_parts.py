@@ -22,10 +22,10 @@ from wan.pipeline import conditioning
 from wan.pipeline.denoise import Conditions, guide, velocity
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.solvers import sigma_table
-from wan.pipeline.timesteps import expert_at
 from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8, whole_file
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
+from wan.settings.timesteps import expert_at
 
 
 def request(task: str, image_size: tuple[int, int] | None = None, frame_num: int = 9) -> Request:

@@ -23,8 +23,8 @@ from wan.cache.residual import ResidualCache
 from wan.cli import flags
 from wan.cli.resolve import Run, resolve
 from wan.kernels.base import StepInfo
-from wan.pipeline import timesteps
 from wan.pipeline.caching import static
+from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.step_cache import StepCache
 

@@ -18,8 +18,9 @@ from wan.checkpoint.files import whole_file
 from wan.cli.output import latents_survive
 from wan.cli.resolve import Run
 from wan.log import logger
-from wan.pipeline import timesteps, video
+from wan.pipeline import video
 from wan.power.recording import Recording, nth_steps, plan_of
+from wan.settings import timesteps
 
 if TYPE_CHECKING:
     from torch import Tensor

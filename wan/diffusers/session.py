@@ -24,9 +24,10 @@ from wan.distributed.mesh import Team
 from wan.kernels.base import Grid, StepInfo, Target
 from wan.kernels.select import select
 from wan.log import logger
-from wan.pipeline import build, timesteps
+from wan.pipeline import build
 from wan.pipeline.denoise import Branches, both_here
 from wan.pipeline.setup import Setup
+from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request, make_request

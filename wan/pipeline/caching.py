@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wan.cache import curves, lists
 from wan.cache.curves import BRANCHES, Curve
 from wan.cache.lists import Computed
-from wan.pipeline import timesteps
-from wan.settings import step_cache
+from wan.settings import step_cache, timesteps
 from wan.settings.errors import InputError
 from wan.settings.presets import TRAIN_TIMESTEPS, Preset
 from wan.settings.request import Request

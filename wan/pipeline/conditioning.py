@@ -16,8 +16,8 @@ from torch import Tensor
 
 from wan.pipeline.denoise import Conditions
 from wan.pipeline.solvers import Draw
-from wan.pipeline.timesteps import schedule
 from wan.settings.request import Request
+from wan.settings.timesteps import schedule
 
 Encode = Callable[[Tensor], Tensor]
 """Pixels [3,F,H,W] in [-1, 1] to normalised latents [Z,f,h,w]."""

@@ -19,8 +19,8 @@ from wan.kernels.base import StepInfo
 from wan.log import progress
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.solvers import Draw, make_solver
-from wan.pipeline.timesteps import schedule
 from wan.settings.request import Request
+from wan.settings.timesteps import schedule
 
 
 class Denoiser(Protocol):

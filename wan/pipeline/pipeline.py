@@ -17,7 +17,7 @@ from wan import host
 from wan.device import Device
 from wan.log import Stages
 from wan.modules.model import WanModel
-from wan.pipeline import conditioning, timesteps
+from wan.pipeline import conditioning
 from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
 from wan.pipeline.decoding import Codec
@@ -25,6 +25,7 @@ from wan.pipeline.denoise import Branches, Denoising, both_here
 from wan.pipeline.residency import Residency
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import Collected, Sink, VideoVAE
+from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload
 from wan.settings.request import Request

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wan.pipeline.timesteps import WHOLE, Schedule, sigmas, timesteps
 from wan.settings.request import Request
+from wan.settings.timesteps import WHOLE, Schedule, sigmas, timesteps
 
 Draw = Callable[[], Tensor]
 """Noise of the latents' shape, another one in each call."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import wan
 from wan.log import logger
-from wan.pipeline import timesteps
 from wan.pipeline.setup import Setup
 from wan.power import order, traces
 from wan.power.order import Plan
 from wan.power.traces import Trace
+from wan.settings import timesteps
 from wan.settings.request import Request
 from wan.trace import Event, Recorder
 

@@ -25,13 +25,14 @@ from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Attention
 from wan.modules.schedule import MODES
-from wan.pipeline import build, timesteps, video
+from wan.pipeline import build, video
 from wan.power.locks import Lock
 from wan.power.measured import Measured, combine
 from wan.power.meter import Meter, MeterError
 from wan.power.recording import Recording, plan_of
 from wan.power.side_by_side import Rests, SideBySide, Variant, layer_of
 from wan.power.video import source_of
+from wan.settings import timesteps
 from wan.settings.request import Request
 from wan.trace import Event
 
