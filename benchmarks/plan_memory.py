@@ -30,12 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import write_json
 from benchmarks.plan_cases import Case, cases
 from wan.cli import flags
-from wan.cli.resolve import Run, resolve
+from wan.cli.resolve import resolve
 from wan.device import resolve as resolve_device
 from wan.distributed import mesh
 from wan.log import Stages
 from wan.pipeline import build
 from wan.planner.measure import Planner
+from wan.run import Run
 from wan.torch_private import Live
 
 STAGES = {

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.layout import describe
-from wan.cli.resolve import make_setup
 from wan.device import resolve
 from wan.pipeline import build
 from wan.pipeline.pipeline import Pipeline
+from wan.run import make_setup
 from wan.settings.presets import PRESETS
 
 

@@ -13,12 +13,10 @@ from PIL.Image import Image
 from torch import Tensor
 
 from wan import device as devices
+from wan import env
 from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.checkpoint.layout import images as seen
 from wan.checkpoint.lora import FLAGS as LORA_FLAGS
-from wan.cli import env
-from wan.cli.keywords import KEYWORDS, for_loading, in_keywords, is_for
-from wan.cli.resolve import make_setup, recipe_files
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
@@ -26,12 +24,12 @@ from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
 from wan.pipeline.setup import Setup
-from wan.settings import recipes
+from wan.run import ask, make_setup
 from wan.settings.errors import InputError
 from wan.settings.execution import AHEAD, OFFLOAD, Offload
-from wan.settings.flags import read
+from wan.settings.flags import KEYWORDS, for_loading, in_keywords, is_for, read
 from wan.settings.presets import PRESETS
-from wan.settings.request import Request, make_request
+from wan.settings.request import Request
 from wan.settings.values import choice, integer, shown, switch
 
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
@@ -305,36 +303,23 @@ class Generator:
         )
         absent = {*_IMAGES, *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
         given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
-        recipe, values = self._with_recipe(self._values | read(given, "--{}"), call)
+        values = self._values | read(given, "--{}")
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
             values["max_area"] = integer(1, 10**12)("max_area", call["max_area"])
+        # What `generate` has by default goes below a recipe; Wan2.1's image models have presets.
+        absent = {
+            n for n in values if isinstance(named.get(n), DefaultFloat | DefaultInt | DefaultStr)
+        }
+        below = {} if self._preset.images else {name: values[name] for name in absent}
+        values = {name: value for name, value in values.items() if name not in absent}
         size = None if image is None else image.size
         values["last_image"] = last
-        request = make_request(self._preset, values, size, self.config.get("boundary"))
-        for notice in (*recipes.notices(recipe, request), *setup.check_request(request)):
+        boundary = self.config.get("boundary")
+        request, notices = ask(setup, values, size, defaults=below, boundary=boundary)
+        for notice in notices:
             logger.warning(notice)
         return request, image, last
-
-    def _with_recipe(
-        self, values: dict[str, Any], call: dict[str, Any]
-    ) -> tuple[str | None, dict[str, Any]]:
-        """The recipe, which sets what was not given to `generate`.
-
-        So do the presets of Wan2.1's image models, which the official class does not know.
-        """
-        files = recipe_files(values, self._setup.checkpoint)
-        name, sampling = recipes.choose(values.get("recipe", "auto"), *files, self._preset)
-        if name is None and not self._preset.images:
-            return None, values
-        absent = {
-            flag
-            for flag, keyword in KEYWORDS.items()
-            if isinstance(call.get(keyword), DefaultFloat | DefaultInt | DefaultStr)
-        }
-        absent |= {"sample_solver"} if isinstance(call["sample_solver"], DefaultStr) else set()
-        kept = {flag: value for flag, value in values.items() if flag not in absent}
-        return name, recipes.under(kept, sampling)
 
 
 def _config(config: Any) -> Any:

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from tests.cli.test_bad_input import REPO, no_weights, refused
 from wan.cli import flags
-from wan.cli.resolve import Run, resolve
+from wan.cli.resolve import resolve
+from wan.run import Run
 from wan.settings.attention import Attention
 
 __all__ = ["no_weights"]  # a fixture that holds for every test here, too

@@ -107,7 +107,10 @@ SIMPLE = {
         "all; write them from 0, for exam",
     ),
     "log level": (["--log_level", "loud"], "--log_level is loud; it must be info or debug"),
-    "trace of decoding": (["--trace", "x", "--decode_latents", "y"], "--trace has no effect with"),
+    "trace of decoding": (
+        ["--trace", "x", "--decode_latents", "y"],
+        "--decode_latents, which only decodes",
+    ),
     "ring type alone": (["--ring_type", "bidirectional"], "no effect"),
     "unknown ring type": (["--ring_type", "torus"], "ring or bidirectional"),
     "zero ranks": (["--ring_size", "0"], "from 1 to 4096"),
@@ -120,7 +123,7 @@ SIMPLE = {
     "vae parallel in tiles": (["--vae_parallel", "--vae_tiling"], "drop one of them"),
     "vae in half precision": (["--vae_precision", "fp16"], "must be fp32 or bf16"),
     "speech flag": (["--audio", "x.wav"], "s2v-14B"),
-    "i2v without image": (["--task", "i2v-A14B"], "give one with --image"),
+    "i2v without image": (["--task", "i2v-A14B"], "with --image"),
     "t2v with image": (["--image", "x.png"], "takes no --image"),
     "image missing": (["--task", "i2v-A14B", "--image", "no.png"], "does not exist"),
     "image address": (
@@ -142,7 +145,10 @@ SIMPLE = {
     "folder name too long": (["--ckpt_dir", "x" * 300], "cannot be used"),
     "image name too long": (["--task", "i2v-A14B", "--image", "x" * 300], "cannot be used"),
     "latents missing": (["--decode_latents", "no.safetensors"], "cannot be read"),
-    "both continuations": (["--from_json", "a", "--decode_latents", "b"], "exclude each other"),
+    "both continuations": (
+        ["--from_json", "a", "--decode_latents", "b"],
+        "--from_json excludes --decode_latents",
+    ),
     "prompt extension method": (["--prompt_extend_method", "gpt"], "local_qwen or dashscope"),
     "prompt extension language": (["--prompt_extend_target_lang", "fr"], "it must be zh or en"),
     "prompt extension name": (
@@ -536,7 +542,7 @@ def test_decoding_refuses_what_it_would_ignore(
     save_file({"latents": torch.zeros(48, 2, 4, 4)}, path, metadata=metadata)
     argv = ["--decode_latents", str(path)]
     assert "--sample_steps has no effect" in refused([*argv, "--sample_steps", "4"], capfd)
-    assert "has 48 channels, the 2.1 VAE of this task decodes 16" in refused(argv, capfd)
+    assert "has 48 channels and the 2.1 VAE of this task decodes 16" in refused(argv, capfd)
     save_file({"latents": torch.zeros(16, 0, 4, 4)}, path, metadata=metadata)
     assert "each at least 1" in refused(argv, capfd)
 

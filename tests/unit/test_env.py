@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from wan.cli import env, flags
+from wan import env
+from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError

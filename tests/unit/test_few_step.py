@@ -19,9 +19,10 @@ from torch import Tensor
 import wan
 from wan.checkpoint.layout import describe
 from wan.cli import flags
-from wan.cli.resolve import Run, resolve
+from wan.cli.resolve import resolve
 from wan.pipeline.conditioning import noise
 from wan.pipeline.solvers import make_solver
+from wan.run import Run
 from wan.settings import recipes
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS

@@ -9,9 +9,9 @@ import pytest
 from wan import host
 from wan.checkpoint.layout import published
 from wan.cli import memory
-from wan.cli.resolve import make_setup
 from wan.pipeline import bound
 from wan.pipeline.setup import Setup
+from wan.run import make_setup
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request

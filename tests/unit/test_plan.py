@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.dist import run
 from wan.cli import flags
-from wan.cli.resolve import Run, resolve
+from wan.cli.resolve import resolve
 from wan.device import resolve as device
 from wan.distributed import mesh
 from wan.modules.schedule import MODES
@@ -23,6 +23,7 @@ from wan.pipeline import bound, build
 from wan.pipeline.denoise import Conditions, denoise
 from wan.planner.measure import Planner
 from wan.planner.report import check, lines
+from wan.run import Run
 from wan.settings.errors import InputError
 from wan.torch_private import Live
 

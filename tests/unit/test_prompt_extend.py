@@ -22,7 +22,8 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from wan.cli import extend_prompt
-from wan.cli.extend_prompt import Extension
+from wan.cli.extend_prompt import check, extended
+from wan.settings.command import PromptExtension
 from wan.settings.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,8 +35,8 @@ def ask(
     prompt: str, *, method: str = "dashscope", model: Any = None, lang: str = "en", **changes: Any
 ) -> str:
     usual: dict[str, Any] = {"task_kind": "t2v", "image": None, "seed": 7, "device": "cpu"}
-    extension = Extension(True, method, model and str(model), lang)
-    return extension(prompt, **(usual | changes))
+    settings = PromptExtension(True, method, model and str(model), lang)
+    return extended(settings, prompt, **(usual | changes))
 
 
 def local(prompt: str, model: Any, **changes: Any) -> str:
@@ -196,8 +197,9 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     code = """if True:
         import sys
-        from wan.cli.extend_prompt import Extension
-        Extension(prompt_extend_model=sys.argv[1]).check(has_image=False)
+        from wan.cli.extend_prompt import check
+        from wan.settings.command import PromptExtension
+        check(PromptExtension(prompt_extend_model=sys.argv[1]), has_image=False)
         assert not {"torch", "transformers", "PIL", "dashscope"} & set(sys.modules)"""
     root = Path(extend_prompt.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=root)
@@ -205,11 +207,11 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
 
 def refused(method: str, model: str | None, message: str) -> None:
     with pytest.raises(InputError, match=message):  # shown as a sentence, no traceback
-        Extension(True, method, model).check(has_image=False)
+        check(PromptExtension(True, method, model), has_image=False)
 
 
 def test_what_is_not_available(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    Extension(True, "dashscope").check(has_image=False)
+    check(PromptExtension(True, "dashscope"), has_image=False)
     monkeypatch.setenv("DASH_API_URL", "example.test")
     refused("dashscope", None, r"DASH_API_URL is 'example\.test'; give an address")
     monkeypatch.delenv("DASH_API_KEY")
@@ -232,7 +234,7 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: lis
         refused("local_qwen", folder, r"model' has no config\.json; give the folder")
     (tmp_path / "model" / "config.json").touch()
     for folder in present:
-        Extension(True, "local_qwen", folder).check(has_image=False)
+        check(PromptExtension(True, "local_qwen", folder), has_image=False)
     refused("local_qwen", " ", "model is empty; name a model or drop the flag")
     refused("dashscope", " ", "model is empty; name a model or drop the flag")
     assert not hub
@@ -430,7 +432,7 @@ def test_local_names_and_no_network(
         raise OSError(f"no network for {name}")
 
     log.set_level(logging.INFO)
-    Extension(True, "local_qwen", model).check(has_image=image is not None)
+    check(PromptExtension(True, "local_qwen", model), has_image=image is not None)
     assert hub == [source]
     assert log.messages == [f"Prompt extension fetches {source} from the model hub."]
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
@@ -448,7 +450,7 @@ def test_a_model_that_was_fetched_before(
     hub: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path))
-    Extension(True, "local_qwen", "Qwen2.5_3B").check(has_image=False)
+    check(PromptExtension(True, "local_qwen", "Qwen2.5_3B"), has_image=False)
     assert not hub
 
 

@@ -22,12 +22,13 @@ from wan import device as devices
 from wan.checkpoint.load import Source, as_stored, fill
 from wan.cli import flags, memory
 from wan.cli import main as generate
-from wan.cli.resolve import Run, resolve
+from wan.cli.resolve import resolve
 from wan.pipeline import bound, build, tiny
 from wan.pipeline.pipeline import Pipeline
 from wan.pipeline.residency import streamed
 from wan.planner.measure import Planner
 from wan.planner.report import check
+from wan.run import Run
 from wan.settings.errors import InputError
 
 CPU = torch.device("cpu")

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan.cli import flags
-from wan.cli.env import cache_dir, rank, world_size
-from wan.cli.extend_prompt import Extension
-from wan.cli.output import generated_name
-from wan.cli.resolve import Run, resolve
+from wan.cli import extend_prompt, flags
+from wan.cli.resolve import resolve
+from wan.env import cache_dir, rank, world_size
 from wan.pipeline import solvers
+from wan.run import Run, generated_name
 from wan.settings.errors import InputError
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
 from wan.settings.request import SOLVERS, make_request, size_covered, size_from_area
@@ -302,7 +301,7 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
 
 def planned(*argv: object, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Without any file, so that no default comes from a checkpoint."""
-    monkeypatch.setattr(Extension, "check", lambda *_: None)
+    monkeypatch.setattr(extend_prompt, "check", lambda *_: None)
     return resolve(flags.parse(["--plan", *map(str, argv)]), lambda *_: None, plan=True)
 
 

@@ -21,9 +21,10 @@ from wan.cache.guidance import GuidanceCache
 from wan.cache.lists import Plan
 from wan.cache.residual import ResidualCache
 from wan.cli import flags
-from wan.cli.resolve import Run, resolve
+from wan.cli.resolve import resolve
 from wan.kernels.base import StepInfo
 from wan.pipeline.caching import static
+from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.step_cache import StepCache

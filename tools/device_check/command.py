@@ -17,7 +17,7 @@ from tools.device_check.agree import Alone, Ranks, joined
 from tools.device_check.report import Done
 from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, Facts, Outcome, Step, chosen
 from tools.device_check.supervise import Bed, DeviceError
-from wan.cli import env
+from wan import env
 from wan.cli.failures import terminable
 from wan.cli.flags import Parser
 from wan.settings.errors import InputError, Terminated, exit_code

@@ -44,63 +44,67 @@ class _NoAnswerError(Exception):
     """The model was asked in the right way but gave no text."""
 
 
-class Extension(PromptExtension):
-    """The settings of prompt extension, and what they do."""
+def check(settings: PromptExtension, has_image: bool) -> None:
+    """Refuses, without importing anything heavy, what is bound to fail later.
 
-    def check(self, has_image: bool) -> None:
-        """Refuses, without importing anything heavy, what is bound to fail later.
+    Says which model will be fetched, where one has to be.
 
-        Says which model will be fetched, where one has to be.
+    Raises:
+        InputError: For a package that is not installed, a missing DASH_API_KEY, a malformed
+            DASH_API_URL, a model folder that is missing or has no config.json, and a model hub
+            that does not answer.
+    """
+    method, model = settings.prompt_extend_method, settings.prompt_extend_model
+    if model is not None and not model.strip():
+        raise InputError("--prompt_extend_model is empty; name a model or drop the flag.")
+    package = "dashscope" if method == "dashscope" else "transformers"
+    if find_spec(package) is None:
+        raise InputError(
+            f"Prompt extension with {method} needs the package {package}, which is not "
+            f"installed; run 'pip install {package}' or choose another --prompt_extend_method."
+        )
+    if method == "dashscope":
+        _dash_access()
+        return
+    if model is not None and model not in LOCAL_MODELS:
+        _check_folder(model)
+    _check_hub(_local_model(model, has_image))
 
-        Raises:
-            InputError: For a package that is not installed, a missing DASH_API_KEY, a malformed
-                DASH_API_URL, a model folder that is missing or has no config.json, and a model hub
-                that does not answer.
-        """
-        method, model = self.prompt_extend_method, self.prompt_extend_model
-        if model is not None and not model.strip():
-            raise InputError("--prompt_extend_model is empty; name a model or drop the flag.")
-        package = "dashscope" if method == "dashscope" else "transformers"
-        if find_spec(package) is None:
-            raise InputError(
-                f"Prompt extension with {method} needs the package {package}, which is not "
-                f"installed; run 'pip install {package}' or choose another --prompt_extend_method."
-            )
-        if method == "dashscope":
-            _dash_access()
-            return
-        if model is not None and model not in LOCAL_MODELS:
-            _check_folder(model)
-        _check_hub(_local_model(model, has_image))
 
-    def __call__(
-        self, prompt: str, task_kind: str, image: Image | None, seed: int, device: str
-    ) -> str:
-        """The prompt rewritten.
+def extended(
+    settings: PromptExtension,
+    prompt: str,
+    task_kind: str,
+    image: Image | None,
+    seed: int,
+    device: str,
+) -> str:
+    """The prompt rewritten.
 
-        Args:
-            prompt: The short one.
-            task_kind: "t2v", "i2v" (needs an image) or "ti2v".
-            image: Of any size and mode; calls for a vision model.
-            seed: The same seed gives the same text with local_qwen; the global random state is
-                left alone.
-            device: Where a local model runs.
+    Args:
+        settings: The language model.
+        prompt: The short one.
+        task_kind: "t2v", "i2v" (needs an image) or "ti2v".
+        image: Of any size and mode; calls for a vision model.
+        seed: The same seed gives the same text with local_qwen; the global random state is
+            left alone.
+        device: Where a local model runs.
 
-        Returns:
-            The model's text, stripped; the prompt itself, with a warning, where it gives none.
+    Returns:
+        The model's text, stripped; the prompt itself, with a warning, where it gives none.
 
-        Raises:
-            InputError: For a missing image or prompt, and for a local model that cannot be used.
-        """
-        model = self.prompt_extend_model
-        question = ask(prompt, task_kind, image, self.prompt_extend_target_lang)
-        try:
-            if self.prompt_extend_method == "dashscope":
-                return _ask_dashscope(question, model, seed)
-            return _ask_local(question, model, seed, device)
-        except _NoAnswerError as failure:
-            logger.warning("Prompt extension failed, the original prompt is used: %s.", failure)
-            return prompt
+    Raises:
+        InputError: For a missing image or prompt, and for a local model that cannot be used.
+    """
+    model = settings.prompt_extend_model
+    question = ask(prompt, task_kind, image, settings.prompt_extend_target_lang)
+    try:
+        if settings.prompt_extend_method == "dashscope":
+            return _ask_dashscope(question, model, seed)
+        return _ask_local(question, model, seed, device)
+    except _NoAnswerError as failure:
+        logger.warning("Prompt extension failed, the original prompt is used: %s.", failure)
+        return prompt
 
 
 def _check_folder(model: str) -> None:

@@ -12,14 +12,16 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from wan.settings.errors import InputError, Terminated, WriteError, is_out_of_memory
+from wan.settings.errors import COMMAND_LINE, InputError, Terminated, WriteError, is_out_of_memory
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def describe(error: BaseException) -> str | None:
     """One sentence for what a user can act upon; None for everything else, which is our defect."""
-    if isinstance(error, (InputError, WriteError)):
+    if isinstance(error, InputError):
+        error.words = COMMAND_LINE
+    if isinstance(error, InputError | WriteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the video was not written."

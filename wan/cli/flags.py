@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from wan.settings import values
 from wan.settings.errors import InputError
 from wan.settings.execution import OFFLOAD
 from wan.settings.fields import Option, options
-from wan.settings.flags import FLAGS, GROUPS, read
+from wan.settings.flags import FLAGS, GROUPS, check_given, read
 from wan.settings.values import switch
 
 _ANIMATE = "it belongs to animate-14B, which is not supported"
@@ -71,20 +71,6 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
             raise InputError(f"--{name} has no effect without --plan; add it or drop --{name}.")
     check_given(found)
     return found
-
-
-def check_given(given: Mapping[str, Any]) -> None:
-    """InputError for settings of one call that exclude each other, whatever their values."""
-    if {"attention_algo", "attention_backend"} <= given.keys():
-        raise InputError(
-            "--attention_algo names the dense kernel of NPUs, --attention_backend that of GPUs; "
-            "give one of them."
-        )
-    for name in ("sample_shift", "sample_steps"):
-        if {"timesteps", name} <= given.keys():
-            raise InputError(f"--timesteps says all steps; drop it or --{name}.")
-    if given.get("sample_solver") == "rcm" and "sample_shift" in given:
-        raise InputError("--sample_shift has no effect on --sample_solver rcm; drop it.")
 
 
 def _parser() -> Parser:

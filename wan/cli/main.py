@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
-from wan import log
-from wan.cli import env, failures, flags, many, prompt_file, videos
-from wan.cli.resolve import Run, resolve
+from wan import env, log
+from wan.cli import failures, flags, many, prompt_file, videos
+from wan.cli.resolve import resolve
 from wan.log import logger
+from wan.run import Run
 from wan.settings.errors import InputError, exit_code
 
 if TYPE_CHECKING:

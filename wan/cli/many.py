@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wan.cli import failures, videos
-from wan.cli.resolve import Run
 from wan.log import logger
+from wan.run import Run
 from wan.settings.execution import AHEAD
 
 if TYPE_CHECKING:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 
+from wan import env
 from wan.checkpoint.files import read_json
-from wan.cli import env
 from wan.log import logger
 from wan.settings.command import Output
 from wan.settings.errors import InputError
-from wan.settings.request import Request
 
 
 def check_writable(path: Path) -> None:
@@ -76,20 +73,6 @@ def _check_folder(flag: str, path: Path, folder: Path) -> None:
             f"{flag} {path} cannot be written: {folder} is not a writable folder "
             f"({error.strerror}); choose another one."
         ) from error
-
-
-def generated_name(task: str, request: Request) -> str:
-    """`task_WxH_start-of-prompt_seed_time.mp4`, safe as a file name on every system.
-
-    The official name keeps `*`, quotes and line breaks; here letters, digits, `-` and `.` stay.
-    """
-    words = re.sub(r"[^\w.-]+", "_", request.prompt).strip("_.")
-    while len(words.encode("utf-8")) > 50:
-        words = words[:-1]
-    stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
-    width, height = request.video_size
-    parts = (task, f"{width}x{height}", words, str(request.base_seed), stamp)
-    return "_".join(filter(None, parts)) + ".mp4"
 
 
 @contextmanager

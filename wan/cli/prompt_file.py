@@ -10,42 +10,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.files import opened
-from wan.cli.flags import check_given
+from wan.cli import failures
 from wan.cli.output import check_writable
-from wan.cli.resolve import Run
+from wan.run import Line, Run
 from wan.settings.errors import InputError
-from wan.settings.flags import FLAGS, read
+from wan.settings.flags import FLAGS, check_given, read
 
 MOST_BYTES, MOST_LINES = 16_000_000, 10_000
 _SLUG = 40
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line that asks for a video.
-
-    Attributes:
-        number: In the file, from 1.
-        run: What it asks for; None where that is refused on all ranks.
-        error: Why there is no video of it.
-        draws: Its seed is drawn.
-    """
-
-    number: int
-    run: Run | None
-    error: str = ""
-    draws: bool = False
-
-    def with_seed(self, seed: int) -> Line:
-        """With what was drawn for all lines; each one's own follows from its number."""
-        if self.run is None or not self.draws:
-            return self
-        return replace(self, run=self.run.with_seed((seed + self.number) % 2**63))
 
 
 def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Run]) -> Run:
@@ -68,7 +45,7 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
         try:
             found.append(_line(number, text, shared, folder, resolve))
         except InputError as error:
-            found.append(Line(number, None, str(error)))
+            found.append(Line(number, None, str(failures.describe(error))))
     found = _without_twins(found)
     first = next((line.run for line in found if line.run is not None), None)
     if first is None or all(line.error for line in found):
@@ -127,7 +104,7 @@ def _line(
     try:
         check_writable(run.output.save_file)
     except InputError as reason:  # on the main rank, which alone looks: the others know the run
-        error = str(reason)
+        error = str(failures.describe(reason))
     draws = asked.get("base_seed", -1) < 0 and "from_json" not in asked
     return Line(number, run, error, draws)
 

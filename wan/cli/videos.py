@@ -15,11 +15,12 @@ import wan
 from wan import host, log, trace
 from wan.checkpoint import lora
 from wan.checkpoint.files import whole_file
+from wan.cli import extend_prompt
 from wan.cli.output import latents_survive
-from wan.cli.resolve import Run
 from wan.log import logger
 from wan.pipeline import video
 from wan.power.recording import Recording, nth_steps, plan_of
+from wan.run import Run
 from wan.settings import timesteps
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ def _extended(run: Run, pipeline: Pipeline, team: Team | None) -> Run:
     with pipeline.stages("prompt extension"):
         if team is None or team.is_main:
             kind, device = request.preset.kind, str(pipeline.device.torch_device)
-            prompt = run.extension(prompt, kind, run.image, request.base_seed, device)
+            prompt = extend_prompt.extended(
+                run.extension, prompt, kind, run.image, request.base_seed, device
+            )
         if team is not None:
             prompt = team.value_from_main(prompt)
     return run.with_prompt(prompt)

@@ -29,14 +29,13 @@ from typing import Any, TypeVar
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from torch import nn
 
-from wan.cli.keywords import for_loading, in_keywords
 from wan.diffusers import hooks
 from wan.diffusers.session import Networks, Session
 from wan.distributed import mesh
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
 from wan.settings.fields import options
-from wan.settings.flags import FLAGS
+from wan.settings.flags import FLAGS, for_loading, in_keywords
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from wan import device as devices
 from wan.cache import embedding
 from wan.checkpoint.layout import KINDS, Checkpoint, DitConfig, DitFiles, published
-from wan.cli.keywords import in_keywords
-from wan.cli.resolve import make_setup
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
 from wan.kernels.base import Grid, StepInfo, Target
@@ -27,8 +25,10 @@ from wan.log import logger
 from wan.pipeline import build
 from wan.pipeline.denoise import Branches, both_here
 from wan.pipeline.setup import Setup
+from wan.run import make_setup
 from wan.settings import timesteps
 from wan.settings.errors import InputError
+from wan.settings.flags import in_keywords
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request, make_request
 

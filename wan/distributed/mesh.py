@@ -51,7 +51,7 @@ class Place:
 
 
 def place() -> Place:
-    """Where this process stands. `wan.cli.env` has checked the variables that count ranks.
+    """Where this process stands. `wan.env` has checked the variables that count ranks.
 
     Raises:
         InputError: For a missing or malformed MASTER_ADDR or MASTER_PORT.

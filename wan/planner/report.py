@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from wan.cli.memory import gpu_memory
-from wan.cli.resolve import Run
 from wan.pipeline import caching
 from wan.planner.measure import Planner
 from wan.planner.topology import means, nearest
+from wan.run import Run
 from wan.settings.errors import InputError
 
 

@@ -18,14 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wan import log
-from wan.cli import env
+from wan import env, log
 from wan.cli import main as command
 from wan.cli.flags import Parser, parse
-from wan.cli.resolve import Run
 from wan.log import logger
 from wan.modules.schedule import MODES
 from wan.power.side_by_side import Variant, variants
+from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.values import Reader, choice, integer
 

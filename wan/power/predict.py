@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.cli.flags import Parser
-from wan.cli.resolve import Run, resolve
+from wan.cli.resolve import resolve
 from wan.modules.schedule import MODES
 from wan.power import sensitivity
 from wan.power.assumptions import FACTS, Assumptions, decide, listed
@@ -22,6 +22,7 @@ from wan.power.calibrate import Calibration, calibrate
 from wan.power.governor import KINDS
 from wan.power.prediction import Prediction, Row, predict, verdict
 from wan.power.workload import EXCHANGED, Workload, layer, workload
+from wan.run import Run
 from wan.settings import values
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS

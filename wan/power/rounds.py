@@ -19,7 +19,6 @@ from torch import Tensor
 
 from wan import trace
 from wan.checkpoint.files import whole_file
-from wan.cli.resolve import Run
 from wan.distributed.mesh import Team
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
@@ -32,6 +31,7 @@ from wan.power.meter import Meter, MeterError
 from wan.power.recording import Recording, plan_of
 from wan.power.side_by_side import Rests, SideBySide, Variant, layer_of
 from wan.power.video import source_of
+from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.request import Request
 from wan.trace import Event

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from wan import __version__, host
 from wan.checkpoint.files import whole_file
-from wan.cli.resolve import Run
 from wan.log import logger
 from wan.power import traces
 from wan.power.order import compare
 from wan.power.rounds import Found, rests
 from wan.power.verdict import Ratio, Verdict, ratio, recommend
+from wan.run import Run
 from wan.settings.errors import InputError
 
 if TYPE_CHECKING:

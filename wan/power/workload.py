@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from wan.cli.resolve import Run
 from wan.modules.schedule import Mode, TokenPlan, heads_per_chunk, q_ranges
 from wan.power.assumptions import Assumptions
 from wan.power.governor import Segment
+from wan.run import Run
 
 EXCHANGED = 4  # tensors of a layer that are exchanged: q, k, v, and the result
 

@@ -2,7 +2,7 @@
 
 The vendor's operators are imported when a kernel is made, after `wan.device` has imported the
 packages in the order they need. The environment variable MINDIE_SD_FA_TYPE makes mindiesd take
-another kernel than the one asked for here; `wan.cli.env` refuses it.
+another kernel than the one asked for here; `wan.env` refuses it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,437 @@
+"""From settings to a run: the one road of the command line, `--plan` and the Python classes.
+
+All settings are checked here, before torch is imported: what a run cannot do is refused before any
+weight is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from wan import env
+from wan.checkpoint import layout, lora, quantised
+from wan.checkpoint.files import fingerprint, read_json
+from wan.checkpoint.layout import Checkpoint, check_task, describe, published
+from wan.pipeline import images
+from wan.pipeline.caching import find_curve
+from wan.pipeline.setup import Setup
+from wan.pipeline.video import latents_shape
+from wan.settings import parallel, recipes, step_cache
+from wan.settings.attention import Attention
+from wan.settings.command import Output, PromptExtension
+from wan.settings.errors import InputError
+from wan.settings.execution import Execution
+from wan.settings.fields import options
+from wan.settings.flags import FLAGS, read
+from wan.settings.parallel import SIZES, Parallel
+from wan.settings.presets import ALIASES, PRESETS, Preset
+from wan.settings.request import Request, make_request
+from wan.settings.step_cache import StepCache
+from wan.settings.values import path as read_path
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+T = TypeVar("T")
+Values = Mapping[str, Any]
+"""Checked settings under their flags' names, as `wan.settings.flags.read` returns them."""
+MAX_RANKS = 4096  # that --plan plans for
+_DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained, in the repository
+PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]
+"""Absolute in records; may differ between ranks."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a prompt file, which asks for a video.
+
+    Attributes:
+        number: In the file, from 1.
+        run: What it asks for; None where that is refused on all ranks.
+        error: Why there is no video of it.
+        draws: Its seed is drawn.
+    """
+
+    number: int
+    run: Run | None
+    error: str = ""
+    draws: bool = False
+
+    def with_seed(self, seed: int) -> Line:
+        """The line with what was drawn for all lines; its own seed follows from its number."""
+        if self.run is None or not self.draws:
+            return self
+        return replace(self, run=self.run.with_seed((seed + self.number) % 2**63))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the command line, checked.
+
+    Attributes:
+        setup: What the pipeline is built for.
+        request: The video.
+        output: Where results go.
+        image: The image to start from.
+        last_image: The image to end with.
+        extension: How the prompt is extended.
+        decode_latents: The latents that are only decoded.
+        device_memory: Bytes of a device that the plan is compared with.
+        power: The run is metered.
+        settings: For the JSON record: what `--from_json` repeats the run from.
+        notices: Lines that the user should see before the work.
+        lines: Of a prompt file; the rest then is that of the first line that can be carried out.
+        skip_existing: Videos that are there already are left out.
+        group_by_expert: All lines' steps of an expert come before the next one's.
+    """
+
+    setup: Setup
+    request: Request
+    output: Output
+    image: Image | None
+    last_image: Image | None
+    extension: PromptExtension | None
+    decode_latents: Path | None
+    device_memory: int | None
+    power: bool
+    settings: dict[str, Any]
+    notices: tuple[str, ...]
+    lines: tuple[Line, ...] = ()
+    skip_existing: bool = False
+    group_by_expert: bool = False
+
+    @property
+    def verbose(self) -> bool:
+        """Whether the run says what happens in the layers."""
+        return self.output.log_level == "debug"
+
+    def with_seed(self, seed: int) -> Run:
+        """The run with another seed, also in its record; lines of a file have their own."""
+        if self.lines:
+            return replace(self, lines=tuple(line.with_seed(seed) for line in self.lines))
+        request = replace(self.request, base_seed=seed)
+        return replace(self, request=request, settings=self.settings | {"base_seed": seed})
+
+    def with_prompt(self, prompt: str) -> Run:
+        """The run with the extended prompt, which its record repeats without extending again."""
+        kept = {n: v for n, v in self.settings.items() if n not in options(PromptExtension)}
+        settings = kept | {"prompt": prompt, "use_prompt_extend": False}
+        return replace(self, request=replace(self.request, prompt=prompt), settings=settings)
+
+    def saved_to(self, path: Path) -> Run:
+        """The run with another name of its video."""
+        settings = self.settings | {"save_file": str(path.absolute())}
+        return replace(self, output=replace(self.output, save_file=path), settings=settings)
+
+    def facts(self, device: str) -> dict[str, Any]:
+        """What has to be equal on all ranks, under the names a user knows.
+
+        Args:
+            device: The type of the rank's device.
+        """
+        setup, files = self.setup, self.setup.quantised
+        parts = (setup.attention, setup.parallel, setup.execution, self.output)
+        named = {name: value for part in parts for name, value in vars(part).items()}
+        named = _shared(named | self.settings) | {
+            "power": self.power,
+            "trace": self.output.trace is not None,
+            "skip_existing": self.skip_existing,
+            "group_by_expert": self.group_by_expert,
+        }
+        return {
+            **{f"--{name}": value for name, value in named.items()},
+            "the content of --quant_dit_path": files and fingerprint(files.files()),
+            "the curve of --step_cache": setup.curve and setup.curve.ratios,
+            "the content of --lora": [
+                (name, one.strength, fingerprint([one.file]))
+                for name, ones in setup.loras.items()
+                for one in ones
+            ],
+            "the video's size": self.request.video_size,
+            **{
+                f"line {line.number} of --prompt_file": line.run
+                and (_digest(line.run.settings), line.draws or line.run.request.base_seed)
+                for line in self.lines
+            },
+            "the device": device,
+            "the checkpoint's content": fingerprint(setup.checkpoint.files()),
+        }
+
+
+def _shared(settings: Values) -> dict[str, Any]:
+    own = (*PATHS, *lora.FLAGS, "base_seed")
+    return {name: value for name, value in settings.items() if name not in own}
+
+
+def _digest(settings: Values) -> str:
+    """A few bytes for all shared settings, which ranks compare line by line."""
+    text = json.dumps(_shared(settings), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool = False) -> Run:
+    """The run that settings ask for.
+
+    Args:
+        values: The settings; defaults that a checkpoint brings and the task's preset fill the rest.
+        make_demo: make_demo(task, folder) writes a randomly initialised checkpoint; called only
+            where no checkpoint is given and none has been made yet.
+        plan: The run is only planned: its ranks need not exist, nothing is written, and without a
+            checkpoint the task's published sizes hold.
+
+    Raises:
+        InputError: For everything that is wrong, in one sentence.
+    """
+    task: str = values.get("task", "t2v-A14B")
+    preset = PRESETS[ALIASES.get(task, task)]
+    world = _planned_world(values) if plan else env.world_size()
+    decodes = "decode_latents" in values
+    image = None if decodes else _image(values, preset, plan)
+    ends = "last_image" in values and not decodes
+    last_image = images.read(values["last_image"]) if ends else None
+    size = None if image is None else image.size
+    folder, is_demo = _checkpoint_folder(values, preset)
+    if is_demo and (plan or not folder.is_dir()):
+        checkpoint = published(preset)
+        if not plan:  # what can be refused is refused before anything is written
+            _decide(values, {}, preset, checkpoint, world, size)
+            make_demo(preset.task, folder)
+            checkpoint = describe(folder)
+    else:
+        checkpoint = describe(folder)
+    if task in ALIASES and checkpoint.experts.keys() == {"dit"}:
+        two = task == "i2v-14B" and layout.images(checkpoint) == 2
+        preset = PRESETS["flf2v-14B" if two else task]
+    check_task(checkpoint, preset)
+    defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)
+    setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
+    if not plan:
+        looks = ("image_encoder",) if preset.images else ()
+        for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *looks):
+            checkpoint.require(part)
+    name = {"save_file": Path(generated_name(task, request)), "fps": preset.fps}
+    output = made(Output, name | defaults | {**values})
+    demo = folder if is_demo and not plan else None
+    return Run(
+        setup=setup,
+        request=request,
+        output=output,
+        image=image,
+        last_image=last_image,
+        extension=made(PromptExtension, values) if values.get("use_prompt_extend") else None,
+        decode_latents=values.get("decode_latents"),
+        device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
+        power=values.get("power", False),
+        settings=_record({**values, "task": task, "ckpt_dir": folder}, setup, request, output),
+        notices=(*_about(request, output, demo, defaults), *notices),
+    )
+
+
+def _decide(
+    values: Values,
+    defaults: Values,
+    preset: Preset,
+    checkpoint: Checkpoint,
+    world: int,
+    image_size: tuple[int, int] | None,
+) -> tuple[Setup, Request, tuple[str, ...]]:
+    """What a pipeline is built for, the video, and notices about both."""
+    if "decode_latents" not in values:
+        setup, notices = make_setup(values, preset, checkpoint, world)
+        request, more = ask(setup, values, image_size, defaults=defaults)
+        return setup, request, (*notices, *more)
+    denoising = {*lora.FLAGS, "quant_dit_path"}.union(
+        *map(options, (Attention, Parallel, StepCache))
+    )
+    values = {name: value for name, value in values.items() if name not in denoising}
+    path, channels = values["decode_latents"], latents_shape(values["decode_latents"])[0]
+    if channels != preset.latent_channels:
+        raise InputError(
+            f"{path} has {channels} channels",
+            why=f"and the {preset.vae} VAE of this task decodes {preset.latent_channels}",
+            remedy="give the `ckpt_dir` that the latents were made with",
+        )
+    if world > 1 and not values.get("vae_parallel"):
+        raise InputError(
+            "`decode_latents`",
+            why=f"runs on one process, but {world} were started",
+            remedy="start it without torchrun, or add `vae_parallel`",
+        )
+    setup, _ = make_setup(values, preset, checkpoint, world)  # the notices are about the DiT
+    request = make_request(preset, recipes.under(values, defaults), image_size)
+    return setup, request, setup.check_request(request)
+
+
+def make_setup(
+    values: Values, preset: Preset, checkpoint: Checkpoint, world: int
+) -> tuple[Setup, tuple[str, ...]]:
+    """What a pipeline is built for, and notices.
+
+    Args:
+        values: Settings; those of other subjects are ignored.
+        preset: The task.
+        checkpoint: A checkpoint of the task.
+        world: How many ranks share each video.
+    """
+    execution, chip = made(Execution, values), values.get("chip")
+    if chip is not None:
+        if execution.device not in ("auto", "npu"):
+            raise InputError(
+                "`chip`",
+                chip,
+                f"is an NPU, but not `device={execution.device}`",
+                "drop one of them",
+            )
+        execution = replace(execution, device="npu")
+    topology, notices = parallel.resolve(values, world, checkpoint.heads)
+    attention = made(Attention, values)
+    exported = None
+    if "quant_dit_path" in values:
+        exported = quantised.resolve(
+            values["quant_dit_path"],
+            checkpoint,
+            device=execution.device,
+            dit_fsdp=topology.dit_fsdp,
+            fa_quant=attention.fa_quant if attention.fp8 else None,
+        )
+    cache = made(StepCache, values)
+    curve = find_curve(cache, checkpoint.folder, preset)
+    loras = lora.resolve(values, checkpoint)
+    parts = (execution, topology, attention, exported, chip, cache, curve, loras)
+    return Setup(preset, checkpoint, *parts), notices
+
+
+def ask(
+    setup: Setup,
+    values: Values,
+    image_size: tuple[int, int] | None = None,
+    *,
+    defaults: Values | None = None,
+    boundary: float | None = None,
+) -> tuple[Request, tuple[str, ...]]:
+    """The video that settings ask of a setup, and notices.
+
+    A recipe of a distilled model, named or recognised by its files, goes below the settings, and
+    defaults below the recipe.
+
+    Args:
+        setup: What the pipeline is built for.
+        values: Settings; those of other subjects are ignored.
+        image_size: (width, height) of the image to start from.
+        defaults: Settings that the checkpoint brings.
+        boundary: Replaces the preset's where the task has two experts.
+    """
+    checkpoint, name = setup.checkpoint, values.get("recipe", "auto")
+    weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
+    folder = [] if checkpoint.folder is None else [checkpoint.folder]
+    files = [one.file for ones in lora.named_files(values).values() for one in ones]
+    recipe, sampling = recipes.choose(name, [*folder, *sorted(weights)], files, setup.preset)
+    values = recipes.under(values, recipes.under(sampling, defaults or {}))
+    request = make_request(setup.preset, values, image_size, boundary)
+    return request, (*recipes.notices(recipe, request), *setup.check_request(request))
+
+
+def made(kind: Callable[..., T], values: Values) -> T:
+    """A dataclass whose fields are settings, from the values that are present."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in names if name in values})
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Sampling defaults that a checkpoint brings in its generation_config.json."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    raw, allowed = read_json(path), [name for name, flag in FLAGS.items() if flag.checkpoint]
+    for key in raw:
+        if key not in allowed:
+            why = f"sets {key!r}, but a checkpoint may set {', '.join(allowed)}"
+            raise InputError(str(path), why=why, remedy="remove it")
+    return read(raw, f"{path}: {{}}")
+
+
+def generated_name(task: str, request: Request) -> str:
+    """`task_WxH_start-of-prompt_seed_time.mp4`, safe as a file name on every system.
+
+    The official name keeps `*`, quotes and line breaks; here letters, digits, `-` and `.` stay.
+    """
+    words = re.sub(r"[^\w.-]+", "_", request.prompt).strip("_.")
+    while len(words.encode("utf-8")) > 50:
+        words = words[:-1]
+    stamp = datetime.now().strftime("%Y%m%d_%H%M%S")
+    width, height = request.video_size
+    parts = (task, f"{width}x{height}", words, str(request.base_seed), stamp)
+    return "_".join(filter(None, parts)) + ".mp4"
+
+
+def _record(values: Values, setup: Setup, request: Request, output: Output) -> dict[str, Any]:
+    """All settings under their flags' names, enough to repeat the video."""
+    found: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
+    found |= step_cache.given(setup.cache) | {"step_cache": setup.cache.step_cache}
+    found |= {**values, **vars(request), **vars(output)}  # latents keep how they were made
+    found |= {name: str(Path(found[name]).absolute()) for name in PATHS if found.get(name)}
+    return {
+        name: found[name]
+        for name, flag in FLAGS.items()
+        if flag.record
+        and found.get(name) is not None
+        and (flag.needs is None or found.get(flag.needs))
+    }
+
+
+def _planned_world(values: Values) -> int:
+    """The ranks that torchrun started; else as many as the sizes ask for."""
+    started, asked = env.world_size(), prod(values.get(name) or 1 for name in SIZES)
+    if asked > MAX_RANKS:
+        raise InputError(f"The sizes make {asked} ranks", remedy=f"give at most {MAX_RANKS}")
+    return asked if started == 1 else started
+
+
+def _checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:
+    """The checkpoint folder, and whether it is a demo's."""
+    if "ckpt_dir" in values:
+        return values["ckpt_dir"], False
+    official = Path(preset.folder)
+    if official.is_dir():
+        return official, False
+    trained = _DEMOS / preset.task
+    return trained if trained.is_dir() else env.cache_dir() / f"demo-{preset.task}-v1", True
+
+
+def _image(values: Values, preset: Preset, plan: bool) -> Image | None:
+    """The image to start from."""
+    if "image" in values:
+        if preset.kind == "t2v":
+            remedy = "use i2v-A14B or ti2v-5B, or drop the image"
+            raise InputError("`task`", preset.task, "takes no `image`", remedy)
+        return images.read(values["image"])
+    if preset.kind == "i2v" and not plan:
+        raise InputError("`task`", preset.task, "starts from an image", "give one with `image`")
+    return None
+
+
+def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:
+    """Lines about the checkpoint, the video's size and a video that is there already."""
+    lines, preset = [], request.preset
+    if demo is not None:
+        expect = "It is randomly initialised, so the video is noise; it shows that everything runs."
+        if demo.parent == _DEMOS:
+            expect = f"It draws plain shapes that move; {_DEMOS / 'README.md'} lists its words."
+        lines.append(
+            f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {demo}. {expect}"
+        )
+    size = "*".join(map(str, request.size))
+    if size not in preset.trained_sizes and request.size != defaults.get("size"):
+        trained = ", ".join(preset.trained_sizes)
+        lines.append(f"{size} is not a size {preset.task} was trained on ({trained}).")
+    if output.save_file.exists():
+        lines.append(f"{output.save_file} exists and will be replaced.")
+    return lines
