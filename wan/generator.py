@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from wan.distributed.mesh import Team
 from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
+from wan.pipeline.batch import Batch, Job
 from wan.pipeline.setup import Setup
 from wan.run import ask, make_setup
 from wan.settings.errors import InputError
-from wan.settings.execution import AHEAD, OFFLOAD, Offload
+from wan.settings.execution import OFFLOAD, Offload
 from wan.settings.flags import KEYWORDS, for_loading, in_keywords, is_for, read
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request
@@ -49,27 +50,11 @@ class DefaultStr(str):
     """Likewise."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A checked call of `generate`.
+@dataclass(eq=False, kw_only=True)
+class Call(Job):
+    """A checked call of `generate`. output_type: "pt" or "latent"."""
 
-    Attributes:
-        request: The video.
-        images: The first and the last one.
-        embeds: The prompt's and the negative prompt's, where they are given.
-        output_type: "pt" or "latent".
-    """
-
-    request: Request
-    images: tuple[Image | None, Image | None]
-    embeds: tuple[Tensor | None, Tensor | None]
     output_type: str
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """What the text encoder is asked for."""
-        pairs = zip(self.request.texts, self.embeds, strict=False)
-        return tuple(text for text, embeds in pairs if embeds is None)
 
 
 class Generator:
@@ -222,59 +207,32 @@ class Generator:
         return bound.arguments
 
     def _made(
-        self, asked: Sequence[Asked], offload: Offload, grouped: bool
+        self, calls: Sequence[Call], offload: Offload, grouped: bool
     ) -> Iterator[Tensor | None]:
-        """The videos, some of them ahead; between two the caller may call `generate`."""
+        """Makes the videos, some of them ahead; between two the caller may call `generate`."""
         pipeline = self._pipeline
+
+        def make(call: Call, latents: Callable[[], Tensor]) -> Tensor | None:
+            return latents() if call.output_type == "latent" else pipeline.decode(latents())
+
         with in_keywords():
-            for first in range(0, len(asked), AHEAD):
-                some = asked[first : first + AHEAD]
-                pipeline.set_offload(offload)
-                texts = [text for one in some for text in one.texts]
-                if texts and len(asked) > 1:
-                    pipeline.keep_texts(texts, some[0].request)
-                try:
-                    for one, latents in zip(some, self._latents(some, grouped), strict=True):
-                        yield latents if one.output_type == "latent" else pipeline.decode(latents)
-                        pipeline.set_offload(offload)
-                except BaseException:
-                    pipeline.abandon()
-                    raise
-                finally:
-                    if len(asked) > 1:
-                        pipeline.kept = {}
+            pipeline.set_offload(offload)
+            try:
+                yield from Batch(pipeline, calls, group_by_expert=grouped).made(make)
+            except BaseException:
+                pipeline.abandon()
+                raise
 
-    def _latents(self, asked: Sequence[Asked], grouped: bool) -> Iterator[Tensor]:
-        pipeline = self._pipeline
-        calls = [(one.request, one.images[0], *one.embeds, one.images[1]) for one in asked]
-        if not grouped:
-            yield from (pipeline.latents(*call) for call in calls)
-            return
-        videos = []
-        for call in calls:
-            videos.append(pipeline.prepared(*call))
-            videos[-1].rest()
-        for expert in self._preset.experts:
-            for video in videos:
-                if video.experts[:1] == [expert]:
-                    pipeline.advanced(video, phases=1)
-                    video.rest()
-        pipeline.done(pipeline.experts)
-        waiting = [video.latents for video in videos]
-        del videos, video
-        for latents in waiting:
-            yield latents.to(pipeline.device.torch_device)
-
-    def _asked(self, call: dict[str, Any], setup: Setup) -> Asked:
+    def _asked(self, call: dict[str, Any], setup: Setup) -> Call:
         if self._preset.kind == "i2v" and call["img"] is None:
             raise InputError(f"{type(self).__name__} starts from an image; give one as img.")
-        request, *ends = self._request(call, setup)
-        embeds = [_embedding(name, call[name]) for name in _EMBEDDINGS]
+        request, image, last_image = self._request(call, setup)
+        prompt, negative = (_embedding(name, call[name]) for name in _EMBEDDINGS)
         output_type = choice("pt", "latent")("output_type", call["output_type"])
         if self._team is not None:  # ranks that drew different seeds would mix their noise
             seed = self._team.value_from_main(request.base_seed)
             request = replace(request, base_seed=seed)
-        return Asked(request, (ends[0], ends[1]), (embeds[0], embeds[1]), output_type)
+        return Call("A call", request, image, last_image, prompt, negative, output_type=output_type)
 
     def _with_offload(self, offload: Offload) -> Setup:
         """The setup of one call; InputError where the constructor's keywords exclude that."""

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import wan
 from wan import env, log
-from wan.cli import failures, flags, many, prompt_file, videos
+from wan.cli import failures, flags, many, prompt_file
 from wan.cli.resolve import resolve
+from wan.cli.videos import Video
 from wan.log import logger
 from wan.run import Run
 from wan.settings.errors import InputError, exit_code
@@ -70,17 +71,16 @@ def generate(run: Run, team: Team | None = None) -> int:
         logger.warning(notice)
     device = devices.resolve(run.setup.execution.device) if team is None else team.device
     pipeline = build.pipeline(run.setup, device, team)
-    close = _nothing if team is None else team.close
     if not run.lines:
-        videos.make_video(run, pipeline, team, close)
+        device.reset_peak_memory()
+        video = Video(run, pipeline, team, None if team is None else team.close)
+        video.extend_prompt()
+        video.make()
         return 0
     failed = many.make(run, pipeline, team)
-    close()
+    if team is not None:
+        team.close()
     return 1 if failed else 0
-
-
-def _nothing() -> None:
-    """One process parts from nobody."""
 
 
 def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:

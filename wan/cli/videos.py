@@ -1,4 +1,4 @@
-"""The story of a video, once it is known what is to be made: denoise, decode, save, sum up."""
+"""One video of the command line, once it is known what is to be made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import wan
 from wan import host, log, trace
 from wan.checkpoint import lora
 from wan.checkpoint.files import whole_file
-from wan.cli import extend_prompt
 from wan.cli.output import latents_survive
 from wan.log import logger
 from wan.pipeline import video
@@ -26,186 +25,218 @@ from wan.settings import timesteps
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.device import Device
     from wan.distributed.mesh import Team
     from wan.pipeline.pipeline import Pipeline
     from wan.power.measured import Measured
     from wan.power.video import VideoMeter
 
-Part = Callable[[], None]
-"""Called when the other ranks are not needed any more."""
+
+class Video:
+    """One video of the command line: denoised, kept, decoded, written, and summed up.
+
+    Attributes:
+        run: What is asked for.
+        latents_file: Where the denoised latents are on disk, if they are.
+        alone: The main rank does what is left without the other ranks.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        pipeline: Pipeline,
+        team: Team | None,
+        part: Callable[[], None] | None = None,
+    ) -> None:
+        """Starts nothing yet; every rank has one.
+
+        Args:
+            run: What is asked for.
+            pipeline: Where it is made.
+            team: The ranks; None for one process.
+            part: Called on every rank when the main rank needs the others no more.
+        """
+        self.run, self._pipeline, self._team, self._part = run, pipeline, team, part
+        self.latents_file, self.alone = run.decode_latents, False
+        self._is_main = team is None or team.is_main
+
+    def make(self, denoise: Callable[[], Tensor] | None = None) -> None:
+        """Makes the video and its record.
+
+        Args:
+            denoise: Returns the latents, which it has passed to `keep`; None: they are computed
+                here, or read where the run has `decode_latents`.
+        """
+        run, pipeline = self.run, self._pipeline
+        meter: AbstractContextManager[VideoMeter | None] = nullcontext()
+        if run.power:
+            from wan.power.video import VideoMeter
+
+            whole = run.decode_latents is None
+            meter = VideoMeter(
+                pipeline.device, "text to decoded video" if whole else "decoding only"
+            )
+        if run.decode_latents is None:
+            logger.info("Prompt: %s", run.request.prompt)
+        with meter as metered:
+            if run.decode_latents is not None:
+                latents = video.load_latents(run.decode_latents)
+            else:
+                with self._recorded():
+                    latents = self._denoised() if denoise is None else denoise()
+            self._write(latents, metered)
+
+    def extend_prompt(self) -> None:
+        """Extends the prompt on the main rank, if that is asked for; the record repeats it."""
+        run, prompt = self.run, self.run.request.prompt
+        if run.extension is None or run.decode_latents is not None:
+            return
+        with self._pipeline.stages("prompt extension"):
+            if self._is_main:
+                kind, device = run.request.preset.kind, str(self._pipeline.device.torch_device)
+                from wan.cli import extend_prompt
+
+                given = (prompt, kind, run.image, run.request.base_seed, device)
+                prompt = extend_prompt.extended(run.extension, *given)
+            if self._team is not None:
+                prompt = self._team.value_from_main(prompt)
+        self.run = run.with_prompt(prompt)
+
+    def keep(self, latents: Tensor) -> None:
+        """Writes the latents on the main rank, before anything after the long part can fail."""
+        if not self._is_main:
+            return
+        if not bool(latents.isfinite().all()):
+            logger.warning("The latents hold NaN or infinity, so the video will be broken.")
+        self.latents_file = _first_written(
+            self.run.output.unfinished(".latents.safetensors"),
+            lambda path: video.save_latents(latents, path, self.run.settings),
+            "denoised latents",
+        )
+        if self.latents_file is None:
+            logger.error("Decoding goes on from memory: if it fails, the run is lost.")
+
+    def _denoised(self) -> Tensor:
+        run = self.run
+        latents = self._pipeline.latents(run.request, run.image, last_image=run.last_image)
+        self.keep(latents)
+        return latents
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Records what `--trace` and `--log_level debug` ask for."""
+        run, pipeline, folder = self.run, self._pipeline, self.run.output.trace
+        if folder is None and not run.verbose:
+            yield
+            return
+        experts = timesteps.schedule(run.request).experts
+        steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
+        rank = 0 if self._team is None else self._team.rank
+        recording = Recording(
+            plan_of(run.setup, run.request, steps, pipeline.merges, rank),
+            pipeline.device,
+            nth_steps(experts, 0) if run.verbose else (),
+            None if folder is None else self._team,
+            folder if run.output.trace_kernels else None,
+        )
+        with trace.recording(recording.recorder):
+            yield
+        if folder is not None:
+            used = {"device": pipeline.device.name(), "kernel": pipeline.kernel}
+            recording.write(folder, used)
+            shown = shlex.quote(str(folder))
+            logger.info("Trace: %s  (python -m wan.power report %s)", folder, shown)
+
+    def _write(self, latents: Tensor, meter: VideoMeter | None) -> None:
+        """Decodes, and on the main rank writes the video, its record and the summary."""
+        output = self.run.output
+
+        def part() -> None:
+            if self._team is not None and meter is not None:
+                meter.gather(self._team)
+            self.alone = True
+            if self._part is not None:
+                self._part()
+
+        if not self._is_main:
+            self._pipeline.stream(latents, NoFrames(), part)
+            return
+        file = video.video_file(output.save_file, output.fps)
+        with latents_survive(self.latents_file), self._pipeline.stages("writing"), file as encoder:
+            self._pipeline.stream(latents, encoder, part)
+            power = None if meter is None else meter.stop()
+        if self.run.decode_latents is None:
+            self._put_latents_away()
+        self._sum_up(self._save_record(encoder.size, power), power)
+
+    def _put_latents_away(self) -> None:
+        """Keeps the latents under the video's name if that is asked for; else removes them."""
+        path, output = self.latents_file, self.run.output
+        if path is None:
+            return
+        try:
+            if output.save_latents:
+                with whole_file(output.latents) as temporary:
+                    shutil.copyfile(path, temporary)
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.error("The latents stay in %s (%s).", path, error.strerror or error)
+
+    def _save_record(self, size: tuple[int, int, int], power: Measured | None) -> Path | None:
+        """Writes the JSON record; to the temporary folder where it cannot stand by the video."""
+        run, pipeline = self.run, self._pipeline
+        execution, device = run.setup.execution, pipeline.device
+        count, height, width = size
+        precision, packages = execution.precision_on(device.type), run.setup.attention.packages
+        stored_bf16 = execution.convert_model_dtype  # says itself what the DiT computes in
+        record = {
+            "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
+            "seed": run.request.base_seed,
+            "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
+            "used": {
+                "device": device.name(),
+                "precision": precision,
+                "dit_precision": execution.dit_precision_on(device.type),
+                "kernel": pipeline.kernel,
+                "vae": pipeline.codec.used,
+                **asdict(run.setup.parallel),
+            },
+            **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
+            **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
+            "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
+            "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
+            **({"power": power.record()} if power is not None else {}),
+            "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
+        }
+        text = json.dumps(record, indent=1, ensure_ascii=False)
+
+        def write(path: Path) -> None:
+            with whole_file(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+
+        paths = (run.output.record, *run.output.unfinished(".json"))
+        return _first_written(paths, write, "record")
+
+    def _sum_up(self, record: Path | None, power: Measured | None) -> None:
+        run, pipeline = self.run, self._pipeline
+        memory = f"host {host.peak_memory() / 2**30:.2f} GiB"
+        if (peak := pipeline.device.peak_memory()) is not None:
+            memory = f"device {peak / 2**30:.2f} GiB, {memory}"
+        stages = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
+        logger.info("Seconds: %s. Peak memory: %s.", ", ".join(stages), memory)
+        for line in (None if power is None else power.line(), pipeline.caches.summary()):
+            if line is not None:
+                logger.info("%s", line)
+        request = run.request
+        logger.info("Seed %d, noise drawn on the %s.", request.base_seed, request.noise_device)
+        logger.info("Video: %s  Record: %s", run.output.save_file, record or "none")
 
 
-def _meter(run: Run, device: Device) -> AbstractContextManager[VideoMeter | None]:
-    if not run.power:
-        return nullcontext()
-    from wan.power.video import VideoMeter
-
-    whole = run.decode_latents is None
-    return VideoMeter(device, "text to decoded video" if whole else "decoding only")
-
-
-def make_video(run: Run, pipeline: Pipeline, team: Team | None, part: Part) -> None:
-    """One video with its record."""
-    kept = run.decode_latents
-    pipeline.device.reset_peak_memory()
-    if kept is None:
-        run = _extended(run, pipeline, team)
-        logger.info("Prompt: %s", run.request.prompt)
-    with _meter(run, pipeline.device) as meter:
-        if kept is not None:
-            latents = video.load_latents(kept)
-        else:
-            with _recorded(run, pipeline, team):
-                latents = pipeline.latents(run.request, run.image, last_image=run.last_image)
-            kept = save_latents(run, latents, team)
-        write_video(run, pipeline, team, part, (latents, kept), meter)
-
-
-def write_video(
-    run: Run,
-    pipeline: Pipeline,
-    team: Team | None,
-    part: Part,
-    denoised: tuple[Tensor, Path | None],
-    meter: VideoMeter | None = None,
-) -> None:
-    """Decode and write a video with its record. denoised: latents, and the file they are in."""
-    latents, kept = denoised
-
-    def measured_part() -> None:
-        if team is not None and meter is not None:
-            meter.gather(team)
-        part()
-
-    if team is not None and not team.is_main:
-        pipeline.stream(latents, Nowhere(), measured_part)
-        return
-    file = video.video_file(run.output.save_file, run.output.fps)
-    with latents_survive(kept), pipeline.stages("writing"), file as encoder:
-        pipeline.stream(latents, encoder, measured_part)
-        power = None if meter is None else meter.stop()
-    if kept is not None and run.decode_latents is None:
-        _put_away(run, kept)
-    record = _save_record(run, pipeline, encoder.size, power)
-    _summary(run, pipeline, record, power)
-
-
-class Nowhere:
+class NoFrames:
     """Implements `wan.pipeline.vae.Sink` on ranks that get no frames."""
 
     def begin(self, size: tuple[int, int, int]) -> None: ...
 
     def put(self, frames_3FHW: Tensor) -> None: ...
-
-
-def _extended(run: Run, pipeline: Pipeline, team: Team | None) -> Run:
-    """The run with its prompt extended, if that was asked for; the record repeats the result."""
-    if run.extension is None:
-        return run
-    request, prompt = run.request, run.request.prompt
-    with pipeline.stages("prompt extension"):
-        if team is None or team.is_main:
-            kind, device = request.preset.kind, str(pipeline.device.torch_device)
-            prompt = extend_prompt.extended(
-                run.extension, prompt, kind, run.image, request.base_seed, device
-            )
-        if team is not None:
-            prompt = team.value_from_main(prompt)
-    return run.with_prompt(prompt)
-
-
-@contextmanager
-def _recorded(run: Run, pipeline: Pipeline, team: Team | None) -> Iterator[None]:
-    """What --trace and --log_level debug ask for."""
-    folder, verbose = run.output.trace, run.verbose
-    if folder is None and not verbose:
-        yield
-        return
-    experts = timesteps.schedule(run.request).experts
-    steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
-    rank = 0 if team is None else team.rank
-    plan = plan_of(run.setup, run.request, steps, pipeline.merges, rank)
-    device = pipeline.device
-    printed = nth_steps(experts, 0) if verbose else ()
-    recording = Recording(
-        plan,
-        device,
-        printed,
-        None if folder is None else team,
-        folder if run.output.trace_kernels else None,
-    )
-    with trace.recording(recording.recorder):
-        yield
-    if folder is not None:
-        recording.write(folder, {"device": device.name(), "kernel": pipeline.kernel})
-        logger.info("Trace: %s  (python -m wan.power report %s)", folder, shlex.quote(str(folder)))
-
-
-def save_latents(run: Run, latents: Tensor, team: Team | None) -> Path | None:
-    """The main rank puts the result of the long part on disk before anything else can fail."""
-    if team is not None and not team.is_main:
-        return None
-    if not bool(latents.isfinite().all()):
-        logger.warning("The latents hold NaN or infinity, so the video will be broken.")
-    path = _first_written(
-        run.output.unfinished(".latents.safetensors"),
-        lambda path: video.save_latents(latents, path, run.settings),
-        "denoised latents",
-    )
-    if path is None:
-        logger.error("Decoding goes on from memory: if it fails, the run is lost.")
-    return path
-
-
-def _put_away(run: Run, latents: Path) -> None:
-    """Keep the latents under the video's name if that was asked for."""
-    if not run.output.save_latents:
-        latents.unlink(missing_ok=True)
-        return
-    try:
-        with whole_file(run.output.latents) as temporary:
-            shutil.copyfile(latents, temporary)
-        latents.unlink(missing_ok=True)
-    except OSError as error:
-        logger.error("The latents stay in %s (%s).", latents, error.strerror or error)
-
-
-def _save_record(
-    run: Run, pipeline: Pipeline, size: tuple[int, int, int], power: Measured | None
-) -> Path | None:
-    """The JSON record; where it cannot be written beside the video, in the temporary folder."""
-    execution, device = run.setup.execution, pipeline.device
-    count, height, width = size
-    precision, packages = execution.precision_on(device.type), run.setup.attention.packages
-    stored_bf16 = execution.convert_model_dtype  # says itself what the DiT computes in
-    record = {
-        "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
-        "seed": run.request.base_seed,
-        "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
-        "used": {
-            "device": device.name(),
-            "precision": precision,
-            "dit_precision": execution.dit_precision_on(device.type),
-            "kernel": pipeline.kernel,
-            "vae": pipeline.codec.used,
-            **asdict(run.setup.parallel),
-        },
-        **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
-        **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
-        "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
-        "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
-        **({"power": power.record()} if power is not None else {}),
-        "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
-    }
-    text = json.dumps(record, indent=1, ensure_ascii=False)
-
-    def write(path: Path) -> None:
-        with whole_file(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-
-    places = (run.output.record, *run.output.unfinished(".json"))
-    return _first_written(places, write, "record")
 
 
 def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: str) -> Path | None:
@@ -220,19 +251,3 @@ def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: s
         else:
             return path
     return None
-
-
-def _summary(run: Run, pipeline: Pipeline, record: Path | None, power: Measured | None) -> None:
-    device = pipeline.device.peak_memory()
-    parts = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]
-    memory = f"host {host.peak_memory() / 2**30:.2f} GiB"
-    if device is not None:
-        memory = f"device {device / 2**30:.2f} GiB, {memory}"
-    logger.info("Seconds: %s. Peak memory: %s.", ", ".join(parts), memory)
-    if power is not None:
-        logger.info("%s", power.line())
-    skipped = pipeline.caches.summary()
-    if skipped is not None:
-        logger.info("%s", skipped)
-    logger.info("Seed %d, noise drawn on the %s.", run.request.base_seed, run.request.noise_device)
-    logger.info("Video: %s  Record: %s", run.output.save_file, record or "none")

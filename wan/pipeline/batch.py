@@ -1,0 +1,197 @@
+"""Many videos with the networks of one load, for `--prompt_file` and `generate_many`.
+
+The texts of up to `AHEAD` videos are embedded before the first of them is denoised, so that the
+text encoder is loaded once for all of them. The videos are then made one after the other, or, with
+`group_by_expert`, all of them take the steps of the high-noise expert before the low-noise expert
+is loaded; their latents wait in host memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from wan.log import logger
+from wan.settings.execution import AHEAD
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from wan.pipeline.denoise import Denoising
+    from wan.pipeline.pipeline import Pipeline
+    from wan.settings.request import Request
+
+
+@dataclass(eq=False)
+class Job:
+    """One video of a batch.
+
+    Attributes:
+        name: How messages call it, such as "Line 3".
+        request: The video.
+        image: The image that it starts from.
+        last_image: The image that it ends with.
+        prompt_embeds: [length, text_dim], used instead of the prompt.
+        negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
+        seconds: Wall-clock time that was spent on this video.
+        stages: The same by stage, as in `wan.log.Stages`.
+        denoising: The paused loop of a video whose other expert is still to come.
+        latents: The denoised latents on the CPU while they wait to be decoded.
+        failed: There will be no video.
+    """
+
+    name: str
+    request: Request
+    image: Image | None = None
+    last_image: Image | None = None
+    prompt_embeds: Tensor | None = None
+    negative_prompt_embeds: Tensor | None = None
+    seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
+    denoising: Denoising | None = None
+    latents: Tensor | None = None
+    failed: bool = False
+
+
+J = TypeVar("J", bound=Job)
+T = TypeVar("T")
+
+
+class Batch(Generic[J]):
+    """The order in which the videos of some jobs are made."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        jobs: Sequence[J],
+        *,
+        group_by_expert: bool = False,
+        denoised: Callable[[J, Tensor], None] | None = None,
+        failed: Callable[[J, Exception], None] | None = None,
+    ) -> None:
+        """Prepares a batch; nothing is computed yet.
+
+        Args:
+            pipeline: Where the videos are made, with its present `offload_model`.
+            jobs: The videos, in order.
+            group_by_expert: All videos take the steps of one expert before any takes those of the
+                next.
+            denoised: Called with a job and its latents as soon as they are final.
+            failed: Called with a job and its error, after which the other jobs go on. What it
+                raises ends the batch. None: every error ends the batch.
+        """
+        self._pipeline, self._jobs, self._grouped = pipeline, jobs, group_by_expert
+        self._denoised, self._failed = denoised, failed
+        self._offload = pipeline.residency.offload
+
+    def made(self, make: Callable[[J, Callable[[], Tensor]], T]) -> Iterator[T]:
+        """Makes the videos; every rank calls this.
+
+        Args:
+            make: make(job, latents) makes the video of a job. `latents()` returns the denoised
+                latents, float32 [Z,f,h,w] on the device; without `group_by_expert` that is when
+                they are computed.
+
+        Yields:
+            What `make` returned, for each job that did not fail. The pipeline may make other videos
+            between two of them.
+        """
+        several = len(self._jobs) > 1
+        try:
+            for first in range(0, len(self._jobs), AHEAD):
+                jobs = self._jobs[first : first + AHEAD]
+                if several:
+                    self._embed_texts(jobs)
+                if self._grouped:
+                    self._denoise_by_expert(jobs)
+                for job in jobs:
+                    if job.failed:
+                        continue
+                    made: list[T] = []
+                    with self._attempt(job):
+                        made.append(make(job, partial(self._latents, job)))
+                    if made:
+                        yield made.pop()  # a video is not kept while the next one is made
+                        self._pipeline.set_offload(self._offload)
+        finally:
+            if several:
+                self._pipeline.kept = {}
+
+    def _embed_texts(self, jobs: Sequence[J]) -> None:
+        """Embeds the texts of all jobs; the time counts for the first of them."""
+        first = jobs[0]
+        begun, self._pipeline.stages.seconds = time.perf_counter(), first.stages
+        texts = []
+        for job in jobs:
+            embeds = (job.prompt_embeds, job.negative_prompt_embeds)
+            pairs = zip(job.request.texts, embeds, strict=False)
+            texts += [text for text, given in pairs if given is None]
+        if texts:
+            self._pipeline.keep_texts(texts, first.request)
+        first.seconds += time.perf_counter() - begun
+
+    def _latents(self, job: J) -> Tensor:
+        if job.latents is not None:
+            latents, job.latents = job.latents, None
+            return latents.to(self._pipeline.device.torch_device)
+        latents = self._pipeline.latents(
+            job.request, job.image, job.prompt_embeds, job.negative_prompt_embeds, job.last_image
+        )
+        if self._denoised is not None:
+            self._denoised(job, latents)
+        return latents
+
+    def _denoise_by_expert(self, jobs: Sequence[J]) -> None:
+        """Denoises all jobs, loading each expert once."""
+        pipeline = self._pipeline
+        for job in jobs:
+            with self._attempt(job):
+                job.denoising = pipeline.prepared(
+                    job.request,
+                    job.image,
+                    job.prompt_embeds,
+                    job.negative_prompt_embeds,
+                    job.last_image,
+                )
+                job.denoising.rest()
+        for expert in jobs[0].request.preset.experts:
+            for job in jobs:
+                if job.denoising is not None and job.denoising.experts[:1] == [expert]:
+                    logger.info("%s, %s expert: %s", job.name, expert, job.request.prompt)
+                    with self._attempt(job):
+                        self._take_steps(job, job.denoising)
+        pipeline.done(pipeline.experts)
+
+    def _take_steps(self, job: J, denoising: Denoising) -> None:
+        """Takes the steps of the next expert."""
+        latents = self._pipeline.advanced(denoising, phases=1)
+        if denoising.experts:
+            denoising.rest()
+            return
+        if self._denoised is not None:
+            self._denoised(job, latents)
+        job.denoising, job.latents = None, latents.cpu()
+
+    @contextmanager
+    def _attempt(self, job: J) -> Iterator[None]:
+        """Counts the time of a job, and keeps its failure from the others where it may."""
+        begun, self._pipeline.stages.seconds = time.perf_counter(), job.stages
+        try:
+            yield
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(job, error)
+            job.failed, job.denoising, job.latents = True, None, None
+        finally:
+            job.seconds += time.perf_counter() - begun
+        if job.failed:
+            self._pipeline.abandon()
+            gc.collect()  # what the traceback held
+            self._pipeline.device.empty_cache()
