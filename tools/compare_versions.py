@@ -1,28 +1,35 @@
 """Run an earlier commit and this working tree on the same requests: is every result bit-equal?
 
-    python tools/compare_versions.py --base 606a441 [--only fp8] [--jobs 2] [--json report.json]
+    python tools/compare_versions.py --base 11815a1 --keep /tmp/base [--only fp8] [--jobs 2]
 
-Both run every case of version_cases.py on the same tiny checkpoints, which the earlier one makes;
-the denoised latents and the frames of the mp4 are compared. Exit codes: 0 all equal (or named in
-MAY_DIFFER), 1 not, 2 refused, 130 interrupted.
+Both run the cases of version_cases.py on the same tiny checkpoints, which the base makes; all
+latents and all frames that a case writes are compared. The base runs its own code, exported into
+the folder of --keep together with its checkpoints and results. Another comparison with the same
+folder takes these from there, also while the first one is still running, and a comparison that was
+interrupted goes on. --base_only makes the base's results and compares nothing.
 
-What no version brings (torch, diffusers, transformers) is imported once. Every rank is a fork of
-this process with the variables that torchrun would set, and imports `wan` from its own tree.
+Exit codes: 0 all equal (or named in MAY_DIFFER), 1 not, 2 refused, 130 interrupted.
+
+The libraries (torch, diffusers, transformers) are imported once. Every rank is a fork of this
+process with the variables that torchrun would set, and imports `wan` from its own tree.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
+import io
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import tarfile
 import time
 import traceback
 from collections import Counter
@@ -32,6 +39,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 REPO = Path(__file__).resolve().parents[1]
@@ -48,6 +56,8 @@ TIME_LIMIT = 600  # seconds of a rank, which then ends with -14 (SIGALRM)
 LIBRARIES = (
     "diffusers.models.autoencoders.autoencoder_kl_wan",
     "diffusers.models.transformers.transformer_wan",
+    "diffusers.pipelines.wan.pipeline_wan",
+    "diffusers.pipelines.wan.pipeline_wan_i2v",
     "diffusers.schedulers.scheduling_dpmsolver_multistep",
     "diffusers.schedulers.scheduling_unipc_multistep",
     "ftfy",
@@ -55,6 +65,7 @@ LIBRARIES = (
     "safetensors.torch",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
+    "transformers.models.auto.image_processing_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.umt5.modeling_umt5",
 )
@@ -65,8 +76,33 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
+class Folders:
+    """Where the two versions write.
+
+    base: the export of the earlier commit (`tree`), the checkpoints that it makes (`made`) and its
+    results (`base`). present: the results of this working tree, removed at the end.
+    """
+
+    base: Path
+    present: Path
+
+    def results(self, case: Case, side: str) -> Path:
+        """side: "base", "present", or "made" for a fixture."""
+        return (self.present if side == "present" else self.base) / side / case.name
+
+    def names(self, case: Case, side: str) -> dict[str, Path]:
+        """What the words of a case may name."""
+        fixed = {"base": self.base / "tree", "made": self.base / "made", "npu_sim": SIMULATED_NPU}
+        return {**fixed, "out": self.results(case, side) / "out"}
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """A case that was run in both trees. result: equal, different, named (may differ), failed."""
+    """What became of a case.
+
+    result: "equal", "different", "named" (it differs, and MAY_DIFFER says why), "failed", or "made"
+    where only the base ran it.
+    """
 
     name: str
     result: str
@@ -81,9 +117,10 @@ class Outcome:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True, help="the earlier commit")
-    parser.add_argument("--only", default="", help="run the cases with this in their names")
+    parser.add_argument("--only", default="", help="run the cases whose name matches this regex")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at a time")
-    parser.add_argument("--keep", type=Path, help="a new folder for all results and checkpoints")
+    parser.add_argument("--keep", type=Path, help="folder that keeps what the base made")
+    parser.add_argument("--base_only", action="store_true", help="make the base's results only")
     parser.add_argument("--json", type=Path, help="also write the outcomes, with their commands")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -92,8 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = _chosen(options.only)
         versions = {"base": _git("rev-parse", f"{options.base}^{{commit}}")}
         versions["present"] = _git("describe", "--always", "--dirty")
-        with _workplace(versions["base"], options.keep) as folder:
-            outcomes = compare_all(cases, max(options.jobs, 1), folder)
+        with TemporaryDirectory(prefix="wan-versions-") as temporary:
+            base = options.keep or Path(temporary, "kept")
+            folders = Folders(base.resolve(), Path(temporary, "new"))
+            export(versions["base"], folders.base)
+            outcomes = run_cases(cases, max(options.jobs, 1), folders, options.base_only)
     except (RefusedError, OSError) as error:
         print(f"compare_versions.py: {error}", file=sys.stderr)
         return 2
@@ -102,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     counts = Counter(outcome.result for outcome in outcomes)
     seconds = round(time.monotonic() - started)
-    words = (f"{counts[result]} {result}" for result in ("equal", "named", "different", "failed"))
+    words = (f"{counts[result]} {result}" for result in sorted(counts))
     print(f"{len(outcomes)} cases: {', '.join(words)}; {seconds} s.")
     if options.json:
         report = {**versions, "seconds": seconds, "cases": [asdict(o) for o in outcomes]}
@@ -111,12 +151,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chosen(only: str) -> list[Case]:
-    cases = [case for case in CASES if only in case.name]
+    cases = [case for case in CASES if re.search(only, case.name)]
     if not SIMULATED_NPU.is_dir():
         print(f"Without {SIMULATED_NPU} (make test-npu) the cases of simulated NPUs are left out.")
         cases = [case for case in cases if not case.on_simulated_npu]
     if not cases:
-        raise RefusedError(f"no case has {only!r} in its name")
+        raise RefusedError(f"no case's name matches {only!r}")
     return cases
 
 
@@ -128,45 +168,60 @@ def _git(*arguments: str) -> str:
 
 
 @contextmanager
-def _workplace(base: str, keep: Path | None) -> Iterator[Path]:
-    """A folder, with the earlier version in `tree` until the end; removed if not to be kept."""
-    if keep:
-        keep.mkdir(parents=True)
-    folder = keep.resolve() if keep else Path(tempfile.mkdtemp(prefix="wan-versions-"))
-    tree = folder / "tree"
-    try:
-        for side in ("made", "base", "present"):
-            (folder / side).mkdir()
-        _git("worktree", "add", "--detach", str(tree), base)
-        yield folder
-    finally:
-        if tree.exists():
-            _git("worktree", "remove", "--force", str(tree))
-        if keep is None:
-            shutil.rmtree(folder)
+def _locked(path: Path) -> Iterator[None]:
+    """Only one process on this machine is inside at a time."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-def compare_all(cases: Sequence[Case], jobs: int, folder: Path) -> list[Outcome]:
+def export(commit: str, folder: Path) -> None:
+    """Write the code of a commit into `tree` of a folder, unless it is there.
+
+    Raises:
+        RefusedError: If the folder holds another commit's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    known = folder / "commit"
+    with _locked(folder / "commit.lock"):
+        if not known.exists():
+            shutil.rmtree(folder / "tree", ignore_errors=True)
+            command = ["git", "-C", str(REPO), "archive", commit]
+            archive = subprocess.run(command, capture_output=True, check=True).stdout
+            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+                files.extractall(folder / "tree", filter="data")
+            known.write_text(commit)
+        elif known.read_text() != commit:
+            raise RefusedError(f"{folder} holds the results of {known.read_text()}, not {commit}")
+
+
+def run_cases(
+    cases: Sequence[Case], jobs: int, folders: Folders, base_only: bool = False
+) -> list[Outcome]:
     """Make the fixtures and run the cases; each outcome is printed when it is known."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # what can be forked
     for library in LIBRARIES:
         import_module(library)
     gc.freeze()  # what is imported stays: no rank need look through it
+    for folder in (folders.base / "made", folders.base / "base", folders.present / "present"):
+        folder.mkdir(parents=True, exist_ok=True)
 
     def make(fixture: Case) -> None:
-        if failure := play(fixture, folder, "made"):
+        if failure := play_once(fixture, folders, "made"):
             sys.exit(f"{fixture.name}: {failure}")
 
+    def outcome_file(case: Case) -> Path:
+        return folders.present / f"{case.name}.outcome"
+
     def run(case: Case) -> None:
-        outcome = compare(case, folder)
+        outcome = compare(case, folders, base_only)
         print(outcome, flush=True)
-        (folder / f"{case.name}.outcome").write_text(json.dumps(asdict(outcome)))
+        outcome_file(case).write_text(json.dumps(asdict(outcome)))
 
     def read(case: Case) -> Outcome:
-        file = folder / f"{case.name}.outcome"
-        if not file.exists():
+        if not outcome_file(case).exists():
             return Outcome(case.name, "failed", "the comparing process was lost", 0, case.command)
-        return Outcome(**json.loads(file.read_text()))
+        return Outcome(**json.loads(outcome_file(case).read_text()))
 
     with_npu = any(case.on_simulated_npu for case in cases)
     for stage in FIXTURES:
@@ -177,73 +232,95 @@ def compare_all(cases: Sequence[Case], jobs: int, folder: Path) -> list[Outcome]
     return [read(case) for case in cases]
 
 
-def compare(case: Case, folder: Path) -> Outcome:
-    """Run a case in the earlier tree, then in this one."""
+def compare(case: Case, folders: Folders, base_only: bool = False) -> Outcome:
+    """Run a case in the earlier tree unless its results are kept, then in this one."""
     started = time.monotonic()
-    failures = list(filter(None, (play(case, folder, side) for side in ("base", "present"))))
-    base, present = (folder / side / case.name for side in ("base", "present"))
-    detail = "; ".join(failures or differences(base, present))
-    result = "failed" if failures else "different" if detail else "equal"
-    if result == "different" and case.name in MAY_DIFFER:
-        result, detail = "named", f"{MAY_DIFFER[case.name]}: {detail}"
+    failures = [play_once(case, folders, "base")]
+    side, result, detail = "base", "made", ""
+    if not base_only:
+        side, result = "present", "equal"
+        failures.append(play(case, folders, side))
+        detail = "; ".join(differences(folders.results(case, "base"), folders.results(case, side)))
+    if any(failures):
+        result, detail = "failed", "; ".join(filter(None, failures))
+    elif detail:
+        result = "different"
+        if case.name in MAY_DIFFER:
+            result, detail = "named", f"{MAY_DIFFER[case.name]}: {detail}"
     seconds = round(time.monotonic() - started, 1)
-    return Outcome(case.name, result, detail, seconds, case.typed(_paths(case, folder, "present")))
+    return Outcome(case.name, result, detail, seconds, case.typed(folders.names(case, side)))
 
 
 def differences(base: Path, present: Path) -> Iterator[str]:
-    """What differs between the results of two runs, given their paths without a suffix."""
+    """What differs between the latents and videos in two folders."""
     import torch
 
-    kinds = 0
-    for what, read in (("latents", _latents), ("frames", _frames)):
-        a, b = read(base), read(present)
-        if a is None and b is None:
-            continue
-        kinds += 1
-        if a is None or b is None:
-            yield f"{what} only in {'present' if a is None else 'base'}"
-        elif (a.shape, a.dtype) != (b.shape, b.dtype):
-            yield f"{what} were {a.dtype} {[*a.shape]}, are {b.dtype} {[*b.shape]}"
-        elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            yield f"{what} differ by up to {(a.double() - b.double()).abs().max().item():.2g}"
-        elif not a.isfinite().all():
-            yield f"{what} hold NaN or infinity in both"
-    if not kinds:
+    files = {
+        file.relative_to(folder)
+        for folder in (base, present)
+        for file in folder.rglob("*")
+        if file.suffix in (".safetensors", ".mp4")
+    }
+    if not files:
         yield "neither wrote a result"
+    for file in sorted(files):
+        both = [_tensors(folder / file) for folder in (base, present)]
+        for name in sorted(both[0].keys() | both[1].keys()):
+            what = f"{name} of {file}"
+            a, b = (tensors.get(name) for tensors in both)
+            if a is None or b is None:
+                yield f"{what} only in {'present' if a is None else 'base'}"
+            elif (a.shape, a.dtype) != (b.shape, b.dtype):
+                yield f"{what} were {a.dtype} {[*a.shape]}, are {b.dtype} {[*b.shape]}"
+            elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                most = (a.double() - b.double()).abs().max().item()
+                yield f"{what} differ by up to {most:.2g}"
+            elif not a.isfinite().all():
+                yield f"{what} hold NaN or infinity in both"
 
 
-def _latents(out: Path) -> Tensor | None:
-    from safetensors.torch import load_file
-
-    path = Path(f"{out}.latents.safetensors")
-    return load_file(path)["latents"] if path.is_file() else None
-
-
-def _frames(out: Path) -> Tensor | None:
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of latents, or the frames of a video; none where there is no file."""
     import numpy as np
     import torch
+    from safetensors.torch import load_file
 
     from tools.contact_sheet import read_frames
 
-    path = Path(f"{out}.mp4")
     if not path.is_file():
-        return None
-    return torch.from_numpy(np.stack([np.asarray(frame) for frame in read_frames(path)]))
+        return {}
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return {"frames": torch.from_numpy(np.stack([np.asarray(one) for one in read_frames(path)]))}
 
 
-def _paths(case: Case, folder: Path, side: str) -> dict[str, Path]:
-    """side: "base", "present", or "made" for a fixture, which the earlier version makes."""
-    fixed = {"base": folder / "tree", "made": folder / "made", "npu_sim": SIMULATED_NPU}
-    return {**fixed, "repo": REPO, "out": folder / side / case.name}
+def play_once(case: Case, folders: Folders, side: str) -> str:
+    """Run a case of the base unless an earlier comparison did. Empty, or how it failed."""
+    folder = folders.results(case, side)
+    done = folder.with_name(f"{case.name}.json")  # says which command made the results
+    with _locked(folder.with_name(f"{case.name}.lock")):
+        if done.is_file() and json.loads(done.read_text()) == asdict(case):
+            return ""
+        done.unlink(missing_ok=True)
+        failure = play(case, folders, side)
+        if not failure:
+            unfinished = folder.with_name(f"{case.name}.unfinished")
+            unfinished.write_text(json.dumps(asdict(case)))
+            unfinished.rename(done)
+    return failure
 
 
-def play(case: Case, folder: Path, side: str) -> str:
+def play(case: Case, folders: Folders, side: str) -> str:
     """Run a case on all its ranks. Empty, or how it failed."""
+    folder = folders.results(case, side)
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted
+    folder.mkdir()
+    log = folder.with_name(f"{case.name}.log")
+    log.unlink(missing_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = Path(f"{_paths(case, folder, side)['out']}.log")
-    pids = [fork(partial(_rank, case, folder, side, i, port, log)) for i in range(case.ranks)]
+    pids = [fork(partial(_rank, case, folders, side, i, port, log)) for i in range(case.ranks)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if not any(codes):
         return ""
@@ -251,18 +328,18 @@ def play(case: Case, folder: Path, side: str) -> str:
     return "\n  ".join([f"{side} ended with {', '.join(map(str, codes))}:", *said])
 
 
-def _rank(case: Case, folder: Path, side: str, rank: int, port: int, log: Path) -> None:
-    paths = _paths(case, folder, side)
+def _rank(case: Case, folders: Folders, side: str, rank: int, port: int, log: Path) -> None:
+    names = folders.names(case, side)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
     signal.alarm(TIME_LIMIT)
-    variables = case.variables(paths)
+    variables = case.variables(names)
     os.environ |= variables
     if case.ranks > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case.ranks)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    tree = REPO if side == "present" else paths["base"]
+    tree = REPO if side == "present" else names["base"]
     others = [entry for entry in sys.path if entry not in (str(REPO), str(REPO / "tools"))]
     sys.path[:] = [str(tree), *filter(None, variables.get("PYTHONPATH", "").split(":")), *others]
     del sys.modules["tools"]  # to be found again, in that tree
@@ -270,8 +347,8 @@ def _rank(case: Case, folder: Path, side: str, rank: int, port: int, log: Path) 
 
     if not Path(wan.__file__).is_relative_to(tree):
         sys.exit(f"wan was imported from {wan.__file__}, not from {tree}")
-    os.chdir(folder)  # where no real checkpoint is found by its name
-    script, *sys.argv[1:] = case.words(paths)
+    os.chdir(folders.results(case, side).parent)  # where no real checkpoint is found by its name
+    script, *sys.argv[1:] = case.words(names)
     if script == "-c":
         exec(sys.argv[1], {"__name__": "__main__"})
     else:

@@ -18,17 +18,18 @@ NPU = {
     "MINDIE_LOG_TO_FILE": "false",
     "MINDIE_LOG_TO_STDOUT": "false",
 }
-_FORMS = "the compiler is given other forms of RoPE and GELU"
-MAY_DIFFER: dict[str, str] = {"compiled": _FORMS, "2-compiled-comm-1": _FORMS}
-"""Name of a case -> why its result is not the earlier one's."""
+MAY_DIFFER: dict[str, str] = {}
+"""Name of a case -> why its result is not the base's. The base is the version before this edition,
+11815a1; against 0.1.0 (606a441) the cases with `--compile` differ by 6.3e-6."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One run, as the words after `python`, or after `torchrun` where there are several ranks.
 
-    Words and variables may name $made (folder of the checkpoints), $repo (this working tree), $base
-    (the earlier one), $npu_sim (mindiesd) and $out (path of the results, without a suffix).
+    Words and variables may name $made (folder of the checkpoints), $base (the earlier tree, whose
+    images and simulation of NPUs both versions use), $npu_sim (mindiesd) and $out (a path without
+    a suffix, in a folder of this case's results).
     """
 
     name: str
@@ -69,13 +70,14 @@ def quick(name: str, arguments: str, ranks: int = 1, **environ: str) -> Case:
     return Case(name, f"generate.py {QUICK} {arguments}", ranks, environ)
 
 
-def npu(name: str, chip: str, arguments: str, ranks: int = 1) -> Case:
-    """On simulated NPUs of that chip (NPU_SIM_SOC); both versions on the base's simulation.
+def scheduled(name: str, arguments: str, ranks: int = 1) -> Case:
+    """A small video whose steps come from a recipe or from --timesteps."""
+    return Case(name, f"generate.py {SMALL} {arguments}", ranks)
 
-    The default small operations have changed, so none is fused where none is asked for.
-    """
+
+def npu(name: str, chip: str, arguments: str, ranks: int = 1) -> Case:
+    """On simulated NPUs of that chip (NPU_SIM_SOC); both versions on the base's simulation."""
     few = "--sample_steps 2 --sample_guide_scale 1"
-    few += "" if "--fused_ops" in arguments else " --fused_ops none"
     words = f"--ckpt_dir $made/npu --device npu --size 112*80 --frame_num 9 {few} {arguments}"
     return quick(name, words, ranks, NPU_SIM_SOC=chip, **NPU)
 
@@ -98,14 +100,54 @@ if several: dist.destroy_process_group()
     return Case(name, f"-c {shlex.quote(program)}", ranks)
 
 
-QUICK = "--size 64*32 --frame_num 5 --sample_steps 4 --base_seed 7 --save_latents"
-QUICK += " --save_file $out.mp4"
+def diffusers(name: str, made: str, settings: str, ranks: int = 1, **more: str) -> Case:
+    """A pipeline of diffusers, parallelised with these settings.
+
+    more: `call`, further arguments of the pipeline's call; `cache`, arguments after the pipeline
+    of apply_cache_on_pipe.
+    """
+    image = "i2v" in made
+    kind = "WanImageToVideoPipeline" if image else "WanPipeline"
+    picture = f"image={IMAGE}, " if image else ""
+    cache = f"apply_cache_on_pipe(pipe, {more['cache']})" if "cache" in more else ""
+    program = f"""
+import os, torch, torch.distributed as dist
+from PIL import Image
+from diffusers import {kind} as Pipeline
+from safetensors.torch import save_file
+from transformers import CLIPImageProcessorPil
+from wan.diffusers import apply_cache_on_pipe, parallelize_pipe
+several = "RANK" in os.environ
+if several: dist.init_process_group("gloo")
+parts = dict(image_processor=CLIPImageProcessorPil()) if {made!r} == "wan21-i2v-diffusers" else {{}}
+pipe = Pipeline.from_pretrained("$made/{made}", torch_dtype=torch.float32, **parts)
+parallelize_pipe(pipe, device="cpu", {settings})
+{cache}
+call = dict(width=112, height=80, num_frames=9, num_inference_steps=4, output_type="latent")
+call |= dict({more.get("call", "")})
+seed = torch.Generator().manual_seed(7)
+latents = pipe({picture}prompt="a fox", negative_prompt="red", generator=seed, **call).frames
+if os.environ.get("RANK", "0") == "0":
+    save_file({{"latents": latents.contiguous()}}, "$out.latents.safetensors")
+if several:
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+    return Case(name, f"-c {shlex.quote(program)}", ranks)
+
+
+LARGE = "width=144, height=144, num_frames=13"
+NINE, CACHE = "num_inference_steps=9", "'first_block', threshold=0.6"
+FIVE_B = "width=224, height=160"
+IMAGE = "Image.open('$base/examples/star.png').convert('RGB')"
+SMALL = "--size 64*32 --frame_num 5 --base_seed 7 --save_latents --save_file $out.mp4"
+QUICK = f"{SMALL} --sample_steps 4"
 T2V = "--ckpt_dir $made/t2v"
-I2V = "--task i2v-A14B --ckpt_dir $made/i2v --image $repo/examples/star.png"
+I2V = "--task i2v-A14B --ckpt_dir $made/i2v --image $base/examples/star.png"
 TI2V = "--task ti2v-5B --ckpt_dir $made/ti2v --size 128*96"
-TI2V_IMAGE = f"{TI2V} --image $repo/examples/star.png"
+TI2V_IMAGE = f"{TI2V} --image $base/examples/star.png"
 DENSE = "--task t2v-1.3B --ckpt_dir $made/dense"
-DEMO = "--ckpt_dir $repo/examples/demo/t2v-A14B --size 64*64"
+DEMO = "--ckpt_dir $base/examples/demo/t2v-A14B --size 64*64"
 INT8 = f"{T2V} --quant_dit_path $made/int8"
 ODD = "--size 48*48 --frame_num 9"  # 27 tokens
 LONG = "--size 64*64 --frame_num 45"  # 192: two query blocks
@@ -114,13 +156,72 @@ V2, V3 = (f"{SPARSE} --rainfusion_type {version}" for version in ("v2", "v3"))  
 FP8 = f"{DEMO} {LONG} --fa_quant fp8"  # needs heads of a power of two
 V3_FP8 = f"{DEMO} {V3} --fa_quant fp8"
 BOTH_WAYS = "--ring_type bidirectional"
-FOX, STAR = "'a fox', (64, 32)", "Image.open('$repo/examples/star.png')"
+CACHED = f"{T2V} --sample_steps 9"
+FIRST_BLOCK = f"{CACHED} --step_cache first_block --step_cache_threshold 0.6"
+MAG = f"{TI2V} --sample_steps 9 --step_cache mag --step_cache_threshold 1 --step_cache_retention 0"
+TEA = f"{TI2V} --sample_steps 9 --step_cache tea --step_cache_coefficients 1,0"
+TEA += " --step_cache_threshold 1"
+ATTENTION = f"{CACHED} --use_attentioncache --start_step 1 --end_step 7 --attentioncache_interval 3"
+LORA = f"{T2V} --lora_dir $made/lora"
+I2V21 = "--task i2v-14B --ckpt_dir $made/wan21-i2v --image $base/examples/star.png"
+FLF2V = "--task flf2v-14B --ckpt_dir $made/wan21-flf2v --image $base/examples/star.png"
+FLF2V += " --last_image $base/examples/star_end.png"
+FILE = "--prompt_file $made/prompts/lines.txt --save_file $out"  # a folder
+FOX, STAR = "'a fox', (64, 32)", "Image.open('$base/examples/star.png')"
 ASKED = "frame_num=5, sampling_steps=4, seed=7, output_type='latent'"
 QUANTIZE = "tools/quantize_dit.py"
 NPU_FILES = """
 from pathlib import Path
 from tests.npu_sim import checkpoint
 checkpoint.make(Path("$made/npu"))
+"""
+
+LORA_FILES = """
+import torch
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+for seed, expert in enumerate(("high_noise", "low_noise")):
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for file in sorted(Path(f"$made/t2v/{expert}_model").glob("*.safetensors")):
+        for name, weight in sorted(load_file(file).items()):
+            layer = name.removesuffix(".weight")
+            if layer != name and name.startswith("blocks.") and weight.dim() == 2:
+                key = f"diffusion_model.{layer}"
+                down = torch.randn(4, weight.shape[1], generator=generator) / 30
+                up = torch.randn(weight.shape[0], 4, generator=generator) / 30
+                tensors |= {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up}
+                tensors[f"{key}.alpha"] = torch.tensor(2.0)
+    save_file(tensors, f"$made/lora/{expert}_model.safetensors")
+"""
+FP8_FILES = """
+import shutil, torch
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+folder = shutil.copytree("$made/t2v", "$made/fp8-files", dirs_exist_ok=True)
+shutil.copy(f"{folder}/high_noise_model/config.json", folder)
+for expert in ("high_noise", "low_noise"):
+    stored = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
+    for file in sorted(Path(f"$made/t2v/{expert}_model").glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            key, value = f"model.diffusion_model.{name}", tensor.float()
+            if name.startswith("blocks.") and tensor.dim() == 2 and "weight" in name:
+                layer, scale = key.removesuffix(".weight"), value.abs().max() / 448
+                value = (value / scale).to(torch.float8_e4m3fn)
+                stored |= {f"{layer}.scale_weight": scale, f"{layer}.scale_input": scale.clone()}
+            stored[key] = value
+    shutil.rmtree(f"{folder}/{expert}_model")
+    save_file(stored, f"{folder}/wan2.2_t2v_{expert}_14B_fp8_scaled.safetensors")
+"""
+PROMPT_FILE = """
+import json
+from pathlib import Path
+lines = [
+    "a red fox",
+    {"prompt": "a whale", "base_seed": 5, "sample_steps": 3},
+    {"prompt": "named", "save_file": "own.mp4", "negative_prompt": "red", "frame_num": 9},
+]
+lines = [one if isinstance(one, str) else json.dumps(one) for one in lines]
+Path("$made/prompts/lines.txt").write_text("\\n".join(lines))
 """
 
 FIXTURES = (
@@ -134,10 +235,16 @@ FIXTURES = (
         tiny("i2v-diffusers", "i2v-A14B", "diffusers"),
         tiny("ti2v-diffusers", "ti2v-5B", "diffusers"),
         tiny("dense-diffusers", "t2v-1.3B", "diffusers"),
+        tiny("wan21-i2v", "i2v-14B"),
+        tiny("wan21-flf2v", "flf2v-14B"),
+        tiny("wan21-i2v-diffusers", "i2v-14B", "diffusers"),
+        Case("prompts", f"-c {shlex.quote(PROMPT_FILE)}"),
     ),
     (
         Case("int8", f"{QUANTIZE} --ckpt_dir $made/t2v --out $made/int8"),
         Case("int8-fp8", f"{QUANTIZE} --ckpt_dir $made/ti2v --out $made/int8-fp8 --fa fp8"),
+        Case("lora", f"-c {shlex.quote(LORA_FILES)}"),
+        Case("fp8-files", f"-c {shlex.quote(FP8_FILES)}"),
         quick("earlier", f"{T2V} --sample_solver dpm++ --sample_guide_scale 2,4"),
     ),
 )
@@ -157,7 +264,7 @@ CASES = (
     quick("dense-diffusers", f"{DENSE} --ckpt_dir $made/dense-diffusers"),
     quick("dense-under-t2v-14B", f"{DENSE} --task t2v-14B"),
     quick("demo-t2v", DEMO),
-    quick("demo-i2v", f"{I2V} --ckpt_dir $repo/examples/demo/i2v-A14B --size 64*64"),
+    quick("demo-i2v", f"{I2V} --ckpt_dir $base/examples/demo/i2v-A14B --size 64*64"),
     Case("demo-by-default", "generate.py --base_seed 7 --save_latents --save_file $out.mp4"),
     # Requests.
     quick("prompt", f"{T2V} --prompt 'a small blue square rotates' --negative_prompt 'red, 灰'"),
@@ -170,7 +277,7 @@ CASES = (
     quick("guidance-pair", f"{I2V} --sample_guide_scale 2,5.5"),
     quick("guidance-of-one-expert", f"{T2V} --sample_guide_scale 1,4"),
     quick("noise-of-the-device", f"{T2V} --noise_device device"),
-    Case("from-json", "generate.py --from_json $made/earlier.json --save_file $out.mp4"),
+    Case("from-json", "generate.py --from_json $made/earlier/out.json --save_file $out.mp4"),
     # Precision and memory.
     quick("bf16", f"{T2V} --precision bf16"),
     quick("bf16-i2v", f"{I2V} --precision bf16 --offload_model false"),
@@ -183,7 +290,7 @@ CASES = (
     # Decoding.
     Case(
         "decoded",
-        "generate.py --decode_latents $made/earlier.latents.safetensors --save_file $out.mp4",
+        "generate.py --decode_latents $made/earlier/out.latents.safetensors --save_file $out.mp4",
     ),
     quick("tiled", f"{T2V} --size 288*64 --vae_tiling"),
     # FP8, RainFusion, int8.
@@ -197,6 +304,64 @@ CASES = (
     quick("int8", INT8),
     quick("int8-bf16", f"{INT8} --precision bf16"),
     quick("int8-fp8", f"{TI2V} --quant_dit_path $made/int8-fp8 --fa_quant fp8"),
+    # Step caches.
+    quick("cache-first-block", FIRST_BLOCK),
+    quick("cache-first-block-order-1", f"{FIRST_BLOCK} --step_cache_order 1"),
+    quick("cache-first-block-warmup", f"{FIRST_BLOCK} --step_cache_warmup 2"),
+    quick("cache-first-block-bf16-i2v", f"{I2V} {FIRST_BLOCK[len(T2V) :]} --precision bf16"),
+    quick("cache-mag", MAG),
+    quick("cache-mag-a14b", f"{CACHED} --step_cache mag --step_cache_threshold 0.5"),
+    quick("cache-mag-max-skip", f"{MAG} --step_cache_max_skip 1 --step_cache_warmup 0"),
+    quick("cache-tea", TEA),
+    quick("cache-tea-own-coefficients", f"{TI2V} --sample_steps 9 --step_cache tea"),
+    quick("cache-attention", ATTENTION),
+    quick("cache-cfg", f"{CACHED} --sample_steps 12 --step_cache cfg"),
+    quick("cache-list", f"{CACHED} --step_cache steps:0,2,5-6"),
+    quick("cache-few-steps", f"{T2V} --step_cache steps:0,2 --step_cache_force"),
+    quick("2-cache-first-block-overlap", f"{FIRST_BLOCK} --fa_alltoall_overlap", 2),
+    quick("2-cache-tea-ring", f"{TEA} --ring_size 2", 2),
+    quick("2-cache-attention-fsdp", f"{ATTENTION} --dit_fsdp --comm_type 1", 2),
+    quick("2-cache-cfg-ring", f"{CACHED} --step_cache cfg --ring_size 2", 2),
+    quick("4-cache-first-block-cfg", f"{FIRST_BLOCK} --cfg_size 2 --comm_type 1 --dit_fsdp", 4),
+    quick("4-cache-mag-cfg", f"{MAG} --cfg_size 2", 4),
+    # LoRA, few steps, FP8 files.
+    quick("lora", LORA),
+    quick("lora-strength", f"{T2V} --lora_high_noise $made/lora/high_noise_model.safetensors=0.5"),
+    quick("lora-bf16", f"{LORA} --precision bf16"),
+    scheduled("lora-lightning", f"{LORA} --recipe lightning-4step"),
+    quick("demo-lora", f"{DEMO} --lora_dir $base/examples/demo/T2V-A14B-4steps-lora"),
+    scheduled("2-lora-fsdp-comm-1", f"{LORA} --recipe lightning-4step --dit_fsdp --comm_type 1", 2),
+    scheduled("euler-distill", f"{T2V} --recipe distill-4step"),
+    scheduled("euler-timesteps", f"{T2V} --sample_solver euler --timesteps 1000,750,500,250"),
+    quick("euler-boundary-step", f"{T2V} --sample_solver euler --boundary_step 1"),
+    scheduled("dmd-fastwan", f"{TI2V} --recipe fastwan-3step"),
+    scheduled("rcm", f"{T2V} --recipe rcm-4step"),
+    quick("rcm-ode", f"{T2V} --sample_solver rcm --sample_steps 3 --ode --sigma_max 120"),
+    quick("4-rcm-cfg", f"{T2V} --sample_solver rcm --cfg_size 2 --comm_type 1", 4),
+    quick("fp8-files-keep", "--ckpt_dir $made/fp8-files --fp8_weights keep"),
+    quick("fp8-files-upcast", "--ckpt_dir $made/fp8-files --fp8_weights upcast"),
+    # Wan2.1 with images, and a last image.
+    quick("wan21-i2v", I2V21),
+    quick("wan21-i2v-bf16", f"{I2V21} --precision bf16"),
+    quick("wan21-flf2v", FLF2V),
+    quick("last-image", f"{I2V} --last_image $base/examples/star_end.png"),
+    quick("2-wan21-i2v-comm-1", f"{I2V21} --comm_type 1", 2),
+    quick("2-wan21-flf2v-ring", f"{FLF2V} --ring_size 2", 2),
+    # The VAE on ranks, and in bf16.
+    quick("vae-bf16", f"{T2V} --vae_precision bf16"),
+    quick("2-vae-parallel", f"{T2V} --vae_parallel", 2),
+    quick("2-vae-parallel-image", f"{TI2V_IMAGE} --frame_num 9 --vae_parallel", 2),
+    quick("2-vae-parallel-bf16", f"{T2V} --vae_parallel --vae_precision bf16", 2),
+    quick("3-vae-parallel-image", f"{I2V} --size 64*96 --cfg_size 1 --vae_parallel", 3),
+    # Memory: networks and blocks that are copied.
+    quick("offload-block", f"{T2V} --offload_model block --resident_blocks 0"),
+    quick("offload-block-ti2v", f"{TI2V} --offload_model block --precision bf16"),
+    quick("2-offload-block-lora", f"{LORA} --offload_model block --comm_type 1", 2),
+    # Many videos.
+    quick("prompt-file", f"{T2V} {FILE}"),
+    quick("prompt-file-dense", f"{DENSE} {FILE} --offload_model false"),
+    quick("prompt-file-by-expert", f"{T2V} {FILE} --group_by_expert"),
+    quick("2-prompt-file-by-expert", f"{T2V} {FILE} --group_by_expert --comm_type 2", 2),
     # Variables of the Ascend adaptation.
     quick("ALGO=3", f"{DEMO} {LONG}", ALGO="3"),
     quick("PRECISION=0", T2V, PRECISION="0", T5_LOAD_CPU="1"),
@@ -239,6 +404,10 @@ CASES = (
     quick("8-all-axes", f"{T2V} --cfg_size 2 --ring_size 2 --comm_type 2 --dit_fsdp", 8),
     # Simulated NPUs.
     npu("npu", A2, "--sample_guide_scale 4"),
+    npu("npu-plain-ops", A2, "--fused_ops none"),
+    npu("npu-cache", A2, "--sample_steps 9 --step_cache first_block --step_cache_threshold 0.6"),
+    npu("npu-offload-cpu", A2, "--offload_model cpu"),
+    npu("npu-offload-block", A2, "--offload_model block --resident_blocks 1"),
     npu("npu-fused-ops", A2, "--fused_ops rope,rms_norm,layer_norm,scale_shift"),
     npu("npu-2-laser", A2, "--attention_algo laser --size 1024*512 --frame_num 1", 2),
     npu("npu-2-v2-comm-2", A2, f"{V2} --comm_type 2", 2),
@@ -268,4 +437,14 @@ CASES = (
         f".generate({FOX}, {ASKED}, guide_scale=(2.0, 4.0))",
         2,
     ),
+    # diffusers' pipelines.
+    diffusers("diffusers", "t2v-diffusers", ""),
+    diffusers("diffusers-fp8", "ti2v-diffusers", "fa_quant='fp8'", call=FIVE_B),
+    diffusers("diffusers-v2", "dense-diffusers", "use_rainfusion=True, sparsity=0.7", call=LARGE),
+    diffusers("diffusers-i2v", "i2v-diffusers", ""),
+    diffusers("2-diffusers-comm-1", "t2v-diffusers", "ulysses_size=2, comm_type=1", 2),
+    diffusers("2-diffusers-cfg", "dense-diffusers", "cfg_size=2", 2),
+    diffusers("2-diffusers-cache", "t2v-diffusers", "comm_type=2", 2, cache=CACHE, call=NINE),
+    diffusers("2-diffusers-wan21-i2v", "wan21-i2v-diffusers", "ring_size=2", 2),
+    diffusers("4-diffusers-ti2v", "ti2v-diffusers", "ring_size=2, comm_type=1", 4, call=FIVE_B),
 )

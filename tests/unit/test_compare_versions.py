@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tools.compare_versions import differences
-from tools.version_cases import CASES, FIXTURES, MAY_DIFFER
+from tools.compare_versions import Folders, RefusedError, differences, export, play_once
+from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case
 from wan.cli import flags
 
 PATHS = defaultdict(lambda: Path("somewhere"))
@@ -19,7 +19,7 @@ PATHS = defaultdict(lambda: Path("somewhere"))
 
 def test_names() -> None:
     names = [case.name for case in CASES]
-    assert len(names) >= 40
+    assert len(names) >= 110
     assert len(set(names)) == len(names)
     assert not any(set(name) & set("/ .") for name in names), "a name becomes a file's"
     assert MAY_DIFFER.keys() <= set(names)
@@ -38,23 +38,47 @@ def test_arguments_are_accepted() -> None:
     ("other", "says"),
     [
         (torch.zeros(2, 3), []),
-        (torch.tensor([[0, 0, 0], [0, 0, 2**-140]]), ["latents differ by up to 7.2e-43"]),
-        (torch.full((2, 3), torch.nan), ["latents differ by up to nan"]),
-        (
-            torch.zeros(2, 3).double(),
-            ["latents were torch.float32 [2, 3], are torch.float64 [2, 3]"],
-        ),
-        (torch.zeros(3, 2), ["latents were torch.float32 [2, 3], are torch.float32 [3, 2]"]),
-        (None, ["latents only in base"]),
+        (torch.tensor([[0, 0, 0], [0, 0, 2**-140]]), ["{} differ by up to 7.2e-43"]),
+        (torch.full((2, 3), torch.nan), ["{} differ by up to nan"]),
+        (torch.zeros(2, 3).double(), ["{} were torch.float32 [2, 3], are torch.float64 [2, 3]"]),
+        (torch.zeros(3, 2), ["{} were torch.float32 [2, 3], are torch.float32 [3, 2]"]),
+        (None, ["{} only in base"]),
     ],
 )
 def test_differences(other: Tensor | None, says: list[str], tmp_path: Path) -> None:
+    """A folder below the results, as of many videos, is compared too."""
     base, present = tmp_path / "base", tmp_path / "present"
-    save_file({"latents": torch.zeros(2, 3)}, f"{base}.latents.safetensors")
-    if other is not None:
-        save_file({"latents": other}, f"{present}.latents.safetensors")
-    assert list(differences(base, present)) == says
+    for folder, tensor in ((base, torch.zeros(2, 3)), (present, other)):
+        (folder / "out").mkdir(parents=True)
+        if tensor is not None:
+            save_file({"latents": tensor}, folder / "out/1.latents.safetensors")
+    what = "latents of out/1.latents.safetensors"
+    assert list(differences(base, present)) == [one.format(what) for one in says]
 
 
 def test_nothing_is_not_equal(tmp_path: Path) -> None:
     assert list(differences(tmp_path / "base", tmp_path / "present"))
+
+
+def test_what_the_base_made_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a command: neither a second comparison nor an interrupted one makes it again."""
+    ran: list[str] = []
+    codes = iter(["it failed", "", ""])
+
+    def play(case: Case, *_: object) -> str:
+        ran.append(case.command)
+        return next(codes)
+
+    monkeypatch.setattr("tools.compare_versions.play", play)
+    (tmp_path / "base").mkdir()
+    folders = Folders(tmp_path, tmp_path)
+    for command in ("a", "a", "a", "b", "b"):
+        play_once(Case("name", command), folders, "base")
+    assert ran == ["a", "a", "b"]
+
+
+def test_a_folder_keeps_one_commit(tmp_path: Path) -> None:
+    (tmp_path / "commit").write_text("1" * 40)
+    export("1" * 40, tmp_path)
+    with pytest.raises(RefusedError, match="holds the results of 1111"):
+        export("2" * 40, tmp_path)
