@@ -58,7 +58,7 @@ def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
             num_layers=LAYERS,
             text_dim=TEXT,
             text_len=TEXT,
-            collaborators=Collaborators(layer, tokens=shard, step_cache=step_cache),
+            collaborators=Collaborators(lambda _: layer, tokens=shard, step_cache=step_cache),
         )
 
     plain, cached = model(None), model(cache)

@@ -33,7 +33,7 @@ def model(options: argparse.Namespace) -> WanModel:
         num_layers=options.layers,
         text_len=64,
         text_dim=64,
-        collaborators=Collaborators(layer),
+        collaborators=Collaborators(lambda _: layer),
     )
 
 

@@ -127,7 +127,7 @@ def ours(ranks: int, ops: BlockOps) -> Callable[[], Any]:
     tokens = TOKENS // ranks
     with META:
         block = WanAttentionBlock(
-            BlockSizes(CHANNELS, FFN, HEADS), 0, Collaborators(layer, ops=ops)
+            BlockSizes(CHANNELS, FFN, HEADS), 0, Collaborators(lambda _: layer, ops=ops)
         )
         for name, parameter in block.named_parameters():
             dtype = torch.float32 if keeps_fp32(name) else torch.bfloat16

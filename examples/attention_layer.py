@@ -7,8 +7,6 @@ Each rank holds half of the tokens with all their heads, and gets its tokens' at
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 import torch.distributed as dist
 
@@ -22,8 +20,8 @@ def main() -> None:
     whole = torch.randn(3, 1, 256, 8, 64)  # q, k, v: [B, tokens, heads, channels of a head]
     q, k, v = whole.chunk(ranks, dim=2)[rank]
 
-    insert_comm = FAPowerCapAttention(SimpleNamespace(comm_type=1), dist.group.WORLD)
-    baseline = FAPowerCapAttention(SimpleNamespace(comm_type=0), dist.group.WORLD)
+    insert_comm = FAPowerCapAttention(comm_type=1, ulysses_pg=dist.group.WORLD)
+    baseline = FAPowerCapAttention(comm_type=0, ulysses_pg=dist.group.WORLD)
     same = torch.equal(insert_comm(q, k, v), baseline(q, k, v))
     print(f"rank {rank}: tokens {q.shape[1]} of {whole.shape[2]}, equal to the baseline: {same}")
     dist.barrier()  # gloo aborts where a rank leaves before the others

@@ -6,8 +6,6 @@ flag reaches a kernel of the repository is in docs/extending.md.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,7 +31,7 @@ class Float64Kernel:
 
 def main() -> None:
     q, k, v = torch.randn(3, 1, 256, 8, 64)
-    layer = FAPowerCapAttention(SimpleNamespace(comm_type=2), None, kernel=Float64Kernel())
+    layer = FAPowerCapAttention(comm_type=2, kernel=Float64Kernel())
     plain = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     print(f"PyTorch's attention is off by {(layer(q, k, v) - plain).abs().max():.1e}")
 

@@ -8,7 +8,6 @@ Tokens lie as xfuser lays them: rank r of the ring and u of Ulysses has part r *
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +27,9 @@ def main() -> None:
     init_distributed_environment(rank=rank, world_size=ranks, backend=backend)
     initialize_model_parallel(ulysses_degree=ulysses, ring_degree=ranks // ulysses, backend=backend)
 
-    groups, insert_comm = get_sp_group(), SimpleNamespace(comm_type=1)
+    groups = get_sp_group()
     ring = Ring(groups.ring_group)
-    layer = FAPowerCapAttention(insert_comm, groups.ulysses_group, ring=ring)
+    layer = FAPowerCapAttention(comm_type=1, ulysses_pg=groups.ulysses_group, ring=ring)
     torch.manual_seed(0)
     whole = torch.randn(3, 1, 256, 8, 64)  # q, k, v: [B, tokens, heads, channels of a head]
     whole = whole.to(torch.accelerator.current_accelerator() or "cpu")

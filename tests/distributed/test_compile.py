@@ -122,7 +122,7 @@ def block_and_inputs(mode: int, valid_len: int) -> tuple[WanAttentionBlock, torc
     rank = torch.distributed.get_rank()
     attention = FAPowerCapAttention(SimpleNamespace(comm_type=mode), torch.distributed.group.WORLD)
     sizes = BlockSizes(CHANNELS, 2 * CHANNELS, HEADS)
-    block = WanAttentionBlock(sizes, 0, Collaborators(attention))
+    block = WanAttentionBlock(sizes, 0, Collaborators(lambda _: attention))
     e0_BR6C, context_BTC = torch.randn(1, 1, 6, CHANNELS), torch.randn(1, TEXT, CHANNELS)
     x_BSC = torch.randn(1, RANKS * LOCAL, CHANNELS)
     mine = slice(rank * LOCAL, (rank + 1) * LOCAL)

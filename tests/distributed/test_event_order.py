@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.dist import run
-from tests.distributed.topology import ROWS, Topology, attention_layer
+from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import Payload, StepInfo
 from wan.kernels.fp8 import DequantisedAttention, Fp8Attention, Fp8Quantiser, Rotations
@@ -243,7 +243,7 @@ def forward_a_model(mode: str, layers: int) -> str:
         text_dim=16,
         text_len=8,
         collaborators=Collaborators(
-            attention_layer(Topology(2, 1), mode, RecordedKernel(events)),
+            blocks_of(attention_layer(Topology(2, 1), mode, RecordedKernel(events))),
             tokens=ShardedTokens(None),
         ),
     )

@@ -28,7 +28,7 @@ def velocity(images: int, sharded: bool) -> tuple[Tensor, Counter[str]]:
     given = Collaborators()
     if sharded:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), dist.group.WORLD)
-        given = Collaborators(layer, tokens=ShardedTokens(dist.group.WORLD))
+        given = Collaborators(lambda _: layer, tokens=ShardedTokens(dist.group.WORLD))
     torch.manual_seed(0)
     sizes = {"dim": HEADS * 8, "ffn_dim": 64, "num_heads": HEADS, "num_layers": 2}
     text = {"text_dim": 16, "text_len": 8}

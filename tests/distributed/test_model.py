@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.dist import run
-from tests.distributed.topology import ROWS, Topology, attention_layer
+from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
@@ -45,8 +45,10 @@ class Job:
         f, h, w = self.grid
         return f * h * w
 
-    def model(self, **collaborators: Any) -> WanModel:
+    def model(self, attention: FAPowerCapAttention | None = None, **collaborators: Any) -> WanModel:
         """The same random weights every time. collaborators: fields of `Collaborators`."""
+        if attention is not None:
+            collaborators["attention"] = blocks_of(attention)
         torch.manual_seed(0)
         net = WanModel(
             self.kind,
@@ -197,6 +199,14 @@ def attend_with_five_heads() -> None:
 
 def test_heads_that_cannot_be_shared() -> None:
     run(2, attend_with_five_heads)
+
+
+def test_by_keyword() -> None:
+    layer = FAPowerCapAttention(comm_type=2, layer=3)
+    assert (layer.comm_type, layer.ulysses_pg, layer.layer, layer.mode) == (2, None, 3, MODES[2])
+    for given in ({}, {"args": SimpleNamespace(comm_type=1), "comm_type": 1}):
+        with pytest.raises(ValueError, match="either args or comm_type"):
+            FAPowerCapAttention(**given)
 
 
 @pytest.mark.parametrize("mode", MODES)

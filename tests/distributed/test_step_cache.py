@@ -85,7 +85,7 @@ def velocities(plan: Plan, layout: Layout | None, wrong: bool = False) -> tuple[
             team.group("ulysses"),
             ring=Ring(team.group("ring"), "ring"),
         )
-        given = Collaborators(layer, tokens=ShardedTokens(team.group("ring", "ulysses")))
+        given = Collaborators(lambda _: layer, tokens=ShardedTokens(team.group("ring", "ulysses")))
     torch.manual_seed(0)
     model = WanModel(
         "t2v",

@@ -37,13 +37,14 @@ def velocities(parallel: Parallel | None) -> Any:
     if parallel is not None:
         team = form(devices.resolve("cpu"), parallel.sizes)
         branches = team.both_branches if parallel.cfg_size == 2 else both_here
+        layer = FAPowerCapAttention(
+            SimpleNamespace(comm_type=parallel.comm_type),
+            team.group("ulysses"),
+            parallel.fa_alltoall_overlap,
+            ring=Ring(team.group("ring"), parallel.ring_type),
+        )
         collaborators = Collaborators(
-            FAPowerCapAttention(
-                SimpleNamespace(comm_type=parallel.comm_type),
-                team.group("ulysses"),
-                parallel.fa_alltoall_overlap,
-                ring=Ring(team.group("ring"), parallel.ring_type),
-            ),
+            lambda _: layer,
             tokens=ShardedTokens(team.group("ring", "ulysses")),
         )
     torch.manual_seed(0)

@@ -5,7 +5,8 @@ Rank = ring rank * P + Ulysses rank, so shard i of the tokens lies on rank i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
@@ -61,7 +62,7 @@ def attention_layer(
     kernel: Kernel | None = None,
     methods: Sequence[Method] = (),
 ) -> FAPowerCapAttention:
-    """mode: a key of ROWS."""
+    """mode: A key of ROWS."""
     ulysses_group, ring_group = groups(topology.ulysses, topology.ring)
     args = SimpleNamespace(comm_type=int(mode) if mode.isdigit() else 0)
     return FAPowerCapAttention(
@@ -72,3 +73,14 @@ def attention_layer(
         ring=Ring(ring_group, topology.ring_type),
         methods=methods,
     )
+
+
+def blocks_of(layer: FAPowerCapAttention) -> Callable[[int], FAPowerCapAttention]:
+    """Makes each block's attention: the same layer, which knows the block."""
+
+    def make(index: int) -> FAPowerCapAttention:
+        own = copy(layer)
+        own.layer = index
+        return own
+
+    return make

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.dist import run
-from tests.distributed.topology import ROWS, Topology
+from tests.distributed.topology import ROWS, Topology, blocks_of
 from tests.npu_sim.ranks import HEAD_DIM, KINDS, Grid, Kind, arranged, composed, layer_of, step_info
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels import fp8 as quant
@@ -167,7 +167,7 @@ def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
         text_dim=16,
         text_len=8,
         collaborators=Collaborators(
-            layer_of(Topology(2, 1), mode, chosen),
+            blocks_of(layer_of(Topology(2, 1), mode, chosen)),
             chosen.text,
             ShardedTokens(None, multiple, chosen.order),
         ),

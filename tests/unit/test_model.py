@@ -188,15 +188,19 @@ def test_moving_the_model_forgets_text() -> None:
 
 
 @torch.no_grad()
-def test_the_attention_layer_is_told_step_and_layer() -> None:
+def test_each_block_has_an_attention_layer_that_is_told_the_step() -> None:
     seen = []
 
     class Recorder(LocalAttention):
-        def __call__(self, q, k, v, /, *, valid_len=None, step=None, layer=None):
-            seen.append((layer, valid_len, step))
-            return super().__call__(q, k, v, valid_len=valid_len, step=step, layer=layer)
+        def __init__(self, layer: int) -> None:
+            super().__init__(SdpaKernel())
+            self.layer = layer
 
-    recorded = Collaborators(Recorder(SdpaKernel()))
+        def __call__(self, q, k, v, /, *, valid_len=None, step=None):
+            seen.append((self.layer, valid_len, step))
+            return super().__call__(q, k, v, valid_len=valid_len, step=step)
+
+    recorded = Collaborators(Recorder)
     net, (x, context) = model(collaborators=recorded), inputs()
     step = StepInfo(1, 4, "cond", "dit", (3, 2, 3), 18)
     net([x], torch.tensor([7]), [context], 18, step=step)

@@ -62,7 +62,7 @@ class TrainingKernel(SdpaKernel):
 def network(kind: str) -> WanModel:
     """An untrained DiT that predicts no velocity yet."""
     kernel = TrainingKernel()
-    collaborators = Collaborators(LocalAttention(kernel), kernel)
+    collaborators = Collaborators(lambda _: LocalAttention(kernel), kernel)
     model = WanModel(model_type=kind, in_dim=IN_DIM[kind], **CONFIG, collaborators=collaborators)
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -206,7 +206,7 @@ def _time(bench: Bench, of: Case, given: Inputs) -> Line:
     kinds = selected(bench, of)
     kernel, text = _Recorded(kinds.dense), _Recorded(kinds.text)
     shared = build.collaborators(of.setup, kinds, None)
-    shared = replace(shared, attention=LocalAttention(kernel), kernel=text)
+    shared = replace(shared, attention=lambda _: LocalAttention(kernel), kernel=text)
     model = with_weights(bench, of, shared)
     with torch.compiler.set_stance("force_eager"), common.RecordProducts() as record:
         given.call(model)

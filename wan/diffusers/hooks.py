@@ -175,6 +175,7 @@ class _SelfAttention:
 
     def __init__(self, session: Session, layer: int) -> None:
         self.session, self.layer = session, layer
+        self.attention = session.given.attention(layer)
 
     def __call__(
         self,
@@ -193,13 +194,12 @@ class _SelfAttention:
                 q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
             else:
                 q, k, v = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
-            out_BLND = session.given.attention(
+            out_BLND = self.attention(
                 _rotated(attn.norm_q(q), attn.heads, rotary_emb),
                 _rotated(attn.norm_k(k), attn.heads, rotary_emb),
                 v.unflatten(-1, (attn.heads, -1)),
                 valid_len=session.valid_len,
                 step=session.now,
-                layer=self.layer,
             )
             return attn.to_out[1](attn.to_out[0](out_BLND.flatten(2)))
 

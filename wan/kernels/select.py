@@ -6,23 +6,20 @@ A new dense kernel is its own file and a row of `DENSE`; xfuser's are rows of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from wan.kernels.base import (
     PLAIN,
-    QKV,
-    AttendRows,
     Grid,
     Kernel,
     Method,
     Payload,
     SmallOps,
-    StepInfo,
     Target,
 )
 from wan.kernels.compiled_ops import Compiled
@@ -71,6 +68,8 @@ class Selected:
         dense: Self-attention's kernel where none of `methods` applies.
         text: Cross-attention's kernel.
         methods: In the order in which they are asked.
+        listed: The (expert, layer) that `methods` serve; None: all.
+        otherwise: The methods of the other layers.
         order: The order of the tokens of a grid; None: raster order.
         ops: Small operations that are a vendor's kernels.
         run: Carries out the small operations of a block; None: as they are written.
@@ -81,21 +80,25 @@ class Selected:
     dense: Kernel
     text: Kernel
     methods: tuple[Method, ...] = ()
+    listed: frozenset[tuple[str, int]] | None = None
+    otherwise: tuple[Method, ...] = ()
     order: Callable[[Grid], Tensor] | None = None
     ops: SmallOps = PLAIN
     run: Compiled | None = None
     clock: AbstractContextManager[object] | None = None
 
+    def methods_of(self, expert: str, layer: int) -> tuple[Method, ...]:
+        """The methods of a block's self-attention."""
+        is_listed = self.listed is None or (expert, layer) in self.listed
+        return self.methods if is_listed else self.otherwise
+
     def describe(self) -> str:
         """What computes self-attention; of several, the first that applies to a call."""
-        return ", else ".join(part.name for part in self._asked())
-
-    def _asked(self) -> Iterator[Method | Kernel]:
-        for method in self.methods:
-            yield method
-            if method.is_total:
-                return
-        yield self.dense
+        asked: list[Method | Kernel] = [*self.methods, *self.otherwise, self.dense]
+        if self.listed is None:
+            total = [i for i, method in enumerate(self.methods) if method.is_total]
+            asked = asked[: total[0] + 1] if total else asked
+        return ", else ".join(part.name for part in asked)
 
 
 def select(
@@ -126,6 +129,8 @@ def select(
         dense=dense(attention, target),
         text=dense(Attention(), target),  # too short for any other kernel
         methods=(*_rainfusion(attention, target, exported), *_fp8(attention, target, exported)),
+        listed=frozenset(exported) if exported else None,
+        otherwise=_rainfusion(replace(attention, fa_quant="none"), target, {}) if exported else (),
         order=window_order if attention.use_rainfusion else None,
         ops=ops,
         run=run,
@@ -149,44 +154,34 @@ def dense(attention: Attention, target: Target) -> Kernel:
     return made
 
 
-def _rainfusion(attention: Attention, target: Target, exported: Exported) -> list[Method]:
+def _rainfusion(attention: Attention, target: Target, exported: Exported) -> tuple[Method, ...]:
     if not attention.use_rainfusion:
-        return []
-    kind, given = attention.rainfusion_type, attention.sparse_start_step
-    kernel = _block_sparse(kind, target)
-    place = as_they_are if kind == "v2" else _place(target)
+        return ()
+    kind, start = attention.rainfusion_type, attention.sparse_start_step
+    quantiser = None
+    if attention.fp8:
+        quantiser = _quantiser(target, Rotations(target.head_dim, sylvester, exported))
+    method = RainFusionAttention(
+        kind,
+        attention.sparsity,
+        attention.start_step if start is None else start,
+        attention.mask_refresh_interval,
+        kernel=_block_sparse(kind, target),
+        quantiser=quantiser,
+        place=as_they_are if kind == "v2" else _place(target),
+    )
+    return (method,)
 
-    def method(quantiser: Fp8Quantiser | None) -> RainFusionAttention:
-        return RainFusionAttention(
-            kind,
-            attention.sparsity,
-            attention.start_step if given is None else given,
-            attention.mask_refresh_interval,
-            kernel=kernel,
-            quantiser=quantiser,
-            place=place,
-        )
 
+def _fp8(attention: Attention, target: Target, exported: Exported) -> tuple[Method, ...]:
     if not attention.fp8:
-        return [method(None)]
-    quantised = method(_quantiser(target, Rotations(target.head_dim, sylvester, exported)))
-    return [OnLayers(quantised, exported), method(None)] if exported else [quantised]
-
-
-def _fp8(attention: Attention, target: Target, exported: Exported) -> list[Method]:
-    if not attention.fp8:
-        return []
+        return ()
     kernel: Fp8Kernel = DequantisedAttention(target.device.type)
     if target.device.type == "npu":
         kernel = target.load("wan.kernels.npu.fp8:NpuFp8Attention")(target)
-    method = Fp8Attention(
-        _quantiser(target, Rotations(target.head_dim, hadamard, exported)),
-        target.dtype,
-        kernel,
-        attention.quant_alltoall,
-        _place(target),
-    )
-    return [OnLayers(method, exported)] if exported else [method]
+    quantiser = _quantiser(target, Rotations(target.head_dim, hadamard, exported))
+    place, before = _place(target), attention.quant_alltoall
+    return (Fp8Attention(quantiser, target.dtype, kernel, before, place),)
 
 
 def _block_sparse(kind: str, target: Target) -> BlockSparseKernel:
@@ -213,29 +208,3 @@ def _place(target: Target) -> Place:
         return placed_head_first
     inner = torch.float32 if target.device.type == "cpu" else target.dtype
     return lambda x: Payload(x.dequantised(inner))
-
-
-class OnLayers:
-    """Implements `wan.kernels.base.Method`: another one, where it applies and the layer is listed.
-
-    layers: (expert, index of the block).
-    """
-
-    is_total = False
-
-    def __init__(self, method: Method, layers: Collection[tuple[str, int]]) -> None:
-        self._method, self._layers = method, frozenset(layers)
-        self.name, self.q_multiple = method.name, method.q_multiple
-
-    def applies(self, step: StepInfo | None) -> bool:
-        if step is None or step.layer is None:
-            raise ValueError(f"{self.name} serves some layers only: pass step and layer.")
-        return (step.expert, step.layer) in self._layers and self._method.applies(step)
-
-    def pack(
-        self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
-    ) -> QKV:
-        return self._method.pack(q_BsND, k_BsND, v_BsND, valid, step)
-
-    def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
-        return self._method.prepare(q, k, v, step)

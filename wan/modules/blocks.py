@@ -70,7 +70,7 @@ class WanAttentionBlock(nn.Module):
         super().__init__()
         given = Collaborators() if collaborators is None else collaborators
         dim, self.eps, self.ops = sizes.dim, sizes.eps, given.ops
-        self.attention_cache = given.attention_cache
+        self.layer, self.attention_cache = layer, given.attention_cache
         self.self_attn = WanSelfAttention(sizes, layer, given)
         self.norm3 = nn.LayerNorm(dim, sizes.eps) if sizes.cross_attn_norm else nn.Identity()
         self.cross_attn = WanCrossAttention(sizes, given)
@@ -108,7 +108,7 @@ class WanAttentionBlock(nn.Module):
             return self.self_attn(y_BLC, info)
 
         cache = self.attention_cache
-        y_BLC = attend() if cache is None else cache(attend, info.step, self.self_attn.layer)
+        y_BLC = attend() if cache is None else cache(attend, info.step, self.layer)
         if isinstance(self.norm3, nn.LayerNorm):
             x_BLC, y_BLC = ops.gated_add_norm(x_BLC, y_BLC, gate1, runs, self.norm3, dtype)
         else:
@@ -181,7 +181,7 @@ class WanSelfAttention(WanAttention):
 
     def __init__(self, sizes: BlockSizes, layer: int, given: Collaborators) -> None:
         super().__init__(sizes, given)
-        self.layer, self.attention = layer, given.attention
+        self.attention = given.attention(layer)
 
     def forward(self, x_BLC: Tensor, info: ForwardInfo) -> Tensor:
         # The layer's arguments are given without names, so that they are freed when it returns.
@@ -191,7 +191,6 @@ class WanSelfAttention(WanAttention):
             self.values(x_BLC),
             valid_len=info.valid_len,
             step=info.step,
-            layer=self.layer,
         )
         return self.out(out_BLND)
 

@@ -30,8 +30,11 @@ class Attention(Protocol):
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        layer: int | None = None,
     ) -> Tensor: ...
+
+
+MakeAttention = Callable[[int], Attention]
+"""Makes the self-attention of a block from the block's index."""
 
 
 class TokenShard(Protocol):
@@ -78,9 +81,8 @@ class LocalAttention:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        layer: int | None = None,
     ) -> Tensor:
-        """Keys at or behind valid_len are not attended to; step and layer do not matter here."""
+        """Keys at or behind valid_len are not attended to; step does not matter here."""
         k_BLND, v_BLND = k_BLND[:, :valid_len], v_BLND[:, :valid_len]
         with trace.span("attention", q_BLND, chunk=0, block=0, method="dense"):
             return self.kernel(q_BLND, k_BLND, v_BLND)
@@ -133,7 +135,7 @@ class Collaborators:
     """What a model is given beside its sizes; the defaults serve a single device.
 
     Attributes:
-        attention: Self-attention over all tokens.
+        attention: Makes each block's self-attention over all tokens.
         kernel: Dense attention, used for the text.
         tokens: Which tokens this device computes.
         ops: What blocks compute between matrix products.
@@ -142,7 +144,7 @@ class Collaborators:
         attention_cache: Skips self-attention.
     """
 
-    attention: Attention = field(default_factory=lambda: LocalAttention(SdpaKernel()))
+    attention: MakeAttention = lambda layer: LocalAttention(SdpaKernel())
     kernel: Kernel = field(default_factory=SdpaKernel)
     tokens: TokenShard = field(default_factory=LocalTokens)
     ops: BlockOps = field(default_factory=BlockOps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 Range = tuple[int, int]
 Event = tuple[str, int]
@@ -56,8 +57,9 @@ class Mode:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a chunk's exchanges are under way while another one is computed."""
-        return self.order is not in_order
+        """Whether the order computes a chunk while an exchange of another one is under way."""
+        of_two = [chunk for _, chunk in self.order(2)]
+        return sum(a != b for a, b in pairwise(of_two)) > 1
 
 
 MODES = {  # by --comm_type

@@ -24,7 +24,7 @@ from wan.checkpoint.load import (
 )
 from wan.checkpoint.merge import merged
 from wan.device import Device, bf16_gain
-from wan.distributed.exchange import ALONE
+from wan.distributed.exchange import ALONE, Group
 from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import Ring
@@ -72,7 +72,7 @@ def pipeline(
         team: The ranks, in the topology of the setup; None for one process.
         t5_dtype: What the text encoder computes in; None: the run's precision.
         caches: In place of those that the setup asks for.
-        attention: Gets the self-attention of all blocks and returns what they use instead.
+        attention: Gets the self-attention of a block and returns what the block uses instead.
 
     Raises:
         InputError: For a device that cannot run the setup, and for files that are damaged or do
@@ -87,12 +87,16 @@ def pipeline(
     target = Target(device, checkpoint.head_dim, compute)
     selected = select(setup.attention, target, exported, execution.compile)
     caches = step_caches(setup, team) if caches is None else caches
-    shared = collaborators(setup, selected, team, caches)
-    if attention is not None:
-        shared = replace(shared, attention=attention(shared.attention))
+
+    def given(expert: str) -> Collaborators:
+        found = collaborators(setup, selected, team, caches, expert)
+        if attention is None:
+            return found
+        return replace(found, attention=lambda layer: attention(found.attention(layer)))
+
     beside = partial(bound.beside_blocks, setup)
     residency = Residency(device, execution.resident_blocks, beside, execution.offload_model)
-    parts = _Parts(setup, residency, shared, team)
+    parts = _Parts(setup, residency, given, team)
     caches.changes = parts.changes
     stages = Stages(device.synchronize)
 
@@ -200,7 +204,11 @@ class _Parts:
     """The networks of a checkpoint: compared with their files here, filled when needed."""
 
     def __init__(
-        self, setup: Setup, residency: Residency, collaborators: Collaborators, team: Team | None
+        self,
+        setup: Setup,
+        residency: Residency,
+        given: Callable[[str], Collaborators],
+        team: Team | None,
     ) -> None:
         self._setup, self._residency = setup, residency
         self._device = residency.device.torch_device
@@ -209,7 +217,7 @@ class _Parts:
         self._dits = {
             name: Blueprint(
                 f"DiT {name}",
-                partial(WanModel, **files.config, collaborators=collaborators),
+                partial(WanModel, **files.config, collaborators=given(name)),
                 files.tensors,
                 files.folder,
             )
@@ -329,33 +337,43 @@ def step_caches(setup: Setup, team: Team | None) -> StepCaches:
 
 
 def collaborators(
-    setup: Setup, selected: Selected, team: Team | None, caches: StepCaches | None = None
+    setup: Setup,
+    selected: Selected,
+    team: Team | None,
+    caches: StepCaches | None = None,
+    expert: str = "dit",
 ) -> Collaborators:
-    """What all blocks of all networks share: attention, its kernels, and the tokens' shards."""
+    """What the blocks of a network are given: attention, kernels, the tokens' shards, caches."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
     ops = BlockOps(selected.ops, selected.run or as_written, selected.device_type)
     kept = (None, None) if caches is None else (caches.residual, caches.attention)
     several = team is not None and parallel.sequence_size > 1
     if not (several or selected.methods or selected.clock):
-        attention = LocalAttention(selected.dense)
-        return Collaborators(attention, selected.text, LocalTokens(), ops, text_cache, *kept)
-    group = ALONE if team is None else team.group("ring", "ulysses")
-    multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
+        local = LocalAttention(selected.dense)
+        return Collaborators(lambda _: local, selected.text, LocalTokens(), ops, text_cache, *kept)
+    ulysses: Group = ALONE
+    sequence: Group = ALONE
     ring = None
     if team is not None:
+        ulysses, sequence = team.group("ulysses"), team.group("ring", "ulysses")
         ring = Ring(team.group("ring"), parallel.ring_type, selected.device_type)
-    layer = FAPowerCapAttention(
-        parallel,
-        ALONE if team is None else team.group("ulysses"),
-        parallel.fa_alltoall_overlap,
-        kernel=selected.dense,
-        ring=ring,
-        methods=selected.methods,
-        clock=selected.clock,
-        chunks=parallel.chunks,
-    )
-    tokens = ShardedTokens(group, multiple, selected.order)
-    return Collaborators(layer, selected.text, tokens, ops, text_cache, *kept)
+
+    def attention(layer: int) -> Attention:
+        return FAPowerCapAttention(
+            parallel,
+            ulysses,
+            parallel.fa_alltoall_overlap,
+            layer=layer,
+            kernel=selected.dense,
+            ring=ring,
+            methods=selected.methods_of(expert, layer),
+            clock=selected.clock,
+            chunks=parallel.chunks,
+        )
+
+    multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1
+    tokens = ShardedTokens(sequence, multiple, selected.order)
+    return Collaborators(attention, selected.text, tokens, ops, text_cache, *kept)
 
 
 def places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:

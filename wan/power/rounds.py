@@ -106,7 +106,7 @@ class Rounds:
         if team.is_main:  # of an earlier comparison, perhaps with more ranks
             for file in (out / "traces").glob("*/rank*.json"):
                 file.unlink()
-        self._rests: Rests | None = None
+        self._chosen, self._rest = self.variants[0].name, 0.0
         self._lock: Lock | None = None
         self._pipeline = build.pipeline(run.setup, team.device, team, attention=self._beside)
         self._texts = self._pipeline.texts(run.request)
@@ -115,13 +115,12 @@ class Rounds:
     def _beside(self, built: Attention) -> Attention:
         assert isinstance(built, FAPowerCapAttention), "there are exchanges"
         layers: dict[str, Attention] = {}
+        idle = self._team.device.idle
         for variant in self.variants:
             layers[variant.name] = layer_of(variant, built)
             if variant.rests:
-                self._rests = Rests(built, MODES[1].chunks, self._team.device.idle)
-                layers[variant.name] = self._rests
-        self._layers = SideBySide(layers)
-        return self._layers
+                layers[variant.name] = Rests(built, MODES[1].chunks, lambda: idle(self._rest))
+        return SideBySide(layers, lambda: self._chosen)
 
     def prepare(self) -> None:
         """Both experts' first steps with every layer, and a trace of each: no time counts yet."""
@@ -129,12 +128,12 @@ class Rounds:
         for variant in self.variants:
             if variant.locked:  # its layer is the baseline's
                 continue
-            self._layers.choose(variant.name)
+            self._chosen = variant.name
             self._denoise(short)
             events = self._traced(variant, short, self._out / "traces" / slug(variant))
-            if variant.comm_type == 1 and self._rests is not None and not self._rests.seconds:
+            if variant.comm_type == 1 and not self._rest:
                 own = statistics.median(rests(events) or [0.0])
-                self._rests.seconds = max(self._team.gather(own))  # the same on all ranks
+                self._rest = max(self._team.gather(own))  # the same on all ranks
                 logger.info("Rests of %s: %.3f ms (measured).", variant.name, 1e3 * own)
         self._lock = self._lockable(short)
 
@@ -144,7 +143,7 @@ class Rounds:
         locked = [variant for variant in self.variants if variant.locked]
         if not locked:
             return None
-        self._layers.choose(self.variants[0].name)
+        self._chosen = self.variants[0].name
         with Meter(source_of(self._team.device)) as meter:
             self._denoise(short)
             self._team.device.synchronize()
@@ -185,7 +184,7 @@ class Rounds:
         told = self.found[baseline.name].power[0]
         if told.mean_mhz is None or told.mean_w is None:
             return None
-        self._layers.choose(baseline.name)
+        self._chosen = baseline.name
         with Meter(source_of(self._team.device), _FINE) as meter:
             events = self._traced(baseline, self._run.request, None)
         found = meter.stop()
@@ -198,7 +197,7 @@ class Rounds:
     def measure(self, variant: Variant) -> float:
         """One run of the whole request, metered; seconds of denoising."""
         found, device = self.found[variant.name], self._team.device
-        self._layers.choose(variant.name)
+        self._chosen = variant.name
         device.reset_peak_memory()
         steps = StepTimes(device.clock(), self._run.request.sample_steps)
         lock = self._lock if variant.locked else None

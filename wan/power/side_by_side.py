@@ -44,18 +44,13 @@ class Variant:
 
 
 class SideBySide:
-    """Self-attention by the layer that was chosen last."""
+    """Self-attention of a block by the layer that `chosen` names; all ranks choose the same."""
 
-    def __init__(self, layers: Mapping[str, Attention]) -> None:
-        self.layers = dict(layers)
-        self.chosen = next(iter(self.layers))
-
-    def choose(self, name: str) -> None:
-        """Another layer computes from the next call on; every rank must choose the same."""
-        self.chosen = name
+    def __init__(self, layers: Mapping[str, Attention], chosen: Callable[[], str]) -> None:
+        self.layers, self.chosen = dict(layers), chosen
 
     def __call__(self, *qkv_BsND: Tensor, **told: Any) -> Tensor:
-        return self.layers[self.chosen](*qkv_BsND, **told)
+        return self.layers[self.chosen()](*qkv_BsND, **told)
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,7 @@ def layer_of(variant: Variant, built: FAPowerCapAttention) -> FAPowerCapAttentio
     return FAPowerCapAttention(
         _Args(variant.comm_type),
         built.ulysses_pg,
+        layer=built.layer,
         kernel=built.kernel,
         ring=built.ring,
         methods=built.methods,
@@ -86,16 +82,19 @@ class Rests:
     Args:
         built: The layer whose kernel, ring and group are used.
         chunks: Most chunks of a call.
-        idle: Keeps the device idle for so many seconds.
+        rest: Keeps the device idle for a while.
     """
 
-    def __init__(
-        self, built: FAPowerCapAttention, chunks: int, idle: Callable[[float], None]
-    ) -> None:
+    def __init__(self, built: FAPowerCapAttention, chunks: int, rest: Callable[[], None]) -> None:
         self.group, self.world, self.chunks = built.ulysses_pg, built.world_size, chunks
-        self.idle, self.seconds = idle, 0.0
+        self.rest = rest
         self._whole = FAPowerCapAttention(
-            _Args(0), ALONE, kernel=built.kernel, ring=built.ring, methods=built.methods
+            _Args(0),
+            ALONE,
+            layer=built.layer,
+            kernel=built.kernel,
+            ring=built.ring,
+            methods=built.methods,
         )
 
     def __call__(
@@ -107,7 +106,6 @@ class Rests:
         *,
         valid_len: int | None = None,
         step: StepInfo | None = None,
-        layer: int | None = None,
     ) -> Tensor:
         """As `FAPowerCapAttention`."""
         qkv_BShD = [all_to_all_4D(x, 2, 1, self.group) for x in (query, key, value)]
@@ -115,9 +113,9 @@ class Rests:
         first = 0
         for size in heads_per_chunk(query.shape[2], self.world, self.chunks):
             if parts:
-                self.idle(self.seconds)
+                self.rest()
             chunk = (x[:, :, first : first + size].contiguous() for x in qkv_BShD)
-            parts.append(self._whole(*chunk, valid_len=valid_len, step=step, layer=layer))
+            parts.append(self._whole(*chunk, valid_len=valid_len, step=step))
             first += size
         return all_to_all_4D(torch.cat(parts, dim=2), 1, 2, self.group)
 
