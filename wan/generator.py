@@ -257,7 +257,8 @@ class Generator:
             flags.get(name, name): value for name, value in {**call, **call["settings"]}.items()
         }
         image, last = (
-            None if named.get(name) is None else images.from_value(named[name]) for name in _IMAGES
+            None if named.get(name) is None else images.from_value(named[name], name)
+            for name in _IMAGES
         )
         absent = {*_IMAGES, *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
         given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}

@@ -196,7 +196,7 @@ def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool =
     decodes = "decode_latents" in values
     image = None if decodes else _image(values, preset, plan)
     ends = "last_image" in values and not decodes
-    last_image = images.read(values["last_image"]) if ends else None
+    last_image = images.read(values["last_image"], "last_image") if ends else None
     size = None if image is None else image.size
     folder, is_demo = _checkpoint_folder(values, preset)
     if is_demo and (plan or not folder.is_dir()):

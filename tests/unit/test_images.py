@@ -231,7 +231,7 @@ def test_floating_values_in_no_usual_range(bad: float, tmp_path: Path) -> None:
 def test_integers_in_no_usual_range(bad: int) -> None:
     values = np.full((4, 4), 7, dtype=np.int32)
     values[0, 0] = bad
-    with pytest.raises(InputError, match=r"img has grey values from .* 0 to 255 or 0 to 65535\."):
+    with pytest.raises(InputError, match=r"image has grey values from .* 0 to 255 or 0 to 65535\."):
         images.from_value(Image.fromarray(values))
 
 
@@ -256,7 +256,7 @@ def test_transparent_parts_become_white(mode: str, caplog: pytest.LogCaptureFixt
         array = np.repeat(np.asarray(image)[..., :1], 3, -1)
     found = pixels(images.from_value(image.convert(mode)))
     assert np.abs(found - over_white(array, ALPHA)).max() <= (1 if mode[-1] == "A" else 2)
-    assert caplog.messages == [f"img {WARNING}."]
+    assert caplog.messages == [f"The image {WARNING}."]
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.webp", "x.tiff", "x.gif"])
@@ -269,7 +269,7 @@ def test_a_fully_transparent_file_is_white(
         tmp_path, image, name, **({"lossless": True, "exact": True} if "w" in name else {})
     )
     assert (pixels(images.read(path)) == 255).all()
-    assert caplog.messages == [f"--image {path} {WARNING}."]
+    assert caplog.messages == [f"{path} {WARNING}."]
 
 
 def test_an_unused_alpha_channel_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,25 +336,31 @@ def test_arrays_and_tensors(channels: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (None, "img is None; give a path, a PIL image, or an array or tensor"),
-        ([[1, 2]], r"img is \[\[1, 2\]\]; give a path"),
-        (b"x.png", "img is b'x.png'; give a path"),
-        (np.zeros((4, 4), np.uint8), r"img has shape \[4, 4\]; an image is \[H,W,3\] or \[3,H,W\]"),
-        (np.zeros((4, 4, 4), np.uint8), r"img has shape \[4, 4, 4\]"),
-        (torch.zeros(1, 3, 4, 4), r"img has shape \[1, 3, 4, 4\]"),
-        (torch.zeros(3), r"img has shape \[3\]"),
-        (torch.zeros(0, 4, 3), r"img has shape \[0, 4, 3\]"),
-        (np.zeros((4, 4, 3), np.int64), "img has dtype int64; an image is uint8 or floating"),
-        (np.zeros((4, 4, 3), bool), "img has dtype bool"),
-        (torch.zeros(3, 4, 4, dtype=torch.int32), "img has dtype int32"),
-        (torch.full((3, 4, 4), 1.5), "img has values from 1.5 to 1.5; floating ones must be from"),
-        (torch.full((3, 4, 4), -1.0), "img has values from -1 to -1"),
-        (torch.full((3, 4, 4), float("nan")), "img has values from nan"),
-        (torch.zeros(3, 4, 4, device="meta"), "img cannot be read as an image"),
-        (torch.zeros(3, 4, 4).to_sparse(), "img cannot be read as an image"),
-        (Image.new("RGB", (0, 5)), r"img has no pixels \(0x5\)"),
-        ("", "img . is not a file"),
-        ("~/no such image.png", f"img {Path.home()}/no such image.png does not exist"),
+        (None, "image is None; give a path, a PIL image, or an array or tensor"),
+        ([[1, 2]], r"image is \[\[1, 2\]\]; give a path"),
+        (b"x.png", "image is b'x.png'; give a path"),
+        (
+            np.zeros((4, 4), np.uint8),
+            r"image has shape \[4, 4\]; an image is",
+        ),
+        (np.zeros((4, 4, 4), np.uint8), r"image has shape \[4, 4, 4\]"),
+        (torch.zeros(1, 3, 4, 4), r"image has shape \[1, 3, 4, 4\]"),
+        (torch.zeros(3), r"image has shape \[3\]"),
+        (torch.zeros(0, 4, 3), r"image has shape \[0, 4, 3\]"),
+        (np.zeros((4, 4, 3), np.int64), "image has dtype int64; an image is uint8 or floating"),
+        (np.zeros((4, 4, 3), bool), "image has dtype bool"),
+        (torch.zeros(3, 4, 4, dtype=torch.int32), "image has dtype int32"),
+        (
+            torch.full((3, 4, 4), 1.5),
+            "image has values from 1.5 to 1.5; floating ones",
+        ),
+        (torch.full((3, 4, 4), -1.0), "image has values from -1 to -1"),
+        (torch.full((3, 4, 4), float("nan")), "image has values from nan"),
+        (torch.zeros(3, 4, 4, device="meta"), "image cannot be read as an image"),
+        (torch.zeros(3, 4, 4).to_sparse(), "image cannot be read as an image"),
+        (Image.new("RGB", (0, 5)), r"image has no pixels \(0x5\)"),
+        ("", "image=. is not a file"),
+        ("~/no such image.png", f"image={Path.home()}/no such image.png does not exist"),
     ],
 )
 def test_values_that_are_no_image(value: object, sentence: str) -> None:
@@ -366,11 +372,11 @@ def test_values_that_are_no_image(value: object, sentence: str) -> None:
 def test_an_image_whose_file_is_damaged_or_closed(tmp_path: Path) -> None:
     path = saved(tmp_path, rgb(), "x.png")
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(InputError, match="img cannot be read as an image"):
+    with pytest.raises(InputError, match="image cannot be read as an image"):
         images.from_value(Image.open(path))
     closed = Image.open(saved(tmp_path, rgb(), "y.png"))
     closed.close()
-    with pytest.raises(InputError, match="img cannot be read as an image"):
+    with pytest.raises(InputError, match="image cannot be read as an image"):
         images.from_value(closed)
 
 
@@ -402,18 +408,18 @@ def test_files_that_are_no_image(kind: str, tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
         images.read(path)
-    assert str(caught.value).startswith(f"--image {path} ") and sentence in str(caught.value)
+    assert str(caught.value).startswith(f"image={path} ") and sentence in str(caught.value)
 
 
 PATHS: dict[str, str] = {
-    "https://example.com/cat.jpg": "--image takes a file, not an address; download it first.",
-    "s3://bucket/cat.png": "--image takes a file, not an address",
-    "data:image/png;base64,AAAA": "--image takes a file, not an address",
-    "no/cat.png": "--image no/cat.png does not exist; give an image.",
-    "~/cat.png": "--image ~/cat.png does not exist; give an image.",
+    "https://example.com/cat.jpg": "image takes a file, not an address; download it first.",
+    "s3://bucket/cat.png": "image takes a file, not an address",
+    "data:image/png;base64,AAAA": "image takes a file, not an address",
+    "no/cat.png": "image=no/cat.png does not exist; give an image.",
+    "~/cat.png": "image=~/cat.png does not exist; give an image.",
     f"{__file__}/cat.png": "cat.png does not exist; give an image.",
-    ".": "--image . is not a file; give an image.",
-    "/dev/zero": "--image /dev/zero is not a file; give an image.",
+    ".": "image=. is not a file; give an image.",
+    "/dev/zero": "image=/dev/zero is not a file; give an image.",
     "x" * 5000: "(5000 characters) cannot be used (File name too long); give another one.",
     "a\0b": "cannot be used (embedded null byte); give another one.",
     "\ud800": "cannot be used ('utf-8' codec can't encode",

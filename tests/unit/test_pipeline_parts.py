@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from transformers import CLIPVisionModel
 
 from wan import log
 from wan.kernels.base import StepInfo
-from wan.pipeline import conditioning
+from wan.pipeline import clip, conditioning
 from wan.pipeline.denoise import Conditions, guide, velocity
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.solvers import sigma_table
@@ -48,6 +49,18 @@ def test_noise_is_the_first_draw_of_the_seed() -> None:
     generator = torch.Generator().manual_seed(3)
     expected = torch.randn(16, 3, 8, 12, generator=generator)
     assert torch.equal(prepare(request("t2v-A14B"), None, None).start, expected)
+
+
+def test_clip_features_are_those_of_transformers(tiny) -> None:
+    """The features before the last block, to the bit; the epsilon of its norms shows in them."""
+    folder = tiny("i2v-14B", "diffusers") / "image_encoder"
+    images = [conditioning.pixels(noise(96, 64)), conditioning.pixels(noise(40, 90))]
+    found = clip.Blueprint(folder).load(torch.device("cpu"), torch.float32)(images)
+    network = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, layer_norm_eps=1e-5)
+    shown = torch.cat([clip.preprocessed(image) for image in images])
+    with torch.no_grad():
+        expected = network(pixel_values=shown, output_hidden_states=True).hidden_states[-2]
+    assert torch.equal(found, expected)
 
 
 def test_i2v_channels() -> None:

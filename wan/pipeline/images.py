@@ -1,7 +1,7 @@
-"""Images in: a file, or what a Python caller holds, becomes 8-bit RGB as it is shown.
+"""Reads an image from a file or a Python object as 8-bit RGB, as it is shown.
 
-The command line and the Python classes get the same pixels from the same file. Needs no torch;
-Pillow and numpy are imported where they work, so that a wrong path is refused without them.
+The command line and the Python classes get the same pixels from the same file. Torch is not needed,
+and Pillow and numpy are imported where they work, so that a wrong path is refused without them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,21 +35,33 @@ _ACCEPTED = "PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF"
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SUBFILE_TYPE = 258, 262, 254  # TIFF tags
 
 
-def read(path: Path, name: str = "--image") -> Image.Image:
-    """The image in a file: decoded completely, in RGB, turned as its EXIF data says.
+@dataclass(frozen=True)
+class ImageSetting:
+    """Where an image comes from: a setting, and the path that it names."""
 
-    Of files with several images (MPO, TIFF) the first one; animations are refused. Transparent
-    parts are put over white, and a warning says so. Grey values of more than 8 bits are scaled.
+    setting: str
+    path: str | None = None
+
+    def refused(self, why: str, remedy: str) -> InputError:
+        return InputError(f"`{self.setting}`", self.path, why, remedy)
+
+
+def read(path: Path, setting: str = "image") -> Image.Image:
+    """Reads and completely decodes the image in a file, in RGB, turned as its EXIF data says.
+
+    The first image of a file with several of them (MPO, TIFF) is taken; animations are refused.
+    Transparent parts are put over white, with a warning. Grey values of more than 8 bits are
+    scaled.
 
     Args:
-        path: a regular file in one of `FORMATS`.
-        name: what the user knows the path as; sentences begin with it.
+        path: A regular file in one of `FORMATS`.
+        setting: The flag that names the path, for messages.
 
     Raises:
-        InputError: for every other path and for damaged files.
+        InputError: The path is no such file, or the file is damaged.
     """
-    given = f"{name} {path}"
-    _check_file(path, name, given)
+    given = ImageSetting(setting, str(path))
+    _check_file(path, given)
     from PIL import Image
 
     Image.init()
@@ -60,47 +73,51 @@ def read(path: Path, name: str = "--image") -> Image.Image:
         return _as_shown(image, given)
 
 
-def from_value(value: object, name: str = "img") -> Image.Image:
-    """The image that a Python caller gives, in RGB, as `read` gives it.
+def from_value(value: object, setting: str = "image") -> Image.Image:
+    """Converts the image that a Python caller gives to RGB, as `read` does.
 
     Args:
-        value: a path (`~` is the home folder), a PIL image, or a numpy array or torch tensor
+        value: A path (`~` is the home folder), a PIL image, or a numpy array or torch tensor
             [H,W,3] or [3,H,W], uint8 or floating in [0, 1]. Of an animation that is open as a PIL
-            image its current frame counts.
-        name: the argument's name; sentences begin with it.
+            image the current frame is taken.
+        setting: The flag that the argument stands for, for messages.
 
     Raises:
-        InputError: for everything else.
+        InputError: The value is something else, or damaged.
     """
     from PIL import Image
 
     if isinstance(value, str | Path):
-        return read(Path(os.path.expanduser(value)), name)
-    with _decoding(name):
+        return read(Path(os.path.expanduser(value)), setting)
+    given = ImageSetting(setting)
+    with _decoding(given):
         if isinstance(value, Image.Image):
-            return _as_shown(value, name)
-        return Image.fromarray(_levels(_array(value, name), name))
+            return _as_shown(value, given)
+        return Image.fromarray(_levels(_array(value, given), given))
 
 
-def _check_file(path: Path, name: str, given: str) -> None:
+def _check_file(path: Path, given: ImageSetting) -> None:
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         if re.match(r"([a-z][a-z0-9+.-]+:/|data:)", str(path), re.IGNORECASE):
-            raise InputError(f"{name} takes a file, not an address; download it first.") from None
-        raise InputError(f"{given} does not exist; give an image.") from None
+            address = ImageSetting(given.setting)
+            raise address.refused("takes a file, not an address", "download it first") from None
+        raise given.refused("does not exist", "give an image") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
-        given = f"{name} {shown(path, str)}"  # it may be too long, and is rarely wanted whole
-        raise InputError(f"{given} cannot be used ({_reason(error)}); give another one.") from None
+        given = ImageSetting(
+            given.setting, shown(path, str)
+        )  # it may be too long to be shown whole
+        raise given.refused(f"cannot be used ({_reason(error)})", "give another one") from None
     if not stat.S_ISREG(found.st_mode):
-        raise InputError(f"{given} is not a file; give an image.")
+        raise given.refused("is not a file", "give an image")
     if found.st_size == 0:
-        raise InputError(f"{given} is empty (0 bytes); give an image.")
+        raise given.refused("is empty (0 bytes)", "give an image")
 
 
 @contextmanager
-def _decoding(given: str) -> Iterator[None]:
-    """Make one sentence of whatever goes wrong in Pillow; its own warnings are not shown.
+def _decoding(given: ImageSetting) -> Iterator[None]:
+    """Makes one sentence of whatever goes wrong in Pillow; its own warnings are not shown.
 
     All of Exception is caught: on damaged files the decoders raise ValueError, SyntaxError,
     NotImplementedError, AttributeError, struct.error, ..., as the broken byte will have it.
@@ -114,15 +131,13 @@ def _decoding(given: str) -> Iterator[None]:
     except InputError:
         raise
     except UnidentifiedImageError as error:
-        raise InputError(
-            f"{given} cannot be read as an image: it is no sound {_ACCEPTED}; convert it to one."
-        ) from error
+        why = f"cannot be read as an image: it is no sound {_ACCEPTED}"
+        raise given.refused(why, "convert it to one") from error
     except (Image.DecompressionBombError, MemoryError) as error:
-        raise InputError(f"{given} has too many pixels to be decoded; scale it down.") from error
+        raise given.refused("has too many pixels to be decoded", "scale it down") from error
     except Exception as error:
-        raise InputError(
-            f"{given} cannot be read as an image ({_reason(error)}); give a PNG or JPEG."
-        ) from error
+        why = f"cannot be read as an image ({_reason(error)})"
+        raise given.refused(why, "give a PNG or JPEG") from error
 
 
 def _reason(error: Exception) -> str:
@@ -131,33 +146,31 @@ def _reason(error: Exception) -> str:
     return shown(error, str) or type(error).__name__
 
 
-def _check_still(image: Image.Image, given: str) -> None:
-    """Refuse animations, and TIFFs whose first page is not the image itself."""
+def _check_still(image: Image.Image, given: ImageSetting) -> None:
+    """Refuses animations, and TIFFs whose first page is not the image itself."""
     if image.format == "TIFF":
         if _tag(image, _SUBFILE_TYPE, 0) & 1:
-            raise InputError(
-                f"{given} begins with a thumbnail, as raw files of cameras do; "
-                "export it as PNG or JPEG."
-            )
+            why = "begins with a thumbnail, as raw files of cameras do"
+            raise given.refused(why, "export it as PNG or JPEG")
     elif image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
-        raise InputError(f"{given} is animated ({frames} frames); give a still image.")
+        raise given.refused(f"is animated ({frames} frames)", "give a still image")
 
 
-def _as_shown(image: Image.Image, given: str) -> Image.Image:
-    """8-bit RGB of an image of any mode, turned as its EXIF data says, over white."""
+def _as_shown(image: Image.Image, given: ImageSetting) -> Image.Image:
+    """Converts an image of any mode to 8-bit RGB, turned as its EXIF data says, over white."""
     from PIL import ImageOps
 
     width, height = image.size
     if not width or not height:
-        raise InputError(f"{given} has no pixels ({width}x{height}); give another image.")
+        raise given.refused(f"has no pixels ({width}x{height})", "give another image")
     turned = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         turned = _eight_bits(turned, image, given)
     return _over_white(turned, given).convert("RGB")
 
 
-def _over_white(image: Image.Image, given: str) -> Image.Image:
-    """The image without transparency: what shows through is white."""
+def _over_white(image: Image.Image, given: ImageSetting) -> Image.Image:
+    """Puts an image with transparent parts over white."""
     from PIL import Image
 
     if not image.has_transparency_data:
@@ -166,12 +179,13 @@ def _over_white(image: Image.Image, given: str) -> Image.Image:
     rgba = image.convert(straight).convert("RGBA")
     if rgba.getchannel("A").getextrema() == (255, 255):
         return image
-    logger.warning("%s is transparent in places; they become white.", given)
+    name = given.path or "The image"
+    logger.warning("%s is transparent in places; they become white.", name)
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), rgba)
 
 
-def _eight_bits(turned: Image.Image, source: Image.Image, given: str) -> Image.Image:
-    """Grey of 16 or 32 bits, or floating, as 8 bits; `source` is the image as it was opened."""
+def _eight_bits(turned: Image.Image, source: Image.Image, given: ImageSetting) -> Image.Image:
+    """Scales grey of 16 or 32 bits, or floating, to 8 bits; `source` is the image as opened."""
     import numpy as np
     from PIL import Image
 
@@ -180,9 +194,8 @@ def _eight_bits(turned: Image.Image, source: Image.Image, given: str) -> Image.I
     white = _white(source, high)
     if white is None or low < 0 or high > white:
         allowed = "0 to 1 or 0 to 255" if source.mode == "F" else "0 to 255 or 0 to 65535"
-        raise InputError(
-            f"{given} has grey values from {low:g} to {high:g}; they must be from {allowed}."
-        )
+        why = f"has grey values from {low:g} to {high:g}"
+        raise given.refused(why, f"they must be from {allowed}")
     grey = np.rint(values * np.float32(255) / np.float32(white)).astype(np.uint8)
     if _tag(source, _PHOTOMETRIC, 1) == 0:  # TIFF's "white is zero", which Pillow overlooks here
         grey = 255 - grey
@@ -194,7 +207,7 @@ def _eight_bits(turned: Image.Image, source: Image.Image, given: str) -> Image.I
 
 
 def _white(image: Image.Image, high: float) -> float | None:
-    """The value that is white in grey of more than 8 bits; None where `high` does not tell (NaN).
+    """Returns the white of grey with more than 8 bits; None where `high` does not tell (NaN).
 
     Floating values to 1 are read as 0 to 1. Values to 255 are read as 0 to 255, but only if some
     are above 16: a highlight of 1.2 in an image from 0 to 1 would make all of it black.
@@ -209,12 +222,12 @@ def _white(image: Image.Image, high: float) -> float | None:
 
 
 def _tag(image: Image.Image, number: int, default: T) -> T:
-    """A tag of an image opened from a TIFF file."""
+    """Returns a tag of an image that was opened from a TIFF file."""
     return getattr(image, "tag_v2", {}).get(number, default)
 
 
-def _array(value: object, name: str) -> np.ndarray:
-    """A numpy array or torch tensor as an array; torch is looked up, not imported."""
+def _array(value: object, given: ImageSetting) -> np.ndarray:
+    """Returns a numpy array or torch tensor as an array; torch is looked up, not imported."""
     import numpy as np
 
     torch = sys.modules.get("torch")
@@ -223,27 +236,25 @@ def _array(value: object, name: str) -> np.ndarray:
         return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
     if isinstance(value, np.ndarray):
         return value
-    raise InputError(
-        f"{name} is {shown(value)}; give a path, a PIL image, or an array or tensor [H,W,3]."
-    )
+    remedy = "give a path, a PIL image, or an array or tensor [H,W,3]"
+    raise given.refused(f"is {shown(value)}", remedy)
 
 
-def _levels(array: np.ndarray, name: str) -> np.ndarray:
-    """[H,W,3] uint8 of [H,W,3] or [3,H,W], uint8 or floating in [0, 1]."""
+def _levels(array: np.ndarray, given: ImageSetting) -> np.ndarray:
+    """Converts [H,W,3] or [3,H,W], uint8 or floating in [0, 1], to [H,W,3] uint8."""
     import numpy as np
 
     shape, last = list(array.shape), array.ndim - 1
     channels = next((axis for axis in (last, 0) if array.ndim == 3 and shape[axis] == 3), None)
     if channels is None or not array.size:
-        raise InputError(f"{name} has shape {shape}; an image is [H,W,3] or [3,H,W].")
+        raise given.refused(f"has shape {shape}", "an image is [H,W,3] or [3,H,W]")
     array = np.moveaxis(array, channels, -1)
     if array.dtype == np.uint8:
         return np.ascontiguousarray(array)
     if array.dtype.kind != "f":
-        raise InputError(f"{name} has dtype {array.dtype}; an image is uint8 or floating.")
+        raise given.refused(f"has dtype {array.dtype}", "an image is uint8 or floating")
     low, high = float(array.min()), float(array.max())
     if not (low >= 0 and high <= 1):  # NaN, too
-        raise InputError(
-            f"{name} has values from {low:g} to {high:g}; floating ones must be from 0 to 1."
-        )
+        why = f"has values from {low:g} to {high:g}"
+        raise given.refused(why, "floating ones must be from 0 to 1")
     return np.rint(array * 255).astype(np.uint8)
