@@ -1,4 +1,4 @@
-"""Where results go: the video, its JSON record beside it, and latents that survive a failure."""
+"""Checks where results go, and says where the latents are after a failure."""
 
 from __future__ import annotations
 
@@ -17,67 +17,66 @@ from wan.settings.errors import InputError
 
 
 def check_writable(path: Path) -> None:
-    """The path must name an mp4 in a folder that exists or can be made (where rank 0 runs)."""
+    """Checks, on rank 0, that a path names an mp4 in a folder that exists or can be made.
+
+    Raises:
+        InputError: It does not, or the JSON file beside it is not a record of a run.
+    """
     if env.rank() != 0:
         return
+    flag = "`save_file`"
     if path.name.lower() == ".mp4":
-        raise InputError(f"--save_file {path} has no name before .mp4; add one.")
+        raise InputError(flag, path, "has no name before .mp4", "add one")
     if path.suffix.lower() != ".mp4":
-        raise InputError(f"--save_file {path} must end in .mp4, the only format written.")
+        raise InputError(flag, path, "must end in .mp4, the only format written")
     if path.is_dir():
-        raise InputError(f"--save_file {path} is a folder; add a file name.")
-    if len(os.fsencode(path.name)) > 200:
-        size = len(os.fsencode(path.name))
-        raise InputError(f"--save_file has a name of {size} bytes; 200 are allowed: shorten it.")
+        raise InputError(flag, path, "is a folder", "add a file name")
+    if (size := len(os.fsencode(path.name))) > 200:
+        raise InputError(flag, None, f"has a name of {size} bytes; 200 are allowed", "shorten it")
     record = path.with_suffix(".json")
     if record.exists() and "settings" not in read_json(record):
-        raise InputError(
-            f"--save_file {path} would replace {record}, which is no record of generate.py; "
-            "choose another name."
-        )
-    _check_folder("--save_file", path, path.absolute().parent)
+        why = f"would replace {record}, which is no record of generate.py"
+        raise InputError(flag, path, why, "choose another name")
+    _check_folder(flag, path, path.absolute().parent)
 
 
 def check_trace(output: Output, compiled: bool, steps: int) -> None:
-    """InputError for a trace that cannot be written, or of what does not happen.
+    """Checks that what `trace` and `log_level=debug` ask for exists and can be written.
 
     Args:
-        output: What is asked for.
-        compiled: --compile.
-        steps: Sampling steps.
+        output: The output settings.
+        compiled: Whether blocks are compiled.
+        steps: The number of sampling steps.
+
+    Raises:
+        InputError: It does not exist, or cannot be written.
     """
-    asked = {"--trace": output.trace is not None, "--log_level debug": output.log_level == "debug"}
-    for flag in (flag for flag, given in asked.items() if given and compiled):
-        raise InputError(
-            f"{flag} does not work with --compile, whose graphs have no ranges inside; drop one "
-            "of them."
-        )
+    asked = {"`trace`": output.trace is not None, "`log_level=debug`": output.log_level == "debug"}
+    for setting in (setting for setting, given in asked.items() if given and compiled):
+        why = "does not work with `compile`, whose graphs have no ranges inside"
+        raise InputError(setting, None, why, "drop one of them")
     if output.trace_steps is not None and max(output.trace_steps) >= steps:
-        raise InputError(
-            f"--trace_steps names step {max(output.trace_steps)}, but there are {steps} "
-            f"(--sample_steps): 0 to {steps - 1}."
-        )
+        why = f"names step {max(output.trace_steps)}, but there are {steps} (`sample_steps`)"
+        raise InputError("`trace_steps`", None, f"{why}: 0 to {steps - 1}")
     if output.trace is not None:
-        _check_folder("--trace", output.trace, output.trace.absolute())
+        _check_folder("`trace`", output.trace, output.trace.absolute())
 
 
 def _check_folder(flag: str, path: Path, folder: Path) -> None:
-    """The folder, or the first one above it that exists, must be writable."""
+    """Checks that the folder, or the first one above it that exists, is writable."""
     while not folder.exists():
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder):  # permission bits alone do not tell, nor does root
             pass
     except OSError as error:
-        raise InputError(
-            f"{flag} {path} cannot be written: {folder} is not a writable folder "
-            f"({error.strerror}); choose another one."
-        ) from error
+        why = f"cannot be written: {folder} is not a writable folder ({error.strerror})"
+        raise InputError(flag, path, why, "choose another one") from error
 
 
 @contextmanager
 def latents_survive(path: Path | None) -> Iterator[None]:
-    """When decoding or writing fails, says where the result of the long part is."""
+    """Says where the denoised latents are when decoding or writing fails."""
     try:
         yield
     except BaseException:

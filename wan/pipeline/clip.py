@@ -1,8 +1,8 @@
-"""The CLIP image encoder of Wan2.1's image models: transformers' network, the official recipe.
+"""The CLIP image encoder of Wan2.1's image models: transformers' network, prepared as officially.
+
+The DiT takes the features before the last of the 32 blocks, without the final norm.
 
 Legend: T tokens (class token first), C channels.
-
-What the DiT takes are the features before the last of the 32 blocks, without the final norm.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _SIZES = ("embeddings.patch_embedding.weight", f"{_LAYERS}0.mlp.fc1.weight")
 
 
 class ClipVision:
-    """Features of pictures."""
+    """Computes the features of images."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """[images,T,C] in the dtype of the network, of pictures [3,H,W] in [-1, 1]."""
+        """Returns features [images,T,C] in the network's dtype of images [3,H,W] in [-1, 1]."""
         weight = self._network.embeddings.patch_embedding.weight
         x = torch.cat([preprocessed(image) for image in images]).to(weight.device, weight.dtype)
         found: Tensor = self._network(pixel_values=x).last_hidden_state
@@ -63,19 +63,22 @@ class ClipVision:
 
 
 def preprocessed(image_3HW: Tensor) -> Tensor:
-    """[1,3,224,224]: stretched by bicubic interpolation without antialiasing, as officially."""
+    """Stretches an image to [1,3,224,224], bicubic without antialiasing, as officially."""
     x = F.interpolate(image_3HW[None].float().cpu(), size=(SIDE, SIDE), mode="bicubic")
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
     return (x * 0.5 + 0.5 - mean) / std
 
 
 class Blueprint:
-    """The vision tower without its last block, and its file: official, or transformers' folder.
+    """The vision tower without its last block, and the files of its weights.
 
-    Raises InputError for a file that holds no such network.
+    Attributes:
+        origin: The official file, or transformers' folder.
+        dim: Channels of the features.
     """
 
     def __init__(self, path: Path) -> None:
+        """Compares the network with the files' headers; raises InputError where they differ."""
         self.origin = path
         found = {name: info for name, info in stored(path, _name).items() if not _UNUSED(name)}
         layers = [int(name.split(".")[2]) for name in found if name.startswith(_LAYERS)]
@@ -84,7 +87,7 @@ class Blueprint:
         shapes = {name: info.shape for name, info in self._files.items()}
         first, inner = (shapes.get(name, ()) for name in _SIZES)
         if len(first) != 4 or len(inner) != 2:
-            raise InputError(f"{path} holds no CLIP vision network; download it again.")
+            raise InputError(str(path), None, "holds no CLIP vision network", "download it again")
         self.dim = first[0]
         self._sizes = (self.dim, inner[0], last, first[2])
         expected = {name: tuple(p.shape) for name, p in self._built().named_parameters()}
@@ -92,14 +95,15 @@ class Blueprint:
         unknown = sorted(name for name in shapes if not {name, *_parts(name)} & expected.keys())
         if wrong or unknown:
             name = (wrong or unknown)[0]
-            raise InputError(f"{path}: {name} does not fit CLIP's vision tower; download it again.")
+            why = f"has a tensor {name} that does not fit CLIP's vision tower"
+            raise InputError(str(path), None, why, "download it again")
 
     def _built(self) -> Any:
         with torch.device("meta"):
             return _network(*self._sizes)
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a tensor of the network, in the file."""
+        """Returns the shape that the files have for a tensor of the network."""
         if name in self._files:
             return _without_ones(self._files[name].shape)
         whole = self._files.get(_whole(name))
@@ -107,11 +111,11 @@ class Blueprint:
 
     @property
     def elements(self) -> int:
-        """Of the network's weights."""
+        """The number of the network's weights."""
         return sum(p.numel() for p in self._built().parameters())
 
     def load(self, device: torch.device, dtype: torch.dtype) -> ClipVision:
-        """The network, in one dtype."""
+        """Reads the network's weights, all in one dtype."""
         read, network = mapped(self._files), self._built()
         sources = {}
         for name, _ in network.named_parameters():
@@ -124,7 +128,7 @@ class Blueprint:
 
 
 def _whole(name: str) -> str:
-    """The official tensor that a projection of queries, keys or values is a third of."""
+    """Names the official tensor that holds a projection of queries, keys or values."""
     return re.sub(r"\.[qkv]_proj\.", ".to_qkv.", name)
 
 
@@ -133,7 +137,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Official embeddings have batch axes."""
+    """Drops the batch axes that official embeddings have."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape

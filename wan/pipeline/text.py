@@ -22,11 +22,11 @@ from wan.settings.errors import InputError
 from wan.settings.values import shown
 
 BLOCKS, TABLE = "encoder.block", "shared"
-"""Of the encoder: the list of its blocks, and its word table."""
+"""The names of the encoder's list of blocks and of its word table."""
 
 
 def clean_prompt(prompt: str) -> str:
-    """The official cleaning: mend Unicode, unescape HTML twice, collapse white space.
+    """Cleans a prompt as officially: mends Unicode, unescapes HTML twice, collapses white space.
 
     ftfy also turns full-width punctuation into ASCII, which changes the token ids.
     """
@@ -37,16 +37,20 @@ def clean_prompt(prompt: str) -> str:
 
 
 class TextEncoder:
-    """UMT5 with eager attention, which is bit-equal to the official encoder.
-
-    network: that of `blueprint`, loaded, whole or sharded. tokenizer: from `load_tokenizer`. dtype:
-    what is computed in; where weights are bfloat16 and dtype is float32, one layer at a time is
-    upcast, so that the real encoder takes 11 GB, not 23.
-    """
+    """UMT5 with eager attention, which is bit-equal to the official encoder."""
 
     def __init__(
         self, network: nn.Module, tokenizer: Any, *, dtype: torch.dtype, text_len: int
     ) -> None:
+        """Takes a loaded encoder.
+
+        Args:
+            network: The network of `blueprint`, loaded whole or sharded.
+            tokenizer: From `load_tokenizer`.
+            dtype: The dtype of all computations. Where the weights are bfloat16 and it is float32,
+                one layer at a time is upcast, so that the real encoder takes 11 GB, not 23.
+            text_len: The most tokens of a prompt.
+        """
         self.text_len = text_len
         self._tokenizer, self._model = tokenizer, network
         if next(network.parameters()).dtype != dtype:
@@ -54,7 +58,7 @@ class TextEncoder:
 
     @torch.no_grad()
     def __call__(self, prompt: str) -> Tensor:
-        """Embedding [T, C] of a prompt. Tokens beyond text_len are left out, with a message."""
+        """Embeds a prompt, [T, C]. Tokens beyond text_len are left out, with a warning."""
         text = clean_prompt(prompt)
         ids = self._tokenizer(text).input_ids
         if len(ids) > self.text_len:
@@ -76,7 +80,7 @@ class TextEncoder:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a folder. InputError where it cannot do what `TextEncoder` asks of it."""
+    """Reads the tokenizer in a folder; raises InputError where `TextEncoder` cannot use it."""
     from transformers import AutoTokenizer
 
     try:
@@ -84,14 +88,16 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer("a", padding="max_length", truncation=True, max_length=2)
     except Exception as error:  # the tokenizers library raises no other for a damaged file
         reason = shown(error, str)
-        raise InputError(f"{folder} holds no usable tokenizer ({reason}); download it.") from error
+        why = f"holds no usable tokenizer ({reason})"
+        raise InputError(str(folder), None, why, "download it") from error
     return tokenizer
 
 
 def blueprint(path: Path) -> Blueprint[nn.Module]:
-    """The UMT5 encoder whose weights are in a file or folder, not loaded yet.
+    """Describes the UMT5 encoder whose weights are in a file or folder, without loading it.
 
-    Raises InputError for the weights of another network.
+    Raises:
+        InputError: The weights belong to another network.
     """
     tensors = stored(path, t5_transformers_name)
     layer = "encoder.block.0.layer"
@@ -110,15 +116,14 @@ def blueprint(path: Path) -> Blueprint[nn.Module]:
         if min(sizes.values()) < 1:
             raise ValueError("a size of 0")
     except (LookupError, ValueError, ZeroDivisionError) as error:
-        raise InputError(
-            f"{path} does not hold the weights of a UMT5 encoder (unexpected {error}); "
-            "download models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again."
-        ) from error
+        why = f"does not hold the weights of a UMT5 encoder (unexpected {error})"
+        remedy = "download models_t5_umt5-xxl-enc-bf16.pth (or text_encoder/) again"
+        raise InputError(str(path), None, why, remedy) from error
     return Blueprint("text encoder", partial(umt5, **sizes), tensors, path)
 
 
 def umt5(**sizes: int) -> Any:
-    """transformers' UMT5 encoder of these sizes, in UMT5Config's words."""
+    """Builds transformers' UMT5 encoder. sizes: arguments of UMT5Config."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     config: Any = UMT5Config(
@@ -134,7 +139,7 @@ def umt5(**sizes: int) -> Any:
 
 
 def published() -> Any:
-    """The encoder of umt5-xxl, which all published checkpoints have."""
+    """Builds the encoder of umt5-xxl, which all published checkpoints have."""
     return umt5(
         vocab_size=256384,
         d_model=4096,
@@ -147,20 +152,20 @@ def published() -> Any:
 
 
 def dtypes(compute: torch.dtype) -> DTypeOf:
-    """The dtype that the weights are kept in: as stored where float32 is computed in."""
+    """Returns the dtype that weights are kept in: the stored one if float32 is computed in."""
     return lambda _, stored: stored if compute == torch.float32 else compute
 
 
 def umt5_blocks(model: Any) -> list[nn.Module]:
-    """The large modules of a UMT5 encoder, which run one after the other."""
+    """Lists the large modules of a UMT5 encoder, which run one after the other."""
     return [model.shared, *model.encoder.block]
 
 
 def _compute_in(model: Any, dtype: torch.dtype) -> None:
-    """Upcast each layer while it runs and put its stored weights back afterwards, exactly.
+    """Upcasts each layer while it runs and puts its stored weights back afterwards, exactly.
 
-    What is stored is looked up when a layer runs: only then is one that is sharded over ranks whole
-    (its own hooks gather it before ours run).
+    The stored weights are looked up when a layer runs, because a layer that is sharded over ranks
+    is whole only then: its own hooks gather it before ours run.
     """
     for part in [*model.encoder.block, model.encoder.final_layer_norm]:
         stored: list[tuple[nn.Parameter, Tensor]] = []

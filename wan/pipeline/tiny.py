@@ -125,7 +125,8 @@ def make_checkpoint(
     """
     for value, known in ((task, RECIPES), (layout, WRITERS), (dtype, DTYPES)):
         if value not in known:
-            raise InputError(f"{value!r} is unknown here; choose one of {', '.join(known)}.")
+            remedy = f"choose one of {', '.join(known)}"
+            raise InputError(repr(value), None, "is unknown here", remedy)
     with whole_folder(out) as unfinished:
         WRITERS[layout](unfinished, Networks(RECIPES[task], seed, DTYPES[dtype]))
         write_json(unfinished / "generation_config.json", QUICK_RUN)

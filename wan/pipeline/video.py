@@ -1,7 +1,8 @@
-"""Videos and latents out, latents in again; files are complete or absent.
+"""Writes videos and latents, and reads latents again; files are complete or absent.
+
+Torch is not imported with this file, since latents are checked before it is.
 
 Legend: Z latent channels, f h w latent frames/height/width, F H W the video's.
-Torch is not imported with this file, since latents are checked before it is.
 """
 
 from __future__ import annotations
@@ -26,18 +27,25 @@ if TYPE_CHECKING:
 
 
 def to_uint8(frames_3FHW: Tensor) -> Tensor:
-    """[F,H,W,3] uint8 from [-1, 1], scaled and truncated as the official code does."""
+    """Converts [-1, 1] to [F,H,W,3] uint8, scaled and truncated as the official code does."""
     return frames_3FHW.float().clamp(-1, 1).add(1).div(2).mul(255).byte().permute(1, 2, 3, 0).cpu()
 
 
 class Encoder:
     """Implements `wan.pipeline.vae.Sink`: an mp4 as officially, libx264 at CRF 10, yuv420p.
 
-    A thread feeds the encoder, so that later frames are decoded meanwhile; a few wait in between.
+    A thread feeds the encoder, so that later frames are decoded meanwhile; a few frames wait in a
+    queue.
     """
 
     def __init__(self, path: Path, fps: float, named: Path) -> None:
-        """path: of the file while it is not whole. named: what it is called then, for messages."""
+        """Prepares the encoder.
+
+        Args:
+            path: The file while it is not complete.
+            fps: Frames per second.
+            named: The name that the complete file gets, for messages.
+        """
         self._path, self._fps, self._named = path, fps, named
         self.size = (0, 0, 0)
         self._process: Popen[bytes] | None = None
@@ -45,7 +53,7 @@ class Encoder:
         self._thread: threading.Thread | None = None
 
     def begin(self, size: tuple[int, int, int]) -> None:
-        """size: frames, height and width, the last two even, as yuv420p needs."""
+        """Starts ffmpeg. size: frames, height and width, the last two even, as yuv420p needs."""
         import imageio_ffmpeg
 
         self.end()
@@ -67,7 +75,7 @@ class Encoder:
                 self._waiting.put(frame.numpy().tobytes())
 
     def finish(self) -> None:
-        """OSError, with the encoder's first complaint, unless every frame is in the file."""
+        """Ends the file; raises OSError with ffmpeg's first complaint if a frame is missing."""
         if self._process is None or self._thread is None:
             raise OSError("there is no frame")
         self._waiting.put(None)
@@ -86,7 +94,7 @@ class Encoder:
             raise OSError(f"the encoder kept {found} of {wanted} frames")
 
     def end(self) -> None:
-        """Stop at once, whatever has come; nothing happens where nothing runs."""
+        """Stops ffmpeg at once, if it runs."""
         if self._process is None or self._thread is None:
             return
         self._process.kill()
@@ -98,7 +106,7 @@ class Encoder:
         self._process = None
 
     def _feed(self, process: Popen[bytes]) -> None:
-        """The thread: frames to the encoder, until None comes."""
+        """Feeds frames to ffmpeg until None comes; runs in a thread."""
         assert process.stdin is not None
         while (frame := self._waiting.get()) is not None:
             with suppress(OSError):  # it has ended, and says why in the end
@@ -112,14 +120,14 @@ _WAITING = 8  # frames, at most
 
 @contextmanager
 def video_file(path: Path, fps: float) -> Iterator[Encoder]:
-    """Inside, frames go to an encoder; afterwards the file is whole, or not there.
+    """Gives an encoder for frames; afterwards the file is complete, or absent.
 
     Args:
-        path: a name ending in .mp4; `~` is a name like any other here.
-        fps: frames per second.
+        path: A name ending in .mp4; `~` is not expanded.
+        fps: Frames per second.
 
     Raises:
-        WriteError: when not every frame could be written; no file is left then.
+        WriteError: Not every frame could be written; no file is left then.
     """
     own: BaseException | None = None
     try:
@@ -153,7 +161,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
-    """A whole video, at least one frame in [-1, 1], H and W even; as `video_file`."""
+    """Writes a video of at least one frame in [-1, 1], H and W even; raises as `video_file`."""
     with video_file(path, fps) as encoder:
         _, frames, height, width = video_3FHW.shape
         encoder.begin((frames, height, width))
@@ -162,7 +170,7 @@ def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
 
 
 def _frames_in(path: Path) -> int:
-    """Frames of a video file; 0 for a file that is none."""
+    """Counts the frames of a video file; 0 for any other file."""
     import imageio_ffmpeg
 
     try:
@@ -172,7 +180,7 @@ def _frames_in(path: Path) -> int:
 
 
 def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> None:
-    """Latents with the settings of their run, from which `--decode_latents` continues."""
+    """Writes latents with the settings of their run, from which `--decode_latents` continues."""
     from safetensors.torch import save
 
     with whole_file(path) as temporary:
@@ -181,24 +189,24 @@ def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> 
 
 
 def latents_shape(path: Path) -> tuple[int, ...]:
-    """(Z, f, h, w) of the latents that `save_latents` wrote, by the file's header alone.
+    """Reads (Z, f, h, w) of the latents that `save_latents` wrote from the file's header.
 
     Raises:
-        InputError: for any other file.
+        InputError: The file holds something else.
     """
     found = safetensors_header(path).get("latents")
     if found is None:
-        raise InputError(f"{path} holds no latents of generate.py; give a .latents.safetensors.")
+        why = "holds no latents of generate.py"
+        raise InputError(str(path), None, why, "give a .latents.safetensors")
     if found.dtype != "F32" or len(found.shape) != 4 or not all(found.shape):
-        raise InputError(
-            f"{path} holds latents of dtype {found.dtype} and shape {list(found.shape)}; "
-            "generate.py's are F32 [channels, frames, height, width], each at least 1."
-        )
+        why = f"holds latents of dtype {found.dtype} and shape {list(found.shape)}"
+        remedy = "generate.py's are F32 [channels, frames, height, width], each at least 1"
+        raise InputError(str(path), None, why, remedy)
     return found.shape
 
 
 def load_latents(path: Path) -> Tensor:
-    """Latents [Z,f,h,w] float32 of a file that `latents_shape` accepts."""
+    """Reads latents [Z,f,h,w] float32 from a file that `latents_shape` accepts."""
     from safetensors.torch import load_file
 
     latents_Zfhw = load_file(path)["latents"]
