@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from benchmarks.ranks import CPU, interleave, launch, slowest
 from wan import host
-from wan.cache.lists import Plan
-from wan.cache.residual import ResidualCache, change
+from wan.cache import policy
+from wan.cache.residual import change
 from wan.device import resolve
 from wan.distributed.mesh import form
 from wan.distributed.tokens import ShardedTokens
@@ -35,6 +35,8 @@ from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
+from wan.settings.presets import PRESETS
+from wan.settings.step_cache import StepCache
 
 HEADS, HEAD_DIM, LAYERS, TEXT = 12, 128, 4, 64
 STEPS = 1000
@@ -43,11 +45,13 @@ STEPS = 1000
 def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     """On one rank."""
     team = form(resolve("cpu"), (1, 1, ranks))
-    cache, tokens = ResidualCache(team.agree), prod(grid)
-    asked = (True, *(False,) * STEPS)
-    cache.begin(Plan({"cond": asked}, threshold=0.0, first=1))
+    never = StepCache("first_block", step_cache_threshold=0.0)
+    made = policy.make(never, PRESETS["t2v-1.3B"])
+    assert made is not None
+    cache, tokens = made.cache(agree=team.agree), prod(grid)
+    cache.begin({"cond": (True, *(False,) * STEPS)})
 
-    def model(step_cache: ResidualCache | None) -> WanModel:
+    def model(step_cache: Any) -> WanModel:
         torch.manual_seed(0)
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=1), team.group("ulysses"))
         shard = ShardedTokens(team.group("ring", "ulysses"))

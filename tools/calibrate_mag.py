@@ -20,30 +20,30 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from wan import device as devices
-from wan.cache import curves
-from wan.cache.curves import Curve
-from wan.cache.lists import Plan
-from wan.cache.residual import Blocks, ResidualCache
+from wan.cache import mag, policy
+from wan.cache.mag import Curve
+from wan.cache.policy import Cache, Lists, Policy
+from wan.cache.residual import Blocks
 from wan.checkpoint.files import whole_file
 from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.kernels.base import StepInfo
 from wan.pipeline import build
-from wan.pipeline.caching import StepCaches
 from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.step_cache import StepCache
 
 
-class Recorder(ResidualCache):
+class Recorder(Cache):
     """Computes every step and notes its ratio. Attribute ratios: branch -> one for each step."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, policy: Policy | None) -> None:
+        super().__init__(policy)
         self.ratios: dict[str, list[float]] = {}
         self._norms: dict[str, Tensor] = {}
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, lists: Lists) -> None:
+        super().begin(lists)
         self.ratios, self._norms = {}, {}
 
     def __call__(
@@ -72,11 +72,10 @@ def calibrate(argv: list[str]) -> Curve:
         raise InputError("A curve is made of a run without --step_cache; drop it.")
     if not request.guided:
         raise InputError("A curve has both guidance branches; drop --sample_guide_scale 1.")
-    recorder = Recorder()
     everything = StepCache(f"steps:0-{request.sample_steps - 1}")
-    caches = StepCaches(everything, None, together=False, residual=recorder)
+    recorder = Recorder(policy.make(everything, setup.preset))
     device = devices.resolve(setup.execution.device)
-    pipeline = build.pipeline(setup, device, caches=caches)
+    pipeline = build.pipeline(setup, device, caches=recorder)
     pipeline.latents(request, run.image)
     return Curve(
         task=setup.preset.task,
@@ -103,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         print(f"calibrate_mag.py: {error}", file=sys.stderr)
         return 2
-    out = options.out or given["ckpt_dir"] / curves.FILE
+    out = options.out or given["ckpt_dir"] / mag.FILE
     with whole_file(out) as temporary:
         curve.save(temporary)
     print(f"{out}: {curve.steps} steps, shift {curve.sample_shift:g}")

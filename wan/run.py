@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wan import env
+from wan.cache import policy
 from wan.checkpoint import layout, lora, quantised
 from wan.checkpoint.files import fingerprint, read_json
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.pipeline import images
-from wan.pipeline.caching import find_curve
 from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import parallel, recipes, step_cache
@@ -149,7 +149,7 @@ class Run:
         return {
             **{f"--{name}": value for name, value in named.items()},
             "the content of --quant_dit_path": files and fingerprint(files.files()),
-            "the curve of --step_cache": setup.curve and setup.curve.ratios,
+            "the curve of --step_cache": setup.policy and setup.policy.content,
             "the content of --lora": [
                 (name, one.strength, fingerprint([one.file]))
                 for name, ones in setup.loras.items()
@@ -303,9 +303,9 @@ def make_setup(
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
     cache = made(StepCache, values)
-    curve = find_curve(cache, checkpoint.folder, preset)
+    steps = policy.make(cache, preset, checkpoint.folder)
     loras = lora.resolve(values, checkpoint)
-    parts = (execution, topology, attention, exported, chip, cache, curve, loras)
+    parts = (execution, topology, attention, exported, chip, cache, steps, loras)
     return Setup(preset, checkpoint, *parts), notices
 
 

@@ -17,9 +17,8 @@ from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.test_fused_ops import methods
 from tests.distributed.test_model import Job
-from wan.cache.attention import AttentionCache
-from wan.cache.lists import Plan
-from wan.cache.residual import ResidualCache
+from wan.cache import policy as policies
+from wan.cache.policy import Lists
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.kernels.rainfusion_masks import window_order
@@ -27,17 +26,44 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 from wan.settings.parallel import Parallel
+from wan.settings.presets import PRESETS
+from wan.settings.step_cache import StepCache
 
 pytestmark = pytest.mark.dist
 HEADS, GRID, STEPS = 4, (3, 3, 5), 8
 TOKENS = 45  # that 2 and 4 ranks share with padding
-NEVER = (False,) * STEPS
+BRANCHES = policies.BRANCHES
+NEVER: Lists = dict.fromkeys(BRANCHES, (False,) * STEPS)
+SOME: Lists = dict.fromkeys(BRANCHES, (True, False, True, False, False, True, True, False))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy's cache, and the lists that it is given."""
+
+    name: str
+    lists: Lists
+    order: int = 0
+    threshold: float | None = None
+
+    def cache(self, agree: Any = None) -> Any:
+        settings = StepCache(
+            self.name, self.threshold, step_cache_order=self.order, step_cache_force=True
+        )
+        made = policies.make(settings, PRESETS["t2v-1.3B"])
+        assert made is not None
+        return made.cache(agree=agree)
+
+    def given(self, computed: dict[str, list[int]]) -> Case:
+        """The same reuse in a run that is told what to compute."""
+        lists = {name: tuple(s in steps for s in range(STEPS)) for name, steps in computed.items()}
+        return Case("steps:0" if self.name == "first_block" else self.name, lists, self.order)
+
+
 POLICIES = {
-    "first_block": Plan({"cond": NEVER, "uncond": NEVER}, threshold=0.1, first=1),
-    "order 1": Plan({"cond": NEVER, "uncond": NEVER}, threshold=0.1, order=1, first=1),
-    "all blocks": Plan(
-        dict.fromkeys(("cond", "uncond"), (True, False, True, False, False, True, True, False))
-    ),
+    "first_block": Case("first_block", NEVER, threshold=0.1),
+    "order 1": Case("first_block", NEVER, 1, threshold=0.1),
+    "all blocks": Case("tea", SOME),
 }
 
 
@@ -56,7 +82,7 @@ class Layout:
         return Parallel(world, self.cfg, self.ring, self.ulysses, comm_type=self.comm_type)
 
 
-def velocities(plan: Plan, layout: Layout | None, wrong: bool = False) -> tuple[Tensor, Any]:
+def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[Tensor, Any]:
     """Of all steps, and which steps each branch computed.
 
     layout: this rank's; None: one process. wrong: the ranks' own statistics disagree wildly.
@@ -66,7 +92,7 @@ def velocities(plan: Plan, layout: Layout | None, wrong: bool = False) -> tuple[
     from wan.distributed.ring import Ring
     from wan.pipeline.denoise import both_here
 
-    given, branches, cache = Collaborators(), both_here, ResidualCache()
+    given, branches, cache = Collaborators(), both_here, case.cache()
     if layout is not None:
         parallel = layout.parallel
         team = form(devices.resolve("cpu"), parallel.sizes)
@@ -79,7 +105,7 @@ def velocities(plan: Plan, layout: Layout | None, wrong: bool = False) -> tuple[
                 factor = 10 ** torch.randn(2, generator=noise)
                 return team.agree(sums * factor, threshold)
 
-        cache = ResidualCache(agree)
+        cache = case.cache(agree)
         layer = FAPowerCapAttention(
             SimpleNamespace(comm_type=layout.comm_type),
             team.group("ulysses"),
@@ -100,7 +126,7 @@ def velocities(plan: Plan, layout: Layout | None, wrong: bool = False) -> tuple[
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(16, 3, 6, 10, generator=generator)
     texts = {name: torch.randn(8, 16, generator=generator) for name in ("cond", "uncond")}
-    cache.begin(plan)
+    cache.begin(case.lists)
     found, x = [], start
     with torch.no_grad():
         for index in range(STEPS):
@@ -117,8 +143,8 @@ def velocities(plan: Plan, layout: Layout | None, wrong: bool = False) -> tuple[
     return torch.stack(found), cache.computed
 
 
-def work(plan: Plan, layout: Layout, wrong: bool) -> tuple[Tensor, Any]:
-    return velocities(plan, layout, wrong)
+def work(case: Case, layout: Layout, wrong: bool) -> tuple[Tensor, Any]:
+    return velocities(case, layout, wrong)
 
 
 LAYOUTS = [
@@ -137,14 +163,12 @@ FAST = (Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 1, 2, 1))
     ],
 )
 def test_ranks_skip_together_and_compute_what_one_does(layout: Layout, policy: str) -> None:
-    plan = POLICIES[policy]
-    found = run(layout.parallel.world_size, work, plan, layout, False)
-    alone = plan
+    case = alone = POLICIES[policy]
+    found = run(layout.parallel.world_size, work, case, layout, False)
     computed = [steps for _, own in found for steps in own.values()]
     if layout.cfg == 2:
         assert all(steps == computed[0] for steps in computed), "the branches agree"
-        listed = tuple(step in computed[0] for step in range(STEPS))
-        alone = replace(plan, computed=dict.fromkeys(("cond", "uncond"), listed), threshold=None)
+        alone = case.given(dict.fromkeys(BRANCHES, computed[0]))
     expected, steps = velocities(alone, None)
     assert 2 <= len(steps["cond"]) < STEPS, "some are skipped"
     for result, own in found:
@@ -158,20 +182,19 @@ def test_ranks_skip_together_and_compute_what_one_does(layout: Layout, policy: s
 )
 def test_ranks_that_disagree_decide_together(layout: Layout, policy: str) -> None:
     """No hang, one list on all ranks and, of one process that is given it, the same results."""
-    plan = POLICIES[policy]
-    found = run(layout.parallel.world_size, work, plan, layout, True, timeout=60)
+    case = POLICIES[policy]
+    found = run(layout.parallel.world_size, work, case, layout, True, timeout=60)
     listed: dict[str, list[int]] = {}
     for _, own in found:
         for branch, steps in own.items():
             for name in ("cond", "uncond") if layout.cfg == 2 else (branch,):
                 assert listed.setdefault(name, steps) == steps
-    computed = {name: tuple(s in steps for s in range(STEPS)) for name, steps in listed.items()}
-    expected, _ = velocities(replace(plan, computed=computed, threshold=None), None)
+    expected, _ = velocities(case.given(listed), None)
     for result, _ in found:
         assert (result - expected).abs().max() <= 5e-5
 
 
-def killed(plan: Plan, layout: Layout) -> None:
+def killed(case: Case, layout: Layout) -> None:
     """The last rank dies in the third step, while the others wait for its sums."""
     from wan.distributed import mesh
 
@@ -185,7 +208,7 @@ def killed(plan: Plan, layout: Layout) -> None:
         return agree(team, sums, threshold)
 
     mesh.Team.agree = dying
-    velocities(plan, layout)
+    velocities(case, layout)
 
 
 def test_a_rank_killed_in_a_decision_ends_the_others() -> None:
@@ -201,7 +224,6 @@ JOBS = {
     "batch": Job(batch=2),
     "batch, one by one": Job("ti2v", batch=2),
 }
-ALWAYS = dict.fromkeys(("cond", "uncond"), (True, True))
 
 
 @torch.inference_mode()
@@ -210,14 +232,15 @@ ALWAYS = dict.fromkeys(("cond", "uncond"), (True, True))
 def test_a_cache_that_never_skips_changes_no_bit(name: str, threshold: float | None) -> None:
     """Of every kind of model and batch; with threshold 0 it is asked and says no."""
     job = JOBS[name]
-    cache = ResidualCache()
-    computed = ALWAYS if threshold is None else dict.fromkeys(ALWAYS, (False, False))
-    cache.begin(Plan(computed, threshold, first=0 if threshold is None else 1))
+    name, row = ("tea", True) if threshold is None else ("first_block", False)
+    case = Case(name, dict.fromkeys(BRANCHES, (row, row)), threshold=threshold)
+    cache = case.cache()
+    cache.begin(case.lists)
     found = torch.stack(job.velocities(job.model(step_cache=cache)))
     assert torch.equal(found, torch.stack(job.velocities(job.model())))
     assert cache.computed and cache.kept_bytes() > 0
-    attention = AttentionCache()
-    attention.begin(ALWAYS)
+    attention = Case("attention", {}).cache()
+    attention.begin(dict.fromkeys(BRANCHES, (True, True)))
     found = torch.stack(job.velocities(job.model(attention_cache=attention)))
     assert torch.equal(found, torch.stack(job.velocities(job.model())))
 
@@ -229,8 +252,8 @@ def test_a_skipped_step_with_every_method(kind: str) -> None:
     job = Job("ti2v", heads=12, grid=(3, 9, 10), text_cache=True)
     layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods(kind))
     order = window_order if kind[0] == "v" else None
-    cache = ResidualCache()
-    cache.begin(Plan(dict.fromkeys(ALWAYS, (True, False))))
+    cache = Case("tea", {}).cache()
+    cache.begin(dict.fromkeys(BRANCHES, (True, False)))
     net = job.model(attention=layer, tokens=ShardedTokens(None, 1, order), step_cache=cache)
     seen: list[tuple[Tensor, Tensor]] = []
     inner, net.step_cache = net.step_cache, None

@@ -6,8 +6,10 @@ Legend: B batch, L tokens, C channels.
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +17,48 @@ import pytest
 import torch
 from torch import Tensor
 
-from wan.cache import curves, embedding, lists
-from wan.cache.attention import AttentionCache
-from wan.cache.guidance import GuidanceCache
-from wan.cache.lists import Plan
-from wan.cache.residual import ResidualCache
+import wan
+from wan.cache import mag, policy
+from wan.cache.mag import Mag
+from wan.cache.tea import Tea, embedding_changes
 from wan.cli import flags
 from wan.cli.resolve import resolve
+from wan.configs import WAN_CONFIGS
 from wan.kernels.base import StepInfo
-from wan.pipeline.caching import static
+from wan.modules.model import WanModel
+from wan.planner import report
+from wan.planner.measure import Planner
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.errors import InputError
-from wan.settings.step_cache import StepCache
+from wan.settings.presets import PRESETS
+from wan.settings.step_cache import POLICIES, StepCache
+from wan.settings.values import listed as listed_values
 
 HIGH, LOW = "high_noise", "low_noise"
 T2V = (HIGH,) * 26 + (LOW,) * 14
+MAG_SKIPS = [5, 6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24, 29, 31, 33]
 CONTRADICTIONS: dict[str, tuple[str, str]] = {
-    "word": ("--step_cache second_block", "it must be none, first_block, mag, tea, attention, cfg"),
+    "word": ("--step_cache second_block", "must be none, first_block, mag, tea, steps:LIST"),
+    "no list": ("--step_cache steps", "must be none, first_block"),
     "list": ("--step_cache steps:3-", "has the steps 3-; write them from 0"),
     "falling list": ("--step_cache steps:5-3", "they must rise"),
     "late": ("--step_cache steps:0-45", "names step 45, but there are 40"),
-    "few steps": ("--step_cache mag --sample_steps 4", "add --step_cache_force"),
+    "few steps": ("--step_cache mag --sample_steps 4", "so few are too far apart"),
     "foreign parameter": ("--step_cache first_block --step_cache_retention 0.5", "belongs to mag"),
-    "no policy": ("--step_cache_threshold 0.5", "no effect on --step_cache none"),
+    "no policy": ("--step_cache_threshold 0.5", "belongs to first_block, mag, tea"),
     "cfg on halves": ("--step_cache cfg --cfg_size 2", "has half of the ranks"),
     "cfg unguided": ("--step_cache cfg --sample_guide_scale 1", "does not compute"),
     "two policies": ("--use_attentioncache --step_cache mag", "another policy; drop one"),
-    "compiled": ("--step_cache attention --compile", "--compile does not work with"),
-    "start behind end": ("--use_attentioncache --start_step 38", "not before --end_step 37"),
+    "compiled": ("--step_cache attention --compile", "skips a part of a block"),
+    "start behind end": ("--use_attentioncache --start_step 38", "so no attention is kept"),
     "tea": ("--step_cache tea", "no published coefficients for t2v-A14B"),
     "mag": ("--task t2v-1.3B --step_cache mag", "no published curve for t2v-1.3B"),
-    "shift": ("--step_cache mag --sample_shift 5", "holds for --sample_shift 12, not 5"),
+    "shift": ("--step_cache mag --sample_shift 5", "sample_shift.12, not 5"),
+    "levels": (
+        "--step_cache mag --sample_solver euler --timesteps 1000,900,800,700,600,500,400,300",
+        "not for .*timesteps",
+    ),
 }
 
 
@@ -54,8 +66,22 @@ def planned(words: str) -> Run:
     return resolve(flags.parse(["--plan", *words.split()]), lambda *_: None, plan=True)
 
 
-def skipped(computed: lists.Computed) -> list[int]:
+def lists(run: Run, together: bool = False) -> policy.Lists:
+    assert run.setup.policy is not None
+    found = run.setup.policy.lists(run.request, together)
+    assert found is not None
+    return found
+
+
+def skipped(computed: policy.Computed) -> list[int]:
     return [step for step, all_ in enumerate(computed) if not all_]
+
+
+def kept(name: str, **parameters: Any) -> Any:
+    """The cache of a policy."""
+    made = policy.make(StepCache(name, **parameters), PRESETS["t2v-1.3B"])
+    assert made is not None
+    return made.cache()
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
@@ -66,56 +92,66 @@ def test_refused(name: str) -> None:
 
 
 def test_mag_skips_what_the_published_rule_skips() -> None:
-    curve = curves.published("t2v-A14B", False)
+    curve = mag.published("t2v-A14B", False)
     assert curve is not None and curve.ratios["cond"][:2] == (1.0, 1.00124)
-    computed = lists.mag(curve.ratios["cond"], T2V, "cond", "t2v", 0.04, 2, 0.2)
+
+    def rule(task: str, threshold: float, **more: Any) -> policy.Computed:
+        settings = StepCache("mag", step_cache_threshold=threshold, **more)
+        return Mag(settings, PRESETS[task]).rule(curve.ratios["cond"], T2V, "cond")
+
     # made by the authors' program
-    assert skipped(computed) == [5, 6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24, 29, 31, 33]
-    assert all(lists.mag(curve.ratios["cond"], T2V, "cond", "t2v", 0, 2, 0.2))
-    image = lists.mag(curve.ratios["cond"], T2V, "cond", "i2v", 1, 9, 0.2)
+    assert skipped(rule("t2v-A14B", 0.04)) == MAG_SKIPS
+    assert all(rule("t2v-A14B", 0))
+    image = rule("i2v-A14B", 1, step_cache_max_skip=9)
     assert skipped(image)[0] == 29, "image to video: all of the high-noise expert's steps"
 
 
 def test_forced_steps_are_added_and_change_no_counter() -> None:
-    run = planned("--step_cache mag --task t2v-A14B")
-    found = static(run.setup.cache, run.setup.curve, run.request, together=False)
-    assert found is not None
-    assert skipped(found["cond"]) == [
-        *(5, 6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24, 29, 31, 33),
-    ]
-    more = planned("--step_cache mag --step_cache_warmup 9")
-    found = static(more.setup.cache, more.setup.curve, more.request, together=False)
-    assert found is not None and skipped(found["cond"]) == [
-        9,
-        11,
-        12,
-        14,
-        15,
-        17,
-        18,
-        20,
-        21,
-        23,
-        24,
-    ]
-    assert lists.forced(T2V, 0) == tuple(step in (0, 26) for step in range(40))
-    assert lists.forced(T2V, 2) == tuple(step in (0, 1, 25, 26, 27, 39) for step in range(40))
+    found = lists(planned("--step_cache mag --task t2v-A14B"))
+    assert skipped(found["cond"]) == MAG_SKIPS
+    more = lists(planned("--step_cache mag --step_cache_warmup 9"))
+    assert skipped(more["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
+    assert policy.forced(T2V, 0) == tuple(step in (0, 26) for step in range(40))
+    assert policy.forced(T2V, 2) == tuple(step in (0, 1, 25, 26, 27, 39) for step in range(40))
 
 
 def test_both_branches_agree_where_other_ranks_compute_each() -> None:
     run = planned("--step_cache mag --step_cache_threshold 0.01")
-    apart, both = (
-        static(run.setup.cache, run.setup.curve, run.request, together=on) for on in (False, True)
-    )
-    assert apart is not None and both is not None and apart["cond"] != apart["uncond"]
+    apart, both = lists(run), lists(run, together=True)
+    assert apart["cond"] != apart["uncond"]
     wanted = tuple(a or b for a, b in zip(apart["cond"], apart["uncond"], strict=True))
     assert both == {"cond": wanted, "uncond": wanted}
 
 
 def test_tea_sums_up_estimated_changes() -> None:
     # 2 change + 0.1 of each step: 0.3, 0.3, 0.3, 0.5 | 0.7
-    found = lists.tea([0.0, 0.1, 0.1, 0.1, 0.2, 0.0], (2.0, 0.1), 0.65)
-    assert found == (True, False, False, True, False, True)
+    settings = StepCache("tea", step_cache_threshold=0.65, step_cache_coefficients=(2.0, 0.1))
+    tea = Tea(settings, PRESETS["t2v-A14B"])
+    wanted = (True, False, False, True, False, True)
+    assert tea.rule([0.0, 0.1, 0.1, 0.1, 0.2, 0.0]) == wanted
+
+
+def test_tea_adds_up_each_branch_and_each_expert_by_itself() -> None:
+    """Estimates of 0.3 a step: both branches compute every third step of each expert."""
+    run = planned(
+        "--step_cache tea --step_cache_coefficients 1,0 --step_cache_threshold 0.85 "
+        "--step_cache_warmup 0 --sample_steps 15"
+    )
+    assert run.setup.policy is not None
+    asked: list[tuple[str, int]] = []
+
+    def changes(expert: str, timesteps: Any) -> list[float]:
+        asked.append((expert, len(timesteps)))
+        return [0.0, *[0.3] * (len(timesteps) - 1)]
+
+    found = run.setup.policy.lists(run.request, changes=changes)
+    high = timesteps.schedule(run.request).high_noise_steps
+    assert asked == [(HIGH, high), (LOW, 15 - high)]
+    assert found is not None
+    for branch in policy.BRANCHES:
+        assert found[branch][:high] == tuple(s % 3 == 0 for s in range(high)), branch
+        low = [s % 3 == 0 for s in range(15 - high - 1)]
+        assert found[branch][high:] == (*low, True), branch
 
 
 def test_changes_of_the_time_embedding() -> None:
@@ -129,7 +165,7 @@ def test_changes_of_the_time_embedding() -> None:
     layers.load_state_dict({name.split(".", 1)[1]: value for name, value in weights.items()})
     angles = torch.tensor([[900.0], [700.0]]) * 10000.0 ** -(torch.arange(8) / 8)
     before, after = layers(torch.cat((angles.cos(), angles.sin()), -1))
-    first, second = embedding.changes(weights, [900, 700])
+    first, second = embedding_changes(weights, [900, 700])
     assert first == 0
     assert second == pytest.approx(
         ((after - before).abs().mean() / before.abs().mean()).item(), rel=1e-4
@@ -137,18 +173,15 @@ def test_changes_of_the_time_embedding() -> None:
 
 
 def test_the_attention_cache_follows_the_vendors_rule() -> None:
-    run = planned("--use_attentioncache --attentioncache_interval 4 --start_step 12")
-    found = static(run.setup.cache, None, run.request, together=False)
-    assert found is not None
+    found = lists(planned("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
     # the second expert begins with step 26
     wanted = [s for s in range(13, 38) if (s - 12) % 4 and s != 26]
     assert skipped(found["cond"]) == wanted
 
 
 def test_the_unconditional_branch_is_left_out_late() -> None:
-    run = planned("--step_cache cfg")
-    found = static(run.setup.cache, None, run.request, together=False)
-    assert found is not None and all(found["cond"])
+    found = lists(planned("--step_cache cfg"))
+    assert all(found["cond"])
     assert skipped(found["uncond"]) == [27, 28, 29, 30, 32, 33, 34, 35]
 
 
@@ -164,20 +197,20 @@ def test_timesteps_are_the_solvers() -> None:
 
 
 def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
-    made = curves.published("t2v-A14B", False)
+    made = mag.published("t2v-A14B", False)
     assert made is not None
     path = tmp_path / "curve.json"
     made.save(path)
-    again = curves.load(path)
+    again = mag.load(path)
     assert (again.ratios, again.steps, again.origin) == (made.ratios, 40, str(path))
-    assert again.fitted(12.0, (26, 26), 40) is again
-    half = again.fitted(12.0, (13, 26), 20)
-    assert half.ratios["cond"][0] == made.ratios["cond"][0] and len(half.ratios["cond"]) == 20
-    assert half.ratios["cond"][13] == made.ratios["cond"][26], "each phase begins with its own"
-    assert half.ratios["cond"][12] == made.ratios["cond"][25]
-    assert half.ratios["cond"][-1] == made.ratios["cond"][-1]
+    request = planned("--step_cache mag").request
+    assert again.fitted(request) is again.ratios
+    half = again.fitted(replace(request, sample_steps=20))["cond"]
+    assert half[0] == made.ratios["cond"][0] and len(half) == 20
+    assert half[13] == made.ratios["cond"][26], "each phase begins with its own"
+    assert half[12] == made.ratios["cond"][25] and half[-1] == made.ratios["cond"][-1]
     with pytest.raises(InputError, match="the boundary differs"):
-        again.fitted(12.0, (20, 20), 40)
+        again.fitted(replace(request, boundary=0.95))
     record = json.loads(path.read_text())
     for change in (
         {"steps": 39},
@@ -187,12 +220,12 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(record | change))
         with pytest.raises(InputError, match=r"curve\.json"):
-            curves.load(path)
+            mag.load(path)
 
 
 def test_curves_of_other_tasks_and_other_steps(tmp_path: Path) -> None:
     path = tmp_path / "curve.json"
-    made = curves.published("i2v-A14B", True)
+    made = mag.published("i2v-A14B", True)
     assert made is not None
     made.save(path)
     with pytest.raises(InputError, match="made for i2v-A14B, not for t2v-A14B"):
@@ -233,19 +266,19 @@ class Blocks:
         return x_BLC
 
 
-def through(cache: ResidualCache, blocks: Any, x: Tensor, at: StepInfo, valid: int = 6) -> Tensor:
+def through(cache: Any, blocks: Any, x: Tensor, at: StepInfo, valid: int = 6) -> Tensor:
     with torch.inference_mode():
         return cache(x.clone(), blocks, at, valid, torch.float32)
 
 
-def plan(*computed: bool, **more: Any) -> Plan:
-    return Plan({"cond": computed, "uncond": computed}, **more)
+def listed(*computed: bool) -> policy.Lists:
+    return {"cond": computed, "uncond": computed}
 
 
 def test_a_skipped_step_adds_the_kept_residual() -> None:
-    cache, blocks = ResidualCache(), Blocks(0.5, 1.0)
+    cache, blocks = kept("tea"), Blocks(0.5, 1.0)
     x = torch.randn(1, 6, 4)
-    cache.begin(plan(True, False, True, False))
+    cache.begin(listed(True, False, True, False))
     torch.testing.assert_close(through(cache, blocks, x, step(0)), 3 * x)
     torch.testing.assert_close(through(cache, blocks, x + 1, step(1)), x + 1 + 2 * x)
     torch.testing.assert_close(through(cache, blocks, 2 * x, step(2)), 6 * x)
@@ -255,8 +288,8 @@ def test_a_skipped_step_adds_the_kept_residual() -> None:
 
 def test_order_one_extrapolates_the_residual() -> None:
     """R(0) = 1, R(2) = 5 per element: 2 a step, so R(3) = 7 and R(5) = 11."""
-    cache = ResidualCache()
-    cache.begin(plan(True, False, True, False, False, False, order=1))
+    cache = kept("tea", step_cache_order=1)
+    cache.begin(listed(True, False, True, False, False, False))
     x = torch.zeros(1, 6, 4)
 
     def adds(value: float) -> Callable[[Tensor, int, int | None], Tensor]:
@@ -268,8 +301,8 @@ def test_order_one_extrapolates_the_residual() -> None:
 
 @pytest.mark.parametrize("other", [step(1, expert=LOW), step(1, grid=(1, 3, 2))])
 def test_another_expert_or_grid_reuses_nothing(other: StepInfo) -> None:
-    cache, blocks = ResidualCache(), Blocks(1.0)
-    cache.begin(plan(True, False, False))
+    cache, blocks = kept("tea"), Blocks(1.0)
+    cache.begin(listed(True, False, False))
     x = torch.randn(1, 6, 4)
     through(cache, blocks, x, step(0))
     torch.testing.assert_close(through(cache, blocks, x, other), 2 * x)
@@ -278,15 +311,15 @@ def test_another_expert_or_grid_reuses_nothing(other: StepInfo) -> None:
 
 
 def test_branches_samples_and_runs_have_their_own() -> None:
-    cache, blocks = ResidualCache(), Blocks(1.0)
+    cache, blocks = kept("tea"), Blocks(1.0)
     x = torch.randn(1, 6, 4)
-    cache.begin(plan(False, False))
+    cache.begin(listed(False, False))
     for branch in ("cond", "uncond"):
         through(cache, blocks, x, step(0, branch=branch))
     assert blocks.calls == [2]
     through(cache, blocks, x, step(1))
     assert blocks.calls == [2]
-    cache.begin(plan(False, False))
+    cache.begin(listed(False, False))
     through(cache, blocks, x, step(1))
     assert blocks.calls == [3]
 
@@ -294,8 +327,8 @@ def test_branches_samples_and_runs_have_their_own() -> None:
 @pytest.mark.parametrize("threshold", [0.1, 0.3])
 def test_first_block_cache_compares_the_first_residual(threshold: float) -> None:
     """r = x in every step here: it changes by a fifth, and only real tokens count."""
-    cache, blocks = ResidualCache(), Blocks(1.0, 1.0)
-    cache.begin(plan(*[False] * 4, threshold=threshold, first=1))
+    cache, blocks = kept("first_block", step_cache_threshold=threshold), Blocks(1.0, 1.0)
+    cache.begin(listed(*[False] * 4))
     x = torch.randn(1, 6, 4)
     padded = torch.cat((x, torch.randn(1, 2, 4)), 1)
     through(cache, blocks, padded, step(0))
@@ -310,8 +343,8 @@ def test_first_block_cache_compares_the_first_residual(threshold: float) -> None
 
 
 def test_threshold_zero_changes_no_bit() -> None:
-    cache, blocks = ResidualCache(), Blocks(0.3, 0.7)
-    cache.begin(plan(*[False] * 4, threshold=0.0, first=1))
+    cache, blocks = kept("first_block", step_cache_threshold=0.0), Blocks(0.3, 0.7)
+    cache.begin(listed(*[False] * 4))
     for index in range(4):
         x = torch.randn(1, 6, 4)
         expected = Blocks(0.3, 0.7)(x.clone(), 0, None)
@@ -320,13 +353,13 @@ def test_threshold_zero_changes_no_bit() -> None:
 
 
 def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
-    cache, made = AttentionCache(), []
+    cache, made = kept("attention"), []
 
     def attend() -> Tensor:
         made.append(torch.randn(1, 6, 4))
         return made[-1]
 
-    cache.begin({"cond": (True, False, False, True)})
+    cache.begin(listed(True, False, False, True))
     with torch.inference_mode():
         found = [[cache(attend, step(index), layer) for layer in (0, 1)] for index in range(4)]
     assert len(made) == 4 and found[1][0] is found[0][0] and found[2][1] is found[0][1]
@@ -339,16 +372,105 @@ def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
 
 def test_the_rebuilt_branch_has_the_kept_difference() -> None:
     """Low frequencies of it as they were, high ones a fifth stronger."""
-    cache = GuidanceCache()
-    cache.begin((True, False))
+    cache = kept("cfg")
+    cache.begin({"cond": (True, True), "uncond": (True, False)})
     h = w = 8
     slow = torch.cos(2 * torch.pi * torch.arange(w) / w).expand(2, 3, h, w)
     fast = torch.cos(torch.pi * torch.arange(w)).expand(2, 3, h, w)
     cond, later = torch.randn(2, 3, h, w), torch.randn(2, 3, h, w)
     told = {"cond": cond, "uncond": cond + slow + fast}
-    first = cache.at(0, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
+    first = cache.rebuilding(0, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
     assert torch.equal(first[1], told["uncond"])
     told = {"cond": later}
-    found = cache.at(1, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
+    found = cache.rebuilding(1, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
     torch.testing.assert_close(found[1], later + slow + 1.2 * fast)
     assert cache.computed == {"cond": [0, 1], "uncond": [0]} and cache.skipped == {"uncond": [1]}
+
+
+# Values and parameters with which a policy skips steps of a random network.
+GIVEN: dict[str, tuple[str, ...]] = {
+    "first_block": ("--step_cache=first_block", "--step_cache_threshold=0.6"),
+    "tea": (
+        "--step_cache=tea",
+        "--step_cache_coefficients=1,0",
+        "--step_cache_threshold=1",
+    ),
+    "steps": ("--step_cache=steps:0-3,9,15-19",),
+}
+
+
+Forward = tuple[str, int, int, int]
+"""Branch, step, blocks and self-attentions that ran."""
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Forward]:
+    """The forwards of every network, noted when they are done."""
+    forward, found, counts = WanModel.forward, list[Forward](), [0, 0]
+
+    def count(place: int) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            counts[place] += 1
+
+        return hook
+
+    def counted(self: WanModel, *args: Any, step: StepInfo, **more: Any) -> list[Tensor]:
+        hooks = [
+            module.register_forward_hook(count(place))
+            for block in self.blocks
+            for place, module in enumerate((block, block.self_attn))
+        ]
+        counts[:] = 0, 0
+        result = forward(self, *args, step=step, **more)
+        found.append((step.branch, step.index, *counts))
+        for hook in hooks:
+            hook.remove()
+        return result
+
+    monkeypatch.setattr(WanModel, "forward", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_computes_what_its_policy_promises(
+    name: str, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks and self-attentions that ran, the record, the list, and what `--plan` says."""
+    given = GIVEN.get(name, (f"--step_cache={name}",))
+    size = ["--size=96*64", "--frame_num=5", "--sample_steps=20", "--sample_shift=5"]
+    run = resolve(
+        flags.parse(["--plan", "--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *given]),
+        lambda *_: None,
+        plan=True,
+    )
+    forwards, made = watched(monkeypatch), run.setup.policy
+    assert made is not None
+    settings = {name: value for name, value in vars(run.setup.cache).items() if value is not None}
+    model = wan.WanTI2V(WAN_CONFIGS["ti2v-5B"], tiny("ti2v-5B"), **settings)
+    texts = {"prompt_embeds": torch.randn(5, 64), "negative_prompt_embeds": torch.randn(3, 64)}
+    more = {"sampling_steps": 20, "shift": 5.0, "seed": 1, "output_type": "latent"}
+    model.generate("", size=(96, 64), frame_num=5, **more, **texts)
+    layers = max(blocks for _, _, blocks, _ in forwards)
+    whole = {
+        branch: [s for name, s, *ran in forwards if name == branch and ran == [layers, layers]]
+        for branch in policy.BRANCHES
+    }
+    factor = 40 / sum(blocks == layers for *_, blocks, _ in forwards)
+    assert model.step_cache == {"policy": name, "computed": whole}
+    assert min(map(len, whole.values())) < 20, "it leaves nothing out"
+    lists = made.lists(run.request, changes=model._pipeline.caches.changes)
+    assert lists is not None
+    for branch, row in lists.items():
+        listed = [step for step, computes in enumerate(row) if computes]
+        assert {*listed} <= {*whole[branch]} if made.decides else listed == whole[branch]
+    (line,) = (
+        line
+        for line in report.lines(Planner(run.setup, run.request), "ti2v-5B")
+        if line.startswith("Step cache")
+    )
+    for branch, listed in re.findall(r"(\w+) computes \d+ of 20 steps \(([\d,-]+)\)", line):
+        assert listed_values("", listed) == (*whole[branch],)
+    promised = re.search(r"at most ([\d.]+) times as fast", line)
+    if promised is not None:
+        assert float(promised[1]) == pytest.approx(factor, abs=0.005)
+    assert promised or "self-attention" in line or "decided" in line or "known when" in line

@@ -1,4 +1,4 @@
-"""Self-attention's outputs of an earlier step, as MindIE-SD's attention cache reuses them.
+"""MindIE-SD's attention cache: self-attention's outputs of an earlier step are used again.
 
 Legend: B batch, L this rank's tokens, C channels.
 """
@@ -6,48 +6,76 @@ Legend: B batch, L this rank's tokens, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from wan.cache.policy import BRANCHES, Cache, Changes, Lists, Policy
+from wan.settings.errors import InputError
+from wan.settings.presets import TRAIN_TIMESTEPS
+from wan.settings.request import Request
 
-from wan import trace
-from wan.cache.lists import Computed
-from wan.kernels.base import StepInfo
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan.cache.residual import Agree
+    from wan.kernels.base import StepInfo
 
 
-class AttentionCache:
-    """Implements `wan.modules.interfaces.AttentionCache`.
+class Attention(Policy):
+    """Self-attention is computed up to a step, behind another one, and at intervals."""
 
-    Attributes computed, skipped: branch -> steps of this run in which attention was computed, and
-    those in which it was not.
-    """
+    skips = "attention"
 
-    def __init__(self) -> None:
-        self._lists: dict[str, Computed] = {}
+    def check(self, request: Request) -> tuple[str, ...]:
+        found, start, end = super().check(request), self.settings.start_step, self._end(request)
+        if start >= end:
+            raise InputError(
+                "`start_step`",
+                start,
+                f"is not before `end_step={end}` of {request.sample_steps} steps, so no attention "
+                "is kept",
+                "choose others",
+            )
+        return found
+
+    def own(self, request: Request, changes: Changes | None) -> Lists:
+        start, end = self.settings.start_step, self._end(request)
+        interval = self.settings.attentioncache_interval
+        row = tuple(
+            not start < step <= end or (step - start) % interval == 0
+            for step in range(request.sample_steps)
+        )
+        return dict.fromkeys(BRANCHES, row)
+
+    def _end(self, request: Request) -> int:
+        """The last step that may be skipped: by default 3 before the end, as 37 of the usual 40."""
+        given, steps = self.settings.end_step, request.sample_steps
+        return steps - 3 if given is None else min(given, steps - 1)
+
+    def cache(self, together: bool = False, agree: Agree | None = None) -> Cache:
+        return AttentionCache(self, together)
+
+
+class AttentionCache(Cache):
+    """Keeps the output of each layer, guidance branch and sample."""
+
+    rehearsed = (True, *(False,) * TRAIN_TIMESTEPS)
+
+    def __init__(self, policy: Policy, together: bool = False) -> None:
+        super().__init__(policy, together)
         self._kept: dict[tuple[str, int, int], Tensor] = {}
-        self.computed: dict[str, list[int]] = {}
-        self.skipped: dict[str, list[int]] = {}
 
-    def begin(self, lists: dict[str, Computed]) -> None:
-        """A run begins. lists: branch -> whether attention is computed in each step."""
-        self.clear()
-        self._lists, self.computed, self.skipped = lists, {}, {}
-
-    def clear(self) -> None:
-        """Frees what is kept; until a run begins, everything is computed."""
-        self._lists = {}
+    def end(self) -> None:
+        super().end()
         self._kept.clear()
 
     def __call__(self, attend: Callable[[], Tensor], step: StepInfo | None, layer: int) -> Tensor:
         """What attend() returns, [B,L,C], or what it returned in an earlier step."""
-        if step is None or not self._lists or torch.is_grad_enabled():
+        import torch
+
+        if step is None or not self.listed or torch.is_grad_enabled():
             return attend()
-        key, row = (step.branch, step.sample, layer), self._lists[step.branch]
-        steps = (self.computed if row[step.index] else self.skipped).setdefault(step.branch, [])
-        if step.index not in steps:  # the first of the layers
-            steps.append(step.index)
-        decision = "computed" if row[step.index] else "skipped"
-        trace.mark("cache", what="attention", decision=decision)
+        key, row = (step.branch, step.sample, layer), self.listed[step.branch]
+        self.note(step.branch, step.index, row[step.index])
         if not row[step.index]:
             return self._kept[key]
         self._kept.pop(key, None)

@@ -10,58 +10,96 @@ one. High frequencies count a little more, as late in a run they do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from wan.cache.policy import Cache, Changes, Lists, Policy
+from wan.settings.errors import InputError
+from wan.settings.request import Request
+from wan.settings.timesteps import schedule
 
-from wan import trace
-from wan.cache.lists import Computed
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from wan.cache.residual import Agree
+
+_EVERY = 5
 _LOW, _HIGH = 1.0, 1.2
-Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
+Branches = Callable[[Callable[[str], "Tensor"]], tuple["Tensor", "Tensor"]]
 
 
-class GuidanceCache:
-    """Attributes computed, skipped: branch -> steps of this run that were computed, or not."""
+class Guidance(Policy):
+    """MaxDiffusion's rule: four of five late steps compute the conditional branch alone."""
 
-    def __init__(self) -> None:
-        self._listed: Computed = ()
+    skips = "uncond"
+
+    def check(self, request: Request) -> tuple[str, ...]:
+        found = super().check(request)
+        if not request.guided:
+            raise InputError(
+                "`step_cache`",
+                "cfg",
+                "rebuilds the unconditional branch, which `sample_guide_scale=1` does not compute",
+                "drop one of them",
+            )
+        return found
+
+    def own(self, request: Request, changes: Changes | None) -> Lists:
+        """Steps of the low-noise expert or a single network are skipped.
+
+        They lie between a third of the run and its last step, or nine tenths of it for 720p and
+        more.
+        """
+        experts, steps = schedule(request).experts, request.sample_steps
+        width, height = request.video_size
+        first, last = steps // 3, int(0.9 * steps) if width * height >= 1280 * 704 else steps - 1
+        computed, since = list[bool](), 0
+        for step, expert in enumerate(experts):
+            begun = step > 0 and experts[step - 1] == expert and expert != "high_noise"
+            skips = begun and first <= step < last and since < _EVERY - 1
+            computed.append(not skips)
+            since = since + 1 if skips else 0
+        return {"cond": (True,) * steps, "uncond": tuple(computed)}
+
+    def cache(self, together: bool = False, agree: Agree | None = None) -> Cache:
+        return GuidanceCache(self, together)
+
+
+class GuidanceCache(Cache):
+    """Keeps the weighted difference of the two branches' spectra."""
+
+    def __init__(self, policy: Policy, together: bool = False) -> None:
+        super().__init__(policy, together)
         self._difference: Tensor | None = None
-        self.computed: dict[str, list[int]] = {}
-        self.skipped: dict[str, list[int]] = {}
 
-    def begin(self, computed: Computed) -> None:
-        """A run begins. computed: whether the unconditional branch is, in each step."""
-        self._listed, self._difference = computed, None
-        self.computed, self.skipped = {}, {}
+    def end(self) -> None:
+        super().end()
+        self._difference = None
 
-    def at(self, step: int, branches: Branches) -> Branches:
+    def rebuilding(self, step: int, branches: Branches) -> Branches:
         """Where the two branches of a step come from."""
 
         def both(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+            import torch
+
+            computes = self.listed["uncond"][step]
             self.computed.setdefault("cond", []).append(step)
-            uncond_steps = self.computed if self._listed[step] else self.skipped
-            uncond_steps.setdefault("uncond", []).append(step)
-            decision = "computed" if self._listed[step] else "skipped"
-            trace.mark("cache", what="uncond", decision=decision)
-            if not self._listed[step]:
-                cond = branch("cond")
-                return cond, self._rebuilt(cond)
-            cond, uncond = branches(branch)
-            self._difference = torch.fft.rfft2(uncond - cond) * _weights(cond)
-            return cond, uncond
+            self.note("uncond", step, computes)
+            if computes:
+                cond, uncond = branches(branch)
+                self._difference = torch.fft.rfft2(uncond - cond) * _weights(cond)
+                return cond, uncond
+            assert self._difference is not None
+            cond = branch("cond")
+            return cond, cond + torch.fft.irfft2(self._difference, s=cond.shape[-2:])
 
         return both
 
-    def _rebuilt(self, cond_Zfhw: Tensor) -> Tensor:
-        assert self._difference is not None
-        return cond_Zfhw + torch.fft.irfft2(self._difference, s=cond_Zfhw.shape[-2:])
-
 
 def _weights(x_Zfhw: Tensor) -> Tensor:
-    """Of the frequencies along h and w: low ones, below a quarter of the rate, and high ones."""
+    """The weights of frequencies along h and w: low ones are below a quarter of the rate."""
+    import torch
+
     h, w = x_Zfhw.shape[-2:]
     along_h = torch.fft.fftfreq(h, device=x_Zfhw.device).abs()[:, None]
     along_w = torch.fft.rfftfreq(w, device=x_Zfhw.device).abs()[None]
-    low = (along_h < 0.25) & (along_w < 0.25)
-    return torch.where(low, _LOW, _HIGH)
+    return torch.where((along_h < 0.25) & (along_w < 0.25), _LOW, _HIGH)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wan import trace
-from wan.cache.lists import Plan
+from wan.cache.policy import Cache, Policy
 from wan.kernels.base import Grid, StepInfo
 
 Blocks = Callable[[Tensor, int, int | None], Tensor]
@@ -35,46 +34,43 @@ def alone(sums: Tensor, threshold: float) -> bool:
 
 
 @dataclass
-class _State:
-    """Of one expert, guidance branch and sample."""
+class _Kept:
+    """What is kept of one expert, guidance branch and sample.
+
+    Attributes:
+        expert: The expert.
+        grid: The token grid.
+        first: x_1 - x_0 of the last step that computed all blocks.
+        residual: R of that step.
+        slope: The change of R from step to step.
+        step: Index of that step.
+    """
 
     expert: str
     grid: Grid
-    first: Tensor | None = None  # x_1 - x_0 of the last step that computed all
+    first: Tensor | None = None
     residual: Tensor | None = None
-    slope: Tensor | None = None  # its change from step to step
-    step: int = 0  # that computed all last
+    slope: Tensor | None = None
+    step: int = 0
 
 
-class ResidualCache:
-    """Implements `wan.modules.interfaces.StepCache`.
+class ResidualCache(Cache):
+    """Skips blocks."""
 
-    agree: how the ranks decide. Attributes computed, skipped: branch -> steps of this run that
-    computed all blocks, and those that did not.
-    """
-
-    def __init__(self, agree: Agree = alone) -> None:
-        self._agree = agree
-        self._plan: Plan | None = None
-        self._states: dict[tuple[str, int], _State] = {}
-        self.computed: dict[str, list[int]] = {}
-        self.skipped: dict[str, list[int]] = {}
-
-    def begin(self, plan: Plan) -> None:
-        """A run begins: nothing is kept from the one before."""
-        self.clear()
-        self._plan, self.computed, self.skipped = plan, {}, {}
+    def __init__(self, policy: Policy, together: bool = False, agree: Agree | None = None) -> None:
+        super().__init__(policy, together)
+        self._agree, self._first = agree or alone, policy.first
+        self._order = policy.settings.step_cache_order
+        self._threshold = policy.settings.threshold if policy.decides else None
+        self._kept: dict[tuple[str, int], _Kept] = {}
 
     def kept_bytes(self) -> int:
-        """Of all kept tensors."""
-        states = self._states.values()
-        kept = [x for state in states for x in (state.first, state.residual, state.slope)]
-        return sum(x.nbytes for x in kept if x is not None)
+        found = [x for kept in self._kept.values() for x in (kept.first, kept.residual, kept.slope)]
+        return sum(x.nbytes for x in found if x is not None)
 
-    def clear(self) -> None:
-        """Frees what is kept; until a run begins, everything is computed."""
-        self._plan = None
-        self._states.clear()
+    def end(self) -> None:
+        super().end()
+        self._kept.clear()
 
     def __call__(
         self,
@@ -93,81 +89,56 @@ class ResidualCache:
             valid: How many of this rank's tokens are real.
             dtype: What is kept in.
         """
-        if self._plan is None or step is None or torch.is_grad_enabled():
+        if not self.listed or step is None or torch.is_grad_enabled():
             return blocks(x_BLC, 0, None)
-        plan, state = self._plan, self._state(step)
-        reuses = state.residual is not None and not plan.computed[step.branch][step.index]
-        threshold, before, sums = plan.threshold, None, None
-        if threshold is not None:
-            before = x_BLC.clone()
-        if plan.first:
-            x_BLC = blocks(x_BLC, 0, plan.first)
-        if threshold is not None and before is not None:
+        for key, one in list(self._kept.items()):  # other experts' and grids' are freed
+            if (one.expert, one.grid) != (step.expert, step.grid):
+                del self._kept[key]
+        kept = self._kept.setdefault((step.branch, step.sample), _Kept(step.expert, step.grid))
+        reuses = kept.residual is not None and not self.listed[step.branch][step.index]
+        before = None if self._threshold is None else x_BLC.clone()
+        if self._first:
+            x_BLC = blocks(x_BLC, 0, self._first)
+        sums = None
+        if self._threshold is not None and before is not None:
             first = torch.sub(x_BLC, before, out=before).to(dtype)
             before = None
             if reuses:
-                sums = change(first, state.first, valid)
-                reuses = self._agree(sums, threshold)
-            state.first = state.first if reuses else first
-        self._note(reuses, sums)
-        if reuses:
-            return self._reused(x_BLC, state, step)
-        x_BLC = self._computed(x_BLC, blocks, plan.first, state, step, dtype)
-        self.computed.setdefault(step.branch, []).append(step.index)
-        return x_BLC
-
-    def _note(self, reuses: bool, sums: Tensor | None) -> None:
-        """The decision, and how much the first block changed, for a trace."""
-        assert self._plan is not None
+                assert kept.first is not None
+                sums = change(first, kept.first, valid)
+                reuses = self._agree(sums, self._threshold)
+            kept.first = kept.first if reuses else first
 
         def distance() -> float | None:  # of all ranks: `Agree` adds them up in place
-            change, size = (0.0, 0.0) if sums is None else sums.tolist()
-            return change / size if size else None
+            changed, size = (0.0, 0.0) if sums is None else sums.tolist()
+            return changed / size if size else None
 
-        decision = "skipped" if reuses else "computed"
-        trace.mark(
-            "cache", what="blocks", decision=decision, first=self._plan.first, distance=distance
-        )
-
-    def _state(self, step: StepInfo) -> _State:
-        """Other experts' and other grids' are freed."""
-        for key, state in list(self._states.items()):
-            if (state.expert, state.grid) != (step.expert, step.grid):
-                del self._states[key]
-        return self._states.setdefault((step.branch, step.sample), _State(step.expert, step.grid))
+        facts = {"first": self._first, "distance": distance}
+        self.note(step.branch, step.index, not reuses, **facts)
+        if reuses and kept.residual is not None:
+            x_BLC.add_(kept.residual)
+            if kept.slope is not None:
+                x_BLC.add_(kept.slope, alpha=step.index - kept.step)
+            return x_BLC
+        return self._computed(x_BLC, blocks, kept, step, dtype)
 
     def _computed(
-        self,
-        x_BLC: Tensor,
-        blocks: Blocks,
-        first: int,
-        state: _State,
-        step: StepInfo,
-        dtype: torch.dtype,
+        self, x_BLC: Tensor, blocks: Blocks, kept: _Kept, step: StepInfo, dtype: torch.dtype
     ) -> Tensor:
-        assert self._plan is not None
-        last = state.residual if self._plan.order else None
-        state.residual = None
+        """x behind all blocks, of which the first ones are computed already."""
+        last = kept.residual if self._order else None
+        kept.residual = None
         before = x_BLC.clone()
-        x_BLC = blocks(x_BLC, first, None)
-        state.residual = torch.sub(x_BLC, before, out=before).to(dtype)
+        x_BLC = blocks(x_BLC, self._first, None)
+        kept.residual = torch.sub(x_BLC, before, out=before).to(dtype)
         if last is not None:
-            state.slope = state.residual.sub(last).div_(step.index - state.step)
-        state.step = step.index
-        return x_BLC
-
-    def _reused(self, x_BLC: Tensor, state: _State, step: StepInfo) -> Tensor:
-        assert state.residual is not None
-        self.skipped.setdefault(step.branch, []).append(step.index)
-        x_BLC.add_(state.residual)
-        if state.slope is not None:
-            x_BLC.add_(state.slope, alpha=step.index - state.step)
+            kept.slope = kept.residual.sub(last).div_(step.index - kept.step)
+        kept.step = step.index
         return x_BLC
 
 
-def change(first: Tensor, kept: Tensor | None, valid: int) -> Tensor:
+def change(first: Tensor, kept: Tensor, valid: int) -> Tensor:
     """[2] float32: the sums, over real tokens, of how much it changed and of what it was."""
-    assert kept is not None
     was = kept[:, :valid]
     change = torch.linalg.vector_norm(first[:, :valid] - was, 1, dtype=torch.float32)
     return torch.stack((change, torch.linalg.vector_norm(was, 1, dtype=torch.float32)))

@@ -15,7 +15,7 @@ from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from torch import Tensor
 
 from wan import device as devices
-from wan.cache import embedding
+from wan.cache.tea import embedding_changes
 from wan.checkpoint.layout import KINDS, Checkpoint, DitConfig, DitFiles, published
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
@@ -79,7 +79,7 @@ class Session:
         self.caches = build.step_caches(self.setup, self.team)
         self.caches.changes = self._changes
         self.given = build.collaborators(self.setup, selected, self.team, self.caches)
-        self.pairs = parallel.cfg_size == 2 or self.caches.guidance is not None
+        self.pairs = parallel.cfg_size == 2 or self.caches.at("uncond") is not None
         self._waiting: tuple[Callable[[], Any], Tensor] | None = None
         self.now: StepInfo | None = None
         self.valid_len, self.in_blocks, self._running = 0, False, False
@@ -106,7 +106,7 @@ class Session:
         with in_keywords():
             for notice in self.setup.check_request(request):
                 logger.warning(notice)
-        self.caches.begin(request)
+        self.caches.start(request)
         self._running = True
 
     def check_noise(self, x_BCFHW: Tensor) -> None:
@@ -162,8 +162,8 @@ class Session:
         branches: Branches = both_here
         if self.setup.parallel.cfg_size == 2 and self.team is not None:
             branches = self.team.both_branches
-        if self.caches.guidance is not None:
-            branches = self.caches.guidance.at(step.index, branches)
+        if self.caches.at("uncond") is not None:
+            branches = self.caches.at("uncond").rebuilding(step.index, branches)
         found, uncond = branches(lambda name: each[name]()[0].float())  # caches take its spectrum
         out.copy_(found)
         return (uncond.to(out.dtype),)
@@ -184,7 +184,7 @@ class Session:
             "sample_guide_scale": (guidance, guidance),
             "base_seed": 0,
         }
-        if self.caches.cache.policy == "mag":  # whose curves are made for a shift
+        if self.setup.policy is not None and self.setup.policy.by_shift:
             shift = config.get("flow_shift") or config.get("shift") or 1.0
             values |= {"sample_steps": len(told), "sample_shift": shift}
         else:
@@ -200,7 +200,7 @@ class Session:
         return request
 
     def _changes(self, expert: str, told: Sequence[float]) -> Sequence[float]:
-        """Implements `wan.pipeline.caching.Changes`."""
+        """Implements `wan.cache.policy.Changes`."""
         embedder = self.networks[expert].condition_embedder.time_embedder
         if embedder.linear_1.weight.is_meta:
             raise InputError(
@@ -212,7 +212,7 @@ class Session:
             for place, layer in ((0, embedder.linear_1), (2, embedder.linear_2))
             for part in ("weight", "bias")
         }
-        return embedding.changes(weights, told)
+        return embedding_changes(weights, told)
 
 
 def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setup, tuple[str, ...]]:

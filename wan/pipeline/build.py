@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from wan.cache import embedding
+from wan.cache.policy import Cache
+from wan.cache.tea import embedding_changes
 from wan.checkpoint.load import (
     WHOLE,
     Adapt,
@@ -39,7 +40,6 @@ from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
 from wan.pipeline import bound, clip, text, vae
 from wan.pipeline.adapt import adaptation
-from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
 from wan.pipeline.decoding import Codec, MakeRows
 from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
@@ -61,7 +61,7 @@ def pipeline(
     device: Device,
     team: Team | None = None,
     t5_dtype: torch.dtype | None = None,
-    caches: StepCaches | None = None,
+    caches: Cache | None = None,
     attention: Callable[[Attention], Attention] | None = None,
 ) -> Pipeline:
     """Everything composed and no weight read yet; names and shapes of all tensors are checked.
@@ -290,7 +290,7 @@ class _Parts:
         """How much an expert's time embedding differs from that of the timestep before."""
         read = merged(mapped(self._dits[name].tensors), self._setup.loras.get(name, ()))
         weights = {key: read[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
-        return embedding.changes(weights, timesteps)
+        return embedding_changes(weights, timesteps)
 
     def text_files(self) -> set[Path]:
         """What is read for the text encoder by this rank."""
@@ -330,23 +330,25 @@ class _Parts:
         return VideoVAE(self._vae.load(device=self._device, dtype_of=dtype_of))
 
 
-def step_caches(setup: Setup, team: Team | None) -> StepCaches:
+def step_caches(setup: Setup, team: Team | None) -> Cache:
     """What is kept from step to step, as the policy says."""
     together = setup.parallel.cfg_size == 2
-    return StepCaches.of(setup.cache, setup.curve, together, None if team is None else team.agree)
+    if setup.policy is None:
+        return Cache()
+    return setup.policy.cache(together, None if team is None else team.agree)
 
 
 def collaborators(
     setup: Setup,
     selected: Selected,
     team: Team | None,
-    caches: StepCaches | None = None,
+    caches: Cache | None = None,
     expert: str = "dit",
 ) -> Collaborators:
     """What the blocks of a network are given: attention, kernels, the tokens' shards, caches."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
     ops = BlockOps(selected.ops, selected.run or as_written, selected.device_type)
-    kept = (None, None) if caches is None else (caches.residual, caches.attention)
+    kept = (None, None) if caches is None else (caches.at("blocks"), caches.at("attention"))
     several = team is not None and parallel.sequence_size > 1
     if not (several or selected.methods or selected.clock):
         local = LocalAttention(selected.dense)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from wan import trace
+from wan.cache.policy import Cache
 from wan.kernels.base import StepInfo
 from wan.log import progress
-from wan.pipeline.caching import StepCaches
 from wan.pipeline.solvers import Draw, make_solver
 from wan.settings.request import Request
 from wan.settings.timesteps import schedule
@@ -89,7 +89,7 @@ def denoise(
     conditions: Conditions,
     experts: ExpertSource,
     branches: Branches = both_here,
-    caches: StepCaches | None = None,
+    caches: Cache | None = None,
 ) -> Tensor:
     """Clean latents [Z,f,h,w]; solver steps are taken in float32 on the latents' device.
 
@@ -123,7 +123,7 @@ class Denoising:
         self,
         experts: ExpertSource,
         branches: Branches = both_here,
-        caches: StepCaches | None = None,
+        caches: Cache | None = None,
         phases: int | None = None,
     ) -> Tensor:
         """Takes the steps of the next `phases` experts, by default all; returns the latents."""
@@ -134,16 +134,15 @@ class Denoising:
             experts.prefetch(name)
         with torch.no_grad(), progress(last - self._done, "sampling", "step") as bar:
             for index in range(self._done, last):
-                name, skipped = self._plan.experts[index], 0 if caches is None else caches.skipped()
+                name = self._plan.experts[index]
+                skipped = 0 if caches is None else caches.skipped_steps()
                 said = f"{name}, {skipped} skipped" if skipped else name
                 bar.set_postfix_str(said, refresh=False)
                 self._step(index, experts.get(name), branches, caches)
                 bar.update()
         return self.latents
 
-    def _step(
-        self, index: int, model: Denoiser, branches: Branches, caches: StepCaches | None
-    ) -> None:
+    def _step(self, index: int, model: Denoiser, branches: Branches, caches: Cache | None) -> None:
         request, conditions = self.request, self._conditions
         name, scale = self._plan.experts[index], self._plan.scales[index]
         timestep, grid = self._timesteps[index], request.grid
@@ -151,12 +150,12 @@ class Denoising:
         branch = partial(
             velocity, model, self.latents, conditions.timesteps(timestep), conditions, step
         )
-        guidance = None if caches is None else caches.guidance
+        guidance = None if caches is None else caches.at("uncond")
         with trace.step(index, name):  # loading is no part of it
             guided = guide(
                 branch,
                 request.sample_guide_scale[scale],
-                branches if guidance is None else guidance.at(index, branches),
+                branches if guidance is None else guidance.rebuilding(index, branches),
             )
             made = self._solver.step(guided, timestep.float(), self.latents, return_dict=False)[0]
             self.latents = conditions.impose(made)

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from wan import host
+from wan.cache.policy import Cache
 from wan.device import Device
 from wan.log import Stages
 from wan.modules.model import WanModel
 from wan.pipeline import conditioning
-from wan.pipeline.caching import StepCaches
 from wan.pipeline.clip import ClipVision
 from wan.pipeline.decoding import Codec
 from wan.pipeline.denoise import Branches, Denoising, both_here
@@ -174,7 +174,7 @@ class Pipeline:
     stages: Stages
     kernel: str
     merges: bool
-    caches: StepCaches
+    caches: Cache
     sharing: Sharing = ONE_PROCESS
     kept: dict[str, Tensor] = field(default_factory=dict)
 
@@ -242,7 +242,7 @@ class Pipeline:
         self.residency.request = video.request
         with self.stages("denoising"):
             video.to(self.device.torch_device)
-            self.caches.begin(video.request)
+            self.caches.start(video.request)
             branches = self.sharing.branches
             latents = video.advance(self.experts, branches, self.caches, phases)
             self.caches.end()

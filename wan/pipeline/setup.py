@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from wan.cache.curves import Curve
+from wan.cache.policy import Policy
 from wan.checkpoint.files import FP8
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.quantised import QuantisedDit, check_device
-from wan.pipeline import caching
 from wan.settings import attention, devices, parallel, step_cache
 from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
@@ -39,7 +38,7 @@ class Setup:
         quantised: Where quantised DiT weights come from; None: from the checkpoint.
         chip: The NPU model that --chip names.
         cache: What is taken from earlier steps.
-        curve: Of the step cache `mag`; None: the published one.
+        policy: The step cache's policy, as `wan.cache.policy.make` makes it; None: no step cache.
         loras: What is added to the weights of each network.
     """
 
@@ -51,7 +50,7 @@ class Setup:
     quantised: QuantisedDit | None = None
     chip: str | None = None
     cache: StepCache = field(default_factory=StepCache)
-    curve: Curve | None = None
+    policy: Policy | None = None
     loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -125,7 +124,7 @@ class Setup:
             )
         steps, tokens = request.sample_steps, prod(request.grid)
         attention.check_request(self.attention, self.parallel, steps, tokens)
-        found = caching.notices(self.cache, self.curve, request)
+        found = () if self.policy is None else self.policy.check(request)
         heads = self.checkpoint.heads
         guidance = request.sample_guide_scale
         return (*found, *parallel.check_guidance(self.parallel, guidance, heads))

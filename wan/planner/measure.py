@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from wan.cache.policy import BRANCHES
 from wan.checkpoint.load import WHOLE, DTypeOf, Place, dit_dtypes
 from wan.device import Device, resolve
 from wan.distributed import mesh
@@ -158,7 +159,7 @@ class Planner:
             selected = select(setup.attention, target, {})
             caches = build.step_caches(setup, team)
             shared = build.collaborators(setup, selected, team, caches)
-            caches.rehearse()
+            caches.begin(dict.fromkeys(BRANCHES, caches.rehearsed))
             expert, files = next(iter(checkpoint.experts.items()))
             with META:
                 network = WanModel(**files.config, collaborators=shared)

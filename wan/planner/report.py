@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from wan.cli.memory import gpu_memory
-from wan.pipeline import caching
 from wan.planner.measure import Planner
 from wan.planner.topology import means, nearest
 from wan.run import Run
@@ -95,12 +94,9 @@ def _traffic(planner: Planner) -> list[str]:
 
 
 def _step_cache(planner: Planner) -> list[str]:
-    setup, request = planner.setup, planner.request
-    if setup.cache.policy == "none":
-        return []
+    setup, policy = planner.setup, planner.setup.policy
     together = setup.parallel.cfg_size == 2
-    computed = caching.static(setup.cache, setup.curve, request, together)
-    return [caching.describe(setup.cache, computed, request.guided)]
+    return [] if policy is None else [policy.describe(planner.request, together)]
 
 
 def _count(number: int, noun: str) -> str:

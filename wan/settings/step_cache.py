@@ -1,8 +1,11 @@
-"""Step caches: which steps compute all blocks of the network, and which reuse what is kept."""
+"""Step caches: the table of their policies, and a policy's parameters.
+
+A policy decides which steps of a run are computed and which reuse what an earlier step has left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,22 +14,105 @@ from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import loading
 from wan.settings.parallel import Parallel
-from wan.settings.presets import TRAIN_TIMESTEPS, Preset
-from wan.settings.request import Request
-from wan.settings.values import Reader, choice, integer, listed, path, real, shown, switch
+from wan.settings.presets import TRAIN_TIMESTEPS
+from wan.settings.values import Reader, choice, either, integer, listed, path, real, shown, switch
 
-POLICIES = ("none", "first_block", "mag", "tea", "attention", "cfg")
-FEWEST_STEPS = 8
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """A policy, as everything outside of its own file knows it.
+
+    Attributes:
+        value: The value of `step_cache`. A colon is followed by the argument's name.
+        help: What the policy leaves out.
+        make: Module and class of the policy, a `wan.cache.policy.Policy`.
+        reads: The parameters that have an effect on it.
+        threshold: Its default of `step_cache_threshold`.
+        argument: Reads what follows the colon, from a setting's name and the text.
+        refuses: Settings that it does not work with: name, value, and the reason as the predicate
+            of a sentence about the policy.
+    """
+
+    value: str
+    help: str
+    make: str
+    reads: tuple[str, ...] = ()
+    threshold: float | None = None
+    argument: Callable[[str, str], Any] | None = None
+    refuses: tuple[tuple[str, object, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The value without an argument."""
+        return self.value.partition(":")[0]
+
+
+_RESIDUAL = ("step_cache_threshold", "step_cache_warmup", "step_cache_order")
+_ROWS = (
+    PolicyRow(
+        "first_block",
+        "all blocks but the first, while the first one's residual changes little",
+        make="wan.cache.first_block:FirstBlock",
+        reads=_RESIDUAL,
+        threshold=0.08,  # ParaAttention's examples take 0.06 to 0.12, cache-dit takes 0.08
+    ),
+    PolicyRow(
+        "mag",
+        "all blocks, by a curve of how residuals grow from step to step (MagCache)",
+        make="wan.cache.mag:Mag",
+        reads=(*_RESIDUAL, "step_cache_max_skip", "step_cache_retention", "step_cache_curve"),
+        threshold=0.04,  # its authors' for Wan2.2, as are max_skip 2 and retention 0.2
+    ),
+    PolicyRow(
+        "tea",
+        "all blocks, by how much the time embedding changes (TeaCache)",
+        make="wan.cache.tea:Tea",
+        reads=(*_RESIDUAL, "step_cache_coefficients"),
+        threshold=0.2,  # its authors' for Wan2.1 T2V
+    ),
+    PolicyRow(
+        "steps:LIST",
+        "all blocks but the first, in the steps that are not listed",
+        make="wan.cache.steps:Steps",
+        reads=("step_cache_order",),
+        argument=listed,
+    ),
+    PolicyRow(
+        "attention",
+        "self-attention (MindIE-SD)",
+        make="wan.cache.attention:Attention",
+        reads=("attentioncache_ratio", "attentioncache_interval", "start_step", "end_step"),
+        refuses=(("compile", True, "skips a part of a block, which `compile` does not allow"),),
+    ),
+    PolicyRow(
+        "cfg",
+        "the unconditional branch in four of five late steps",
+        make="wan.cache.guidance:Guidance",
+        refuses=(
+            (
+                "cfg_size",
+                2,
+                "leaves out the unconditional branch, for which `cfg_size=2` has half of the ranks",
+            ),
+        ),
+    ),
+)
+POLICIES = {row.name: row for row in _ROWS}
+VALUES = ("none", *(row.value for row in _ROWS))
+
+
+def _readers(parameter: str) -> list[str]:
+    """The policies that read a parameter; empty where every policy does."""
+    return [row.name for row in _ROWS if parameter in row.reads]
 
 
 def _policy(name: str, raw: Any) -> str:
-    if isinstance(raw, str) and raw.startswith("steps:"):
-        listed(name, raw.partition(":")[2])
-        return raw
-    if raw not in POLICIES:
-        raise InputError(
-            f"{name} is {shown(raw)}; it must be {', '.join(POLICIES)}, or steps:LIST."
-        )
+    word, _, argument = raw.partition(":") if isinstance(raw, str) else ("", "", "")
+    row = POLICIES.get(word)
+    if row is not None and row.argument is not None and ":" in raw:
+        row.argument(name, argument)
+    elif raw != "none" and (row is None or raw != row.value):
+        raise InputError(f"{name} is {shown(raw)}; it must be {either(VALUES)}.")
     return str(raw)
 
 
@@ -44,7 +130,7 @@ def _coefficients(name: str, raw: Any) -> tuple[float, ...]:
 
 
 policy = Reader(_policy)
-"""A name of POLICIES, or `steps:` and a list."""
+"""One of VALUES, with an argument for its placeholder."""
 coefficients = Reader(_coefficients)
 """Numbers with commas between them, or a list."""
 _STEP = integer(0, TRAIN_TIMESTEPS)
@@ -55,8 +141,8 @@ class StepCache:
     """A policy and its parameters.
 
     Attributes:
-        step_cache: One of POLICIES, or "steps:" and a list of the steps that are computed.
-        step_cache_threshold: What a policy compares with; None: the policy's own (THRESHOLDS).
+        step_cache: One of VALUES.
+        step_cache_threshold: What a policy compares with; None: the policy's own.
         step_cache_warmup: Steps at the start of each expert that are always computed, as is its
             last one; 0 leaves that to the policy's own rule.
         step_cache_max_skip: Most steps in a row that `mag` skips.
@@ -74,10 +160,13 @@ class StepCache:
     """
 
     step_cache: str = loading(
-        "none", policy, f"{', '.join(POLICIES)}, or steps:LIST", diffusers="policy"
+        "none", policy, f"{either(VALUES)} (default none)", diffusers="policy"
     )
     step_cache_threshold: float | None = loading(
-        None, real(0, 100), "what first_block, mag, tea compare with", diffusers="threshold"
+        None,
+        real(0, 100),
+        f"what {', '.join(_readers('step_cache_threshold'))} compare with",
+        diffusers="threshold",
     )
     step_cache_warmup: int = loading(
         1, _STEP, "steps of each expert that are computed first (1)", diffusers="warmup"
@@ -128,43 +217,20 @@ class StepCache:
         return "attention" if self.use_attentioncache else self.step_cache.partition(":")[0]
 
     @property
-    def steps(self) -> frozenset[int]:
-        """The steps that are computed, of the policy "steps"."""
-        return frozenset(listed("--step_cache", self.step_cache.partition(":")[2]))
+    def argument(self) -> Any:
+        """What follows the colon of `step_cache`, as the policy's row reads it."""
+        read = POLICIES[self.policy].argument
+        return None if read is None else read("`step_cache`", self.step_cache.partition(":")[2])
 
     @property
     def threshold(self) -> float:
         """What the policy compares with."""
-        given = self.step_cache_threshold
-        return THRESHOLDS[self.policy] if given is None else given
+        own = POLICIES[self.policy].threshold
+        given = own if self.step_cache_threshold is None else self.step_cache_threshold
+        assert given is not None
+        return given
 
 
-# first_block: ParaAttention's examples (0.06 to 0.12) and cache-dit's default; mag: its authors'
-# for Wan2.2, with max_skip 2 and retention 0.2; tea: its authors' for Wan2.1 T2V.
-THRESHOLDS = {"first_block": 0.08, "mag": 0.04, "tea": 0.2}
-
-
-def is_read(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether a setting has an effect beside the others; of other subjects, True."""
-    names = {field.name for field in fields(StepCache)}
-    cache = StepCache(**{key: value for key, value in values.items() if key in names})
-    return name not in READS or cache.policy in READS[name]
-
-
-# Parameter -> the policies that read it.
-READS = {
-    "step_cache_threshold": ("first_block", "mag", "tea"),
-    "step_cache_warmup": ("first_block", "mag", "tea"),
-    "step_cache_max_skip": ("mag",),
-    "step_cache_retention": ("mag",),
-    "step_cache_order": ("first_block", "mag", "tea", "steps"),
-    "step_cache_curve": ("mag",),
-    "step_cache_coefficients": ("tea",),
-    "attentioncache_ratio": ("attention",),
-    "attentioncache_interval": ("attention",),
-    "start_step": ("attention",),
-    "end_step": ("attention",),
-}
 _DEFAULT = asdict(StepCache())
 
 
@@ -173,96 +239,28 @@ def given(cache: StepCache) -> dict[str, Any]:
     return {name: value for name, value in asdict(cache).items() if value != _DEFAULT[name]}
 
 
+def is_read(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether a setting has an effect beside the others; True for other subjects' settings."""
+    names = {field.name for field in fields(StepCache)}
+    cache = StepCache(**{key: value for key, value in values.items() if key in names})
+    readers = _readers(name)
+    return not readers or cache.policy in readers
+
+
 def check(cache: StepCache, parallel: Parallel, execution: Execution) -> None:
-    """InputError for what contradicts."""
+    """InputError for settings that contradict each other."""
     if cache.use_attentioncache and cache.step_cache not in ("none", "attention"):
         raise InputError(
-            f"--use_attentioncache is --step_cache attention, and --step_cache {cache.step_cache} "
-            "is another policy; drop one of them."
+            "`use_attentioncache`",
+            why=f"is `step_cache=attention`, and `step_cache={cache.step_cache}` is another policy",
+            remedy="drop one of them",
         )
-    for name, policies in READS.items():
-        if name in given(cache) and cache.policy not in policies:
-            raise InputError(
-                f"--{name} has no effect on --step_cache {cache.policy}; it belongs to "
-                f"{', '.join(policies)}: drop it."
-            )
-    if cache.policy == "cfg" and parallel.cfg_size == 2:
-        raise InputError(
-            "--step_cache cfg leaves out the unconditional branch, for which --cfg_size 2 has half "
-            "of the ranks; drop one of them."
-        )
-    if cache.policy == "attention" and execution.compile:
-        raise InputError(
-            "--compile does not work with --step_cache attention, which skips a part of a block; "
-            "drop one of them."
-        )
-
-
-def check_request(cache: StepCache, request: Request) -> None:
-    """InputError for what does not go with a request's steps or guidance."""
-    steps = request.sample_steps
-    if cache.policy == "none":
-        return
-    if steps < FEWEST_STEPS and not cache.step_cache_force:
-        raise InputError(
-            f"--step_cache {cache.policy} with {steps} steps: so few are too far apart for one to "
-            "stand for another; drop it, or add --step_cache_force."
-        )
-    if cache.policy == "steps":
-        late = [step for step in cache.steps if step >= steps]
-        if late:
-            raise InputError(
-                f"--step_cache steps: names step {max(late)}, but there are {steps} "
-                f"(--sample_steps): 0 to {steps - 1}."
-            )
-    if cache.policy == "mag":
-        _check_curve(request)
-    if cache.policy == "cfg" and not request.guided:
-        raise InputError(
-            "--step_cache cfg rebuilds the unconditional branch, which --sample_guide_scale 1 does "
-            "not compute; drop one of them."
-        )
-    if cache.policy == "attention":
-        last = end_step(cache, steps)
-        if not cache.start_step < last:
-            raise InputError(
-                f"--start_step {cache.start_step} is not before --end_step {last} of {steps} "
-                "steps, so no attention is kept; choose others."
-            )
-
-
-def _check_curve(request: Request) -> None:
-    """InputError for levels that no curve of MagCache was made for."""
-    own = {"timesteps": request.timesteps, "boundary_step": request.boundary_step}
-    rcm = request.sample_solver == "rcm"
-    others = [f"--{name}" for name, value in own.items() if value is not None]
-    if others or rcm:
-        raise InputError(
-            "--step_cache mag holds for the steps that --sample_shift makes, not for "
-            f"{others[0] if others else 'those of rcm'}; use first_block, or drop one of them."
-        )
-
-
-def end_step(cache: StepCache, steps: int) -> int:
-    """Behind which step `attention` computes again: 3 before the end, as 37 of the usual 40."""
-    return steps - 3 if cache.end_step is None else min(cache.end_step, steps - 1)
-
-
-# (task, with an image) -> coefficients of TeaCache's polynomial in the time embedding e.
-TEA = {
-    "t2v-14B": (-5784.54975374, 5449.50911966, -1811.16591783, 256.27178429, -13.02252404),
-    "t2v-1.3B": (2396.76752, -1311.10545, 201.331979, -8.29855975, 0.137887774),
-    "ti2v-5B": (157472.669, -115702.395, 31076.1669, -3831.16651, 221.608777, -4.81179567),
-}
-
-
-def tea_coefficients(cache: StepCache, preset: Preset) -> tuple[float, ...]:
-    """The given ones, else the published ones of the task; InputError where there are none."""
-    if cache.step_cache_coefficients is not None:
-        return cache.step_cache_coefficients
-    if preset.task not in TEA:
-        raise InputError(
-            f"--step_cache tea has no published coefficients for {preset.task} "
-            f"(there are for {', '.join(TEA)}); give --step_cache_coefficients, or use mag."
-        )
-    return TEA[preset.task]
+    for name in given(cache):
+        readers = _readers(name)
+        if readers and cache.policy not in readers:
+            why = f"has no effect on `step_cache={cache.policy}`; it belongs to "
+            raise InputError(f"`{name}`", why=why + ", ".join(readers), remedy="drop it")
+    row = POLICIES.get(cache.policy)
+    for name, value, why in () if row is None else row.refuses:
+        if {**vars(parallel), **vars(execution)}[name] == value:
+            raise InputError("`step_cache`", cache.policy, why, "drop one of them")

@@ -1,0 +1,230 @@
+"""MagCache: a step is skipped while a curve says that its residual is like the last one.
+
+ratio[i] of a guidance branch is mean |R_i| / |R_(i-1)| over tokens, where R_i is what all blocks
+together add to the residual stream in step i (arXiv:2506.09045); ratio[0] is 1. A curve holds for
+the task, shift and boundary that it was made with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wan.cache.policy import BRANCHES, Changes, Computed, Lists, Policy
+from wan.checkpoint.files import read_json
+from wan.settings.errors import InputError
+from wan.settings.presets import Preset
+from wan.settings.request import Request
+from wan.settings.step_cache import StepCache
+from wan.settings.timesteps import schedule
+
+FILE = "mag_curve.json"
+"""The curve of a checkpoint, in its folder."""
+_PUBLISHED = Path(__file__).with_name("magcache_curves.json")
+_REMEDY = "make a curve with tools/calibrate_mag.py and give it with `step_cache_curve`"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve and what it holds for.
+
+    Attributes:
+        task: Of the checkpoint it was made with.
+        sample_shift: Of the noise schedule.
+        steps: Sampling steps.
+        high_noise_steps: How many of them the high-noise expert takes; 0 for a single network.
+        ratios: Branch -> a ratio for each step.
+        origin: Where it comes from, for messages.
+    """
+
+    task: str
+    sample_shift: float
+    steps: int
+    high_noise_steps: int
+    ratios: dict[str, tuple[float, ...]]
+    origin: str = ""
+
+    def save(self, path: Path) -> None:
+        """Writes JSON that `load` reads."""
+        record = {key: value for key, value in asdict(self).items() if key != "origin"}
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def fitted(self, request: Request) -> dict[str, tuple[float, ...]]:
+        """The ratios of a run's steps: the nearest ones of each branch and expert.
+
+        Raises:
+            InputError: The curve was made for another shift or boundary.
+        """
+        steps, shift = request.sample_steps, request.sample_shift
+        here = schedule(request).high_noise_steps
+        there = schedule(request, self.steps).high_noise_steps
+        if shift != self.sample_shift:
+            raise InputError(
+                self.origin,
+                why=f"holds for `sample_shift={self.sample_shift:g}`, not {shift:g}",
+                remedy=f"use that shift, or {_REMEDY}",
+            )
+        if there != self.high_noise_steps:
+            raise InputError(
+                self.origin,
+                why=f"was made with {self.high_noise_steps} of {self.steps} steps by the "
+                f"high-noise expert; here it would take {there}: the boundary differs",
+                remedy=_REMEDY,
+            )
+        if steps == self.steps:
+            return self.ratios
+        experts = ((0, here, 0, there), (here, steps, there, self.steps))
+        index = [_nearest(step, *expert) for expert in experts for step in range(*expert[:2])]
+        return {branch: tuple(row[i] for i in index) for branch, row in self.ratios.items()}
+
+
+class Mag(Policy):
+    """The rule of MagCache's authors for Wan2.2, with a curve of its own task.
+
+    Attributes:
+        curve: The given one or the checkpoint's; None: the published one of the video.
+    """
+
+    by_shift = True
+
+    def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
+        super().__init__(settings, preset, folder)
+        self.curve, own = None, None if folder is None else folder / FILE
+        if settings.step_cache_curve is not None:
+            self.curve = load(settings.step_cache_curve)
+        elif own is not None and own.is_file():
+            self.curve = load(own)
+        elif published(preset.task, with_image=False) is None:
+            raise InputError(
+                "`step_cache`",
+                "mag",
+                f"has no published curve for {preset.task}",
+                f"{_REMEDY}, or use `step_cache=first_block`",
+            )
+        if self.curve is not None and self.curve.task != preset.task:
+            raise InputError(
+                self.curve.origin,
+                why=f"was made for {self.curve.task}, not for {preset.task}",
+                remedy="give another `step_cache_curve`",
+            )
+        self.content = self.curve and self.curve.ratios
+
+    def check(self, request: Request) -> tuple[str, ...]:
+        found = super().check(request)
+        own = {"timesteps": request.timesteps, "boundary_step": request.boundary_step}
+        levels = [f"`{name}`" for name, value in own.items() if value is not None]
+        if levels or request.sample_solver == "rcm":
+            raise InputError(
+                "`step_cache`",
+                "mag",
+                "holds for the steps that `sample_shift` makes, not for "
+                f"{levels[0] if levels else 'those of `sample_solver=rcm`'}",
+                "use `step_cache=first_block`, or drop one of them",
+            )
+        curve = self._curve_of(request)
+        curve.fitted(request)
+        if self.curve is None:
+            found += (
+                f"{curve.origin} serves --step_cache mag; it was made for the official weights.",
+            )
+        if curve.steps != request.sample_steps:
+            found += (
+                f"{curve.origin} was made with {curve.steps} steps; each of the "
+                f"{request.sample_steps} takes the nearest of them.",
+            )
+        return found
+
+    def own(self, request: Request, changes: Changes | None) -> Lists:
+        ratios, experts = self._curve_of(request).fitted(request), schedule(request).experts
+        return {branch: self.rule(ratios[branch], experts, branch) for branch in BRANCHES}
+
+    def rule(self, ratios: Sequence[float], experts: Sequence[str], branch: str) -> Computed:
+        """The list of one guidance branch.
+
+        The error of a skipped step is how far the product of ratios since the last computed one is
+        from 1. Errors are summed up, and a step is skipped while the sum is below the threshold.
+        The first steps of each expert are computed; image-to-video computes all of the high-noise
+        expert's. The counters go on at the switch of experts.
+
+        Args:
+            ratios: For each step.
+            experts: For each step.
+            branch: "cond" or "uncond".
+        """
+        settings, retention = self.settings, self.settings.step_cache_retention
+        # The authors count calls, of which a step has two, and truncate some of the bounds.
+        calls, split = 2 * len(experts), 2 * sum(expert == "high_noise" for expert in experts)
+        low = (calls - split) * retention + split
+
+        def kept(call: int) -> bool:
+            if self.preset.kind == "i2v":
+                return call < int(low)
+            if split:
+                return call < int(split * retention) or split <= call <= low
+            return call < int(calls * retention)
+
+        computed, product, error, skipped = [], 1.0, 0.0, 0
+        for step, ratio in enumerate(ratios):
+            skips = False
+            if not kept(2 * step + (branch == "uncond")):
+                product *= ratio
+                skipped += 1
+                error += abs(1 - product)
+                skips = error < settings.threshold and skipped <= settings.step_cache_max_skip
+                if not skips:
+                    product, error, skipped = 1.0, 0.0, 0
+            computed.append(not skips)
+        return tuple(computed)
+
+    def _curve_of(self, request: Request) -> Curve:
+        curve = self.curve or published(self.preset.task, request.image_size is not None)
+        assert curve is not None, "the constructor has looked"
+        return curve
+
+
+def load(path: Path) -> Curve:
+    """A curve from a file; InputError where it is none."""
+    return _curve(read_json(path), str(path))
+
+
+def published(task: str, with_image: bool) -> Curve | None:
+    """The curve that MagCache's authors have published for a task, if there is one."""
+    rows = json.loads(_PUBLISHED.read_text(encoding="utf-8"))
+    key = f"{task} ({'image' if with_image else 'text'})" if task == "ti2v-5B" else task
+    if key not in rows:
+        return None
+    row, ratios = rows[key], {}
+    for place, branch in enumerate(BRANCHES):  # in turn, from the second step on
+        ratios[branch] = [1.0, *row["ratios"][place::2]]
+    whole = {"task": task, "high_noise_steps": 0, **row, "ratios": ratios}
+    return _curve(whole, f"The published curve of {key}")
+
+
+def _curve(record: Any, origin: str) -> Curve:
+    try:
+        steps = int(record["steps"])
+        curve = Curve(
+            str(record["task"]),
+            float(record["sample_shift"]),
+            steps,
+            int(record["high_noise_steps"]),
+            {name: tuple(map(float, record["ratios"][name])) for name in BRANCHES},
+            origin,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        why = f"is no curve of tools/calibrate_mag.py ({type(error).__name__}: {error})"
+        raise InputError(origin, why=why) from error
+    for name, row in curve.ratios.items():
+        if len(row) != steps or not all(0 < ratio < 10 for ratio in row):
+            raise InputError(origin, why=f"needs {steps} ratios between 0 and 10 for {name}")
+    return curve
+
+
+def _nearest(step: int, first: int, end: int, own_first: int, own_end: int) -> int:
+    """The step of [own_first, own_end) that lies where `step` does in [first, end)."""
+    if end - first == 1:
+        return own_end - 1
+    return own_first + round((step - first) * (own_end - 1 - own_first) / (end - 1 - first))

@@ -1,0 +1,86 @@
+"""TeaCache: a step is skipped while the time embedding has changed little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wan.cache.policy import BRANCHES, Changes, Computed, Lists, Policy, phases
+from wan.settings.errors import InputError
+from wan.settings.presets import Preset
+from wan.settings.request import Request
+from wan.settings.step_cache import StepCache
+from wan.settings.timesteps import schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Task -> the published polynomial in the change of the time embedding, highest power first.
+PUBLISHED = {
+    "t2v-14B": (-5784.54975374, 5449.50911966, -1811.16591783, 256.27178429, -13.02252404),
+    "t2v-1.3B": (2396.76752, -1311.10545, 201.331979, -8.29855975, 0.137887774),
+    "ti2v-5B": (157472.669, -115702.395, 31076.1669, -3831.16651, 221.608777, -4.81179567),
+}
+
+
+class Tea(Policy):
+    """A polynomial turns a change of the embedding into one of the output; estimates add up."""
+
+    def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
+        super().__init__(settings, preset, folder)
+        if settings.step_cache_coefficients is None and preset.task not in PUBLISHED:
+            raise InputError(
+                "`step_cache`",
+                "tea",
+                f"has no published coefficients for {preset.task} (there are for "
+                f"{', '.join(PUBLISHED)})",
+                "give `step_cache_coefficients`, or use `step_cache=mag`",
+            )
+        self._polynomial = settings.step_cache_coefficients or PUBLISHED[preset.task]
+
+    def own(self, request: Request, changes: Changes | None) -> Lists | None:
+        if changes is None:
+            return None
+        plan, found = schedule(request), list[float]()
+        for expert, first, end in phases(plan.experts):
+            found += changes(expert, plan.timesteps[first:end])
+        return dict.fromkeys(BRANCHES, self.rule(found))
+
+    def rule(self, changes: Sequence[float]) -> Computed:
+        """A step is skipped while the sum of estimates is below the threshold.
+
+        Args:
+            changes: For each step, mean |e - e_prev| / mean |e_prev| of the time embedding; the
+                first one counts as computed.
+        """
+        computed, total = [True], 0.0
+        for change in changes[1:]:
+            total += reduce(lambda value, c: value * change + c, self._polynomial, 0.0)
+            computed.append(total >= self.settings.threshold)
+            total = 0.0 if computed[-1] else total
+        computed[-1] = True
+        return tuple(computed)
+
+
+def embedding_changes(weights: Mapping[str, Tensor], timesteps: Sequence[float]) -> list[float]:
+    """mean |e - e_prev| / mean |e_prev| of each timestep's embedding e; 0 of the first.
+
+    Args:
+        weights: The two layers of the network's `time_embedding`, float32, under their names.
+        timesteps: What the network is told in each step.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    from wan.modules.model import sinusoidal_embedding
+
+    in_weight, in_bias, out_weight, out_bias = (
+        weights[f"time_embedding.{layer}.{name}"] for layer in (0, 2) for name in ("weight", "bias")
+    )
+    features = sinusoidal_embedding(torch.tensor(timesteps), in_weight.shape[1])
+    hidden = F.silu(F.linear(features, in_weight, in_bias))
+    e = F.linear(hidden, out_weight, out_bias)
+    size = e.abs().mean(-1)[:-1]
+    return [0.0, *((e[1:] - e[:-1]).abs().mean(-1) / size).tolist()]
