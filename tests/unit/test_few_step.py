@@ -159,7 +159,7 @@ REFUSED = {
     "recipe": ("--task ti2v-5B --recipe lightning-4step", "is for t2v-A14B, i2v-A14B, not"),
     "mag": (
         "--timesteps 1000,700,600,500,400,300,200,100 --sample_solver dmd --step_cache mag",
-        "not for --timesteps",
+        "not for (--)?timesteps",
     ),
 }
 
