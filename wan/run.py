@@ -21,7 +21,6 @@ from wan.cache import policy
 from wan.checkpoint import layout, lora, quantised
 from wan.checkpoint.files import fingerprint, read_json
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
-from wan.pipeline import images
 from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import parallel, recipes, step_cache
@@ -195,8 +194,7 @@ def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool =
     world = _planned_world(values) if plan else env.world_size()
     decodes = "decode_latents" in values
     image = None if decodes else _image(values, preset, plan)
-    ends = "last_image" in values and not decodes
-    last_image = images.read(values["last_image"], "last_image") if ends else None
+    last_image = None if decodes else _read_image(values, "last_image")
     size = None if image is None else image.size
     folder, is_demo = _checkpoint_folder(values, preset)
     if is_demo and (plan or not folder.is_dir()):
@@ -408,14 +406,21 @@ def _checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:
 
 def _image(values: Values, preset: Preset, plan: bool) -> Image | None:
     """The image to start from."""
-    if "image" in values:
-        if preset.kind == "t2v":
-            remedy = "use i2v-A14B or ti2v-5B, or drop the image"
-            raise InputError("`task`", preset.task, "takes no `image`", remedy)
-        return images.read(values["image"])
-    if preset.kind == "i2v" and not plan:
+    if "image" in values and preset.kind == "t2v":
+        remedy = "use i2v-A14B or ti2v-5B, or drop the image"
+        raise InputError("`task`", preset.task, "takes no `image`", remedy)
+    if "image" not in values and preset.kind == "i2v" and not plan:
         raise InputError("`task`", preset.task, "starts from an image", "give one with `image`")
-    return None
+    return _read_image(values, "image")
+
+
+def _read_image(values: Values, setting: str) -> Image | None:
+    """Reads the image that a setting names, if it is given."""
+    if setting not in values:
+        return None
+    from wan.pipeline import images
+
+    return images.read(values[setting], setting)
 
 
 def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:

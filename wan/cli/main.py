@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import wan
 from wan import env, log
-from wan.cli import failures, flags, many, prompt_file
+from wan.cli import failures, flags
 from wan.cli.resolve import resolve
 from wan.cli.videos import Video
 from wan.log import logger
@@ -77,6 +77,8 @@ def generate(run: Run, team: Team | None = None) -> int:
         video.extend_prompt()
         video.make()
         return 0
+    from wan.cli import many
+
     failed = many.make(run, pipeline, team)
     if team is not None:
         team.close()
@@ -89,6 +91,8 @@ def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
         if "prompt_file" in given:
             if plan:
                 raise InputError("--plan is about one video; drop --prompt_file.")
+            from wan.cli import prompt_file
+
             return prompt_file.resolved(
                 given, partial(resolve, make_demo=partial(_make_demo, once))
             )

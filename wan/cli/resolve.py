@@ -12,7 +12,7 @@ from typing import Any
 
 from wan import env, run
 from wan.checkpoint.files import read_json, safetensors_metadata
-from wan.cli import extend_prompt, memory
+from wan.cli import memory
 from wan.cli.output import check_trace, check_writable
 from wan.pipeline.video import latents_shape
 from wan.run import Run, Values
@@ -39,6 +39,8 @@ def resolve(given: Values, make_demo: Callable[[str, Path], None], plan: bool = 
         check_writable(values["save_file"])
     found = run.resolve(values, make_demo, plan)
     if found.extension is not None and env.rank() == 0:  # which alone runs the model
+        from wan.cli import extend_prompt
+
         extend_prompt.check(found.extension, found.image is not None)
     if not plan and found.decode_latents is None:
         memory.check(found.setup, found.request, env.local_world_size())

@@ -18,7 +18,6 @@ from wan.checkpoint.files import whole_file
 from wan.cli.output import latents_survive
 from wan.log import logger
 from wan.pipeline import video
-from wan.power.recording import Recording, nth_steps, plan_of
 from wan.run import Run
 from wan.settings import timesteps
 
@@ -128,6 +127,8 @@ class Video:
         if folder is None and not run.verbose:
             yield
             return
+        from wan.power.recording import Recording, nth_steps, plan_of
+
         experts = timesteps.schedule(run.request).experts
         steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
         rank = 0 if self._team is None else self._team.rank

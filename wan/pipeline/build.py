@@ -1,18 +1,21 @@
-"""The composition root: the one place that knows every class."""
+"""Builds a pipeline: the one place that knows every class.
+
+What only some runs need (several ranks, changed weights, an image encoder, offloading) is imported
+where it is built.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from wan.cache.policy import Cache
-from wan.cache.tea import embedding_changes
 from wan.checkpoint.load import (
     WHOLE,
     Adapt,
@@ -23,35 +26,30 @@ from wan.checkpoint.load import (
     mapped,
     rotations,
 )
-from wan.checkpoint.merge import merged
 from wan.device import Device, bf16_gain
-from wan.distributed.exchange import ALONE, Group
-from wan.distributed.fsdp import Sharded
-from wan.distributed.mesh import Team
-from wan.distributed.ring import Ring
-from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import Target
 from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
-from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Attention, Collaborators, LocalAttention, LocalTokens
 from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
-from wan.pipeline import bound, clip, text, vae
-from wan.pipeline.adapt import adaptation
-from wan.pipeline.clip import ClipVision
+from wan.pipeline import bound, text, vae
 from wan.pipeline.decoding import Codec, MakeRows
-from wan.pipeline.pipeline import ONE_PROCESS, Experts, Lazy, Pipeline, Sharing
-from wan.pipeline.residency import Residency, streamed
+from wan.pipeline.denoise import both_here
+from wan.pipeline.pipeline import Experts, Lazy, Pipeline, Residency, Sharing, make_here
 from wan.pipeline.setup import Setup
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
-from wan.vae.sharded import ShardedRows, even
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from wan.distributed.exchange import Group
+    from wan.distributed.mesh import Team
+    from wan.pipeline.clip import ClipVision
+    from wan.vae.sharded import ShardedRows
+
 _TIME_EMBEDDING = [f"time_embedding.{i}.{part}" for i in (0, 2) for part in ("weight", "bias")]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -64,19 +62,18 @@ def pipeline(
     caches: Cache | None = None,
     attention: Callable[[Attention], Attention] | None = None,
 ) -> Pipeline:
-    """Everything composed and no weight read yet; names and shapes of all tensors are checked.
+    """Composes a pipeline; names and shapes of all tensors are checked, but no weight is read.
 
     Args:
         setup: The checkpoint and the settings.
-        device: This rank's.
+        device: The device of this rank.
         team: The ranks, in the topology of the setup; None for one process.
-        t5_dtype: What the text encoder computes in; None: the run's precision.
-        caches: In place of those that the setup asks for.
+        t5_dtype: The dtype of the text encoder; None: that of the run.
+        caches: Step caches in place of those that the setup asks for.
         attention: Gets the self-attention of a block and returns what the block uses instead.
 
     Raises:
-        InputError: For a device that cannot run the setup, and for files that are damaged or do
-            not belong together.
+        InputError: The device cannot run the setup, or files are damaged or do not belong together.
     """
     setup.check_device(device.can)
     checkpoint, execution = setup.checkpoint, setup.execution
@@ -94,48 +91,38 @@ def pipeline(
             return found
         return replace(found, attention=lambda layer: attention(found.attention(layer)))
 
-    beside = partial(bound.beside_blocks, setup)
-    residency = Residency(device, execution.resident_blocks, beside, execution.offload_model)
-    parts = _Parts(setup, residency, given, team)
-    caches.changes = parts.changes
-    stages = Stages(device.synchronize)
-
-    def timed(load: Callable[[], T]) -> T:
-        with stages("loading"):
-            return load()
-
-    logger.info(
-        "%s checkpoint, %s, %s, %d x %d heads",
-        checkpoint.layout,
-        device.name(),
-        execution.dit_precision_on(device.type),
-        checkpoint.config["num_layers"],
-        checkpoint.heads,
+    networks = Networks(
+        setup=setup,
+        residency=Residency(
+            device,
+            execution.resident_blocks,
+            partial(bound.beside_blocks, setup),
+            execution.offload_model,
+        ),
+        team=team,
+        compute=compute,
+        encode_in=t5_dtype or DTYPES[execution.precision_on(device.type)],
+        given=given,
     )
-    logger.info("%s", attention_line(setup, selected))
-    if setup.has_fp8:
-        kept = setup.keeps_fp8(device.type)
-        logger.info("FP8 weights: %s", "kept, upcast when used" if kept else "upcast once")
-    if any(expert.sparse_linear for expert in checkpoint.experts.values()):
-        logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
-    if device.type == "cpu" and execution.precision == "auto" and logger.isEnabledFor(logging.INFO):
-        _suggest_bf16()
-    text_dtype = t5_dtype or DTYPES[execution.precision_on(device.type)]
-    autoencoder = Lazy(lambda: timed(parts.video_vae))
+    caches.changes = networks.changes
+    _log_start(setup, device, selected)
+    stages = Stages(device.synchronize)
+    loading = stages("loading")
+    autoencoder = Lazy(loading(networks.video_vae))
     return Pipeline(
         device=device,
-        text=Lazy(lambda: timed(lambda: parts.text_encoder(text_dtype)), parts.text_files()),
+        text=Lazy(loading(networks.text_encoder), networks.text_files()),
         vae=autoencoder,
         codec=Codec(setup, device, autoencoder.get, vae_rows(device, team)),
-        clip=Lazy(lambda: timed(lambda: parts.clip_vision(text_dtype))),
+        clip=Lazy(loading(networks.clip_vision)),
         experts=Experts(
-            lambda name: timed(lambda: parts.dit(name, compute)),
+            loading(networks.dit),
             offload=execution.offload_model,
-            files=_weight_files(setup),
-            whole=lambda name: timed(lambda: parts.dit(name, compute, whole=True)),
+            files=networks.dit_files(),
+            whole=loading(partial(networks.dit, whole=True)),
         ),
         text_size=(checkpoint.config["text_len"], checkpoint.config["text_dim"]),
-        residency=residency,
+        residency=networks.residency,
         stages=stages,
         kernel=selected.describe(),
         merges=selected.dense.can_return_lse,
@@ -151,23 +138,45 @@ def dense_kernel(setup: Setup, device: Device) -> str:
     return f"{kernel.name} {'with' if kernel.can_return_lse else 'without'} log-sum-exp"
 
 
-def _suggest_bf16() -> None:
-    gain = bf16_gain()
-    if gain >= 1.5:
-        logger.info(
-            "This CPU multiplies matrices %.1f times as fast in bfloat16 as in float32: "
-            "--precision bf16 makes use of it.",
-            gain,
-        )
+def _log_start(setup: Setup, device: Device, selected: Selected) -> None:
+    """Logs the checkpoint, the device, and how attention and weights are computed."""
+    checkpoint, execution = setup.checkpoint, setup.execution
+    precision, layers = execution.dit_precision_on(device.type), checkpoint.config["num_layers"]
+    network = f"{precision}, {layers} x {checkpoint.heads} heads"
+    logger.info("%s checkpoint, %s, %s", checkpoint.layout, device.name(), network)
+    logger.info("%s", attention_line(setup, selected))
+    if setup.has_fp8:
+        kept = setup.keeps_fp8(device.type)
+        logger.info("FP8 weights: %s", "kept, upcast when used" if kept else "upcast once")
+    if any(expert.sparse_linear for expert in checkpoint.experts.values()):
+        logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
+    if device.type == "cpu" and execution.precision == "auto" and logger.isEnabledFor(logging.INFO):
+        gain = bf16_gain()
+        if gain >= 1.5:
+            logger.info(
+                "This CPU multiplies matrices %.1f times as fast in bfloat16 as in float32: "
+                "--precision bf16 makes use of it.",
+                gain,
+            )
 
 
 def attention_line(setup: Setup, selected: Selected) -> str:
-    """How self-attention is carried out, in one line for the start of a run."""
+    """Describes how self-attention is carried out, in one line for the start of a run."""
     attention, parallel = setup.attention, setup.parallel
     sizes = heads_per_chunk(setup.checkpoint.heads, parallel.ulysses_size, parallel.mode.chunks)
     each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
     chunks = f"{len(sizes)} head chunk{'s' if len(sizes) > 1 else ''} of {each} per rank"
     ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
+    quantised = "no quantisation"
+    if attention.fp8:
+        quantised = "fp8 attention" + (" and exchanges" if attention.quant_alltoall else "")
+    sparse = "no sparsity"
+    if attention.use_rainfusion:
+        start, refresh = attention.sparse_start_step, attention.mask_refresh_interval
+        begin = "after a quarter of the steps" if start is None else f"from step {start}"
+        kept = f", masks for {refresh} steps" if refresh > 1 else ""
+        kind = f"RainFusion {attention.rainfusion_type} of sparsity {attention.sparsity:g}"
+        sparse = f"{kind} {begin}{kept}"
     gathered = {
         "RainFusion": attention.use_rainfusion,
         "FP8 attention": attention.fp8,
@@ -178,46 +187,38 @@ def attention_line(setup: Setup, selected: Selected) -> str:
     return (
         f"Attention: {parallel.mode.name}, {chunks}; ulysses {parallel.ulysses_size} x ring "
         f"{parallel.ring_size}{ring} x cfg {parallel.cfg_size}; kernel {selected.describe()}; "
-        f"{_quantised(setup)}, {_sparse(setup)}{without if names else ''}"
+        f"{quantised}, {sparse}{without if names else ''}"
     )
 
 
-def _quantised(setup: Setup) -> str:
-    if not setup.attention.fp8:
-        return "no quantisation"
-    return "fp8 attention" + (" and exchanges" if setup.attention.quant_alltoall else "")
+@dataclass
+class Networks:
+    """The networks of a checkpoint: compared with their files at once, loaded when needed.
 
+    Attributes:
+        setup: The checkpoint and the settings.
+        residency: Where weights are between their calls.
+        team: The ranks; None for one process.
+        compute: The dtype of the DiTs' matrix products.
+        encode_in: The dtype of the text and the image encoder.
+        given: Returns what the blocks of an expert are given.
+    """
 
-def _sparse(setup: Setup) -> str:
-    attention = setup.attention
-    if not attention.use_rainfusion:
-        return "no sparsity"
-    start, refresh = attention.sparse_start_step, attention.mask_refresh_interval
-    begin = "after a quarter of the steps" if start is None else f"from step {start}"
-    kept = f", masks for {refresh} steps" if refresh > 1 else ""
-    return (
-        f"RainFusion {attention.rainfusion_type} of sparsity {attention.sparsity:g} {begin}{kept}"
-    )
+    setup: Setup
+    residency: Residency
+    team: Team | None
+    compute: torch.dtype
+    encode_in: torch.dtype
+    given: Callable[[str], Collaborators]
 
-
-class _Parts:
-    """The networks of a checkpoint: compared with their files here, filled when needed."""
-
-    def __init__(
-        self,
-        setup: Setup,
-        residency: Residency,
-        given: Callable[[str], Collaborators],
-        team: Team | None,
-    ) -> None:
-        self._setup, self._residency = setup, residency
-        self._device = residency.device.torch_device
-        self._dit_place, self._t5_place = places(setup.parallel, team)
-        checkpoint = setup.checkpoint
+    def __post_init__(self) -> None:
+        setup, checkpoint = self.setup, self.setup.checkpoint
+        self._device = self.residency.device.torch_device
+        self._dit_place, self._t5_place = places(setup.parallel, self.team)
         self._dits = {
             name: Blueprint(
                 f"DiT {name}",
-                partial(WanModel, **files.config, collaborators=given(name)),
+                partial(WanModel, **files.config, collaborators=self.given(name)),
                 files.tensors,
                 files.folder,
             )
@@ -225,14 +226,29 @@ class _Parts:
         }
         for dit in self._dits.values():
             dit.check()
-        self._vae = None if checkpoint.vae is None else vae.blueprint(checkpoint.vae)
-        path = checkpoint.image_encoder
-        self._clip = None if path is None else clip.Blueprint(path)
-        encoder = checkpoint.text_encoder
-        self._encoder = None if encoder is None else text.blueprint(encoder)
-        self._check_channels()
+        found, config = [], checkpoint.config
+        self._vae = self._clip = self._encoder = None
+        if checkpoint.vae is not None:
+            self._vae = vae.blueprint(checkpoint.vae)
+            channels = self._vae.tensors["post_quant_conv.weight"].shape[0]
+            found.append((self._vae.origin, "latent channels", channels, config["out_dim"]))
+        if checkpoint.image_encoder is not None:
+            from wan.pipeline import clip
+
+            self._clip = clip.Blueprint(checkpoint.image_encoder)
+            channels = self._clip.dim
+            found.append((self._clip.origin, "channels of features", channels, config["image_dim"]))
+        if checkpoint.text_encoder is not None:
+            self._encoder = text.blueprint(checkpoint.text_encoder)
+            channels = self._encoder.tensors["shared.weight"].shape[1]
+            name = "channels of embeddings"
+            found.append((self._encoder.origin, name, channels, config["text_dim"]))
+        for origin, name, own, taken in found:
+            if own != taken:
+                why = f"has {own} {name}, the DiT {taken}: they belong to different checkpoints"
+                raise InputError(str(origin), None, why, "download both again")
         # Each rank checks what it will load: the libraries and a tokenizer take memory and time.
-        is_main = team is None or team.is_main
+        is_main = self.team is None or self.team.is_main
         if self._vae is not None and (is_main or setup.execution.vae_parallel):
             self._vae.check()
         self._tokenizer: object = None
@@ -242,96 +258,94 @@ class _Parts:
             if checkpoint.tokenizer is not None:
                 self._tokenizer = text.load_tokenizer(checkpoint.tokenizer)
 
-    def _check_channels(self) -> None:
-        """What is there must belong together; embeddings can replace a text encoder."""
-        config = self._setup.checkpoint.config
-        if self._vae is not None:
-            channels = self._vae.tensors["post_quant_conv.weight"].shape[0]
-            if channels != config["out_dim"]:
-                raise InputError(
-                    f"{self._vae.origin} has {channels} latent channels, the DiT "
-                    f"{config['out_dim']}; they belong to different checkpoints: download the VAE "
-                    "again."
-                )
-        if self._clip is not None and self._clip.dim != config["image_dim"]:
-            raise InputError(
-                f"{self._clip.origin} makes features of {self._clip.dim} channels, the DiT takes "
-                f"{config['image_dim']}; they belong to different checkpoints: download both again."
-            )
-        if self._encoder is not None:
-            width = self._encoder.tensors["shared.weight"].shape[1]
-            if width != config["text_dim"]:
-                raise InputError(
-                    f"{self._encoder.origin} makes embeddings of {width} channels, the DiT takes "
-                    f"{config['text_dim']}; they belong to different checkpoints: download both "
-                    "again."
-                )
+    def dit(self, name: str, *, whole: bool = False) -> WanModel:
+        """Loads one expert. whole: all of its weights stay on the device and may be changed."""
+        setup, execution = self.setup, self.setup.execution
+        offload = False if whole else self.residency.offload
+        dtypes = dit_dtypes(self.compute, execution.convert_model_dtype)
+        adapt: Adapt = as_stored
+        if setup.changes_weights(name, self._device.type):
+            from wan.pipeline.adapt import adaptation
 
-    def dit(self, name: str, compute: torch.dtype, whole: bool = False) -> WanModel:
-        """One expert. compute: the dtype of its matrix products. whole: it may be changed."""
-        execution, offload = self._setup.execution, False if whole else self._residency.offload
-        dtypes = dit_dtypes(compute, execution.convert_model_dtype)
-        adapt = adaptation(self._setup, name, self._residency.device, compute)
+            adapt = adaptation(setup, name, self.residency.device, self.compute)
         if offload == "block":
-            resident = self._residency.resident
+            from wan.pipeline.residency import streamed
+
+            resident = self.residency.resident
             adapt = streamed(adapt, "blocks", self._device, dtypes, resident)
-        self._residency.leave()  # to what is loaded now
+        self.residency.leave()  # the memory is for what is loaded now
         model = self._dits[name].load(
             device=self._device, dtype_of=dtypes, place=self._dit_place, adapt=adapt
         )
         if offload == "cpu":
-            self._residency.park(model, model.forget_text)
+            self.residency.park(model, model.forget_text)
         if execution.compile:
             for block in model.blocks:
                 block.compile()
         return model
 
+    def dit_files(self) -> dict[str, list[Path]]:
+        """Lists the files with most of each expert's weights, which are worth reading ahead."""
+        if self.setup.quantised is not None:
+            exports = self.setup.quantised.experts
+            return {name: [export.weights] for name, export in exports.items()}
+        return {
+            name: [tensor.file for tensor in dit.tensors.values()]
+            for name, dit in self._dits.items()
+        }
+
     def changes(self, name: str, timesteps: Sequence[float]) -> list[float]:
-        """How much an expert's time embedding differs from that of the timestep before."""
-        read = merged(mapped(self._dits[name].tensors), self._setup.loras.get(name, ()))
+        """Returns how much an expert's time embedding changes from each timestep to the next."""
+        from wan.cache.tea import embedding_changes
+        from wan.checkpoint.merge import merged
+
+        read = merged(mapped(self._dits[name].tensors), self.setup.loras.get(name, ()))
         weights = {key: read[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
         return embedding_changes(weights, timesteps)
 
     def text_files(self) -> set[Path]:
-        """What is read for the text encoder by this rank."""
+        """Lists the files that this rank reads for the text encoder."""
         if self._encoder is None or not self._reads_text:
             return set()
         return {info.file for info in self._encoder.tensors.values()}
 
-    def text_encoder(self, compute: torch.dtype) -> TextEncoder:
-        """compute: its dtype."""
-        checkpoint = self._setup.checkpoint
+    def text_encoder(self) -> TextEncoder:
+        """Loads the text encoder."""
+        checkpoint = self.setup.checkpoint
         checkpoint.require("text_encoder"), checkpoint.require("tokenizer")
         assert self._encoder is not None
-        device = torch.device("cpu") if self._setup.execution.t5_cpu else self._device
-        offload, dtypes = self._residency.offload, text.dtypes(compute)
+        device = torch.device("cpu") if self.setup.execution.t5_cpu else self._device
+        offload, dtypes = self.residency.offload, text.dtypes(self.encode_in)
         adapt: Adapt = as_stored
         if offload == "block":
+            from wan.pipeline.residency import streamed
+
             adapt = streamed(adapt, text.BLOCKS, device, dtypes, table=text.TABLE)
         model = self._encoder.load(
             device=device, dtype_of=dtypes, place=self._t5_place, adapt=adapt
         )
         if offload == "cpu" and device.type != "cpu":
-            self._residency.park(model)
-        text_len = checkpoint.config["text_len"]
-        return TextEncoder(model, self._tokenizer, dtype=compute, text_len=text_len)
+            self.residency.park(model)
+        length = checkpoint.config["text_len"]
+        return TextEncoder(model, self._tokenizer, dtype=self.encode_in, text_len=length)
 
-    def clip_vision(self, compute: torch.dtype) -> ClipVision:
-        """compute: its dtype."""
-        self._setup.checkpoint.require("image_encoder")
+    def clip_vision(self) -> ClipVision:
+        """Loads the image encoder."""
+        self.setup.checkpoint.require("image_encoder")
         assert self._clip is not None
-        return self._clip.load(self._device, compute)
+        return self._clip.load(self._device, self.encode_in)
 
     def video_vae(self) -> VideoVAE:
-        self._setup.checkpoint.require("vae")
+        """Loads the autoencoder."""
+        self.setup.checkpoint.require("vae")
         assert self._vae is not None
-        rounds = self._setup.execution.vae_precision == "bf16"
+        rounds = self.setup.execution.vae_precision == "bf16"
         dtype_of = vae.in_bfloat16 if rounds else vae.in_float32
         return VideoVAE(self._vae.load(device=self._device, dtype_of=dtype_of))
 
 
 def step_caches(setup: Setup, team: Team | None) -> Cache:
-    """What is kept from step to step, as the policy says."""
+    """Builds the step cache of the setup's policy."""
     together = setup.parallel.cfg_size == 2
     if setup.policy is None:
         return Cache()
@@ -345,7 +359,7 @@ def collaborators(
     caches: Cache | None = None,
     expert: str = "dit",
 ) -> Collaborators:
-    """What the blocks of a network are given: attention, kernels, the tokens' shards, caches."""
+    """Builds what the blocks of an expert are given: attention, kernels, shards, caches."""
     parallel, text_cache = setup.parallel, setup.execution.text_kv_cache
     ops = BlockOps(selected.ops, selected.run or as_written, selected.device_type)
     kept = (None, None) if caches is None else (caches.at("blocks"), caches.at("attention"))
@@ -353,6 +367,11 @@ def collaborators(
     if not (several or selected.methods or selected.clock):
         local = LocalAttention(selected.dense)
         return Collaborators(lambda _: local, selected.text, LocalTokens(), ops, text_cache, *kept)
+    from wan.distributed.exchange import ALONE
+    from wan.distributed.ring import Ring
+    from wan.distributed.tokens import ShardedTokens
+    from wan.modules.attnlayer import FAPowerCapAttention
+
     ulysses: Group = ALONE
     sequence: Group = ALONE
     ring = None
@@ -379,20 +398,25 @@ def collaborators(
 
 
 def places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
-    """Where the rows of the DiT's and of the text encoder's weights go."""
+    """Returns where the rows of the DiT's and of the text encoder's weights go."""
     dit: Place = WHOLE
     encoder: Place = WHOLE
-    if team is not None and parallel.dit_fsdp:
-        dit = Sharded(team.world_mesh(), lambda network: network.blocks)
-    if team is not None and parallel.t5_fsdp:
-        encoder = Sharded(team.world_mesh(), text.umt5_blocks)
+    if team is not None and (parallel.dit_fsdp or parallel.t5_fsdp):
+        from wan.distributed.fsdp import Sharded
+
+        if parallel.dit_fsdp:
+            dit = Sharded(team.world_mesh(), lambda network: network.blocks)
+        if parallel.t5_fsdp:
+            encoder = Sharded(team.world_mesh(), text.umt5_blocks)
     return dit, encoder
 
 
 def vae_rows(device: Device, team: Team | None) -> MakeRows | None:
-    """Which rank encodes and decodes which rows; None for one process."""
+    """Decides which rank encodes and decodes which rows; None for one process."""
     if team is None:
         return None
+    from wan.vae.sharded import ShardedRows, even
+
     ranks, place = team.mesh.size(), device.torch_device
 
     def rows(height: int, shared: bool) -> ShardedRows:
@@ -403,22 +427,11 @@ def vae_rows(device: Device, team: Team | None) -> MakeRows | None:
 
 
 def sharing(parallel: Parallel, team: Team | None) -> Sharing:
-    """How the ranks come to what only one of them makes, and to the two guidance branches."""
+    """Decides what only one rank computes for all, and where the guidance branches are computed."""
     if team is None:
-        return ONE_PROCESS
-    found = Sharing(latents=team.from_main)
-    if not parallel.t5_fsdp:
-        found = replace(found, text=team.from_main)
-    if parallel.cfg_size == 2:
-        found = replace(found, branches=team.both_branches)
-    return found
-
-
-def _weight_files(setup: Setup) -> dict[str, list[Path]]:
-    """Each DiT's files that are worth reading ahead: most of what is read is in them."""
-    if setup.quantised is not None:
-        return {name: [export.weights] for name, export in setup.quantised.experts.items()}
-    return {
-        name: [tensor.file for tensor in dit.tensors.values()]
-        for name, dit in setup.checkpoint.experts.items()
-    }
+        return Sharing()
+    return Sharing(
+        text=make_here if parallel.t5_fsdp else team.from_main,
+        latents=team.from_main,
+        branches=team.both_branches if parallel.cfg_size == 2 else both_here,
+    )

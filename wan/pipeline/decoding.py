@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -20,11 +20,13 @@ from wan.pipeline.setup import Setup
 from wan.pipeline.vae import Sink, VideoVAE
 from wan.settings.errors import is_out_of_memory
 from wan.vae.rows import WHOLE
-from wan.vae.sharded import ShardedRows
+
+if TYPE_CHECKING:
+    from wan.vae.sharded import ShardedRows
 
 T = TypeVar("T")
 ALONE, SHARED, TILES = "whole frames", "rows shared by all ranks", "tiles"
-MakeRows = Callable[[int, bool], ShardedRows]
+MakeRows = Callable[[int, bool], "ShardedRows"]
 """(rows of latents, shared by all ranks or on the main one) -> who computes which."""
 
 

@@ -8,27 +8,72 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from wan import host
 from wan.cache.policy import Cache
 from wan.device import Device
 from wan.log import Stages
-from wan.modules.model import WanModel
 from wan.pipeline import conditioning
-from wan.pipeline.clip import ClipVision
 from wan.pipeline.decoding import Codec
 from wan.pipeline.denoise import Branches, Denoising, both_here
-from wan.pipeline.residency import Residency
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import Collected, Sink, VideoVAE
 from wan.settings import timesteps
 from wan.settings.errors import InputError
-from wan.settings.execution import Offload
+from wan.settings.execution import Offload, buffers
 from wan.settings.request import Request
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from wan.modules.model import WanModel
+    from wan.pipeline.clip import ClipVision
+    from wan.pipeline.residency import Parked
+
+_SPARE = 1 << 30  # bytes of an accelerator that are left to kernels and fragments
+
+
+@dataclass
+class Residency:
+    """Where the weights of a pipeline's networks are between their calls.
+
+    Attributes:
+        device: The device of this rank.
+        resident_blocks: As in `Execution`.
+        beside: Returns the bytes on the device beside a DiT's blocks while it runs.
+        offload: As in `Execution`; may change between two videos.
+        request: The next video.
+        parked: The networks that wait in host memory.
+    """
+
+    device: Device
+    resident_blocks: int | None
+    beside: Callable[[Request], int]
+    offload: Offload = True
+    request: Request | None = None
+    parked: list[Parked] = field(default_factory=list)
+
+    def resident(self, size: int, count: int) -> int:
+        """Decides how many of `count` blocks of `size` bytes stay on the device."""
+        free = None if self.device.type == "cpu" else self.device.free_memory()
+        if self.resident_blocks is not None or free is None or self.request is None:
+            return self.resident_blocks or 0
+        left = free - _SPARE - self.beside(self.request) * 5 // 4 - buffers(self.device.type) * size
+        return min(max(left // size, 0), count)
+
+    def park(self, network: nn.Module, left: Callable[[], None] = lambda: None) -> None:
+        """Keeps a loaded network in host memory, too. left: frees what else the network keeps."""
+        from wan.pipeline.residency import Parked
+
+        Parked(network, self.device.torch_device, self.parked, left)
+
+    def leave(self) -> None:
+        """Frees the accelerator's memory for something else."""
+        for network in self.parked:
+            network.leave()
 
 
 class Experts:
@@ -139,9 +184,6 @@ class Sharing:
     branches: Branches = both_here
 
 
-ONE_PROCESS = Sharing()
-
-
 @dataclass
 class Pipeline:
     """The parts of a run.
@@ -175,7 +217,7 @@ class Pipeline:
     kernel: str
     merges: bool
     caches: Cache
-    sharing: Sharing = ONE_PROCESS
+    sharing: Sharing = field(default_factory=Sharing)
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def set_offload(self, offload: Offload) -> None:
@@ -319,10 +361,9 @@ class Pipeline:
             embeds = self.sharing.text(lambda: self.text.get()(prompt))
         length, channels = self.text_size
         if embeds.dim() != 2 or embeds.shape[1] != channels or len(embeds) > length:
-            raise InputError(
-                f"Text embeddings of shape {list(embeds.shape)} do not fit the DiT: it takes "
-                f"[length <= {length}, {channels}]."
-            )
+            why = f"of shape {list(embeds.shape)} do not fit the DiT"
+            remedy = f"it takes [length <= {length}, {channels}]"
+            raise InputError("Text embeddings", None, why, remedy)
         return embeds.to(self.device.torch_device)
 
     def done(self, part: Lazy[Any] | Experts) -> None:

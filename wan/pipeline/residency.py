@@ -14,7 +14,7 @@ knows nothing of it. Where a weight has no memory it is one NaN (or 0) of its sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -23,15 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from wan.checkpoint.load import Adapt, DTypeOf, Source, Sources, copy
-from wan.device import CopyStream, Device
+from wan.device import CopyStream
 from wan.host import on_own_cores
 from wan.log import progress
-from wan.settings.execution import Offload, buffers
-from wan.settings.request import Request
+from wan.settings.execution import buffers
 
 _ALIGNED = 512  # bytes, as PyTorch aligns an accelerator's memory
 _SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two, and keeps it
-_SPARE = 1 << 30  # bytes of an accelerator that are left to kernels and fragments
 
 
 class Flat:
@@ -326,41 +324,3 @@ class Parked:
             memory[place].copy_(part, non_blocking=True)
         self._flat.use(memory)
         self._there = True
-
-
-@dataclass
-class Residency:
-    """What --offload_model says of a pipeline's networks.
-
-    Attributes:
-        device: This rank's.
-        resident_blocks: As in `Execution`.
-        beside: Bytes on the device beside a DiT's blocks while it runs.
-        offload: As in `Execution`; may change between two videos.
-        request: The next video.
-        parked: Networks in host memory.
-    """
-
-    device: Device
-    resident_blocks: int | None
-    beside: Callable[[Request], int]
-    offload: Offload = True
-    request: Request | None = None
-    parked: list[Parked] = field(default_factory=list)
-
-    def resident(self, size: int, count: int) -> int:
-        """How many blocks of a DiT stay: on an accelerator as many as there is memory for."""
-        free = None if self.device.type == "cpu" else self.device.free_memory()
-        if self.resident_blocks is not None or free is None or self.request is None:
-            return self.resident_blocks or 0
-        left = free - _SPARE - self.beside(self.request) * 5 // 4 - buffers(self.device.type) * size
-        return min(max(left // size, 0), count)
-
-    def park(self, network: nn.Module, left: Callable[[], None] = lambda: None) -> None:
-        """Keep a network that was loaded in host memory, too. left: frees what else it keeps."""
-        Parked(network, self.device.torch_device, self.parked, left)
-
-    def leave(self) -> None:
-        """The accelerator's memory is needed for something else."""
-        for network in self.parked:
-            network.leave()

@@ -80,6 +80,11 @@ class Setup:
         possible = self.has_fp8 and not (npu or sharded or changed)
         return possible and self.execution.fp8_weights != "upcast"
 
+    def changes_weights(self, expert: str, device: str) -> bool:
+        """Whether an expert's layers or weights are other than usual on a type of device."""
+        merged = bool(self.loras.get(expert))
+        return self.quantised is not None or merged or self.keeps_fp8(device)
+
     def _check_fp8(self) -> None:
         if self.execution.fp8_weights != "keep":
             return
