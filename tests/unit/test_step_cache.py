@@ -26,13 +26,14 @@ from wan.cli.resolve import resolve
 from wan.configs import WAN_CONFIGS
 from wan.kernels.base import StepInfo
 from wan.modules.model import WanModel
+from wan.pipeline.denoise import both_here
 from wan.planner import report
 from wan.planner.measure import Planner
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.step_cache import POLICIES, StepCache
+from wan.settings.step_cache import POLICIES, PolicyRow, StepCache
 from wan.settings.values import listed as listed_values
 
 HIGH, LOW = "high_noise", "low_noise"
@@ -131,27 +132,21 @@ def test_tea_sums_up_estimated_changes() -> None:
     assert tea.rule([0.0, 0.1, 0.1, 0.1, 0.2, 0.0]) == wanted
 
 
-def test_tea_adds_up_each_branch_and_each_expert_by_itself() -> None:
-    """Estimates of 0.3 a step: both branches compute every third step of each expert."""
+def test_tea_adds_up_for_each_branch_by_itself() -> None:
+    """Estimates of 0.3 a step and a threshold of 0.85: both compute every third step."""
     run = planned(
-        "--step_cache tea --step_cache_coefficients 1,0 --step_cache_threshold 0.85 "
-        "--step_cache_warmup 0 --sample_steps 15"
+        "--task t2v-1.3B --sample_steps 15 --step_cache tea --step_cache_coefficients 1,0 "
+        "--step_cache_threshold 0.85"
     )
     assert run.setup.policy is not None
-    asked: list[tuple[str, int]] = []
 
-    def changes(expert: str, timesteps: Any) -> list[float]:
-        asked.append((expert, len(timesteps)))
-        return [0.0, *[0.3] * (len(timesteps) - 1)]
+    def changes(_: str, told: Any) -> list[float]:
+        return [0.0, *[0.3] * (len(told) - 1)]
 
-    found = run.setup.policy.lists(run.request, changes=changes)
-    high = timesteps.schedule(run.request).high_noise_steps
-    assert asked == [(HIGH, high), (LOW, 15 - high)]
-    assert found is not None
-    for branch in policy.BRANCHES:
-        assert found[branch][:high] == tuple(s % 3 == 0 for s in range(high)), branch
-        low = [s % 3 == 0 for s in range(15 - high - 1)]
-        assert found[branch][high:] == (*low, True), branch
+    wanted = tuple(step % 3 == 0 or step == 14 for step in range(15))
+    for _ in range(2):  # a second video starts anew
+        found = run.setup.policy.lists(run.request, changes=changes)
+        assert found == {"cond": wanted, "uncond": wanted}
 
 
 def test_changes_of_the_time_embedding() -> None:
@@ -379,10 +374,10 @@ def test_the_rebuilt_branch_has_the_kept_difference() -> None:
     fast = torch.cos(torch.pi * torch.arange(w)).expand(2, 3, h, w)
     cond, later = torch.randn(2, 3, h, w), torch.randn(2, 3, h, w)
     told = {"cond": cond, "uncond": cond + slow + fast}
-    first = cache.rebuilding(0, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
+    first = cache(0, both_here, told.__getitem__)
     assert torch.equal(first[1], told["uncond"])
     told = {"cond": later}
-    found = cache.rebuilding(1, lambda branch: (branch("cond"), branch("uncond")))(told.__getitem__)
+    found = cache(1, both_here, told.__getitem__)
     torch.testing.assert_close(found[1], later + slow + 1.2 * fast)
     assert cache.computed == {"cond": [0, 1], "uncond": [0]} and cache.skipped == {"uncond": [1]}
 
@@ -474,3 +469,13 @@ def test_a_run_computes_what_its_policy_promises(
     if promised is not None:
         assert float(promised[1]) == pytest.approx(factor, abs=0.005)
     assert promised or "self-attention" in line or "decided" in line or "known when" in line
+
+
+@pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)
+def test_the_documents_name_each_policy(row: PolicyRow) -> None:
+    """With what it leaves out, the parameters that it reads, and its threshold."""
+    lines = (Path(__file__).parents[2] / "docs" / "step_caches.md").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))
+    own = [name for name in row.reads if name not in ("step_cache_warmup", "step_cache_order")]
+    assert all(f"`--{name}`" in line for name in own)
+    assert row.threshold is None or f"`--step_cache_threshold` ({row.threshold:g}" in line

@@ -75,24 +75,28 @@ class GuidanceCache(Cache):
         super().end()
         self._difference = None
 
-    def rebuilding(self, step: int, branches: Branches) -> Branches:
-        """Where the two branches of a step come from."""
+    def __call__(
+        self, step: int, branches: Branches, branch: Callable[[str], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The results of both guidance branches in a step, float32 [Z,f,h,w] each.
 
-        def both(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-            import torch
+        Args:
+            step: Index of the step.
+            branches: Computes both branches.
+            branch: Computes a branch, by its name.
+        """
+        import torch
 
-            computes = self.listed["uncond"][step]
-            self.computed.setdefault("cond", []).append(step)
-            self.note("uncond", step, computes)
-            if computes:
-                cond, uncond = branches(branch)
-                self._difference = torch.fft.rfft2(uncond - cond) * _weights(cond)
-                return cond, uncond
-            assert self._difference is not None
-            cond = branch("cond")
-            return cond, cond + torch.fft.irfft2(self._difference, s=cond.shape[-2:])
-
-        return both
+        computes = self.listed["uncond"][step]
+        self.computed.setdefault("cond", []).append(step)
+        self.note("uncond", step, computes)
+        if computes:
+            cond, uncond = branches(branch)
+            self._difference = torch.fft.rfft2(uncond - cond) * _weights(cond)
+            return cond, uncond
+        assert self._difference is not None
+        cond = branch("cond")
+        return cond, cond + torch.fft.irfft2(self._difference, s=cond.shape[-2:])
 
 
 def _weights(x_Zfhw: Tensor) -> Tensor:

@@ -29,15 +29,15 @@ _REMEDY = "make a curve with tools/calibrate_mag.py and give it with `step_cache
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve and what it holds for.
+    """A curve and the run that it was made with.
 
     Attributes:
-        task: Of the checkpoint it was made with.
-        sample_shift: Of the noise schedule.
-        steps: Sampling steps.
+        task: The task.
+        sample_shift: The shift of the noise schedule.
+        steps: The sampling steps.
         high_noise_steps: How many of them the high-noise expert takes; 0 for a single network.
-        ratios: Branch -> a ratio for each step.
-        origin: Where it comes from, for messages.
+        ratios: Guidance branch -> a ratio for each step.
+        origin: Where the curve comes from, for messages.
     """
 
     task: str

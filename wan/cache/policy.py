@@ -56,26 +56,12 @@ class Policy(ABC):
     content: Any = None
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
-        """Raises InputError for parameters that do not go with the task.
-
-        Args:
-            settings: The parameters.
-            preset: The task.
-            folder: The checkpoint's, where there is one.
-        """
+        """InputError for parameters that do not go with the task or the checkpoint's folder."""
         self.settings, self.preset = settings, preset
 
     @abstractmethod
     def own(self, request: Request, changes: Changes | None) -> Lists | None:
-        """The lists by the policy's own rule.
-
-        Args:
-            request: The video.
-            changes: Known where the networks are.
-
-        Returns:
-            The lists, or None where the rule needs the networks.
-        """
+        """The lists by the policy's own rule; None where the rule needs `changes` of networks."""
 
     def check(self, request: Request) -> tuple[str, ...]:
         """Notices about a video; InputError for what does not go with its steps or guidance."""
@@ -92,7 +78,7 @@ class Policy(ABC):
     def lists(
         self, request: Request, together: bool = False, changes: Changes | None = None
     ) -> Lists | None:
-        """What is computed in each step: by the policy's rule, and whatever it says.
+        """What a run computes: by the policy's rule, and what is computed whatever that says.
 
         The first step of each expert has nothing to reuse. `step_cache_warmup` adds steps to it,
         and the last step of each expert.
@@ -100,10 +86,7 @@ class Policy(ABC):
         Args:
             request: The video.
             together: The guidance branches must agree, since other ranks compute each.
-            changes: As in `own`.
-
-        Returns:
-            The lists, or None where they are not known before the networks are loaded.
+            changes: Of the loaded networks; without it, the lists of some policies are None.
         """
         own = self.own(request, changes)
         if own is None:
@@ -148,10 +131,8 @@ class Policy(ABC):
 
 def make(settings: StepCache, preset: Preset, folder: Path | None = None) -> Policy | None:
     """The policy that the settings ask for; arguments and errors as in `Policy`."""
-    if settings.policy == "none":
-        return None
-    found: Policy = resolve_name(POLICIES[settings.policy].make)(settings, preset, folder)
-    return found
+    row = POLICIES.get(settings.policy)
+    return None if row is None else resolve_name(row.make)(settings, preset, folder)
 
 
 def phases(experts: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,8 +163,9 @@ class Session:
         branches: Branches = both_here
         if self.setup.parallel.cfg_size == 2 and self.team is not None:
             branches = self.team.both_branches
-        if self.caches.at("uncond") is not None:
-            branches = self.caches.at("uncond").rebuilding(step.index, branches)
+        guidance = self.caches.at("uncond")
+        if guidance is not None:
+            branches = partial(guidance, step.index, branches)
         found, uncond = branches(lambda name: each[name]()[0].float())  # caches take its spectrum
         out.copy_(found)
         return (uncond.to(out.dtype),)

@@ -155,7 +155,7 @@ class Denoising:
             guided = guide(
                 branch,
                 request.sample_guide_scale[scale],
-                branches if guidance is None else guidance.rebuilding(index, branches),
+                branches if guidance is None else partial(guidance, index, branches),
             )
             made = self._solver.step(guided, timestep.float(), self.latents, return_dict=False)[0]
             self.latents = conditions.impose(made)

@@ -48,6 +48,7 @@ class PolicyRow:
 
 
 _RESIDUAL = ("step_cache_threshold", "step_cache_warmup", "step_cache_order")
+_HALVES = "leaves out the unconditional branch, for which `cfg_size=2` has half of the ranks"
 _ROWS = (
     PolicyRow(
         "first_block",
@@ -88,13 +89,7 @@ _ROWS = (
         "cfg",
         "the unconditional branch in four of five late steps",
         make="wan.cache.guidance:Guidance",
-        refuses=(
-            (
-                "cfg_size",
-                2,
-                "leaves out the unconditional branch, for which `cfg_size=2` has half of the ranks",
-            ),
-        ),
+        refuses=(("cfg_size", 2, _HALVES),),
     ),
 )
 POLICIES = {row.name: row for row in _ROWS}
@@ -138,26 +133,7 @@ _STEP = integer(0, TRAIN_TIMESTEPS)
 
 @dataclass(frozen=True)
 class StepCache:
-    """A policy and its parameters.
-
-    Attributes:
-        step_cache: One of VALUES.
-        step_cache_threshold: What a policy compares with; None: the policy's own.
-        step_cache_warmup: Steps at the start of each expert that are always computed, as is its
-            last one; 0 leaves that to the policy's own rule.
-        step_cache_max_skip: Most steps in a row that `mag` skips.
-        step_cache_retention: Share of an expert's steps that `mag` computes at its start.
-        step_cache_order: 0 adds the kept residual as it is, 1 extrapolates it linearly.
-        step_cache_curve: File of a curve for `mag`; None: the checkpoint's or the published one.
-        step_cache_coefficients: Of `tea`'s polynomial, highest power first; None: published ones.
-        step_cache_force: Also with few steps.
-        use_attentioncache: The Ascend adaptation's name for the policy "attention".
-        attentioncache_ratio: Has no effect, as there.
-        attentioncache_interval: Every how many steps attention is computed.
-        start_step: Attention is computed up to this step, from 0.
-        end_step: Attention is computed behind this step; None: as many steps before the end as the
-            adaptation's 37 of 40.
-    """
+    """A policy and its parameters; every policy has its own default where that is None."""
 
     step_cache: str = loading(
         "none", policy, f"{either(VALUES)} (default none)", diffusers="policy"
@@ -169,7 +145,10 @@ class StepCache:
         diffusers="threshold",
     )
     step_cache_warmup: int = loading(
-        1, _STEP, "steps of each expert that are computed first (1)", diffusers="warmup"
+        1,
+        _STEP,
+        "first steps of each expert that are computed, as its last is (1)",
+        diffusers="warmup",
     )
     step_cache_max_skip: int = loading(
         2, _STEP, "most steps in a row that mag skips (2)", diffusers="max_skip"
@@ -208,7 +187,10 @@ class StepCache:
         12, _STEP, "attention is computed up to this step (12)", diffusers="start_step"
     )
     end_step: int | None = loading(
-        None, _STEP, "attention is computed behind this step", diffusers="end_step"
+        None,
+        _STEP,
+        "attention is computed behind this step (3 before the end)",
+        diffusers="end_step",
     )
 
     @property
