@@ -71,7 +71,7 @@ def test_every_task_without_a_checkpoint_or_image(task: str, plan: Plan) -> None
     [
         (["--ulysses_size", "16"], "does not divide the model's 40 heads"),
         (["--ring_size", "2", "--ulysses_size", "1", "--comm_type", "1"], "ulysses_size > 1"),
-        (["--ulysses_size", "4096", "--ring_size", "2"], "at most 4096 are planned"),
+        (["--ulysses_size", "4096", "--ring_size", "2"], "give at most 4096"),
         (["--decode_latents", "x.safetensors"], "drop one"),
         (["--device_memory", "0"], "must be above 0"),
         (["--ckpt_dir", "nowhere"], "does not exist"),

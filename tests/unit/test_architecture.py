@@ -64,7 +64,7 @@ WITHOUT_TORCH = (
     "wan.modules.schedule",
     *METERS,
     *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "lora", "quantised")),
-    *(f"wan.pipeline.{name}" for name in ("setup", "bound", "images", "video")),
+    *(f"wan.pipeline.{name}" for name in ("setup", "memory", "images", "video")),
     *(
         f"wan.power.{name}"
         for name in (

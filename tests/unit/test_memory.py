@@ -8,8 +8,7 @@ import pytest
 
 from wan import host
 from wan.checkpoint.layout import published
-from wan.cli import memory
-from wan.pipeline import bound
+from wan.pipeline import memory
 from wan.pipeline.setup import Setup
 from wan.run import make_setup
 from wan.settings.errors import InputError
@@ -28,16 +27,17 @@ def test_the_least_that_a_run_takes_must_be_free(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup, request = hd(device)
-    stages = bound.stages(setup, request)
-    least = max(stages.values())
+    sizes = memory.estimate(setup, request)
+    stages = memory.stages(setup, request, sizes)
+    least = max(usage.total() for usage in stages.values())
     for free, fits in ((least, True), (least - 1, False), (None, True)):
         monkeypatch.setattr(memory, "free_memory", lambda _, free=free: free)
         if fits:
             memory.check(setup, request, ranks_here=1)
             continue
-        with pytest.raises(InputError, match=r"needs at least .* GB \(denoising\).*with --plan\."):
+        with pytest.raises(InputError, match=r"needs at least .* GB \(denoising\).*with plan\."):
             memory.check(setup, request, ranks_here=1)
-    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * stages["denoising"] - 1)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * stages["denoising"].total() - 1)
     if device == "cuda":
         memory.check(setup, request, ranks_here=2)
     else:  # ranks share the memory of a machine

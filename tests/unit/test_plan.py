@@ -19,7 +19,7 @@ from wan.cli.resolve import resolve
 from wan.device import resolve as device
 from wan.distributed import mesh
 from wan.modules.schedule import MODES
-from wan.pipeline import bound, build
+from wan.pipeline import build, memory
 from wan.pipeline.denoise import Conditions, denoise
 from wan.planner.measure import Planner
 from wan.planner.report import check, lines
@@ -139,7 +139,7 @@ def test_latents_in_the_loop(hd: Planner) -> None:
 def forward(hd: Planner, **changes: object) -> int:
     """The most bytes beside weights and inputs, with other values of `Parallel`."""
     parallel = replace(hd.setup.parallel, **changes)
-    return max(forward.beside.total() for forward in hd.forwards(parallel))
+    return max(forward.size.activations.total() for forward in hd.forwards(parallel))
 
 
 @pytest.mark.slow
@@ -252,9 +252,9 @@ def test_an_image_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        slow(("--offload_model", "false"), "fits with --offload_model true on 8 ranks (30.70 GB)"),
-        slow(("--device_memory", "30"), "fits with --dit_fsdp on 8 ranks"),
-        (("--device_memory", "2"), "choose a smaller --size or --frame_num"),
+        slow(("--offload_model", "false"), "fits with offload_model=true on 8 ranks (30.70 GB)"),
+        slow(("--device_memory", "30"), "fits with dit_fsdp on 8 ranks"),
+        (("--device_memory", "2"), "choose a smaller size or frame_num"),
     ],
 )
 def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None:
@@ -262,7 +262,7 @@ def test_refusals_name_what_would_fit(argv: tuple[str, ...], words: str) -> None
     with pytest.raises(InputError) as refused:
         check(Planner(found.setup, found.request), found.device_memory)
     assert words in str(refused.value)
-    given = {word for word in argv if word.startswith("--")} - {"--offload_model"}
+    given = {word[2:] for word in argv if word.startswith("--")} - {"offload_model"}
     assert not given & set(str(refused.value).split("fits with")[-1].split())
 
 
@@ -319,7 +319,9 @@ def test_fp8_exchanges_carry_scales() -> None:
 def bound_and_plan(*argv: object) -> tuple[dict[str, int], dict[str, int]]:
     found = planner(*argv, "--device", "cuda")
     stages = {name: parts.total() for name, parts in found.stages().items()}
-    return bound.stages(found.setup, found.request), stages
+    sizes = memory.estimate(found.setup, found.request)
+    least = memory.stages(found.setup, found.request, sizes)
+    return {name: usage.total() for name, usage in least.items()}, stages
 
 
 def within(least: dict[str, int], stages: dict[str, int]) -> bool:
@@ -339,6 +341,22 @@ def within(least: dict[str, int], stages: dict[str, int]) -> bool:
 )
 def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:
     assert within(*bound_and_plan(*argv))
+
+
+@pytest.mark.parametrize("task", ["i2v-A14B", slow("ti2v-5B")])
+@pytest.mark.parametrize("frames", [slow(1), 5, slow(9), slow(81)])
+def test_the_vae_is_estimated_as_it_is_measured(task: str, frames: int, tmp_path: Path) -> None:
+    """What decoding chooses its means by, without the weights."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    argv = ("--task", task, "--size", "320*192", "--frame_num", frames, "--device", "cuda")
+    found = planner(*argv, "--image", tmp_path / "a.png")
+    measured, (width, height) = found.stages(), found.request.video_size
+    for verb, stage in (("decode", "decoding"), ("encode", "image encoder")):
+        encodes_one = verb == "encode" and task == "ti2v-5B"
+        steps = 1 if encodes_one else found.request.latent_shape[1]
+        least = memory.vae_activations(found.setup, verb, (steps, height, width))
+        want = measured[stage].total() - measured[stage]["VAE weights"]
+        assert 0.95 * want <= least <= want, (verb, least / want)
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ from tools.quantize_dit import quantize
 from wan import WanTI2V, host
 from wan import device as devices
 from wan.checkpoint.load import Source, as_stored, fill
-from wan.cli import flags, memory
+from wan.cli import flags
 from wan.cli import main as generate
 from wan.cli.resolve import resolve
-from wan.pipeline import bound, build, tiny
+from wan.pipeline import build, memory, tiny
 from wan.pipeline.pipeline import Pipeline
 from wan.pipeline.residency import streamed
 from wan.planner.measure import Planner
@@ -388,9 +388,9 @@ def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("gigabytes", "argv", "words"),
     [
-        (8, (), r"use --offload_model block \(2\.\d GB\), or see what fits"),
-        (2, (), "free; choose a smaller --size or --frame_num, or see what fits"),
-        (8, ("--compile",), "free; choose a smaller --size or --frame_num, or see what fits"),
+        (8, (), r"use offload_model=block \(2\.\d GB\), or see what fits"),
+        (2, (), "free; choose a smaller size or frame_num, or see what fits"),
+        (8, ("--compile",), "free; choose a smaller size or frame_num, or see what fits"),
     ],
 )
 def test_too_little_memory(
@@ -410,9 +410,9 @@ def test_too_little_memory(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--device_memory", "20"), "it fits with --offload_model block on 1 rank"),
-        slow(("--device_memory", "7"), "it fits with --offload_model block on 1 rank"),
-        slow(("--device_memory", "40", "--offload_model", "false"), "with --offload_model true on"),
+        (("--device_memory", "20"), "it fits with offload_model=block on 1 rank"),
+        slow(("--device_memory", "7"), "it fits with offload_model=block on 1 rank"),
+        slow(("--device_memory", "40", "--offload_model", "false"), "with offload_model=true on"),
     ],
 )
 def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], words: str) -> None:
@@ -432,7 +432,7 @@ def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> Non
     with pytest.raises(InputError) as refused:
         check(Planner(asked.setup, asked.request), asked.device_memory)
     assert "fsdp" not in str(refused.value)
-    assert (way == "block") == ("fits with --offload_model block" not in str(refused.value))
+    assert (way == "block") == ("fits with offload_model=block" not in str(refused.value))
 
 
 @pytest.mark.slow
@@ -442,6 +442,7 @@ def test_the_bound_lies_below_the_plan(device_type: str) -> None:
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
     asked = resolve(flags.parse([*told, *argv]), _none, plan=True)
     stages = Planner(asked.setup, asked.request).stages()
-    least = bound.stages(asked.setup, asked.request)
-    for name, size in least.items():
-        assert 0.75 * stages[name].total() <= size <= stages[name].total(), name
+    sizes = memory.estimate(asked.setup, asked.request)
+    least = memory.stages(asked.setup, asked.request, sizes)
+    for name, usage in least.items():
+        assert 0.75 * stages[name].total() <= usage.total() <= stages[name].total(), name

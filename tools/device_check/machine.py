@@ -18,9 +18,9 @@ from tools.device_check.bench import LIMITS, Bench
 from tools.device_check.steps import WRONG, Figure, Line, absent, error, line
 from wan import device as devices
 from wan import host
-from wan.cli.memory import gpu_memory
 from wan.device import Device
 from wan.log import versions
+from wan.pipeline.memory import gpu_memory
 from wan.settings.errors import InputError
 
 _PREFIXES = ("ASCEND", "CUDA", "HCCL", "NCCL", "NPU", "OMP", "PYTORCH", "TORCH", "TASK_QUEUE")

@@ -193,7 +193,7 @@ def _memory(bench: Bench, of: Case, model: WanModel, given: Inputs) -> Line:
     """The first forward, which makes what is kept (the rotary table), as the plan counts it."""
     held = bench.peak(lambda: given.call(model))
     (planned, *_) = Planner(of.setup, of.request).forwards(of.setup.parallel)
-    most = planned.beside.total() + planned.kept.total()
+    most = (planned.size.activations + planned.size.kept).total()
     what = f"memory beside weights, {prod(given.grid)} tokens"
     figures = [gigabytes("planned", most), gigabytes("measured", held)]
     if held is not None:

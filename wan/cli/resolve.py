@@ -12,8 +12,8 @@ from typing import Any
 
 from wan import env, run
 from wan.checkpoint.files import read_json, safetensors_metadata
-from wan.cli import memory
 from wan.cli.output import check_trace, check_writable
+from wan.pipeline import memory
 from wan.pipeline.video import latents_shape
 from wan.run import Run, Values
 from wan.settings import recipes

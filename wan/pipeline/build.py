@@ -34,7 +34,7 @@ from wan.modules.interfaces import Attention, Collaborators, LocalAttention, Loc
 from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
-from wan.pipeline import bound, text, vae
+from wan.pipeline import memory, text, vae
 from wan.pipeline.decoding import Codec, MakeRows
 from wan.pipeline.denoise import both_here
 from wan.pipeline.pipeline import Experts, Lazy, Pipeline, Residency, Sharing, make_here
@@ -96,7 +96,7 @@ def pipeline(
         residency=Residency(
             device,
             execution.resident_blocks,
-            partial(bound.beside_blocks, setup),
+            partial(memory.beside_blocks, setup),
             execution.offload_model,
         ),
         team=team,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wan.device import Device
 from wan.log import logger
-from wan.pipeline import bound
+from wan.pipeline import memory
 from wan.pipeline.setup import Setup
 from wan.pipeline.vae import Sink, VideoVAE
 from wan.settings.errors import is_out_of_memory
@@ -52,7 +52,7 @@ class Codec:
         _, frames, height, width = video_3FHW.shape
         time, scale, _ = self._setup.preset.vae_stride
         steps = 1 + (frames - 1) // time
-        least = bound.autoencoder(self._setup, "encode", (steps, height, width))
+        least = memory.vae_activations(self._setup, "encode", (steps, height, width))
 
         def attempt(means: str, may_skip: bool) -> Tensor | None:
             work = partial(VideoVAE.encode, video_3FHW=video_3FHW)
@@ -70,7 +70,7 @@ class Codec:
         _, steps, height, width = latent_Zfhw.shape
         _, *scales = self._setup.preset.vae_stride
         size = steps, height * scales[0], width * scales[1]
-        least = bound.autoencoder(self._setup, "decode", size)
+        least = memory.vae_activations(self._setup, "decode", size)
         is_main = self._rows is None or self._rows(height, False).rank == 0
 
         def attempt(means: str, may_skip: bool) -> None:

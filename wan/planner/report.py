@@ -1,16 +1,16 @@
-"""`generate.py --plan` in words: what a run exchanges, what it holds, whether that fits."""
+"""What `generate.py --plan` prints: what a run exchanges, what it holds, and whether it fits."""
 
 from __future__ import annotations
 
-from wan.cli.memory import gpu_memory
+from wan.pipeline.memory import gpu_memory
 from wan.planner.measure import Planner
-from wan.planner.topology import means, nearest
+from wan.planner.topology import decodings, nearest
 from wan.run import Run
 from wan.settings.errors import InputError
 
 
 def show(run: Run) -> None:
-    """Print the plan of a run; InputError where the run does not fit its device."""
+    """Print the plan of a run. Raises InputError where the run does not fit its device."""
     planner = Planner(run.setup, run.request)
     print(*run.notices, *lines(planner, run.settings["task"]), sep="\n", flush=True)
     memory = run.device_memory or planner.device.can.memory
@@ -20,7 +20,7 @@ def show(run: Run) -> None:
 
 
 def lines(planner: Planner, task: str) -> list[str]:
-    """The plan, a fact a line. task: as it was asked for."""
+    """The plan, one fact in each line. task: The name that the user gave."""
     setup, request, parallel = planner.setup, planner.request, planner.setup.parallel
     folder, (width, height) = setup.checkpoint.folder, request.video_size
     tokens, need = planner.tokens(parallel), planner.need()
@@ -35,9 +35,9 @@ def lines(planner: Planner, task: str) -> list[str]:
         *_traffic(planner),
         f"Memory of the fullest rank: {_size(need)}",
     ]
-    for name, parts in planner.stages().items():
-        words = [f"{part} {_size(size)}" for part, size in parts.most_common() if size >= 1e6]
-        found.append(f"  {name} {_size(parts.total())}: {', '.join(words)}")
+    for name, usage in planner.stages().items():
+        words = [f"{what} {_size(size)}" for what, size in usage.most_common() if size >= 1e6]
+        found.append(f"  {name} {_size(usage.total())}: {', '.join(words)}")
     host = planner.host()
     if host:
         found.append(f"Page-locked host memory of a rank: {_size(host)}")
@@ -45,31 +45,34 @@ def lines(planner: Planner, task: str) -> list[str]:
 
 
 def check(planner: Planner, memory: int | None) -> str:
-    """One line: it fits, or nothing is known to compare with.
+    """One line that says that the run fits, or that its need was not compared.
 
-    memory: bytes of a device. Raises InputError where the run does not fit; it names what would.
+    Args:
+        planner: Of the run.
+        memory: Bytes of a device; None where they are not known.
+
+    Raises:
+        InputError: Where the run does not fit. The remedy is the nearest run that would.
     """
     if memory is None:
         return "Not compared with a device's memory; give --device_memory GB."
-    sizes = {name: parts.total() for name, parts in planner.stages().items()}
+    sizes = {name: usage.total() for name, usage in planner.stages().items()}
     stage, need = max(sizes.items(), key=lambda item: item[1])
-    for setup, words in means(planner.setup):
+    for setup, words in decodings(planner.setup):
         least = planner.need(setup)
         if least <= memory:
             return f"Fits{words}: {_size(least)} of {_size(memory)} per rank."
     found = nearest(planner, memory)
-    remedy = "no topology and no flag would help: choose a smaller --size or --frame_num"
+    remedy = "no topology and no flag would help: choose a smaller `size` or `frame_num`"
     if found is not None:
-        flags, ranks, least = found
-        remedy = f"it fits with {flags} on {_count(ranks, 'rank')} ({_size(least)})"
-    raise InputError(
-        f"The run needs {_size(need)} on its fullest rank ({stage}), and a device has "
-        f"{_size(memory)}; {remedy}."
-    )
+        settings, ranks, least = found
+        remedy = f"it fits with {settings} on {_count(ranks, 'rank')} ({_size(least)})"
+    why = f"needs {_size(need)} on its fullest rank ({stage}), and a device has {_size(memory)}"
+    raise InputError("The run", why=why, remedy=remedy)
 
 
 def _traffic(planner: Planner) -> list[str]:
-    """What each layer gives to other ranks, in dense and in sparse steps."""
+    """What each layer sends to other ranks, in dense and in sparse steps."""
     forward, *_ = planner.forwards(planner.setup.parallel)
     kinds = ("",) if len(forward.sent) == 1 else (" in dense steps", " in sparse steps")
     calls = planner.setup.checkpoint.config["num_layers"]

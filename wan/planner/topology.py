@@ -1,7 +1,8 @@
-"""The nearest run that fits into a device's memory: fewest flags, then blocks that are copied in
-every forward, then another topology, then that and flags.
+"""The nearest run that fits into a device's memory.
 
-Candidates are measured only where their bound (`wan.pipeline.bound`) leaves them possible.
+Candidates come in this order: the fewest settings more, blocks that are copied in every forward,
+another topology, another topology with all those settings. A candidate is measured only where its
+estimate (`wan.pipeline.memory`) leaves it possible.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
 
-from wan.pipeline import bound
+from wan.pipeline.memory import fullest
 from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
 from wan.settings.errors import InputError
 from wan.settings.parallel import SIZES, Parallel, legal, resolve, size_flags
 
-STREAMED, TILED = "--offload_model block", "--vae_tiling"
+BLOCKS, TILES = "`offload_model=block`", "`vae_tiling`"
 MOST_RANKS = 512  # and at most eight times as many as there are
 
 
 def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
-    """The first candidate that fits: its flags, ranks, and bytes of the fullest one."""
-    for flags, setup in _candidates(planner, memory):
-        if max(bound.least(setup, planner.request).values()) <= memory:
-            for one, _ in means(setup):
-                need = planner.need(one)
+    """The first candidate that fits: its settings, its ranks, and bytes of the fullest one."""
+    for words, setup in _candidates(planner, memory):
+        if fullest(setup, planner.request)[1] <= memory:
+            for decoding, _ in decodings(setup):
+                need = planner.need(decoding)
                 if need <= memory:
-                    return flags, setup.parallel.world_size, need
+                    return words, setup.parallel.world_size, need
     return None
 
 
-def means(setup: Setup) -> Iterator[tuple[Setup, str]]:
-    """How a run may decode, in the order in which it does by itself; and that in words."""
+def decodings(setup: Setup) -> Iterator[tuple[Setup, str]]:
+    """The ways in which a run decodes, in the order in which it tries them, each in words."""
     yield setup, ""
     several, execution = setup.parallel.world_size > 1, setup.execution
     if several and not (execution.vae_parallel or execution.vae_tiling):
@@ -46,30 +47,26 @@ def means(setup: Setup) -> Iterator[tuple[Setup, str]]:
 
 
 def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
-    """The present topology with one flag more, two, ..., all, or streamed; others with none; others
-    with all."""
     present, others = planner.setup, list(_topologies(planner))
-    flags = _flags(planner, present, memory)
-    for count in range(1, len(flags) + 1):
-        for chosen in combinations(flags, count):
+    settings = _settings(planner, present, memory)
+    for count in range(1, len(settings) + 1):
+        for chosen in combinations(settings, count):
             yield " ".join(chosen), _changed(present, chosen)
-    streamed = (
-        [] if present.execution.offload_model == "block" else [(STREAMED,), (STREAMED, TILED)]
-    )
-    for chosen in streamed:
-        with suppress(InputError):  # what it excludes is given
-            yield " ".join(chosen), _changed(present, chosen)
+    if present.execution.offload_model != "block":
+        for chosen in ((BLOCKS,), (BLOCKS, TILES)):
+            with suppress(InputError):  # a setting of the run may exclude it
+                yield " ".join(chosen), _changed(present, chosen)
     yield from others
     for words, setup in others:
-        flags = _flags(planner, setup, memory)
-        yield " ".join((words, *flags)), _changed(setup, flags)
+        settings = _settings(planner, setup, memory)
+        yield " ".join((words, *settings)), _changed(setup, settings)
 
 
 def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
-    """Every other topology that the given flags allow: as many ranks, then more."""
+    """Every other topology that the run's settings allow: first of as many ranks, then of more."""
     present, heads = planner.setup.parallel, planner.setup.checkpoint.heads
-    given = {f.name: getattr(present, f.name) for f in fields(Parallel)}
-    kept = {f.name: given[f.name] for f in fields(Parallel) if given[f.name] != f.default}
+    values = {f.name: getattr(present, f.name) for f in fields(Parallel)}
+    kept = {f.name: values[f.name] for f in fields(Parallel) if values[f.name] != f.default}
     kept["compile"] = planner.setup.execution.compile
     world = present.world_size
     for ranks in range(world, max(world, min(8 * world, MOST_RANKS)) + 1):
@@ -84,26 +81,27 @@ def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
                 yield size_flags(*sizes), setup
 
 
-def _flags(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
-    """Flags that take memory from a stage that is too large, and are not given."""
+def _settings(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
+    """Settings that the setup has not yet, and that take memory from a stage that is too large."""
     execution, parallel, several = setup.execution, setup.parallel, setup.parallel.world_size > 1
-    large = {name for name, parts in planner.stages().items() if parts.total() > memory}
+    large = {name for name, usage in planner.stages().items() if usage.total() > memory}
     text = "text encoder" in large or execution.offload_model is False
     text = text and not (execution.t5_cpu or parallel.t5_fsdp)
     shards = several and isinstance(execution.offload_model, bool)
     offers = {
-        "--offload_model true": execution.offload_model is False,
-        "--dit_fsdp": shards and not parallel.dit_fsdp and setup.quantised is None,
-        "--t5_fsdp": shards and text,
-        "--t5_cpu": not several and text and planner.device.type != "cpu",
+        "`offload_model=true`": execution.offload_model is False,
+        "`dit_fsdp`": shards and not parallel.dit_fsdp and setup.quantised is None,
+        "`t5_fsdp`": shards and text,
+        "`t5_cpu`": not several and text and planner.device.type != "cpu",
     }
-    return tuple(flag for flag, offered in offers.items() if offered)
+    return tuple(setting for setting, offered in offers.items() if offered)
 
 
-def _changed(setup: Setup, flags: Iterable[str]) -> Setup:
-    on: dict[str, Any] = {flag.split()[0].removeprefix("--"): True for flag in flags}
-    if STREAMED in flags:
-        on["offload_model"] = "block"
-    sharded = {name: on.pop(name) for name in ("dit_fsdp", "t5_fsdp") if name in on}
-    parallel, execution = replace(setup.parallel, **sharded), replace(setup.execution, **on)
+def _changed(setup: Setup, settings: Iterable[str]) -> Setup:
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.strip("`").partition("=")
+        changes[name] = value if value == "block" else True
+    sharded = {name: changes.pop(name) for name in ("dit_fsdp", "t5_fsdp") if name in changes}
+    parallel, execution = replace(setup.parallel, **sharded), replace(setup.execution, **changes)
     return replace(setup, parallel=parallel, execution=execution)

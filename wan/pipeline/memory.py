@@ -1,0 +1,342 @@
+"""What memory a run takes, stage by stage, and whether this machine has so much; without torch.
+
+`stages` is the one account of what lives beside what. It is given the sizes of each network, which
+have two sources: `estimate` has formulas of the tensors in the checkpoint, which take milliseconds
+and are never too high; `wan.planner.measure` runs the layers and measures them.
+
+Legend: C channels, F channels of the feed-forward, e bytes of an element in the matrix products.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from wan import host
+from wan.checkpoint.files import folder_tensors
+from wan.pipeline.setup import Setup
+from wan.settings import devices
+from wan.settings.devices import Capabilities
+from wan.settings.errors import InputError
+from wan.settings.execution import buffers
+from wan.settings.request import Request
+
+Usage = Counter[str]
+"""Bytes by what they are for."""
+
+LATENTS = 6  # of the solver and of both branches, when the network is called; a test counts them
+_TEXT_ENCODER, _WORDS = 11_361_820_672, 2_100_297_728  # umt5-xxl in bfloat16, and its word table
+_VAE = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
+# Bytes for each pixel of the published VAEs in float32 with one, two and three latent frames, and
+# for each further one, a little below what the planner measures; a test compares them.
+_VAE_ACTIVATIONS = {
+    ("2.1", "decode"): (11_100, 17_300, 17_390, 50),
+    ("2.2", "decode"): (8_550, 15_550, 15_640, 50),
+    ("2.1", "encode"): (5_800, 11_880, 11_930, 49),
+    ("2.2", "encode"): (2_460, 5_670, 5_720, 48),
+}
+_NPU_DRIVER = Path("/dev/davinci_manager")  # it does not say how much memory is free
+
+
+@dataclass(frozen=True)
+class NetworkSize:
+    """Bytes of the text encoder or a DiT on the rank that holds the most.
+
+    Attributes:
+        weights: This rank's weights.
+        block: The weights of one block.
+        blocks: The weights that `offload_model=block` copies: those of all blocks.
+        kept: What lives from one call to the next.
+        activations: What lives beside the weights and `kept` when the most does.
+    """
+
+    weights: int
+    block: int
+    blocks: int
+    kept: Usage = field(default_factory=Usage)
+    activations: Usage = field(default_factory=Usage)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of all networks of a run on the rank that holds the most.
+
+    Attributes:
+        text: The text encoder; None where it is not on the device.
+        clip: CLIP's weights.
+        vae: The VAE's weights.
+        encoding: What lives beside them while an image is encoded; empty where none is.
+        decoding: What lives beside them while the video is decoded.
+        dit: One DiT.
+    """
+
+    text: NetworkSize | None
+    clip: int
+    vae: int
+    encoding: Usage
+    decoding: Usage
+    dit: NetworkSize
+
+
+def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
+    """What lives on the fullest rank when the most does, for each stage in their order.
+
+    Args:
+        setup: The checkpoint and the settings.
+        request: The video.
+        sizes: The networks of this setup, estimated or measured.
+
+    Returns:
+        "text encoder" where it runs on the device, "image encoder" where an image is encoded,
+        "denoising" and "decoding".
+    """
+    execution, device = setup.execution, planned_device(setup).type
+    keeps_all = execution.offload_model is False
+    stays, found = Usage(), dict[str, Usage]()
+
+    def stage(name: str, weights: Usage, activations: Usage) -> None:
+        found[name] = stays + weights + activations
+        if keeps_all:
+            stays.update(weights)
+
+    if sizes.text is not None:
+        streams = execution.offload_model == "block"
+        weights = buffers(device) * sizes.text.block if streams else sizes.text.weights
+        stage("text encoder", Usage({"text encoder weights": weights}), sizes.text.activations)
+    if keeps_all:  # otherwise CLIP is released before the VAE works
+        stays.update({"CLIP weights": sizes.clip})
+    vae = Usage({"VAE weights": sizes.vae})
+    if sizes.encoding:
+        stage("image encoder", vae, sizes.encoding)
+    dit, layers = sizes.dit, setup.checkpoint.config["num_layers"]
+    absent = layers - execution.blocks_held(layers, device)
+    networks = len(setup.preset.experts) if keeps_all else 1
+    resident = dit.kept + Usage({"DiT weights": dit.weights - absent * dit.block})
+    resident = Usage({name: networks * size for name, size in resident.items()})
+    stage("denoising", resident, dit.activations + _latents(request))
+    stage("decoding", vae - stays, sizes.decoding)
+    return found
+
+
+def _latents(request: Request) -> Usage:
+    return Usage(latents=LATENTS * prod(request.latent_shape) * 4)
+
+
+def planned_device(setup: Setup) -> Capabilities:
+    """What `device` and `chip` mean; "auto" is the first accelerator that can run the setup."""
+    rows = devices.candidates(setup.execution.device, setup.chip)
+    for row in rows:
+        if setup.execution.device != "auto" or row.type != "cpu":
+            try:
+                setup.check_device(row)
+            except InputError:
+                continue
+            return row
+    return rows[-1]
+
+
+def estimate(setup: Setup, request: Request) -> Sizes:
+    """The sizes by formulas: none above what is measured, the fullest stage 85 % of it or more.
+
+    Weights have the size of their files. Left out are CLIP, and what a VAE takes beside the video
+    while it decodes in tiles.
+    """
+    execution, (width, height), frames = (
+        setup.execution,
+        request.video_size,
+        request.latent_shape[1],
+    )
+    is_on_device = planned_device(setup).type == "cpu" or not execution.t5_cpu
+    holds_frame = setup.preset.kind == "ti2v" and request.image_size is not None
+    encoded = frames if setup.preset.kind == "i2v" else int(holds_frame)
+    ranks = setup.parallel.world_size if execution.vae_parallel else 1
+    encoding = vae_activations(setup, "encode", (encoded, height, width)) // ranks
+    video = 3 * request.frame_num * width * height * 4  # whole on the first rank
+    decoding = vae_activations(setup, "decode", (frames, height, width)) - video
+    return Sizes(
+        text=_text_encoder(setup) if is_on_device else None,
+        clip=0,
+        vae=int(_vae_weights(setup) * _vae_itemsize(setup) / 4),
+        encoding=+Usage(activations=encoding),
+        decoding=Usage(activations=video + (0 if execution.vae_tiling else decoding // ranks)),
+        dit=_transformer(setup, request),
+    )
+
+
+def _text_encoder(setup: Setup) -> NetworkSize:
+    """Of sharded weights, FSDP gathers the word table, twice."""
+    path, parallel = setup.checkpoint.text_encoder, setup.parallel
+    size = _TEXT_ENCODER if path is None else _stored(path)
+    words = _WORDS * size // _TEXT_ENCODER
+    ranks = parallel.world_size if parallel.t5_fsdp else 1
+    gathered = Usage({"gathered weights": 2 * words if parallel.t5_fsdp else 0})
+    blocks = (size - words) // ranks
+    return NetworkSize(size // ranks, blocks // 24, blocks, activations=gathered)
+
+
+def _transformer(setup: Setup, request: Request) -> NetworkSize:
+    """Matrices; the text's keys and values; the residual stream beside q, k and v or beside the
+    feed-forward. With FSDP also two gathered blocks and what is outside the blocks, once more while
+    it is gathered."""
+    config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
+    c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
+    device = planned_device(setup).type
+    e = {"bf16": 2, "fp32": 4}[execution.dit_precision_on(device)]
+    fp32 = e if execution.convert_model_dtype else 4
+    block = (8 * c + 2 * f) * c * e
+    if setup.quantised is not None:
+        block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
+    elif setup.keeps_fp8(device):
+        block = (8 * c + 2 * f) * c
+    outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
+    branches = 2 if request.guided and parallel.cfg_size == 1 else 1
+    text = branches * execution.text_kv_cache * config["text_len"] * c * e
+    tokens = -(-prod(request.grid) // parallel.sequence_size)
+    activations, gathered, ranks = tokens * (4 * c + e * max(5 * c, 2 * c + f)), 0, 1
+    if parallel.dit_fsdp:
+        activations, ranks = max(outside, activations), parallel.world_size
+        gathered = outside + 2 * block
+    return NetworkSize(
+        weights=(outside + layers * block) // ranks,
+        block=block // ranks,
+        blocks=layers * block // ranks,
+        kept=Usage({"text": text, "text K/V": 2 * layers * text}),
+        activations=Usage({"activations": activations, "gathered weights": gathered}),
+    )
+
+
+def beside_blocks(setup: Setup, request: Request) -> int:
+    """What is estimated to live on a device beside the blocks of the DiT that runs, in bytes."""
+    dit = _transformer(setup, request)
+    return dit.weights - dit.blocks + (dit.kept + dit.activations + _latents(request)).total()
+
+
+def vae_activations(setup: Setup, verb: str, size: tuple[int, int, int]) -> int:
+    """What is estimated to live beside the VAE's weights, on all ranks that share the rows.
+
+    Args:
+        setup: The checkpoint and the settings.
+        verb: "encode" or "decode".
+        size: Latent frames, pixels of a column and of a row.
+
+    Returns:
+        Bytes.
+    """
+    version, (frames, height, width) = setup.preset.vae, size
+    if frames == 0:
+        return 0
+    width_ratio = min(1.0, (_vae_weights(setup) / _VAE[version]) ** 0.5)  # to the published VAE
+    *first, further = _VAE_ACTIVATIONS[version, verb]
+    each = first[min(frames, 3) - 1] * width_ratio * _vae_itemsize(setup) / 4
+    return int((each + max(0, frames - 3) * further) * height * width)
+
+
+def _vae_itemsize(setup: Setup) -> int:
+    return {"bf16": 2, "fp32": 4}[setup.execution.vae_precision]
+
+
+def _vae_weights(setup: Setup) -> int:
+    """Bytes of the VAE's weights in float32."""
+    path = setup.checkpoint.vae
+    return _VAE[setup.preset.vae] if path is None else _stored(path)
+
+
+def _stored(path: Path) -> int:
+    """Bytes of the weights in a file or folder; a .pth is an uncompressed archive of them."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(info.nbytes for info in (folder_tensors(path) or {}).values())
+
+
+def check(setup: Setup, request: Request, ranks_here: int) -> None:
+    """Refuse a run that needs more memory than is free, as far as both are known.
+
+    Only torch can tell which device "auto" is. Such a run is refused where it fits on none of the
+    devices that are here.
+
+    Args:
+        setup: The checkpoint and the settings.
+        request: The video.
+        ranks_here: How many ranks share this machine's memory.
+
+    Raises:
+        InputError: For a run that does not fit.
+    """
+    device_types: tuple[str, ...] = (setup.execution.device,)
+    if device_types == ("auto",) and _NPU_DRIVER.exists():
+        device_types = ("npu", "cpu")
+    elif device_types == ("auto",):
+        device_types = ("cuda", "cpu") if gpu_memory("free") else ("cpu",)
+    refusals = [_refusal(setup, request, ranks_here, device) for device in device_types]
+    if refusals[0] is not None and None not in refusals:
+        raise refusals[0]
+
+
+def _refusal(setup: Setup, request: Request, ranks_here: int, device: str) -> InputError | None:
+    """Why the run does not fit into the memory of this type of device; None where it may."""
+    free = free_memory(device)
+    if free is None:
+        return None
+    stage, need = fullest(setup, request, ranks_here, device=device)
+    if need <= free:
+        return None
+    remedy = "choose a smaller `size` or `frame_num`"
+    with suppress(InputError):  # a setting of the run may exclude it
+        _, less = fullest(setup, request, ranks_here, device=device, offload_model="block")
+        if less <= free:
+            remedy = f"use `offload_model=block` ({less / 1e9:.1f} GB)"
+    where = "this machine has" if device == "cpu" else "a GPU has"
+    why = f"needs at least {need / 1e9:.1f} GB ({stage}), and {where} {free / 1e9:.1f} GB free"
+    return InputError("The run", why=why, remedy=f"{remedy}, or see what fits with `plan`")
+
+
+def fullest(
+    setup: Setup, request: Request, ranks_here: int = 1, **execution: Any
+) -> tuple[str, int]:
+    """The stage that is estimated to take the most, and its bytes.
+
+    The VAE decodes in tiles, which a run does by itself where memory is short.
+
+    Args:
+        setup: The checkpoint and the settings.
+        request: The video.
+        ranks_here: How many ranks share the memory; on a CPU all of them denoise and one decodes.
+        **execution: Settings of `Execution` that differ from the run's.
+    """
+    setup = replace(setup, execution=replace(setup.execution, **execution))
+    tiles = replace(setup.execution, vae_tiling=True, vae_parallel=False)
+    in_tiles = replace(setup, execution=tiles)
+    needs = stages(setup, request, estimate(setup, request))
+    needs["decoding"] = stages(in_tiles, request, estimate(in_tiles, request))["decoding"]
+    found = {name: usage.total() for name, usage in needs.items()}
+    if setup.execution.device == "cpu":
+        found["denoising"] *= ranks_here
+    return max(found.items(), key=lambda item: item[1])
+
+
+def free_memory(device_type: str) -> int | None:
+    """Bytes that a run on a device of this type may take; None where that is not known.
+
+    Of several GPUs the one with the most free memory counts.
+    """
+    if device_type == "cuda":
+        return max(gpu_memory("free"), default=None)
+    return host.available_memory() if device_type == "cpu" else None
+
+
+def gpu_memory(kind: str) -> list[int]:
+    """Bytes of each NVIDIA GPU here, "free" or in "total", as `nvidia-smi` reports them.
+
+    Empty where there is no such program, no GPU, or no answer within five seconds.
+    """
+    command = ["nvidia-smi", f"--query-gpu=memory.{kind}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return [int(line) * 2**20 for line in done.stdout.split("\n") if line.strip()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
