@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from wan.kernels.base import PLAIN, SmallOps
-from wan.kernels.npu import small_ops as npu_ops
+from wan.kernels.select import vendor_ops
 from wan.modules import small_ops as plain
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 from wan.modules.rope import apply_rope, rope_table
+from wan.settings.kernels import SMALL_OPS
 
 Choose = Callable[[str], None]
-NAMES = ("rope", "rms_norm", "layer_norm", "scale_shift")
+NAMES = tuple(name for name, row in SMALL_OPS.items() if "npu" in row.make)
 EPS = 1e-6
 
 
@@ -26,7 +27,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def fused(*names: str) -> SmallOps:
-    return npu_ops.fused(names)
+    return vendor_ops(names)
 
 
 def same(found: Tensor, want: Tensor) -> None:
@@ -131,7 +132,7 @@ def test_only_what_was_asked_for_is_replaced(chip: Choose) -> None:
         "layer_norm": {"layer_norm", "modulated_norm"},
         "scale_shift": {"modulated_norm"},
     }.items():
-        ops = vars(npu_ops.fused([name]))
+        ops = vars(vendor_ops([name]))
         assert {field for field, function in ops.items() if function is not None} == fields
     assert fused() == PLAIN
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from wan.settings import devices
-from wan.settings.attention import ALGORITHMS, Attention
-from wan.settings.backends import BACKENDS
+from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.kernels import DENSE, RAINFUSION, SMALL_OPS
+from wan.settings.kernels import FP8 as KERNEL
 
 BF16, FP32 = Execution(precision="bf16"), Execution(precision="fp32")
 ALL = {"CPU", "CUDA GPU", "A2", "A3", "A5"}
@@ -58,19 +59,17 @@ def refusal(
 
 PLAIN, LASER = Attention(), Attention(attention_algo="laser")
 FP8 = Attention(fa_quant="fp8")
-NPU_KERNELS = (
-    "this device is {row}: use --attention_backend auto (an NPU's own kernels are named by"
-)
+NPU_KERNELS = "this device is {row}; use attention_backend=auto (attention_algo names an NPU's own"
 # What is asked for -> the devices that take it; every other device refuses with these words.
 TAKEN = {
     "plain": (PLAIN, ALL, ""),
-    "laser": (LASER, {"A2", "A3"}, "(or ALGO) needs an A2 or A3; this device is {row}"),
-    "fp8": (FP8, ALL - {"A2", "A3"}, "--fa_quant fp8 needs a CPU, CUDA GPU or A5; this device is"),
-    "v2": (rain("v2"), ALL - {"A5"}, "{row}: use --rainfusion_type v3"),
+    "laser": (LASER, {"A2", "A3"}, "attention_algo=laser needs an A2 or A3; this device is {row}"),
+    "fp8": (FP8, ALL - {"A2", "A3"}, "fa_quant=fp8 needs a CPU, CUDA GPU or A5; this device is"),
+    "v2": (rain("v2"), ALL - {"A5"}, "{row}; use rainfusion_type=v3"),
     "v3": (rain("v3"), ALL, ""),
-    "fp8 v3": (rain("v3", "fp8"), ALL - {"A2", "A3"}, "--fa_quant fp8 needs"),
+    "fp8 v3": (rain("v3", "fp8"), ALL - {"A2", "A3"}, "fa_quant=fp8 needs"),
     "fused": (Attention(fused_ops=("rms_norm",)), NPUS, "needs an A2, A3 or A5; this device is"),
-    "rope": (Attention(fused_ops=("rope",)), {"A2", "A3"}, "{row}: leave rope out"),
+    "rope": (Attention(fused_ops=("rope",)), {"A2", "A3"}, "{row}; leave rope out"),
     "sdpa": (Attention(attention_backend="sdpa"), ALL, ""),
     "cudnn": (Attention(attention_backend="cudnn"), {"CUDA GPU"}, NPU_KERNELS),
     "flash_3": (Attention(attention_backend="flash_3"), {"CUDA GPU"}, NPU_KERNELS),
@@ -111,7 +110,7 @@ def test_weights_that_each_device_takes(name: str, algorithm: str) -> None:
     said = refusal(devices.DEVICES[name], PLAIN, weights=("W8A8_DYNAMIC", algorithm))
     assert (said is None) == (name in takers)
     if said is not None and name != "Duo":
-        assert f"--quant_dit_path with {algorithm} weights needs" in said
+        assert f"quant_dit_path with {algorithm} weights needs" in said
         assert said.endswith("use an export in W8A8_DYNAMIC.")
 
 
@@ -119,15 +118,15 @@ def test_weights_that_each_device_takes(name: str, algorithm: str) -> None:
     ("name", "attention", "head_dim", "execution", "words"),
     [
         ("A5", FP8, 96, BF16, "with heads of 96 channels"),
-        ("A5", FP8, 128, FP32, "use --precision bf16"),
-        ("A3", rain("v2"), 128, FP32, "use --precision bf16"),
+        ("A5", FP8, 128, FP32, "use precision=bf16"),
+        ("A3", rain("v2"), 128, FP32, "use precision=bf16"),
         ("Duo", PLAIN, 128, FP32, "computes in float16 only"),
         (
             "CUDA GPU",
             Attention(attention_backend="flash"),
             128,
             FP32,
-            "--attention_backend flash takes no fp32, which a run on a CUDA GPU would compute in",
+            "attention_backend=flash takes no fp32, which a run on a CUDA GPU would compute in",
         ),
     ],
 )
@@ -152,6 +151,7 @@ def test_refused_only_where_every_device_that_may_be_meant_refuses() -> None:
         devices.check(devices.candidates("cpu"), Attention(fused_ops=("rope",)), BF16, 128)
 
 
-def test_dense_kernels_name_devices_of_the_table() -> None:
-    for algorithm in (*ALGORITHMS.values(), *BACKENDS.values()):
-        assert set(algorithm.devices) <= set(devices.DEVICES)
+def test_kernels_name_npus_of_the_table() -> None:
+    for row in (*DENSE.values(), *RAINFUSION.values(), *SMALL_OPS.values(), KERNEL):
+        assert set(row.chips) <= set(devices.CHIPS)
+        assert set(row.make) <= {one.type for one in devices.DEVICES.values()}

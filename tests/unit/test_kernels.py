@@ -12,7 +12,8 @@ from torch import Tensor
 
 from wan import log
 from wan.device import Device
-from wan.kernels.base import Target
+from wan.kernels.base import Payload, StepInfo, Target
+from wan.kernels.compiled_ops import STEPS
 from wan.kernels.sdpa import (
     CUDNN,
     EFFICIENT,
@@ -24,12 +25,14 @@ from wan.kernels.sdpa import (
     cuda_operator,
     padded_heads,
 )
-from wan.kernels.select import DENSE, Exported, dense, select
+from wan.kernels.select import Exported, dense, select
+from wan.modules.small_ops import BlockOps
+from wan.pipeline.build import DTYPES
 from wan.planner import operators
-from wan.settings.attention import ALGORITHMS, Attention
-from wan.settings.backends import BACKENDS
-from wan.settings.devices import DEVICES, of_type
+from wan.settings.attention import Attention
+from wan.settings.devices import of_type
 from wan.settings.errors import InputError
+from wan.settings.kernels import DENSE, FP8, RAINFUSION, SMALL_OPS, dense_names
 
 
 def qkv(head: int, rows: int = 19, keys: int = 33) -> list[Tensor]:
@@ -124,7 +127,8 @@ def test_where_cudnn_is_refused(
     capability: tuple[int, int], head: int, cudnn: int | None, words: str
 ) -> None:
     check_cudnn((8, 0), 128, 91600)
-    with pytest.raises(InputError, match=f"^--attention_backend cudnn .*{words}: use --att"):
+    said = f"^attention_backend=cudnn .*{words}; use attention_backend=auto"
+    with pytest.raises(InputError, match=said):
         check_cudnn(capability, head, cudnn)
 
 
@@ -164,7 +168,7 @@ RAIN = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
 LATER = Attention(use_rainfusion=True)  # after a quarter of the steps
 EXPORTED = {("dit", 0): (torch.eye(64), torch.eye(64))}
 SDPA, TILES = "PyTorch SDPA on cpu", "PyTorch SDPA, masked in tiles"
-FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
+BY_FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
 
 
 @pytest.mark.parametrize(
@@ -172,8 +176,8 @@ FP8 = "fp8 (per-block E4M3; PyTorch SDPA, dequantised)"
     [
         (Attention(), CPU, {}, SDPA),
         (Attention(), CUDA, {}, "PyTorch SDPA on cuda"),
-        (Attention(fa_quant="fp8"), CPU, {}, FP8),
-        (Attention(fa_quant="fp8"), CPU, EXPORTED, f"{FP8}, else {SDPA}"),
+        (Attention(fa_quant="fp8"), CPU, {}, BY_FP8),
+        (Attention(fa_quant="fp8"), CPU, EXPORTED, f"{BY_FP8}, else {SDPA}"),
         (RAIN, CPU, {}, f"rainfusion v3 ({TILES})"),
         (LATER, CPU, {}, f"rainfusion v2 ({TILES}), else {SDPA}"),
         (RAIN, CUDA, {}, "rainfusion v3 (PyTorch FlexAttention)"),
@@ -190,19 +194,68 @@ def test_a_selection_names_what_can_run(
     )
 
 
-def test_the_kernels_are_those_that_settings_promise() -> None:
-    rows = [*ALGORITHMS.values(), *(b for b in BACKENDS.values() if b.member is None)]
-    promised = {(a.name, DEVICES[name].type) for a in rows for name in a.devices}
-    assert {pair for pair in promised if pair[0] != "auto"} == DENSE.keys()
-    for (_, where), make in DENSE.items():
-        if where == "cpu":  # those of NPUs are made in tests/npu_sim
-            assert resolve_name(make)(Target(CPU, 64, torch.float32)).can_return_lse
+def makers() -> list[str]:
+    rows = [*DENSE.values(), *RAINFUSION.values(), FP8, *SMALL_OPS.values()]
+    texts = [text for row in rows for text in row.make.values()]
+    return sorted({text for text in [*texts, *FP8.quantise.values()] if ":" in text})
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("text", makers())
+def test_what_a_row_names_is_there(text: str) -> None:
+    assert callable(resolve_name(text))
+
+
+def test_compiled_operations_are_steps_of_a_block() -> None:
+    for steps in STEPS.values():
+        assert all(callable(getattr(BlockOps, step)) for step in steps)
+
+
+ON_CPU = [name for name, row in DENSE.items() if "cpu" in row.make and row.member is None]
+
+
+@pytest.mark.parametrize("head", [8, 64, 128])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ON_CPU)
+def test_every_dense_kernel_of_cpus_computes_the_formula(
+    name: str, precision: str, head: int
+) -> None:
+    """Those of xfuser are compared in tests/xfuser, those of NPUs in tests/npu_sim."""
+    row, dtype = DENSE[name], DTYPES[precision]
+    if precision not in row.precisions:
+        pytest.skip(f"{name} takes no {precision}")
+    kernel = dense(Attention(**{row.flag: name}), Target(CPU, head, dtype))
+    assert kernel.can_return_lse == row.has_lse
+    for rows, keys in ((19, 33), (130, 257)):
+        q, k, v = (x.to(dtype) for x in qkv(head, rows, keys))
+        expected, logsum = plain(*(x.transpose(1, 2) for x in (q, k, v)))
+        near = {"atol": 2e-6, "rtol": 1e-5} if precision == "fp32" else {"atol": 2e-2, "rtol": 2e-2}
+        found = kernel(q, k, v)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.transpose(1, 2).double(), expected, **near)
+        if row.has_lse:
+            found, lse = kernel.with_lse(q, k, v)
+            torch.testing.assert_close(found.transpose(1, 2).double(), expected, **near)
+            torch.testing.assert_close(lse.double(), logsum, **near)
+
+
+@pytest.mark.parametrize("name", ["fp8", *(name for name, row in RAINFUSION.items() if row.make)])
+def test_every_method_of_cpus_computes_the_formula(name: str) -> None:
+    """FP8 up to its rounding; block-sparse attention that leaves nothing out exactly."""
+    given = {"fa_quant": "fp8"} if name == "fp8" else {"rainfusion_type": name, "sparsity": 0.0}
+    asked = Attention(**given, use_rainfusion=name != "fp8", sparse_start_step=0)
+    (method,) = select(asked, Target(CPU, 64, torch.float32), {}).methods
+    q, k, v = qkv(64, 300, 300)
+    step = StepInfo(0, 4, "cond", "dit", (3, 10, 10), 300, layer=0)
+    found = method.prepare(*map(Payload, (q, k, v)), step)(Payload(q), 0)
+    expected, _ = plain(*(x.transpose(1, 2) for x in (q, k, v)))
+    off = (found.transpose(1, 2).double() - expected).norm() / expected.norm()
+    assert off < (0.1 if name == "fp8" else 1e-5)
+
+
+@pytest.mark.parametrize("name", dense_names("attention_backend"))
 def test_a_backend_in_a_plan(name: str) -> None:
     """Neither a GPU nor xfuser is here; what is not known is said to be assumed."""
-    row = BACKENDS[name]
+    row = DENSE[name]
     target = Target(CUDA, 64, torch.bfloat16, operators.load)
     selected = select(Attention(attention_backend=name), target, {})
     assert selected.dense.can_return_lse == row.has_lse
@@ -229,7 +282,5 @@ def test_a_backend_of_xfuser_where_it_is_not_installed() -> None:
 
 
 def test_a_kernel_that_does_not_exist_on_the_device() -> None:
-    cuda = Device(torch.device("cuda"), of_type("cuda"))
-    for algorithm, device in (("laser", CPU), ("nonsense", cuda)):
-        with pytest.raises(ValueError, match=f"no dense kernel '{algorithm}' on a {device.type}"):
-            select(Attention(attention_algo=algorithm), Target(device, 64, torch.float32), {})
+    with pytest.raises(ValueError, match=r"no kernel 'laser' on this device \(CPU\)"):
+        select(Attention(attention_algo="laser"), Target(CPU, 64, torch.float32), {})

@@ -23,8 +23,8 @@ from wan.device import Device
 from wan.kernels.base import Target
 from wan.kernels.xfuser import XfuserKernel
 from wan.kernels.xfuser import kernel as made
-from wan.settings.backends import BACKENDS
 from wan.settings.devices import of_type
+from wan.settings.kernels import DENSE
 
 MATH, FLASH = AttentionBackendType.SDPA_MATH, AttentionBackendType.SDPA_FLASH
 
@@ -51,4 +51,5 @@ def registered(member: Any, function: Callable[..., Any]) -> Iterator[list[tuple
 
 
 def kernel(name: str, head: int, dtype: torch.dtype = torch.float32) -> XfuserKernel:
-    return made(BACKENDS[name], Target(Device(torch.device("cpu"), of_type("cpu")), head, dtype))
+    device = Device(torch.device("cpu"), of_type("cpu"))
+    return made(Target(device, head, dtype, row=DENSE[name]))

@@ -16,8 +16,8 @@ from xfuser.core.distributed.attention_backend import (
 
 from tests.xfuser.ranks import FLASH, MATH, flash_on_cpu, kernel, registered
 from wan.kernels.xfuser import XfuserKernel
-from wan.settings.backends import BACKENDS
 from wan.settings.errors import InputError
+from wan.settings.kernels import DENSE
 
 HEAD = 16
 # Of the registry, and why it is not offered; docs/attention_backends.md says the same.
@@ -46,7 +46,7 @@ def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Tenso
 
 def test_all_of_the_registry_is_offered_or_left_out_for_a_reason() -> None:
     registry = {member.name for member in ATTENTION_FUNCTION_REGISTRY}
-    offered = {backend.member for backend in BACKENDS.values() if backend.member is not None}
+    offered = {backend.member for backend in DENSE.values() if backend.member is not None}
     sparse = {name for name in registry if any(word in name for word in SPARSE)}
     assert offered <= registry and not offered & sparse
     assert registry - offered - sparse == LEFT_OUT.keys()
@@ -182,7 +182,7 @@ def test_a_name_that_this_xfuser_does_not_know() -> None:
 def test_every_function_takes_the_five_arguments_that_are_given() -> None:
     from inspect import signature
 
-    for backend in BACKENDS.values():
+    for backend in DENSE.values():
         if backend.member is not None:
             member = AttentionBackendType[backend.member]
             signature(ATTENTION_FUNCTION_REGISTRY[member]).bind(*range(3), 0.0, False)

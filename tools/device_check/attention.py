@@ -6,6 +6,7 @@ Legend: B batch, S tokens, N heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -34,9 +35,9 @@ from wan.kernels.base import Kernel, Target
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.schedule import MODES, OVERLAP
-from wan.settings.attention import ALGORITHMS, Algorithm, Attention
-from wan.settings.backends import BACKENDS, Backend
+from wan.settings.attention import Attention
 from wan.settings.errors import InputError
+from wan.settings.kernels import DENSE
 from wan.settings.parallel import Parallel
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -59,11 +60,11 @@ def shapes(bench: Bench) -> list[tuple[int, int, int]]:
 
 def kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
     """What a run may take here, by the names of --attention_algo and --attention_backend."""
-    found = {name: Attention(attention_algo=name) for name in ALGORITHMS}
-    for name, backend in BACKENDS.items():
-        needs = ("xfuser", *backend.modules) if backend.member is not None else ()
-        if name != "auto" and all(find_spec(module.split(".")[0]) for module in needs):
-            found[name] = Attention(attention_backend=name)
+    found = {}
+    for name, row in DENSE.items():
+        needs = ("xfuser", *row.modules) if row.member is not None else ()
+        if bench.device.can.has(row) and all(find_spec(module.split(".")[0]) for module in needs):
+            found[name] = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
 
     def made(attention: Attention) -> Kernel:
         try:
@@ -71,12 +72,7 @@ def kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]
         except InputError as error:
             raise UnavailableError(str(error)) from error
 
-    here = bench.device.can.name
-    return {name: partial(made, a) for name, a in found.items() if here in _row(name).devices}
-
-
-def _row(name: str) -> Algorithm | Backend:
-    return ALGORITHMS[name] if name in ALGORITHMS else BACKENDS[name]
+    return {name: partial(made, attention) for name, attention in found.items()}
 
 
 def dense(bench: Bench) -> Iterator[Line]:
@@ -110,8 +106,8 @@ def _kernel(
     reference: Exact,
     what: str,
 ) -> Line:
-    row, rows = _row(name), min(x.shape[1] for x in qkv)
-    if isinstance(row, Algorithm) and rows < row.min_rows:
+    row, rows = DENSE[name], min(x.shape[1] for x in qkv)
+    if rows < row.min_rows:
         raise UnavailableError(f"it takes {row.min_rows} rows or more")
     if qkv[0].dtype == torch.float32 and "fp32" not in row.precisions:
         raise UnavailableError("it takes 16-bit tensors")

@@ -18,8 +18,9 @@ from tools.device_check.attention import LONG
 from tools.device_check.bench import HEAD, LIMITS, Bench, attempted, exact, milliseconds
 from tools.device_check.network import apart, case, inputs, network
 from tools.device_check.steps import SLOW, Figure, Line, UnavailableError, absent, error, line
-from wan.kernels.npu.small_ops import fused
+from wan.kernels.select import vendor_ops
 from wan.modules.rope import RopeTable, apply_rope, rope_table
+from wan.settings.kernels import SMALL_OPS
 
 ROPE_LIMIT = 1e-5  # float32 in and out
 _ALL = 2**31 - 1
@@ -58,7 +59,8 @@ def _ropes(bench: Bench) -> Iterator[Line]:
         "the plain form": apply_rope,
         "pairs apart": _pairs,
     }
-    one_kernel = fused(["rope"]).rope if "rope" in bench.device.can.fused_ops else None
+    has_rope = bench.device.can.has(SMALL_OPS["rope"])
+    one_kernel = vendor_ops(["rope"]).rope if has_rope else None
     if one_kernel is not None:
         forms["--fused_ops rope"] = one_kernel
     for name, form in forms.items():

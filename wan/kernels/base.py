@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wan.device import Device
+from wan.settings.kernels import Dense
 
 Grid = tuple[int, int, int]
 """Tokens along frame, height and width."""
@@ -60,6 +61,7 @@ class Target:
         device: The device that computes, with its row of the table of devices.
         head_dim: Channels of a head.
         dtype: Of q, k and v.
+        row: Of the table of kernels, the dense one that is built.
         load: Imports kernels and the vendors' operators by their names.
     """
 
@@ -67,6 +69,7 @@ class Target:
     head_dim: int
     dtype: torch.dtype
     load: Load = resolve_name
+    row: Dense | None = None
 
 
 class Kernel(Protocol):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan import trace
-from wan.kernels.base import QKV, AttendRows, Payload, StepInfo
+from wan.kernels.base import QKV, AttendRows, Payload, StepInfo, Target
 from wan.kernels.reference import tiled_attention
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 
@@ -195,14 +195,14 @@ class Fp8Quantiser:
 class DequantisedAttention:
     """Implements `Fp8Kernel` for devices without FP8 units: attention on what the values stand for.
 
-    On CPUs it computes in float32 and in tiles, so that no division changes the bits; elsewhere by
-    one call in `dtype`.
+    On CPUs, and without a target, it computes in float32 and in tiles, so that no division changes
+    the bits; elsewhere by one call in `dtype`.
     """
 
     name = "PyTorch SDPA, dequantised"
 
-    def __init__(self, device_type: str = "cpu") -> None:
-        self._tiled = device_type == "cpu"
+    def __init__(self, target: Target | None = None) -> None:
+        self._tiled = target is None or target.device.type == "cpu"
 
     def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor:
         if self._tiled:

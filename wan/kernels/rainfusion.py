@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wan import trace
-from wan.kernels.base import QKV, AttendRows, Payload, StepInfo
+from wan.kernels.base import QKV, AttendRows, Payload, StepInfo, Target
 from wan.kernels.fp8 import Place, Quantiser, as_they_are
 from wan.kernels.rainfusion_masks import plan
 from wan.kernels.reference import tiled_attention
@@ -48,6 +48,9 @@ class ReferenceBlocks:
     """`BlockSparseKernel` on any device: correct, of the same bits for every division, and slow."""
 
     name = "PyTorch SDPA, masked in tiles"
+
+    def __init__(self, target: Target | None = None) -> None:
+        """Built for any device."""
 
     def __call__(
         self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /

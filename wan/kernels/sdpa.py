@@ -66,7 +66,7 @@ def cuda_operator(
 
 
 def check_cudnn(capability: tuple[int, int], head: int, cudnn: int | None) -> None:
-    """InputError where --attention_backend cudnn cannot compute; arguments as `cuda_operator`."""
+    """InputError where cuDNN's kernel cannot compute; arguments as `cuda_operator`."""
     wrong = None
     if cudnn is None:
         wrong = "needs cuDNN, which this PyTorch does not have"
@@ -77,7 +77,7 @@ def check_cudnn(capability: tuple[int, int], head: int, cudnn: int | None) -> No
     elif head > _CUDNN_HEAD:
         wrong = f"takes heads of at most {_CUDNN_HEAD} channels, not {head}"
     if wrong is not None:
-        raise InputError(f"--attention_backend cudnn {wrong}: use --attention_backend auto.")
+        raise InputError("`attention_backend=cudnn`", None, wrong, "use `attention_backend=auto`")
 
 
 class CudaKernel:

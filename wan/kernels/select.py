@@ -1,32 +1,23 @@
 """Which kernels and methods a run's attention is made of: what was asked for, on what is there.
 
-A new dense kernel is its own file and a row of `DENSE`; xfuser's are rows of
-`wan.settings.backends`.
+The rows of `wan.settings.kernels` name what makes each kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wan.kernels.base import (
-    PLAIN,
-    Grid,
-    Kernel,
-    Method,
-    Payload,
-    SmallOps,
-    Target,
-)
+from wan.kernels.base import PLAIN, Grid, Kernel, Load, Method, Payload, SmallOps, Target
 from wan.kernels.compiled_ops import Compiled
 from wan.kernels.fp8 import (
-    DequantisedAttention,
     Fp8Attention,
-    Fp8Kernel,
     Fp8Quantiser,
     Place,
     Rotations,
@@ -34,29 +25,14 @@ from wan.kernels.fp8 import (
     hadamard,
     sylvester,
 )
-from wan.kernels.npu import small_ops
 from wan.kernels.npu.fp8 import placed_head_first
-from wan.kernels.rainfusion import REFERENCE, BlockSparseKernel, RainFusionAttention
+from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.settings.attention import Attention
+from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, Row
 
 Exported = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of its queries and keys, as a quantised checkpoint brings them."""
-
-
-_SDPA, _CUDA = "wan.kernels.sdpa:SdpaKernel", "wan.kernels.sdpa:on_cuda"
-# (--attention_algo or one of PyTorch's own --attention_backend, device type) -> what makes the
-# kernel for a target.
-DENSE = {
-    ("fused", "cpu"): _SDPA,
-    ("fused", "cuda"): _CUDA,
-    ("fused", "npu"): "wan.kernels.npu.dense:FusedKernel",
-    ("laser", "npu"): "wan.kernels.npu.dense:LaserKernel",
-    ("sdpa", "cpu"): _SDPA,
-    ("sdpa", "cuda"): "wan.kernels.sdpa:sdpa_on_cuda",
-    ("sdpa", "npu"): _SDPA,
-    ("cudnn", "cuda"): "wan.kernels.sdpa:by_cudnn",
-}
 
 
 @dataclass(frozen=True)
@@ -115,12 +91,13 @@ def select(
     Raises:
         ValueError: A kernel does not exist on the device, or does not compute there.
     """
-    device, load, cap = target.device, target.load, attention.fa_freq_cap
+    device, load = target.device, target.load
     names, ops, run, clock = device.can.fused(attention, compiled), PLAIN, None, None
     if device.type == "npu":
-        ops = small_ops.fused(names, load)
-        if cap is not None:
-            clock = load("wan.kernels.npu.clock:FrequencyCap")(cap, attention.fa_freq_restore)
+        ops = vendor_ops(names, load)
+        if attention.fa_freq_cap is not None:
+            cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
+            clock = load("wan.kernels.npu.clock:FrequencyCap")(cap, restore)
     elif names:
         least = {} if attention.fused_ops == ("auto",) else {"least": 0}
         run = load("wan.kernels.compiled_ops:Compiled")(names, **least)
@@ -138,20 +115,27 @@ def select(
     )
 
 
+def vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallOps:
+    """The vendor's kernels of NPUs for these values of fused_ops; other operations stay plain."""
+    ops = PLAIN
+    for name, row in SMALL_OPS.items():
+        if name in names:
+            ops = load(row.make["npu"])(ops, load)
+    return ops
+
+
 def dense(attention: Attention, target: Target) -> Kernel:
     """Self-attention's dense kernel, tried where it is xfuser's; see `select`."""
-    backend, where = attention.backend, target.device.type
-    if backend.member is not None:
-        kernel: Kernel = target.load("wan.kernels.xfuser:kernel")(backend, target)
-        return kernel
-    name = attention.attention_algo if backend.name == "auto" else backend.name
-    if (name, where) not in DENSE:
-        known = ", ".join(f"{name} on {where}" for name, where in DENSE)
-        raise ValueError(
-            f"There is no dense kernel {name!r} on a {where} device; there are {known}."
-        )
-    made: Kernel = target.load(DENSE[name, where])(target)
-    return made
+    kernel: Kernel = _made(attention.dense, replace(target, row=attention.dense))
+    return kernel
+
+
+def _made(row: Row, target: Target) -> Any:
+    """The kernel of a row of the table, for a device that has it."""
+    can = target.device.can
+    if not can.has(row):
+        raise ValueError(f"There is no kernel {row.name!r} on this device ({can.name}).")
+    return target.load(row.make[can.type])(target)
 
 
 def _rainfusion(attention: Attention, target: Target, exported: Exported) -> tuple[Method, ...]:
@@ -166,9 +150,9 @@ def _rainfusion(attention: Attention, target: Target, exported: Exported) -> tup
         attention.sparsity,
         attention.start_step if start is None else start,
         attention.mask_refresh_interval,
-        kernel=_block_sparse(kind, target),
+        kernel=_made(RAINFUSION[kind], target),
         quantiser=quantiser,
-        place=as_they_are if kind == "v2" else _place(target),
+        place=_place(target) if RAINFUSION[kind].has_fp8 else as_they_are,
     )
     return (method,)
 
@@ -176,30 +160,16 @@ def _rainfusion(attention: Attention, target: Target, exported: Exported) -> tup
 def _fp8(attention: Attention, target: Target, exported: Exported) -> tuple[Method, ...]:
     if not attention.fp8:
         return ()
-    kernel: Fp8Kernel = DequantisedAttention(target.device.type)
-    if target.device.type == "npu":
-        kernel = target.load("wan.kernels.npu.fp8:NpuFp8Attention")(target)
     quantiser = _quantiser(target, Rotations(target.head_dim, hadamard, exported))
-    place, before = _place(target), attention.quant_alltoall
-    return (Fp8Attention(quantiser, target.dtype, kernel, before, place),)
-
-
-def _block_sparse(kind: str, target: Target) -> BlockSparseKernel:
-    makers = {
-        "npu": f"wan.kernels.npu.block_sparse:RainKernelV{kind[1:]}",
-        "cuda": "wan.kernels.flex:FlexBlocks",
-    }
-    if target.device.type not in makers:
-        return REFERENCE
-    kernel: BlockSparseKernel = target.load(makers[target.device.type])(target)
-    return kernel
+    kernel, before = _made(FP8, target), attention.quant_alltoall
+    return (Fp8Attention(quantiser, target.dtype, kernel, before, _place(target)),)
 
 
 def _quantiser(target: Target, rotations: Rotations) -> Fp8Quantiser:
-    if target.device.type == "npu":
-        quantise = target.load("wan.kernels.npu.fp8:NpuBlockQuantise")(target)
-        return Fp8Quantiser(rotations, quantise, "npu")
-    return Fp8Quantiser(rotations, device_type=target.device.type)
+    where = target.device.type
+    if where in FP8.quantise:
+        return Fp8Quantiser(rotations, target.load(FP8.quantise[where])(target), where)
+    return Fp8Quantiser(rotations, device_type=where)
 
 
 def _place(target: Target) -> Place:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from wan.kernels.base import Target
-from wan.settings.backends import Backend
 from wan.settings.errors import InputError
+from wan.settings.kernels import Dense
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
 """function(q, k, v, dropout, is_causal): the result and perhaps the log-sum-exp."""
@@ -30,6 +30,7 @@ _HEADS, _ROWS, _KEYS = 2, 203, 137
 # Largest error of a result, relative to its size, and of a log-sum-exp; of what quantises, the
 # second. A log-sum-exp to base 2 is off by 44 %, that is by 2.
 _RESULT, _LSE = (0.02, 0.3), (0.02, 0.1)
+_INSTEAD = "use `attention_backend=auto`"
 
 
 class XfuserKernel:
@@ -51,30 +52,29 @@ class XfuserKernel:
         return out, lse[..., : q_BSND.shape[1]]  # of the memory-efficient operator: padded to 32
 
 
-def kernel(backend: Backend, target: Target) -> XfuserKernel:
-    """The kernel of a row of xfuser's, tried on the device.
+def kernel(target: Target) -> XfuserKernel:
+    """The kernel of the target's row, tried on the device.
 
     Raises:
         InputError: Where a package is missing, or the function does not compute this.
     """
-    device, head, dtype = target.device.torch_device, target.head_dim, target.dtype
-    flag = f"--attention_backend {backend.name}"
-    instead = "or use --attention_backend auto"
-    for module in ("xfuser", *backend.modules):
+    device, head, dtype, row = target.device.torch_device, target.head_dim, target.dtype, target.row
+    assert row is not None, "a row says which function it is"
+    for module in ("xfuser", *row.modules):
         if not _is_there(module):
-            what = "-r requirements-cuda.txt" if module == "xfuser" else " ".join(backend.install)
-            raise InputError(
-                f"{flag} needs the Python module {module}, which is not installed or does not "
-                f"load: run pip install {what}, {instead}."
-            )
-    member, function = _registered(backend, flag)
-    error = _trial(function, device, head, dtype, backend.low_precision)
+            what = "-r requirements-cuda.txt" if module == "xfuser" else " ".join(row.install)
+            why = f"needs the Python module {module}, which is not installed or does not load"
+            raise InputError(row.asked, None, why, f"run pip install {what}, or {_INSTEAD}")
+    member, function = _registered(row)
+    error = _trial(function, device, head, dtype, row.low_precision)
     if isinstance(error, str):
-        raise InputError(
-            f"{flag} does not compute {str(dtype).removeprefix('torch.')} with heads of {head} "
-            f"channels on this {device.type} device ({error}); see whether "
-            f"{' and '.join(('xfuser', *backend.install))} fit it, {instead}."
+        precision = str(dtype).removeprefix("torch.")
+        why = (
+            f"does not compute {precision} with heads of {head} channels on this {device.type} "
+            f"device ({error})"
         )
+        packages = " and ".join(("xfuser", *row.install))
+        raise InputError(row.asked, None, why, f"see whether {packages} fit it, or {_INSTEAD}")
     return XfuserKernel(f"xfuser {member.name} ({member.value})", function, error)
 
 
@@ -86,21 +86,20 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _registered(backend: Backend, flag: str) -> tuple[Any, Function]:
+def _registered(row: Dense) -> tuple[Any, Function]:
     """xfuser's name of a function, and the function."""
     try:
         from xfuser.core.distributed import attention_backend as registry
     except Exception as error:  # whatever a foreign package raises where it does not fit
-        raise InputError(
-            f"{flag}: xfuser does not load; it needs a PyTorch for CUDA or ROCm and the packages "
-            f"of requirements-cuda.txt: use --attention_backend auto ({_reason(error)})."
-        ) from error
-    member = getattr(registry.AttentionBackendType, str(backend.member), None)
-    if member not in registry.ATTENTION_FUNCTION_REGISTRY:
-        raise InputError(
-            f"{flag}: this xfuser has no {backend.member}; run pip install -r "
-            "requirements-cuda.txt, or use --attention_backend auto."
+        why = (
+            "needs xfuser, which does not load here: it needs a PyTorch for CUDA or ROCm and the "
+            f"packages of requirements-cuda.txt ({_reason(error)})"
         )
+        raise InputError(row.asked, None, why, _INSTEAD) from error
+    member = getattr(registry.AttentionBackendType, str(row.member), None)
+    if member not in registry.ATTENTION_FUNCTION_REGISTRY:
+        remedy = f"run pip install -r requirements-cuda.txt, or {_INSTEAD}"
+        raise InputError(row.asked, None, f"is {row.member}, which this xfuser has not", remedy)
     return member, registry.ATTENTION_FUNCTION_REGISTRY[member]
 
 

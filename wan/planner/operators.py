@@ -24,7 +24,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from wan.kernels.base import Target
 from wan.kernels.flex import FlexBlocks
 from wan.kernels.sdpa import SdpaKernel
-from wan.settings.backends import Backend
 
 _LSE = 8  # npu_fusion_attention's maximum and sum of each row stand there so often, in float32
 _LASER_ROWS, _LASER_HEAD = 256, 128  # the laser kernel pads to multiples of these
@@ -38,11 +37,12 @@ def load(name: str) -> Any:
 class PlannedKernel(SdpaKernel):
     """Stands for a kernel of xfuser's, which cannot be tried: PyTorch's."""
 
-    def __init__(self, backend: Backend, _: Target) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__()
-        self.can_return_lse = backend.has_lse
-        lse = "with" if backend.has_lse else "without"
-        self.name = f"{backend.name} backend (planned as PyTorch SDPA, assumed {lse} log-sum-exp)"
+        assert target.row is not None
+        name, self.can_return_lse = target.row.name, target.row.has_lse
+        lse = "with" if self.can_return_lse else "without"
+        self.name = f"{name} backend (planned as PyTorch SDPA, assumed {lse} log-sum-exp)"
 
 
 def _fusion_attention(

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from wan.settings.attention import COMPILED_OPS, VENDOR_OPS, Attention
+from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
+from wan.settings.kernels import DEFAULT, FP8, RAINFUSION, SMALL_OPS, Row
 from wan.settings.values import either
 
 
@@ -22,8 +23,7 @@ from wan.settings.values import either
 class Capabilities:
     """One kind of device; of NPUs, one generation of chips.
 
-    Which devices have a dense attention kernel stands in `wan.settings.attention.ALGORITHMS` and
-    in `wan.settings.backends`.
+    Which kernels it has stands in `wan.settings.kernels`.
 
     Attributes:
         type: torch's device type.
@@ -32,10 +32,7 @@ class Capabilities:
         precisions: Values of --precision it computes in. A Duo knows float16 only, which no run
             uses: it is in the table to be refused by name.
         methods_in: What q, k, v must be for FP8 and block-sparse attention and quantised weights.
-        fp8_heads: Head sizes of FP8 attention; None: any power of two; empty: no FP8 attention.
-        rainfusion: Values of --rainfusion_type that run as asked; on A5 mindiesd turns v2 into v3.
         sparse_precise: `inner_precise` of block-sparse attention; A5 takes 4 only.
-        fused_ops: Values of --fused_ops, all of which "auto" stands for.
         clock: Whether --fa_freq_cap can set it.
         compile: Whether --compile works.
         weights: Quantised linear layers: names of algorithms, or families (`_family`). The
@@ -48,26 +45,25 @@ class Capabilities:
     memory: int | None = None
     precisions: tuple[str, ...] = ("bf16", "fp32")
     methods_in: tuple[str, ...] = ("bf16", "fp32")
-    fp8_heads: tuple[int, ...] | None = None
-    rainfusion: tuple[str, ...] = ("v2", "v3")
     sparse_precise: int = 0
-    fused_ops: tuple[str, ...] = COMPILED_OPS
     clock: bool = False
     compile: bool = True
     weights: tuple[str, ...] = ("W8A8_DYNAMIC",)
+
+    def has(self, row: Row) -> bool:
+        """Whether it has a kernel."""
+        return row.is_on(self.type, self.name)
 
     def fused(self, attention: Attention, compiled: bool) -> tuple[str, ...]:
         """Which small operations run as one kernel each; compiled blocks are fused anyway."""
         if attention.fused_ops != ("auto",):
             return attention.fused_ops
-        return () if compiled else self.fused_ops
+        return () if compiled else tuple(n for n, row in SMALL_OPS.items() if self.has(row))
 
 
 def _npu(name: str, socs: tuple[int, int], **differences: object) -> Capabilities:
     usual: dict[str, object] = {
         "methods_in": ("bf16",),
-        "fp8_heads": (),
-        "fused_ops": VENDOR_OPS,
         "clock": True,
         "compile": False,
         "weights": ("integer",),
@@ -85,14 +81,10 @@ DEVICES = {
         _npu(
             "A5",
             (260, 260),
-            fp8_heads=(64, 128),
-            rainfusion=("v3",),
             sparse_precise=4,
-            # The rotation of neighbouring channels is documented for A2 and A3 only.
-            fused_ops=tuple(name for name in VENDOR_OPS if name != "rope"),
             weights=("integer", "MX"),
         ),
-        _npu("Duo", (200, 205), precisions=(), rainfusion=(), fused_ops=(), weights=()),
+        _npu("Duo", (200, 205), precisions=(), weights=()),
     )
 }
 CHIPS = tuple(name for name, device in DEVICES.items() if device.type == "npu")
@@ -110,10 +102,8 @@ def of_type(device: str, soc: int | None = None) -> Capabilities:
         if row.type == device and (soc is None or (row.socs and row.socs[0] <= soc <= row.socs[1])):
             return row
     known = ", ".join(f"{name} {DEVICES[name].socs}" for name in CHIPS)
-    raise InputError(
-        f"This NPU's SoC version {soc} is unknown to mindiesd (known: {known}); use --device cpu "
-        "or one of these models."
-    )
+    why = f"is unknown to mindiesd (known: {known})"
+    raise InputError("This NPU's SoC version", soc, why, "use `device=cpu` or one of these models")
 
 
 def candidates(device: str, chip: str | None = None) -> tuple[Capabilities, ...]:
@@ -144,8 +134,8 @@ def check(
     found = [_refusal(row, attention, execution, head_dim, weights) for row in rows]
     refusals = [refusal for refusal in found if refusal is not None]
     if refusals and len(refusals) == len(rows):
-        _, sentence = max(refusals, key=lambda refusal: refusal[0])
-        raise InputError(sentence)
+        _, error = max(refusals, key=lambda refusal: refusal[0])
+        raise error
 
 
 def _refusal(
@@ -154,39 +144,36 @@ def _refusal(
     execution: Execution,
     head_dim: int,
     weights: tuple[str, ...],
-) -> tuple[int, str] | None:
+) -> tuple[int, InputError] | None:
     """How many wishes the device meets, and what is wrong with the next or the last one."""
     precision = execution.dit_precision_on(row.type)
+    here = _an(row.name)
     if precision not in row.precisions:
-        return -1, (
-            f"{_an(row.name)} computes in float16 only, which is not supported; use "
-            f"{_an(either(_names(lambda row: precision in row.precisions)))}."
-        )
+        having = _an(either(_names(lambda row: precision in row.precisions)))
+        why = "computes in float16 only, which is not supported"
+        return -1, InputError(here, None, why, f"use {having}")
     for met, wish in enumerate(_wishes(attention, execution, head_dim, weights)):
         if not wish.met(row):
-            having = _names(wish.met)
-            needs = f"needs {_an(either(having))}; this device is" if having else "does not work on"
-            return met, f"{wish.flag} {needs} {_an(row.name)}: {wish.instead}."
+            names = _names(wish.met)
+            needs = f"needs {_an(either(names))}; this device is" if names else "does not work on"
+            return met, InputError(wish.what, None, f"{needs} {here}", wish.instead)
         if precision not in wish.precisions:
-            return met + 1, (
-                f"{wish.flag} takes no {precision}, which a run on {_an(row.name)} would compute "
-                f"in: use --precision {either(wish.precisions)}, or {wish.instead}."
-            )
+            why = f"takes no {precision}, which a run on {here} would compute in"
+            remedy = f"use `precision={either(wish.precisions)}`, or {wish.instead}"
+            return met + 1, InputError(wish.what, None, why, remedy)
         if wish.method and precision not in row.methods_in:
-            return met + 1, (
-                f"{wish.flag} takes 16-bit tensors only on an NPU: use --precision bf16, or "
-                f"{wish.instead}."
-            )
+            why, remedy = "takes 16-bit tensors only on an NPU", "use `precision=bf16`"
+            return met + 1, InputError(wish.what, None, why, f"{remedy}, or {wish.instead}")
     return None
 
 
 @dataclass(frozen=True)
 class _Wish:
-    """Something a run asks of its device."""
+    """Something a run asks of its device: a subject of a sentence, and who can do it."""
 
-    flag: str
+    what: str
     met: Callable[[Capabilities], bool]
-    instead: str = "drop the flag"
+    instead: str = "drop it"
     method: bool = False  # bound to `methods_in`
     precisions: tuple[str, ...] = ("bf16", "fp32")
 
@@ -194,72 +181,61 @@ class _Wish:
 def _wishes(
     attention: Attention, execution: Execution, head_dim: int, weights: tuple[str, ...]
 ) -> Iterator[_Wish]:
-    yield from _dense_kernels(attention)
+    dense = attention.dense
+    instead = f"use `attention_algo={DEFAULT}`"
+    if dense.flag == "attention_backend":
+        instead = "use `attention_backend=auto` (`attention_algo` names an NPU's own kernels)"
+    yield _Wish(dense.asked, partial(_has, dense), instead, precisions=dense.precisions)
     if attention.fp8:
-        yield _Wish("--fa_quant fp8", lambda row: row.fp8_heads != (), method=True)
-        yield _Wish(
-            f"--fa_quant fp8 with heads of {head_dim} channels",
-            lambda row: row.fp8_heads is None or head_dim in row.fp8_heads,
-        )
+        yield _Wish("`fa_quant=fp8`", partial(_has, FP8), method=True)
+        what = f"`fa_quant=fp8` with heads of {head_dim} channels"
+        yield _Wish(what, lambda row: row.type != "npu" or head_dim in FP8.heads)
     if attention.use_rainfusion:
-        kind, other = attention.rainfusion_type, "v3" if attention.rainfusion_type == "v2" else "v2"
-        yield _Wish("--use_rainfusion", lambda row: bool(row.rainfusion), method=True)
+        sparse = RAINFUSION[attention.rainfusion_type]
+        others = [f"`rainfusion_type={n}`" for n, one in RAINFUSION.items() if one.make]
+        others.remove(f"`rainfusion_type={sparse.name}`")
         yield _Wish(
-            f"--rainfusion_type {kind}",
-            lambda row: kind in row.rainfusion,
-            f"use --rainfusion_type {other}",
+            "`use_rainfusion`",
+            lambda row: any(row.has(kind) for kind in RAINFUSION.values()),
+            method=True,
         )
+        what = f"`rainfusion_type={sparse.name}`"
+        yield _Wish(what, partial(_has, sparse), f"use {either(others)}")
     for name in sorted({*attention.fused_ops} - {"auto"}):
-        yield _Wish(
-            f"--fused_ops {name} (or FAST_LAYERNORM=1, ROPE_OPT=1)",
-            partial(lambda name, row: name in row.fused_ops, name),
-            f"leave {name} out",
-        )
+        met = partial(_has, SMALL_OPS[name])
+        yield _Wish(f"`fused_ops={name}`", met, f"leave {name} out")
     if attention.fa_freq_cap is not None:
-        yield _Wish("--fa_freq_cap", lambda row: row.clock)
+        yield _Wish("`fa_freq_cap`", lambda row: row.clock)
     if execution.compile:
-        yield _Wish("--compile", lambda row: row.compile)
+        yield _Wish("`compile`", lambda row: row.compile)
     yield from _offloads(execution, bool(weights))
     for name in weights:
         yield _Wish(
-            f"--quant_dit_path with {name} weights",
+            f"`quant_dit_path` with {name} weights",
             lambda row, name=name: name in row.weights or _family(name) in row.weights,  # type: ignore[misc]
             "use an export in W8A8_DYNAMIC",
             method=True,
         )
 
 
+def _has(kernel: Row, row: Capabilities) -> bool:
+    return row.has(kernel)
+
+
 def _offloads(execution: Execution, quantised: bool) -> Iterator[_Wish]:
     offload = execution.offload_model
     if offload == "cpu":
         yield _Wish(
-            "--offload_model cpu",
+            "`offload_model=cpu`",
             lambda row: row.type != "cpu",
-            "use --offload_model false, which keeps all networks in its memory",
+            "use `offload_model=false`, which keeps all networks in its memory",
         )
     if quantised and not isinstance(offload, bool):
         yield _Wish(
-            f"--offload_model {offload} with --quant_dit_path",
+            f"`offload_model={offload}` with `quant_dit_path`",
             lambda row: row.type != "npu",  # mindiesd lays its weights out in its own ways
-            "use --offload_model true",
+            "use `offload_model=true`",
         )
-
-
-def _dense_kernels(attention: Attention) -> Iterator[_Wish]:
-    """Of NPUs, and of CPUs and GPUs; one of the two is the default."""
-    algorithm = attention.algorithm
-    yield _Wish(
-        f"--attention_algo {algorithm.name} (or ALGO)",
-        lambda row: row.name in algorithm.devices,
-        "use --attention_algo fused",
-    )
-    backend = attention.backend
-    yield _Wish(
-        f"--attention_backend {backend.name}",
-        lambda row: row.name in backend.devices,
-        "use --attention_backend auto (an NPU's own kernels are named by --attention_algo)",
-        precisions=backend.precisions,
-    )
 
 
 def _family(algorithm: str) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from wan.kernels.base import Payload, Target
 from wan.kernels.npu.fp8 import head_first
 from wan.kernels.rainfusion_masks import select_table
+from wan.settings.kernels import RAINFUSION
 from wan.settings.numerics import Q_ROWS
 
 
@@ -29,7 +30,7 @@ class RainKernelV2:
 
     def __init__(self, target: Target) -> None:
         can = target.device.can
-        assert "v2" in can.rainfusion, f"{can.name} has no rf_v2 kernel"
+        assert can.has(RAINFUSION["v2"]), f"{can.name} has no rf_v2 kernel"
         module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v2"
         self._attend = target.load(f"{module}:rain_fusion_attention")
 
@@ -76,7 +77,7 @@ class RainKernelV3:
 
     def __init__(self, target: Target) -> None:
         can = target.device.can
-        assert "v3" in can.rainfusion, f"{can.name} has no block-sparse attention"
+        assert can.has(RAINFUSION["v3"]), f"{can.name} has no block-sparse attention"
         module = "mindiesd.layers.flash_attn.sparse_flash_attn_rf_v3"
         self._attend = target.load(f"{module}:rain_fusion_attention_v3")
         self._precise = can.sparse_precise

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wan.kernels.base import Load, Target
-from wan.settings.attention import ALGORITHMS
+from wan.settings.kernels import DENSE
 from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
 _ALL = 2**31 - 1  # "every token before and after", which the operators also want without a mask
@@ -73,8 +73,8 @@ class LaserKernel:
     can_return_lse = False
 
     def __init__(self, target: Target) -> None:
-        chip = target.device.can.name
-        assert chip in ALGORITHMS["laser"].devices, f"{chip} has no laser attention"
+        can = target.device.can
+        assert can.has(DENSE["laser"]), f"{can.name} has no laser attention"
         self._forward = target.load("mindiesd:attention_forward")
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:

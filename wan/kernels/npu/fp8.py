@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wan.kernels.base import Payload, Target
+from wan.settings.kernels import FP8
 
 _ALL = 2**31 - 1  # "every token before and after"
 _PER_BLOCK = 7  # quant_mode of one scale per head and block of rows
@@ -93,4 +94,4 @@ def head_first(x: Payload) -> Payload:
 
 def _check(target: Target) -> None:
     can = target.device.can
-    assert can.fp8_heads, f"{can.name} has no FP8 attention"
+    assert can.has(FP8), f"{can.name} has no FP8 attention"

@@ -1,17 +1,19 @@
 """The small operations of a block as fused kernels of an NPU, through mindiesd and torch-npu.
 
-Each is the twin of a function of `wan.modules.small_ops` or `rope`: same arguments, same result up
-to rounding, float32 inside and out (the kernels take float32: nothing is lost against the twins).
+Each function here adds the kernels of one value of fused_ops to those that it gets. A kernel is the
+twin of a function of `wan.modules.small_ops` or `rope`: it has the same arguments and the same
+result up to rounding, float32 inside and out.
+
+layer_norm stands for every layer norm, so also for the one inside modulated_norm, unless
+scale_shift brings a kernel for the whole of that.
 
 Legend: B batch, S or L tokens, N heads, D head size, C channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from pkgutil import resolve_name
 
 import torch
 from torch import Tensor, nn
@@ -22,28 +24,9 @@ _ROTARY_GROUPS = 1000  # npu_rotary_mul's interleave mode takes B * N below this
 _ROTARY_SIZE = 896  # ... and D below this
 
 
-def fused(names: Iterable[str], load: Load = resolve_name) -> SmallOps:
-    """Fused kernels for names as in --fused_ops; the others stay plain.
-
-    layer_norm stands for every layer norm, so also for the one inside modulated_norm, unless
-    scale_shift brings a kernel for the whole of that. load: imports the vendor's operators.
-    """
-    makers = {
-        "layer_norm": _layer_norms,
-        "rms_norm": _rms_norm,
-        "rope": _rope,
-        "scale_shift": _scale_shift,  # after layer_norm, a part of which it replaces
-    }
-    wanted, ops = set(names), SmallOps()
-    for name, with_fused in makers.items():
-        ops = with_fused(ops, load) if name in wanted else ops
-    return ops
-
-
-def _rms_norm(ops: SmallOps, load: Load) -> SmallOps:
-    kernel = load(
-        "torch_npu:npu_rms_norm"
-    )  # all that mindiesd.RMSNorm calls; that class owns its weight
+def rms_norm(ops: SmallOps, load: Load) -> SmallOps:
+    # All that mindiesd.RMSNorm calls; that class owns its weight.
+    kernel = load("torch_npu:npu_rms_norm")
 
     def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         return kernel(x_BLC.float(), weight_C.float(), epsilon=eps)[0]
@@ -51,7 +34,7 @@ def _rms_norm(ops: SmallOps, load: Load) -> SmallOps:
     return replace(ops, rms_norm=rms_norm)
 
 
-def _layer_norms(ops: SmallOps, load: Load) -> SmallOps:
+def layer_norm(ops: SmallOps, load: Load) -> SmallOps:
     # Behind mindiesd.fast_layernorm, which would need a module that owns weight and bias.
     layernorm = load("mindiesd.layers._custom_ops:layernorm")
 
@@ -72,7 +55,7 @@ def _layer_norms(ops: SmallOps, load: Load) -> SmallOps:
     return replace(ops, layer_norm=layer_norm, modulated_norm=modulated_norm)
 
 
-def _scale_shift(ops: SmallOps, load: Load) -> SmallOps:
+def scale_shift(ops: SmallOps, load: Load) -> SmallOps:
     layernorm_scale_shift = load("mindiesd:layernorm_scale_shift")
     # mindiesd reads channels and eps from a module; one without weights serves all layers.
     norm = lru_cache(lambda size, eps: nn.LayerNorm(size, eps, elementwise_affine=False))
@@ -84,7 +67,7 @@ def _scale_shift(ops: SmallOps, load: Load) -> SmallOps:
     return replace(ops, modulated_norm=modulated_norm)
 
 
-def _rope(ops: SmallOps, load: Load) -> SmallOps:
+def rope(ops: SmallOps, load: Load) -> SmallOps:
     rotary_position_embedding = load("mindiesd:rotary_position_embedding")
 
     def rope(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:

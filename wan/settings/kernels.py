@@ -1,0 +1,245 @@
+"""Every kernel that a run can be told to use: one table, which needs no torch.
+
+A row says by which value of which flag its kernel is asked for, on which devices it exists, what it
+takes, and what makes it: the text "module:name" of something that is called with a
+`wan.kernels.base.Target`. The parser, `--help`, refusals, `--plan`, the records and the tests read
+these rows; a new kernel is its own file and a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wan.settings.numerics import LASER_HEAD, LASER_ROWS
+
+NPUS = ("A2", "A3", "A5")
+_BOTH = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A kernel that can be asked for by name.
+
+    Attributes:
+        name: A value of its flag.
+        make: Type of a device -> what makes the kernel there.
+        chips: The NPUs that have it, where `make` has one for NPUs.
+        help: A few words for `--help`; empty where the name says enough.
+    """
+
+    name: str
+    make: Mapping[str, str]
+    chips: tuple[str, ...] = NPUS
+    help: str = ""
+
+    def is_on(self, device_type: str, model: str) -> bool:
+        """Whether a device of this type, which is this model, has it."""
+        return device_type in self.make and (device_type != "npu" or model in self.chips)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Row):
+    """A kernel of dense attention.
+
+    Attributes:
+        flag: attention_algo for those of NPUs, attention_backend for those of CPUs and GPUs.
+        has_lse: Whether it returns the log-sum-exp, without which a ring gathers keys and values.
+            Of xfuser's, what is assumed where they cannot be tried (`--plan`).
+        precisions: What it can compute with.
+        min_rows: Fewest queries and keys of a call.
+        max_head: Most channels of a head.
+        low_precision: It quantises by itself.
+        member: Its name in xfuser's `AttentionBackendType`; None for kernels of our own.
+        modules: What must be importable beside xfuser.
+        install: The packages that bring these modules, by their names in registries and records.
+    """
+
+    flag: str = "attention_backend"
+    has_lse: bool = True
+    precisions: tuple[str, ...] = _BOTH
+    min_rows: int = 1
+    max_head: int | None = None
+    low_precision: bool = False
+    member: str | None = None
+    modules: tuple[str, ...] = ()
+    install: tuple[str, ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """The setting that asks for it, for messages."""
+        return f"`{self.flag}={self.name}`"
+
+
+def _xfuser(member: str, *devices: str, **other: object) -> Dense:
+    """A function of xfuser's registry; of that only what is dense and takes q, k and v alone."""
+    make = dict.fromkeys(devices or ("cuda",), "wan.kernels.xfuser:kernel")
+    usual: dict[str, object] = {"precisions": ("bf16",)}
+    return Dense(name=member.lower(), make=make, member=member, **usual | other)  # type: ignore[arg-type]
+
+
+def _aiter(member: str, **other: object) -> Dense:
+    """A function for AMD's GPUs; of these, only AITER returns the log-sum-exp."""
+    package = {"modules": ("aiter",), "install": ("amd-aiter",)}
+    return _xfuser(member, has_lse=member == "AITER", **package, **other)
+
+
+_SDPA = "wan.kernels.sdpa:SdpaKernel"
+_FLASH_3 = {"modules": ("flash_attn_interface",), "install": ("flash-attn-3",)}
+_FLASH_4 = {"modules": ("flash_attn.cute",), "install": ("flash-attn-4",)}
+_FP4 = {
+    "modules": ("flash_attn.cute", "flashinfer"),
+    "install": ("flash-attn-4", "flashinfer-python"),
+}
+_LOW = {"low_precision": True}
+_DENSE = (
+    Dense(
+        name="fused",
+        flag="attention_algo",
+        make={
+            "cpu": _SDPA,
+            "cuda": "wan.kernels.sdpa:on_cuda",
+            "npu": "wan.kernels.npu.dense:FusedKernel",
+        },
+    ),
+    Dense(
+        name="laser",
+        flag="attention_algo",
+        make={"npu": "wan.kernels.npu.dense:LaserKernel"},
+        chips=("A2", "A3"),  # on others, and with fewer rows, mindiesd silently takes another
+        has_lse=False,
+        precisions=("bf16",),
+        min_rows=LASER_ROWS,
+        max_head=LASER_HEAD,
+    ),
+    Dense(
+        name="sdpa",
+        make={"cpu": _SDPA, "cuda": "wan.kernels.sdpa:sdpa_on_cuda", "npu": _SDPA},
+    ),
+    Dense(name="cudnn", make={"cuda": "wan.kernels.sdpa:by_cudnn"}, precisions=("bf16",)),
+    _xfuser("SDPA_FLASH", "cpu", "cuda"),
+    _xfuser("SDPA_EFFICIENT", "cpu", "cuda", precisions=_BOTH),
+    # Its second result is the softmax's weights.
+    _xfuser("SDPA_MATH", "cpu", "cuda", precisions=_BOTH, has_lse=False),
+    _xfuser("FLASH", modules=("flash_attn",), install=("flash-attn",)),
+    _xfuser("FLASH_3", **_FLASH_3),
+    _xfuser("FLASH_3_FP8", **_FLASH_3, **_LOW),
+    _xfuser("FLASH_4", **_FLASH_4),
+    _xfuser("FLASH_4_FP4", **_FP4, **_LOW),
+    _xfuser("SAGE", modules=("sageattention",), install=("sageattention",), **_LOW),
+    _aiter("AITER"),
+    _aiter("AITER_BF16"),
+    _aiter("AITER_BF16FP8", **_LOW),
+    _aiter("AITER_I8FP8", **_LOW),
+    _aiter("AITER_FP8", **_LOW),
+    _aiter("AITER_MXFP8", **_LOW),
+    _aiter("AITER_F8F6", **_LOW),
+    _aiter("AITER_MXFP6", **_LOW),
+    _aiter("AITER_F6F4", **_LOW),
+    _aiter("AITER_MXFP4", **_LOW),
+    _aiter("AITER_F4F4", **_LOW),
+    _aiter("AITER_FLYDSL"),
+    _aiter("AITER_FLYDSL_FP8", **_LOW),
+)
+DENSE = {row.name: row for row in _DENSE}
+"""By name; the two flags share none."""
+DEFAULT = "fused"
+
+
+def dense_names(flag: str) -> tuple[str, ...]:
+    """The values of a flag that are kernels of dense attention."""
+    return tuple(row.name for row in _DENSE if row.flag == flag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8(Row):
+    """A kernel of FP8 attention.
+
+    Attributes:
+        quantise: Type of a device -> what makes its operator of block quantisation; where there is
+            none, plain operations quantise.
+        heads: Channels of a head on an NPU; elsewhere any power of two.
+    """
+
+    quantise: Mapping[str, str]
+    heads: tuple[int, ...]
+
+
+_DEQUANTISED = "wan.kernels.fp8:DequantisedAttention"
+FP8 = Fp8(
+    name="fp8",
+    make={
+        "cpu": _DEQUANTISED,
+        "cuda": _DEQUANTISED,
+        "npu": "wan.kernels.npu.fp8:NpuFp8Attention",
+    },
+    chips=("A5",),
+    quantise={"npu": "wan.kernels.npu.fp8:NpuBlockQuantise"},
+    heads=(64, 128),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse(Row):
+    """A kernel of block-sparse attention, asked for by rainfusion_type.
+
+    Attributes:
+        has_fp8: Whether it also takes quantised tensors.
+        absent: Why it is not supported; empty where it is.
+    """
+
+    has_fp8: bool = False
+    absent: str = ""
+
+
+_BY_TILES, _BY_FLEX = "wan.kernels.rainfusion:ReferenceBlocks", "wan.kernels.flex:FlexBlocks"
+_NPU_SPARSE = "wan.kernels.npu.block_sparse"
+RAINFUSION = {
+    row.name: row
+    for row in (
+        Sparse(name="v1", make={}, absent="on NPUs it needs torch_atb, which mindiesd gave up"),
+        Sparse(
+            name="v2",
+            make={"cpu": _BY_TILES, "cuda": _BY_FLEX, "npu": f"{_NPU_SPARSE}:RainKernelV2"},
+            chips=("A2", "A3"),  # on A5 mindiesd turns v2 into v3
+        ),
+        Sparse(
+            name="v3",
+            make={"cpu": _BY_TILES, "cuda": _BY_FLEX, "npu": f"{_NPU_SPARSE}:RainKernelV3"},
+            has_fp8=True,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallOp(Row):
+    """A kernel for operations of a block between its matrix products, asked for by fused_ops.
+
+    Of CPUs and GPUs its text names steps of `wan.modules.small_ops.BlockOps`, which are compiled;
+    of NPUs it names what adds the vendor's kernel to `wan.kernels.base.SmallOps`.
+    """
+
+
+def _compiled(name: str, *steps: str) -> SmallOp:
+    return SmallOp(name=name, make=dict.fromkeys(("cpu", "cuda"), " ".join(steps)))
+
+
+def _vendor(name: str, chips: tuple[str, ...] = NPUS) -> SmallOp:
+    return SmallOp(name=name, make={"npu": f"wan.kernels.npu.small_ops:{name}"}, chips=chips)
+
+
+SMALL_OPS = {
+    row.name: row
+    for row in (
+        _vendor("rope", ("A2", "A3")),  # rotating neighbouring channels is documented for these
+        _vendor("rms_norm"),
+        _vendor("layer_norm"),
+        _vendor("scale_shift"),  # after layer_norm, a part of which it replaces
+        _compiled("modulated_norm", "_modulated_norm"),
+        _compiled("norm_rope", "_norm_rope", "_rms_norm"),
+        _compiled("add_norm", "_add_norm", "_add_modulated_norm", "_add"),
+        _compiled("gelu", "_gelu"),
+    )
+}
+"""In the order in which a vendor's kernels are put in place."""
