@@ -80,7 +80,7 @@ ALONE = {
     ),
     "FP8 twice": (
         ["--attention_backend", "flash_3_fp8", *FP8],
-        "flash_3_fp8 quantises by itself and excludes --fa_quant fp8 (or ALGO=3); drop one",
+        "flash_3_fp8 quantises by itself and excludes --fa_quant fp8; drop one",
     ),
     "backend in FP8": (["--attention_backend", "flash", *FP8], "is another kernel and excludes"),
     "backend in fp32": (
@@ -89,7 +89,7 @@ ALONE = {
     ),
     "backend in fp32 on a CPU": (
         ["--attention_backend", "sdpa_flash", "--device", "cpu"],
-        "takes no fp32, which a run on a CPU would compute in: use --precision bf16",
+        "takes no fp32, which a run on a CPU would compute in; use --precision bf16",
     ),
     "backend of GPUs on a CPU": (
         ["--attention_backend", "cudnn", "--device", "cpu"],

@@ -208,11 +208,11 @@ def sparse(tiny, **settings) -> wan.WanT2V:
 def test_a_request_in_which_sparse_attention_would_never_start(tiny) -> None:
     args = {"size": (64, 32), "frame_num": 5, "seed": 7, "output_type": "latent"}
     with pytest.raises(
-        ValueError, match=r"begin at step 10, but there are 10 \(sampling_steps\), .*lower sparse_"
+        ValueError, match=r"begin at step 10, but there are 10 \(\w+\), .*lower sparse_"
     ):
         sparse(tiny, sparse_start_step=10).generate("a", sampling_steps=10, **args)
     model = sparse(tiny, sparse_start_step=1, sparsity=0.0, mask_refresh_interval=2)
-    with pytest.raises(ValueError, match=r"^mask_refresh_interval 2 has no effect"):
+    with pytest.raises(ValueError, match=r"^mask_refresh_interval=2 has no effect"):
         model.generate("a", sampling_steps=2, **args)
     assert model.generate("a", sampling_steps=3, **args).shape == (16, 2, 4, 8)
 
@@ -226,7 +226,7 @@ def test_sparse_attention_may_start_after_the_usual_steps(tiny) -> None:
 def test_laser_needs_an_npu(tiny) -> None:
     """No NPU is here: a constructor for one is refused, in its own words."""
     with pytest.raises(
-        ValueError, match=r"^attention_algo laser needs an A2 or A3; this device is"
+        ValueError, match=r"^attention_algo=laser needs an A2 or A3; this device is"
     ):
         wan.WanT2V(WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B"), attention_algo="laser")
 
@@ -235,8 +235,8 @@ def test_a_backend_is_a_keyword(tiny) -> None:
     config, folder = WAN_CONFIGS["t2v-A14B"], tiny("t2v-A14B")
     wan.WanT2V(config, folder, device="cpu", attention_backend="sdpa")
     for settings, sentence in (
-        ({"attention_backend": "cudnn"}, "^attention_backend cudnn needs a CUDA GPU; this"),
-        ({"attention_backend": "sdpa_math"}, "^attention_backend sdpa_math needs the Python mod"),
+        ({"attention_backend": "cudnn"}, "^attention_backend=cudnn needs a CUDA GPU; this"),
+        ({"attention_backend": "sdpa_math"}, "^attention_backend=sdpa_math needs the Python mod"),
         ({"attention_backend": "sdpa", "attention_algo": "fused"}, "^attention_algo names the d"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -190,7 +190,10 @@ def _kernels(attention: Attention) -> Iterator[InputError]:
     if attention.quant_alltoall and not attention.fp8:
         yield InputError("`quant_alltoall`", None, "exchanges FP8 tensors", "add `fa_quant=fp8`")
     if attention.quant_alltoall and attention.use_rainfusion:
-        why = "quantises before the exchange, but `use_rainfusion` plans its masks on other tensors"
+        why = (
+            "quantises before the exchange, but `use_rainfusion` plans its masks on unquantised "
+            "tensors"
+        )
         yield InputError("`quant_alltoall`", None, why, "drop one of them")
     if attention.fp8 and attention.use_rainfusion and not kind.has_fp8:
         with_fp8 = [f"`rainfusion_type={row.name}`" for row in RAINFUSION.values() if row.has_fp8]
