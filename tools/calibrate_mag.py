@@ -23,11 +23,11 @@ from wan import device as devices
 from wan.cache import mag, policy
 from wan.cache.mag import Curve
 from wan.cache.policy import Cache, Lists, Policy
-from wan.cache.residual import Blocks
 from wan.checkpoint.files import whole_file
 from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.kernels.base import StepInfo
+from wan.modules.interfaces import Blocks
 from wan.pipeline import build
 from wan.settings import timesteps
 from wan.settings.errors import InputError

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "wan.pipeline.build": "wan",
     "wan.checkpoint": "wan.checkpoint wan.settings wan.host wan.log",
     "wan.cache": "wan.cache wan.settings wan.checkpoint.files wan.kernels.base wan.modules.model "
-    "wan.trace",
+    "wan.modules.interfaces wan.trace",
     "wan.modules": "wan.modules wan.settings wan.kernels.base wan.kernels.sdpa wan.torch_private "
     "wan.trace",
     "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa "

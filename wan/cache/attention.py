@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from wan.kernels.base import StepInfo
 
 
-class Attention(Policy):
+class AttentionPolicy(Policy):
     """Self-attention is computed up to a step, behind another one, and at intervals."""
 
     skips = "attention"

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 _EVERY = 5
 _LOW, _HIGH = 1.0, 1.2
-Branches = Callable[[Callable[[str], "Tensor"]], tuple["Tensor", "Tensor"]]
 
 
-class Guidance(Policy):
+class GuidancePolicy(Policy):
     """MaxDiffusion's rule: four of five late steps compute the conditional branch alone."""
 
     skips = "uncond"
@@ -76,7 +75,10 @@ class GuidanceCache(Cache):
         self._difference = None
 
     def __call__(
-        self, step: int, branches: Branches, branch: Callable[[str], Tensor]
+        self,
+        step: int,
+        branches: Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]],
+        branch: Callable[[str], Tensor],
     ) -> tuple[Tensor, Tensor]:
         """The results of both guidance branches in a step, float32 [Z,f,h,w] each.
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from wan.cache.policy import Cache, Policy
 from wan.kernels.base import Grid, StepInfo
+from wan.modules.interfaces import Blocks
 
-Blocks = Callable[[Tensor, int, int | None], Tensor]
-"""blocks(x_BLC, first, last): x, updated in place, behind the blocks first to last (excluded)."""
 Agree = Callable[[Tensor, float], bool]
 """agree(sums, threshold): whether sums[0] < threshold * sums[1], the float32 sums of all ranks; the
 same answer on all ranks that share a video."""

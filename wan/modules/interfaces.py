@@ -107,27 +107,12 @@ class LocalTokens:
         return tokens
 
 
-class StepCache(Protocol):
-    """Decides which blocks of a forward are computed (`wan.cache.residual`)."""
-
-    def __call__(
-        self,
-        x_BLC: Tensor,
-        blocks: Callable[[Tensor, int, int | None], Tensor],
-        step: StepInfo | None,
-        valid: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """x behind all blocks; see there."""
-        ...
-
-
-class AttentionCache(Protocol):
-    """Decides whether a block's self-attention is computed (`wan.cache.attention`)."""
-
-    def __call__(self, attend: Callable[[], Tensor], step: StepInfo | None, layer: int) -> Tensor:
-        """What attend() returns or has returned."""
-        ...
+Blocks = Callable[[Tensor, int, int | None], Tensor]
+"""blocks(x_BLC, first, last): x, updated in place, behind the blocks first to last (excluded)."""
+SkipBlocks = Callable[[Tensor, Blocks, StepInfo | None, int, torch.dtype], Tensor]
+"""skip(x_BLC, blocks, step, valid, dtype): x behind all blocks; see `wan.cache.residual`."""
+SkipAttention = Callable[[Callable[[], Tensor], StepInfo | None, int], Tensor]
+"""skip(attend, step, layer): what attend() returns or has returned; see `wan.cache.attention`."""
 
 
 @dataclass(frozen=True)
@@ -149,5 +134,5 @@ class Collaborators:
     tokens: TokenShard = field(default_factory=LocalTokens)
     ops: BlockOps = field(default_factory=BlockOps)
     text_kv_cache: bool = False
-    step_cache: StepCache | None = None
-    attention_cache: AttentionCache | None = None
+    step_cache: SkipBlocks | None = None
+    attention_cache: SkipAttention | None = None

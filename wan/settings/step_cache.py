@@ -81,14 +81,14 @@ _ROWS = (
     PolicyRow(
         "attention",
         "self-attention (MindIE-SD)",
-        make="wan.cache.attention:Attention",
+        make="wan.cache.attention:AttentionPolicy",
         reads=("attentioncache_ratio", "attentioncache_interval", "start_step", "end_step"),
         refuses=(("compile", True, "skips a part of a block, which `compile` does not allow"),),
     ),
     PolicyRow(
         "cfg",
         "the unconditional branch in four of five late steps",
-        make="wan.cache.guidance:Guidance",
+        make="wan.cache.guidance:GuidancePolicy",
         refuses=(("cfg_size", 2, _HALVES),),
     ),
 )
