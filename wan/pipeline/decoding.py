@@ -1,7 +1,8 @@
-"""How the ranks of a run encode and decode: by the first means that memory allows.
+"""The ranks of a run encode and decode with the first of three methods for which memory suffices.
 
-Whole frames on the main rank; rows shared by all ranks, which is exact, too; tiles on the main
-rank, which are not, and never encode. Where memory runs out, the next of them is tried.
+The methods are whole frames on the main rank; rows shared by all ranks, which is exact as well; and
+tiles on the main rank, which are not exact and never encode. If memory runs out, the next method is
+tried.
 """
 
 from __future__ import annotations
@@ -27,97 +28,97 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ALONE, SHARED, TILES = "whole frames", "rows shared by all ranks", "tiles"
 MakeRows = Callable[[int, bool], "ShardedRows"]
-"""(rows of latents, shared by all ranks or on the main one) -> who computes which."""
+"""(rows of latents, whether all ranks share them) -> the rows of this rank."""
 
 
 class Codec:
-    """The autoencoder of a run. used: how it was decoded last."""
+    """The autoencoder of a run. used: the method of the last call."""
 
     def __init__(
         self, setup: Setup, device: Device, vae: Callable[[], VideoVAE], rows: MakeRows | None
     ) -> None:
-        """vae: loads it where it is needed. rows: None for a process alone."""
+        """vae: Loads the autoencoder where it is needed. rows: None for one process."""
         self._setup, self._device, self._vae, self._rows = setup, device, vae, rows
         self.used = ""
-        execution = setup.execution
-        self._means: tuple[str, ...] = (ALONE, SHARED, TILES)
-        if execution.vae_parallel:
-            self._means = (SHARED, TILES)
-        elif rows is None:
-            self._means = (ALONE, TILES)
-        self._decodes = (TILES,) if execution.vae_tiling else self._means
+        exact = (ALONE,) if rows is None else (ALONE, SHARED)
+        self._encodes: tuple[str, ...] = (SHARED,) if setup.execution.vae_parallel else exact
+        self._decodes = (TILES,) if setup.execution.vae_tiling else (*self._encodes, TILES)
 
     def encode(self, video_3FHW: Tensor) -> Tensor | None:
         """The normalised latents [Z,f,h,w] on the main rank; every rank calls it."""
         _, frames, height, width = video_3FHW.shape
         time, scale, _ = self._setup.preset.vae_stride
         steps = 1 + (frames - 1) // time
-        least = memory.vae_activations(self._setup, "encode", (steps, height, width))
+        need = memory.vae_activations(self._setup, "encode", (steps, height, width))
 
-        def attempt(means: str, may_skip: bool) -> Tensor | None:
+        def attempt(method: str, may_fail: bool) -> Tensor | None:
             work = partial(VideoVAE.encode, video_3FHW=video_3FHW)
-            need = least if may_skip else 0
-            # Two of a beginning and an end.
-            return self._together(means, height // scale, 2 + steps, work, need)
+            # Ranks agree once before and once after the latent frames.
+            return self._run(method, height // scale, 2 + steps, work, need if may_fail else 0)
 
-        return self._first(tuple(way for way in self._means if way != TILES), attempt)
+        return self._first(self._encodes, attempt)
 
-    def decode(self, latent_Zfhw: Tensor, sink: Sink, part: Callable[[], None]) -> bool:
-        """Frames go to the main rank's sink; whether this is that one. All ranks call it.
+    def decode(self, latent_Zfhw: Tensor, sink: Sink, release: Callable[[], None]) -> bool:
+        """Give the frames to the sink of the main rank; every rank calls it.
 
-        part: called when the others are not needed any more.
+        Args:
+            latent_Zfhw: The normalised latents.
+            sink: Receives the frames.
+            release: Called when the other ranks are not needed any more.
+
+        Returns:
+            Whether this is the main rank.
         """
         _, steps, height, width = latent_Zfhw.shape
         _, *scales = self._setup.preset.vae_stride
         size = steps, height * scales[0], width * scales[1]
-        least = memory.vae_activations(self._setup, "decode", size)
+        need = memory.vae_activations(self._setup, "decode", size)
         is_main = self._rows is None or self._rows(height, False).rank == 0
 
-        def attempt(means: str, may_skip: bool) -> None:
-            if means == TILES:
-                part()
+        def attempt(method: str, may_fail: bool) -> None:
+            if method == TILES:
+                release()
                 if is_main:
                     video = self._vae().decode_in_tiles(latent_Zfhw)
                     sink.begin((video.shape[1], video.shape[2], video.shape[3]))
                     sink.put(video)
                 return
             work = partial(VideoVAE.stream, latent_Zfhw=latent_Zfhw, sink=sink)
-            need = least if may_skip else 0
-            # Three of a beginning; of each latent frame the layers, and what becomes of it.
-            self._together(means, height, 3 + 2 * steps, work, need)
-            part()
+            # Ranks agree three times at first, and twice in each latent frame: layers and sink.
+            self._run(method, height, 3 + 2 * steps, work, need if may_fail else 0)
+            release()
 
         self._first(self._decodes, attempt)
         return is_main
 
-    def _first(self, order: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
-        """attempt(means, may_skip): it may raise MemoryError at once where another one follows."""
-        for means, following in zip(order, (*order[1:], None), strict=True):
-            self.used = means
+    def _first(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
+        """attempt(method, may_fail) of each; may_fail: another method follows."""
+        for method, following in zip(methods, (*methods[1:], None), strict=True):
+            self.used = method
             try:
-                return attempt(means, following is not None)
+                return attempt(method, following is not None)
             except Exception as error:
                 if following is None or not is_out_of_memory(error):
                     raise
             gc.collect()
             self._device.empty_cache()
             exact = "; they are not exact" if following == TILES else ""
-            logger.warning("The VAE has too little memory for %s: %s%s.", means, following, exact)
-        raise AssertionError("the last means returns or raises")
+            logger.warning("The VAE has too little memory for %s: %s%s.", method, following, exact)
+        raise AssertionError("the last method returns or raises")
 
-    def _together(
-        self, means: str, height: int, steps: int, work: Callable[..., T], need: int
+    def _run(
+        self, method: str, height: int, steps: int, work: Callable[..., T], need: int
     ) -> T | None:
-        """work(vae, rows=...) on the ranks that have rows; the others wait for so many steps.
+        """work(vae, rows=...) on the ranks that have rows, while the others wait.
 
-        need: bytes that must be free at least for all rows.
+        steps: The number of agreements in `work`. need: The bytes that all rows need at least.
         """
         if self._rows is None:
             self._check_free(need)
             return work(self._vae(), rows=WHOLE)
-        rows = self._rows(height, means == SHARED)
+        rows = self._rows(height, method == SHARED)
 
-        def prepared() -> VideoVAE:
+        def prepare() -> VideoVAE:
             self._check_free(rows.share * need)
             return self._vae()
 
@@ -125,12 +126,12 @@ class Codec:
             if rows.is_idle:
                 rows.wait(1 + steps)
                 return None
-            return work(rows.together(prepared), rows=rows)
+            return work(rows.together(prepare), rows=rows)
 
         return rows.together(attempt)
 
     def _check_free(self, need: float) -> None:
-        """MemoryError where so many bytes are not free."""
+        """Raise MemoryError if fewer bytes are free."""
         free = self._device.free_memory()
         if free is not None and need > free:
             raise MemoryError(f"The VAE needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.")

@@ -51,14 +51,14 @@ _PUBLISHED = {"2.1": (96, 96), "2.2": (160, 256)}  # base widths of encoder and 
 
 
 class Sink(Protocol):
-    """What becomes of a video while it is decoded."""
+    """Receives the frames of a video while it is decoded."""
 
     def begin(self, size: tuple[int, int, int]) -> None:
-        """Frames, height and width. Called again where decoding starts again: what came is void."""
+        """Called with frames, height and width, and again if decoding starts from the beginning."""
         ...
 
     def put(self, frames_3FHW: Tensor) -> None:
-        """The next frames, in [-1, 1], wherever they were decoded."""
+        """The next frames, in [-1, 1], on any device."""
         ...
 
 
@@ -80,7 +80,7 @@ class Collected:
 
 
 class VideoVAE:
-    """Videos to normalised latents and back. network: that of `blueprint`, loaded."""
+    """Converts videos to normalised latents and back. network: the loaded one of `blueprint`."""
 
     def __init__(self, network: Autoencoder) -> None:
         device = next(network.parameters()).device
@@ -100,9 +100,9 @@ class VideoVAE:
     def encode(self, video_3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
         """Pixels in [-1, 1], F = 4n+1, to the normalised posterior mean [Z, n+1, h, w].
 
-        It is never tiled: tiles would change what an image is encoded to.
+        Encoding is never tiled, because tiles would change the latents of an image.
 
-        rows: who computes what. The main rank gets the result, the others no rows of it.
+        rows: The rows of this rank. The main rank gets the result, the others no rows of it.
         """
         video = rows.together(lambda: video_3FHW[None].to(self.device))
         mean = self._network.encode(video, rows).float()
@@ -116,25 +116,34 @@ class VideoVAE:
 
     @torch.no_grad()
     def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = WHOLE) -> None:
-        """`decode`, handing over each latent frame's frames; rows: as in `encode`."""
+        """Decode, and hand over the frames of each latent frame. rows: as in `encode`."""
         latent = rows.together(partial(self._unnormalised, latent_Zfhw))
-        begin = partial(sink.begin, self._size(latent))
-        rows.together(begin if rows.is_main else _nothing)
+
+        def begin() -> None:
+            if rows.is_main:
+                sink.begin(self._size(latent))
+
+        def put(frames_BCFHW: Tensor) -> None:
+            if rows.is_main:
+                sink.put(frames_BCFHW[0].float().clamp_(-1, 1))
+
+        rows.together(begin)
         with progress(latent.shape[2], "decoding", "latent frame") as bar:
-            for part in self._network.decode(latent, rows):
-                rows.together(partial(_put, sink, part) if rows.is_main else _nothing)
+            for frames in self._network.decode(latent, rows):
+                rows.together(partial(put, frames))
                 bar.update()
 
     @torch.no_grad()
     def decode_in_tiles(self, latent_Zfhw: Tensor) -> Tensor:
-        """`decode` with less memory; not exact, where there is more than one tile."""
+        """Decode with less memory; not exact where there is more than one tile."""
         latent = self._unnormalised(latent_Zfhw)
         with progress(None, "decoding", "latent frame of a tile") as bar:
             if max(self._size(latent)[1:]) <= tiles.SIDE:
                 return self._decoded(latent, bar)[0].clamp_(-1, 1)
             video = torch.empty((1, 3, *self._size(latent)), device=self.device)
-            of = self._network.version
-            tiles.decode(partial(self._decoded, bar=bar), latent, of.scale, of.patch, video)
+            version = self._network.version
+            decode_tile = partial(self._decoded, bar=bar)
+            tiles.decode(decode_tile, latent, version.scale, version.patch, video)
             return video[0].clamp_(-1, 1)
 
     def _unnormalised(self, latent_Zfhw: Tensor) -> Tensor:
@@ -146,22 +155,14 @@ class VideoVAE:
         return 1 + (f - 1) * TIME, h * scale, w * scale
 
     def _decoded(self, latent_BZfhw: Tensor, bar: Any) -> Tensor:
-        """[B,3,F,H,W] of a tile."""
+        """The pixels [B,3,F,H,W] of a tile."""
         video = torch.empty((1, 3, *self._size(latent_BZfhw)), device=self.device)
         done = 0
-        for part in self._network.decode(latent_BZfhw):
-            video[:, :, done : done + part.shape[2]] = part
-            done += part.shape[2]
+        for frames in self._network.decode(latent_BZfhw):
+            video[:, :, done : done + frames.shape[2]] = frames
+            done += frames.shape[2]
             bar.update()
         return video
-
-
-def _put(sink: Sink, frames_BCFHW: Tensor) -> None:
-    sink.put(frames_BCFHW[0].float().clamp_(-1, 1))
-
-
-def _nothing() -> None:
-    """What ranks without a video do with its frames."""
 
 
 def blueprint(path: Path) -> Blueprint[Autoencoder]:
@@ -191,10 +192,10 @@ def published(version: str) -> Autoencoder:
 
 
 def in_float32(_: str, __: torch.dtype) -> torch.dtype:
-    """The dtype that the weights are kept in, as officially."""
+    """The dtype of the weights, as in the official code."""
     return torch.float32
 
 
 def in_bfloat16(_: str, __: torch.dtype) -> torch.dtype:
-    """Likewise, with --vae_precision bf16."""
+    """The dtype of the weights with --vae_precision bf16."""
     return torch.bfloat16

@@ -1,7 +1,7 @@
 """The layers of both autoencoders: causal convolutions, norms, attention, resampling.
 
-A video comes in pieces of 1, 2 or 4 frames. What reaches a convolution is written once, into a
-tensor that has room for earlier frames and for the border: normalised, upsampled, or as it is.
+A video comes in pieces of 1, 2 or 4 frames. The input of a convolution is written once, into a
+tensor that already has room for earlier frames and for the border.
 
 Legend: B batch (1), C channels, F frames, H rows, W columns, L rows x columns.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wan.vae.rows import State
 
 silu = partial(F.silu, inplace=True)
-PAST = 2  # frames before a frame that a convolution over three of them sees
+PAST = 2  # earlier frames that a convolution over three frames sees
 
 
 def _is_channels_last(x_BCFHW: Tensor) -> bool:
@@ -25,16 +25,16 @@ def _is_channels_last(x_BCFHW: Tensor) -> bool:
 
 
 def arranged(x_BCFHW: Tensor, weight: Tensor) -> Tensor:
-    """Of the weight's dtype, and in memory as the weight is."""
+    """x in the dtype and the memory format of a weight."""
     is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
     layout = torch.channels_last_3d if is_last else torch.contiguous_format
     return x_BCFHW.to(weight.dtype).contiguous(memory_format=layout)
 
 
 def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
-    """What a 3x3x3 convolution sees: two frames before these, and a pixel around each of them.
+    """The input of a 3x3x3 convolution: x, the two frames before it, and a border of one pixel.
 
-    Before the first frame, and around the image, are zeros.
+    Frames before the first one and pixels around the image are zeros.
     """
     _, channels, frames, rows, columns = x_BCFHW.shape
     layout = torch.channels_last_3d if _is_channels_last(x_BCFHW) else torch.contiguous_format
@@ -55,14 +55,14 @@ def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Divides a pixel's channels by their root mean square. dims: behind the channels."""
+    """Divides the channels of a pixel by their root mean square. dims: the axes after them."""
 
     def __init__(self, channels: int, dims: int = 3) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(channels, *[1] * dims))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Channels are dimension 1; 16-bit ones are divided in float32. out: may be x."""
+        """Channels are axis 1. The norm is computed in float32 or better. out: may be x."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype).clamp_min_(1e-12)
         out = torch.div(x, length, out=torch.empty_like(x) if out is None else out)
@@ -90,7 +90,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every pixel of a frame attends to all of that frame, with a single head."""
+    """Every pixel of a frame attends to all pixels of that frame, with one head."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class MidBlock(nn.Module):
 
 
 def _frames(x: Tensor, frames: int, channels: int, rows: int, columns: int) -> Tensor:
-    """An empty [B,C,F,H,W], each frame's channels together, as a convolution of frames takes it."""
+    """An empty [B,C,F,H,W] whose frames lie in memory as a convolution of frames needs them."""
     shape = (frames, channels, rows, columns)
     layout = torch.channels_last if _is_channels_last(x) else torch.contiguous_format
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
@@ -130,12 +130,12 @@ def _frames(x: Tensor, frames: int, channels: int, rows: int, columns: int) -> T
 
 
 def _conv_frames(conv: nn.Module, x_BCFHW: Tensor) -> Tensor:
-    """Each frame by itself."""
+    """A 2D convolution of each frame."""
     return conv(x_BCFHW[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0)
 
 
 class Upsample(nn.Module):
-    """Twice the rows and columns, and with `time` twice the frames of all but the first one."""
+    """Doubles rows and columns and, with `time`, all frames but the first one."""
 
     def __init__(self, channels: int, out_channels: int, time: bool) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Upsample(nn.Module):
 
     @staticmethod
     def _in_time(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
-        """[B,C,F,k,H,W]: k frames of each. The first one is not doubled, and is not seen later."""
+        """[B,C,F,k,H,W]: k frames of each. The first stays one, and later frames do not see it."""
         past = state.past.get(conv)
         if past is None:
             state.past[conv] = torch.zeros_like(x_BCFHW[:, :, :1]).repeat(1, 1, PAST, 1, 1)
@@ -169,7 +169,7 @@ class Upsample(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Half the rows and columns, rounded down, and with `time` half of all frames but the first."""
+    """Halves rows and columns (rounding down) and, with `time`, all frames but the first one."""
 
     def __init__(self, channels: int, time: bool) -> None:
         super().__init__()
@@ -193,9 +193,9 @@ class Downsample(nn.Module):
 
 
 def averaged(x_BCFHW: Tensor, channels: int, time: int, space: int) -> Tensor:
-    """The shortcut of 2.2's encoder: pixels become channels, and groups of these their mean.
+    """The shortcut of 2.2's encoder: pixels become channels, and groups of channels are averaged.
 
-    time, space: frames, and rows and columns, that become one; zeros stand before the frames.
+    time: frames that become one, with zeros before the first. space: rows and columns likewise.
     """
     x = F.pad(x_BCFHW, (0, 0, 0, 0, -x_BCFHW.shape[2] % time, 0))
     for dim, factor in ((4, space), (3, space), (2, time)):
@@ -205,9 +205,9 @@ def averaged(x_BCFHW: Tensor, channels: int, time: int, space: int) -> Tensor:
 
 
 def add_repeated(y_BCFHW: Tensor, x_BCFHW: Tensor, time: int, space: int) -> None:
-    """The shortcut of 2.2's decoder, added to y: channels become pixels, each of them repeated.
+    """Add the shortcut of 2.2's decoder to y: channels are repeated and become pixels.
 
-    time, space: frames, and rows and columns, that are made of one; the first frame stays one.
+    time: frames made of one, except that the first stays one. space: rows and columns likewise.
     """
     channels, frames = y_BCFHW.shape[1], x_BCFHW.shape[2]
     groups = x_BCFHW.unflatten(1, (channels, -1))

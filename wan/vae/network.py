@@ -26,19 +26,19 @@ from wan.vae.layers import (
 )
 from wan.vae.rows import WHOLE, Rows, State
 
-_WIDTHS = (1, 2, 4, 4)  # of the levels, in base widths
-_HALVES_TIME = (False, True, True)  # between the levels of the encoder
-TIME = 4  # frames of a latent frame, except the first one
+_WIDTHS = (1, 2, 4, 4)  # channels of the levels, in units of the base width
+_HALVES_TIME = (False, True, True)  # whether time is halved after each level of the encoder
+TIME = 4  # frames per latent frame, except the first one
 
 
 @dataclass(frozen=True)
 class Version:
-    """What differs between the two.
+    """What differs between the two autoencoders.
 
     Attributes:
-        z_dim: Channels of the latents.
-        patch: Sides of a patch.
-        shortcuts: Levels have shortcuts around them.
+        z_dim: The channels of the latents.
+        patch: The side of a patch of pixels.
+        shortcuts: Whether each level has a shortcut around it.
     """
 
     z_dim: int
@@ -47,12 +47,12 @@ class Version:
 
     @property
     def pixels(self) -> int:
-        """Channels of the frames inside."""
+        """Channels of a frame after patches have become channels."""
         return 3 * self.patch**2
 
     @property
     def scale(self) -> int:
-        """Sides of a latent, in pixels."""
+        """The side of a latent, in pixels."""
         return 8 * self.patch
 
 
@@ -98,7 +98,7 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv3d(widths[-1], 2 * version.z_dim, 3)
 
     def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
-        """1 frame, then 4 at a time, to the moments of a latent frame [B,2Z,1,h,w]."""
+        """The first frame, or four further ones, to the moments of a latent frame [B,2Z,1,h,w]."""
         x, p = arranged(x_BCFHW, self.conv_in.weight), self.patch
         x = x.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 6, 4, 2, 3, 5)
         x = self.conv_in(padded(self.conv_in, x.flatten(1, 3), state))
@@ -109,7 +109,7 @@ class Encoder(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """A level of the decoder. shortcut: around it, in 2.2."""
+    """A level of the decoder. shortcut: whether it has one, as in 2.2."""
 
     def __init__(self, channels: int, out: int, time: bool, up: bool, shortcut: bool) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Autoencoder(nn.Module):
         return self.quant_conv.weight.dtype
 
     def channels_last(self) -> Autoencoder:
-        """Itself, with all channels of a pixel together in memory from now on, inside, too."""
+        """Change weights and activations to the channels-last memory format; returns itself."""
         for parameter in self.parameters():
             if parameter.dim() >= 4:
                 last = {4: torch.channels_last, 5: torch.channels_last_3d}[parameter.dim()]
@@ -189,17 +189,18 @@ class Autoencoder(nn.Module):
     def encode(self, video_B3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
         """Pixels in [-1, 1], F = 4n+1, to the mean of the latents [B,Z,f,h,w].
 
-        rows: who computes what. On the main rank the result is whole, on the others empty.
+        rows: The rows of this rank. The result is whole on the main rank and empty on the others.
         """
         state, own = State(rows), rows.own(video_B3FHW, self.version.scale)
         ends = range(1, own.shape[2] + 1, TIME)
         pieces = (own[:, :, max(0, end - TIME) : end] for end in ends)
         frames = [rows.step(self.encoder, x, state) for x in pieces]
-        return rows.together(lambda: self._mean(torch.cat(frames, dim=2)))
 
-    def _mean(self, x_BCfhw: Tensor) -> Tensor:
-        """Of the moments that the encoder has found."""
-        return (self.quant_conv(x_BCfhw) if x_BCfhw.numel() else x_BCfhw).chunk(2, dim=1)[0]
+        def mean() -> Tensor:
+            moments = torch.cat(frames, dim=2)
+            return (self.quant_conv(moments) if moments.numel() else moments).chunk(2, dim=1)[0]
+
+        return rows.together(mean)
 
     def decode(self, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Iterator[Tensor]:
         """Latents to pixels [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""

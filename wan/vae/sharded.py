@@ -1,11 +1,12 @@
-"""The rows of a video's frames, shared by ranks; exact for any height and number of ranks.
+"""Ranks share the rows of a video's frames; the result is exact for any height and rank count.
 
-Every rank goes through all layers with its rows. A convolution gets the row above and below from
-its neighbours, attention the keys and values of all; frames go to the main rank (0) as they come.
+Every rank runs all layers on its rows. A convolution gets the row above and the row below from the
+neighbouring ranks, attention gets the keys and values of all rows, and the main rank (0) gets the
+frames as they are computed.
 
-A rank that runs out of memory must not leave the others waiting in an exchange: it goes through the
-rest of the latent frame with tensors without data (device "meta") and zeros for the others. Then
-all ranks learn of it, and give up together.
+A rank that runs out of memory must not leave the others waiting in an exchange: it runs the rest of
+the latent frame on tensors without data (device "meta") and sends zeros. Then all ranks learn of it
+and give up together.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.func import functional_call
 
 from wan.distributed.exchange import Group, group_rank, process_group
 from wan.settings.errors import is_out_of_memory
-from wan.vae.rows import State
+from wan.vae.rows import Rows, State
 
 T = TypeVar("T")
 
@@ -31,11 +32,11 @@ def even(height: int, ranks: int) -> tuple[int, ...]:
     return tuple(height // ranks + (rank < height % ranks) for rank in range(ranks))
 
 
-class ShardedRows:
-    """Implements `wan.vae.rows.Rows` over a group.
+class ShardedRows(Rows):
+    """The rows that one rank of a group computes.
 
-    heights: rows of latents of each rank, from the top; the main rank has some. A rank without any
-    calls `wait` instead of the layers.
+    heights: The rows of latents of each rank, from the top; the main rank has some. A rank without
+    rows calls `wait` instead of the layers.
     """
 
     def __init__(self, group: Group, heights: Sequence[int], device: torch.device) -> None:
@@ -44,7 +45,7 @@ class ShardedRows:
         self.ranks = [rank for rank, height in enumerate(heights) if height]
         stop = list(accumulate(heights))[self.rank]
         self._rows = stop - heights[self.rank], stop
-        self.exchanges = 0  # of this latent frame
+        self.exchanges = 0  # in this latent frame
 
     @property
     def is_main(self) -> bool:
@@ -52,17 +53,17 @@ class ShardedRows:
 
     @property
     def is_idle(self) -> bool:
-        """This rank has no rows."""
+        """Whether this rank has no rows."""
         return self.rank not in self.ranks
 
     @property
     def share(self) -> float:
-        """Part of all rows that this rank has."""
+        """The fraction of all rows that this rank has."""
         return self.heights[self.rank] / sum(self.heights)
 
     def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         start, stop = (end * scale for end in self._rows)
-        # The rows that make no row of latents belong to the last rank.
+        # Rows that make no whole row of latents belong to the last rank.
         return x_BCFHW[..., start : None if self.rank == self.ranks[-1] else stop, :]
 
     def halo(self, x_BCFHW: Tensor, above: int, below: int) -> None:
@@ -87,7 +88,7 @@ class ShardedRows:
                 rows.copy_(received[peer])
 
     def gather(self, x_FLC: Tensor) -> Tensor:
-        """Of one frame: each rank's part is then contiguous."""
+        """The rows of one frame, so that the rows of each rank are contiguous."""
         columns = x_FLC.shape[1] // self.heights[self.rank]
         lengths = [self.heights[rank] * columns for rank in self.ranks]
         whole = x_FLC.new_empty((1, sum(lengths), x_FLC.shape[2]))
@@ -114,10 +115,10 @@ class ShardedRows:
     def together(self, make: Callable[[], T], follow: Callable[[], None] = lambda: None) -> T:
         """make() on every rank that has rows.
 
-        follow: takes part, without memory, in the exchanges that are left when make() has failed.
+        follow: Takes part, without memory, in the exchanges that remain after make() has failed.
 
         Raises:
-            MemoryError: On all ranks, where one ran out of memory.
+            MemoryError: On all ranks, if one ran out of memory.
         """
         found: list[T] = []
         try:
@@ -125,16 +126,16 @@ class ShardedRows:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        if not found:  # the error is gone, and with it all tensors that it held
+        if not found:  # the error and the tensors that it held are freed
             try:
                 follow()
-            except Exception as error:  # the others wait in vain: this rank ends, and so do they
+            except Exception as error:  # this rank ends, and the others with it
                 raise RuntimeError("A rank without memory could not follow the others.") from error
         self._agree(bool(found))
         return found[0]
 
     def wait(self, steps: int) -> Tensor:
-        """What a rank without rows does while the others do so many things together."""
+        """A rank without rows takes part in the agreements of so many calls of the others."""
         for _ in range(steps):
             self._agree(True)
         return torch.empty(0)
@@ -154,7 +155,7 @@ class ShardedRows:
         return torch.cat((x_BCFHW, *parts.values()), dim=3) if parts else x_BCFHW
 
     def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """With each peer: a contiguous tensor to it, and one from it, which is written to."""
+        """Send a contiguous tensor to each peer and receive one from each; keys are ranks."""
         group = process_group(self.group)
         operations = [
             dist.P2POp(verb, tensor, group=group, group_peer=peer)
@@ -173,7 +174,7 @@ class ShardedRows:
 
 
 class _Following(ShardedRows):
-    """Rows without data of a rank that has failed: it sends zeros, and drops what it receives.
+    """The rows, without data, of a rank that has failed: it sends zeros and drops what it receives.
 
     Exchanges that took place before it failed are not repeated.
     """

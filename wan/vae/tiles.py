@@ -1,4 +1,4 @@
-"""Decoding in tiles, whose borders are blended: less memory, not exact.
+"""Decoding in tiles with blended borders, which needs less memory and is not exact.
 
 Sides, steps and weights are those of diffusers' tiled decoding.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SIDE, STEP = 256, 192  # pixels of a tile, and from one to the next; what they share is blended
+SIDE, STEP = 256, 192  # pixels of a tile's side, and between tiles; the overlap is blended
 _BLEND = SIDE - STEP
 
 
@@ -20,10 +20,10 @@ def decode(
     """Decode into `out`.
 
     Args:
-        decode_tile: Latents to pixels [B,3,F,H,W].
+        decode_tile: Decodes latents to pixels [B,3,F,H,W].
         z_BZfhw: The latents.
-        scale: Sides of a latent, in pixels.
-        patch: Rows and columns that are blended alike.
+        scale: The side of a latent, in pixels.
+        patch: The number of neighbouring rows, and columns, that get the same weight.
         out: [B,3,F,H,W]; pixels are not clamped.
     """
     above: dict[int, Tensor] = {}
@@ -38,12 +38,12 @@ def decode(
                 _blend(left, tile, 4, patch)
             above[start], left = tile[..., -_BLEND:, :].clone(), tile[..., -_BLEND:].clone()
             y, x = top * scale, start * scale
-            place = out[..., y : y + STEP, x : x + STEP]
-            place.copy_(tile[..., : place.shape[3], : place.shape[4]])
+            target = out[..., y : y + STEP, x : x + STEP]
+            target.copy_(tile[..., : target.shape[3], : target.shape[4]])
 
 
 def _blend(before: Tensor, tile: Tensor, dim: int, patch: int) -> None:
-    """Fade from the end of a tile into the beginning of the next one, in place."""
+    """Blend the end of a tile into the beginning of the next one, in place."""
     shared = min(before.shape[dim], tile.shape[dim])
     step = torch.arange(shared, device=tile.device) // patch * patch
     weight = (step.double() / shared).view(-1, *[1] * (4 - dim))
@@ -53,9 +53,9 @@ def _blend(before: Tensor, tile: Tensor, dim: int, patch: int) -> None:
 
 
 def kept_bytes(sides: tuple[int, int], frames: int) -> int:
-    """For planning: what lives beside a tile that is decoded; 0 where there is one tile only.
+    """The bytes held while a tile is decoded, for planning; 0 where one tile is enough.
 
-    sides: of the video, (H, W).
+    sides: Height and width of the video.
     """
     if max(sides) <= SIDE:
         return 0
