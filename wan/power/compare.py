@@ -1,20 +1,20 @@
-"""`python -m wan.power compare`: the modes side by side on this machine, and a recommendation.
+"""`python -m wan.power compare`: compares the modes on this machine and recommends one.
 
     torchrun --nproc_per_node=8 -m wan.power compare --out DIR -- ARGUMENTS OF generate.py
 
-Networks are loaded once and stay. After a warm-up of both experts, every variant makes the same
-video in every round, in random order; the baseline's times of a round are what the others' are
-compared with. Two controls tell rest from overlap. One short traced run of each variant shows its
-schedule and the lengths of its rests.
+Networks are loaded once and stay in memory. After a warm-up of both experts every variant makes the
+same video in every round, in random order, and its time is divided by the time of the baseline in
+the same round. Two controls show whether the rests help or the order of exchanges. A short traced
+run of each variant shows its order and the lengths of its rests.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,6 @@ from wan.cli import main as command
 from wan.cli.flags import Parser, parse
 from wan.log import logger
 from wan.modules.schedule import MODES
-from wan.power.side_by_side import Variant, variants
 from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.values import Reader, choice, integer
@@ -41,17 +40,55 @@ _DECIDED = (
     *("comm_type", "chunks", "fa_alltoall_overlap", "power", "trace", "plan", "compile"),
     *("decode_latents", "from_json", "use_prompt_extend", "prompt_file", "skip_existing"),
 )
+"""Flags of generate.py that a comparison sets itself, or that do not go with it."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of making the video that is compared.
+
+    Attributes:
+        name: For tables and files.
+        comm_type: A key of `schedule.MODES`.
+        chunks: Most head chunks of a call; None: the number of the mode.
+        rests: This is the control with the baseline's exchanges and rests between head chunks.
+        locked: This is the control with the baseline at a locked clock.
+    """
+
+    name: str
+    comm_type: int
+    chunks: int | None = None
+    rests: bool = False
+    locked: bool = False
+
+    @property
+    def is_control(self) -> bool:
+        return self.rests or self.locked
+
+    @property
+    def slug(self) -> str:
+        """The name in files and folders."""
+        return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
+
+
+def variants(modes: Sequence[int], chunks: Sequence[int]) -> list[Variant]:
+    """The baseline, the modes, InsertComm with other numbers of chunks, and the controls."""
+    found = [Variant(MODES[mode].name, mode) for mode in sorted({0, *modes})]
+    found += [Variant(f"InsertComm, {n} chunks", 1, n) for n in chunks]
+    if 1 in modes:  # whose rests the control has
+        found.append(Variant("control: rests without exchanges", 0, rests=True))
+    return [*found, Variant("control: baseline, locked clock", 0, locked=True)]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of the comparison itself.
+    """Options of the comparison itself.
 
     Attributes:
         out: Folder of the results.
-        repeats: Rounds.
+        repeats: Number of rounds.
         variants: What is compared, the baseline first.
-        order: Seed of the order in a round.
+        order: Seed of the random order.
         words: The command line, for the report.
     """
 
@@ -69,17 +106,21 @@ def main(argv: Sequence[str]) -> int:
     given = parse(arguments)
     for name in _DECIDED:
         if name in given:
-            raise InputError(f"--{name} is not for compare, which decides about it; drop it.")
+            raise InputError(f"`{name}`", None, "is set by compare itself", "drop it")
     if env.world_size() == 1:
         raise InputError(
-            "compare needs exchanges to compare, and one process has none: start it as torchrun "
-            "--nproc_per_node=2 -m wan.power compare ..., with as many processes as devices."
+            "One process",
+            None,
+            "has no exchanges to compare",
+            "start torchrun --nproc_per_node=2 -m wan.power compare ..., a process for each device",
         )
     if "offload_model" not in given:  # networks stay between the runs
         arguments += ["--offload_model", "false"]
-    if find_spec("matplotlib") is None:
-        raise InputError("compare draws plots: pip install -r requirements-power.txt")
-    _make_folder(options.out)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"cannot be made ({error.strerror})"
+        raise InputError("--out", options.out, why, "name another folder") from error
     arguments += ["--save_file", str(options.out / "baseline.mp4")]
     return command.carry_out(arguments, partial(_compare, options))
 
@@ -87,11 +128,9 @@ def main(argv: Sequence[str]) -> int:
 def _compare(options: Options, run: Run, team: Team | None) -> int:
     assert team is not None
     if run.setup.parallel.ulysses_size == 1:
-        raise InputError(
-            "compare needs --ulysses_size above 1: the modes differ in the exchanges of heads."
-        )
+        raise InputError("`ulysses_size`", 1, "has no exchanges to compare", "give a larger one")
     from wan.power.rounds import Rounds
-    from wan.power.summary import Summary
+    from wan.power.summary import write
 
     attention, compared = run.setup.attention, options.variants
     if attention.quant_alltoall or attention.use_rainfusion:  # which go with a call's exchanges
@@ -106,15 +145,14 @@ def _compare(options: Options, run: Run, team: Team | None) -> int:
             seconds = rounds.measure(variant)
             place = number + 1, options.repeats
             logger.info("Round %d of %d, %s: %.2f s (measured).", *place, variant.name, seconds)
-    rounds.calibration()
     rounds.close()
     if team.is_main:
-        Summary(options, run, rounds.found, team.device.name()).write()
+        write(options, run, rounds.found, team.device.name())
     return 0
 
 
 def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Those of the comparison, and those of generate.py."""
+    """The options of the comparison, and the arguments of generate.py behind "--"."""
     own, behind = list(argv), []
     if "--" in argv:
         cut = own.index("--")
@@ -132,8 +170,12 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     parser.add_argument("--preset", choices=PRESETS, help="a published workload")
     parser.add_argument("--order", default="0", metavar="SEED", help="of the random order")
     options = parser.parse_args(own)
-    chunks = _each(integer(1, 4096), "--chunks", options.chunks) if options.chunks else ()
-    found = variants(_each(choice(*MODES), "--modes", options.modes), chunks)
+
+    def each(read: Reader, name: str, listed: str) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(read(name, part) for part in listed.split(",")))
+
+    chunks = each(integer(1, 4096), "--chunks", options.chunks) if options.chunks else ()
+    found = variants(each(choice(*MODES), "--modes", options.modes), chunks)
     made = Options(
         out=options.out,
         repeats=integer(5, 10_000)("--repeats", options.repeats),
@@ -142,16 +184,3 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
         words=f"compare {' '.join(argv)}",
     )
     return made, [*PRESETS.get(options.preset, ()), *behind]
-
-
-def _each(read: Reader, name: str, listed: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(read(name, part) for part in listed.split(",")))
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--out {folder} cannot be made ({error.strerror}); name another folder."
-        ) from error

@@ -1,34 +1,32 @@
-"""`python -m wan.power predict`: whether head chunks can help on a device, before anything is run.
+"""`python -m wan.power predict`: a model that explains one published row, and says no more.
 
-What a layer computes and sends is the model's arithmetic (`workload`); how fast, at what power and
-under which governor are assumptions (`assumptions`), or measured (`calibrate`).
+Its governor and five constants were fitted to three published times of one device, which others
+would reproduce as well; for another device the result is as good as the constants that are given.
+What a rank computes and sends follows from the network and the topology. The device draws
+P(kind, f) = ps + activity (pfa - ps) f^alpha; its governor follows a moving average of power, and
+when that reaches the limit, it lowers the clock f for some time.
+
+Legend: L tokens of a rank, C channels, P ranks that exchange heads, R ranks of a ring. Powers are
+shares of the limit (TDP), clocks shares of the rated clock.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
 
 from wan.cli.flags import Parser
-from wan.cli.resolve import resolve
-from wan.modules.schedule import MODES
-from wan.power import sensitivity
-from wan.power.assumptions import FACTS, Assumptions, decide, listed
-from wan.power.calibrate import Calibration, calibrate
-from wan.power.governor import KINDS
-from wan.power.prediction import Prediction, Row, predict, verdict
-from wan.power.workload import EXCHANGED, Workload, layer, workload
-from wan.run import Run
-from wan.settings import values
+from wan.modules.schedule import MODES, OVERLAP, Mode, TokenPlan, heads_per_chunk, q_ranges
+from wan.run import Run, resolve
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
-from wan.settings.parallel import SIZES
 from wan.settings.presets import ALIASES
-from wan.settings.values import Reader, real
+from wan.settings.values import real
 
 PUBLISHED_RUN: dict[str, Any] = {
     "task": "t2v-A14B",
@@ -38,226 +36,274 @@ PUBLISHED_RUN: dict[str, Any] = {
     "sample_guide_scale": (1.0, 1.0),
     "ulysses_size": 4,
 }
-"""What is predicted where nothing else is asked for: the run of the published row."""
+"""The run of the published row, which is predicted unless flags say otherwise."""
 PUBLISHED = {0: 108.35, 1: 90.36, 2: 90.34}
 """Its seconds by --comm_type, as FA_Power_Cap's authors measured them on four NPUs."""
 RUN_FLAGS = (*PUBLISHED_RUN, "ring_size", "cfg_size")
-OWN: dict[str, tuple[Reader, str]] = {
-    "tdp": (real(1, 1e5), "W: the limit of a device; powers are shown in W"),
-    "calibrate": (values.path, "SERIES.json: the governor as a measured series shows it"),
-    "out": (values.path, "folder for predict.json and sensitivity.png"),
-}
+WORTH = 0.02  # the smallest gain that the model can tell from none
+FITTED = "fitted to the published row"
+_EXACT_LAYERS = 400  # simulated one by one; the second half of them stands for all further ones
+_FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
+
+
+def _constant(default: float, unit: str, meaning: str, low: float, high: float, **more: Any) -> Any:
+    source = more.pop("source", "assumed")
+    facts = {"unit": unit, "meaning": meaning, "read": real(low, high, **more), "source": source}
+    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True)
-class Report:
-    """All that the command says.
+class Constants:
+    """What the model's arithmetic does not know; a flag of the same name replaces each."""
 
-    Attributes:
-        run: What is predicted.
-        work: Its arithmetic.
-        by: The assumptions.
-        sources: Where each of these comes from.
-        found: The prediction.
-        watts: Of the limit, where known.
-        calibration: What a measured series showed.
+    tau: float = _constant(0.06, "s", "time constant of the average", 1e-3, 1e3, source=FITTED)
+    f_low: float = _constant(0.55, "", "lowered clock", 0.05, 1, below=True, source=FITTED)
+    hold: float = _constant(0.25, "s", "how long it stays lowered", 1e-3, 1e3, source=FITTED)
+    pfa: float = _constant(1.05, "TDP", "attention's power", 0.01, 10, source=FITTED)
+    fixed: float = _constant(12.3, "s", "all but denoising", 0, 1e5, source=FITTED)
+    link_gbs: float = _constant(20, "GB/s", "what a rank sends", 1e-3, 1e5)
+    ps: float = _constant(0.3, "TDP", "static power", 0, 1, below=True)
+    alpha: float = _constant(3, "", "exponent of the clock in power", 1, 4)
+    a_linear: float = _constant(0.75, "", "activity of other work", 0, 2)
+    a_comm: float = _constant(0.12, "", "activity of exchanges", 0, 2)
+    fa_tflops: float = _constant(310, "TFLOP/s", "attention at the rated clock", 1e-3, 1e5)
+    linear_tflops: float = _constant(320, "TFLOP/s", "other work likewise", 1e-3, 1e5)
+    exchange_us: float = _constant(30, "us", "latency of an exchange", 0, 1e6)
+    launch_us: float = _constant(10, "us", "idle before each attention call", 0, 1e6)
+    element_bytes: float = _constant(2, "bytes", "of an element that is sent", 0.5, 4)
+
+    def __post_init__(self) -> None:
+        if self.pfa <= self.ps:
+            raise InputError(
+                "--pfa", f"{self.pfa:g}", f"is not above --ps {self.ps:g}", "give a larger --pfa"
+            )
+
+    def power(self, kind: str, clock: float) -> float:
+        """Power that the device draws while it does work of a kind at a clock."""
+        activity = {"fa": 1.0, "linear": self.a_linear, "comm": self.a_comm, "idle": 0.0}[kind]
+        return self.ps + activity * (self.pfa - self.ps) * clock**self.alpha
+
+
+_READERS = {one.name: one.metadata["read"] for one in fields(Constants)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the rank with the most work computes and sends in one layer."""
+
+    plan: TokenPlan
+    config: Mapping[str, Any]
+    ulysses: int
+    ring: int
+    layers: int  # calls of a rank: layers x steps x guidance branches that it computes
+
+    @classmethod
+    def of(cls, run: Run) -> Workload:
+        parallel, config, request = run.setup.parallel, run.setup.checkpoint.config, run.request
+        multiple = run.setup.attention.row_multiple(parallel.ring_size)
+        plan = TokenPlan(prod(request.grid), parallel.sequence_size, multiple)
+        branches = 2 if request.guided and parallel.cfg_size == 1 else 1
+        layers = config["num_layers"] * request.sample_steps * branches
+        return cls(plan, config, parallel.ulysses_size, parallel.ring_size, layers)
+
+    @property
+    def local_heads(self) -> int:
+        """Heads that a rank attends with, which is the largest number of chunks."""
+        return int(self.config["num_heads"]) // self.ulysses
+
+    def layer(self, mode: Mode, chunks: int, by: Constants) -> list[tuple[str, float]]:
+        """The layer as (kind of work, seconds at the rated clock), in the order of the mode.
+
+        One lane computes and one sends; what is sent while the first one computes costs no time.
+        """
+        c, heads = self.config["dim"], self.config["num_heads"]
+        rows = min(self.plan.tokens, self.plan.shard_len * self.ulysses)
+        found, now, lane = list[tuple[str, float]](), 0.0, 0.0
+        sizes = heads_per_chunk(heads, self.ulysses, chunks)
+        arrived, returned = dict[int, float](), dict[int, float]()
+
+        def spend(kind: str, seconds: float) -> None:
+            nonlocal now
+            if seconds > 0:
+                now += seconds
+                found.append((kind, seconds))
+
+        def send(elements: float) -> float:
+            return elements * by.element_bytes / (by.link_gbs * 1e9) + by.exchange_us / 1e6
+
+        for verb, chunk in mode.order(len(sizes)):
+            width = sizes[chunk] * c / heads  # channels of the chunk on one rank
+            exchange = send(self.plan.shard_len * width * (self.ulysses - 1))
+            if verb == "start":
+                arrived[chunk] = lane = max(lane, now) + 3 * exchange
+            elif verb == "finish":
+                spend("comm", returned[chunk] - now)
+            else:
+                spend("comm", arrived[chunk] - now)
+                borders = [self.plan.tokens * i // self.ring for i in range(self.ring + 1)]
+                for hop, (first, end) in enumerate(pairwise(borders), 1):
+                    begun = now
+                    for a, b in q_ranges(rows, mode.blocks):
+                        spend("idle", by.launch_us / 1e6)
+                        spend("fa", 4 * (b - a) * (end - first) * width / (by.fa_tflops * 1e12))
+                    if hop < self.ring:
+                        spend("comm", send(2 * rows * width) - (now - begun))
+                returned[chunk] = lane = max(lane, now) + exchange
+        per_token = 12 * c * c + 4 * self.config["text_len"] * c + 4 * c * self.config["ffn_dim"]
+        spend("linear", self.plan.shard_len * per_token / (by.linear_tflops * 1e12))
+        return found
+
+
+class Prediction(NamedTuple):
+    """One way to carry out the run: its seconds, and its mean power and throttled share."""
+
+    name: str
+    chunks: int
+    seconds: float
+    power: float
+    throttled: float
+
+
+def denoise(layer: Sequence[tuple[str, float]], count: int, by: Constants) -> tuple[float, ...]:
+    """Seconds, energy (share of the limit x s) and throttled seconds of `count` equal layers.
+
+    Between two events the power is constant, so that its moving average is an exponential and the
+    next event is found in closed form. The device has been idle before.
     """
-
-    run: Run
-    work: Workload
-    by: Assumptions
-    sources: Mapping[str, str]
-    found: Prediction
-    watts: float | None
-    calibration: Calibration | None
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the prediction; write it where --out says."""
-    given = _parse(argv)
-    folder = given.get("out")
-    if folder is not None:
-        sensitivity.check_folder(folder)
-    report = make_report(given)
-    print(*lines(report), sep="\n", flush=True)
-    if folder is not None:
-        swept = sensitivity.sweep(report.work, report.by)
-        sensitivity.draw(swept, report.by, report.found, folder / "sensitivity.png")
-        text = json.dumps(record(report, swept), indent=1, ensure_ascii=False)
-        (folder / "predict.json").write_text(text + "\n", encoding="utf-8")
-        print(f"Written: predict.json and sensitivity.png in {folder}")
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> dict[str, Any]:
-    """Checked values of the flags that were given."""
-    parser = Parser(
-        prog="python -m wan.power predict",
-        description="Predict the time of each mode of attention, without running anything.",
-        epilog="Flags left out: the run and the assumptions of the published row; for another "
-        "task its own size, frames, steps and guidance, on 4 ranks.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    readers = {name: FLAGS[name].read for name in RUN_FLAGS}
-    readers |= {name: reader for name, (reader, _) in OWN.items()}
-    readers |= {name: fact.read for name, fact in FACTS.items()}
-    for name in RUN_FLAGS:
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=FLAGS[name].help)
-    for name, (_, meaning) in OWN.items():
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=meaning)
-    group = parser.add_argument_group("assumptions")
-    for name, fact in FACTS.items():
-        meaning = f"{fact.meaning} ({fact.default} {fact.unit}".rstrip() + ")"
-        group.add_argument(f"--{name}", metavar=name.upper(), help=meaning)
-    raw = vars(parser.parse_args(list(argv)))
-    return {name: readers[name](f"--{name}", value) for name, value in raw.items()}
+    average, left = by.ps, 0.0  # left: seconds until the clock is raised again
+    seconds = energy = throttled = 0.0
+    exact, half = min(count, _EXACT_LAYERS), (0.0, 0.0, 0.0)
+    for index in range(exact):
+        if index == _EXACT_LAYERS // 2:
+            half = seconds, energy, throttled
+        for kind, work in layer:
+            while work > 0:
+                clock = by.f_low if left else 1.0
+                power = by.power(kind, clock)
+                speed = clock if kind in ("fa", "linear") else 1.0
+                until = left or _reaches_limit(average, power, by.tau)
+                taken = min(until, work / speed)
+                work = work - taken * speed if until <= work / speed else 0.0
+                seconds, energy = seconds + taken, energy + taken * power
+                throttled += taken * (clock < 1)
+                if taken == until and not left:
+                    average, left = 1.0, by.hold
+                    continue
+                average = power + (average - power) * math.exp(-taken / by.tau)
+                left = max(left - taken, 0.0) if taken < until else by.hold * (average >= 1)
+    if exact == count:
+        return seconds, energy, throttled
+    more = (count - exact) / (exact - _EXACT_LAYERS // 2)
+    totals = zip((seconds, energy, throttled), half, strict=True)
+    return tuple(whole + more * (whole - first) for whole, first in totals)
 
 
-def make_report(given: Mapping[str, Any]) -> Report:
-    """The prediction for checked flags. InputError for what contradicts, or cannot be predicted."""
-    wanted = {name: given[name] for name in RUN_FLAGS if name in given}
-    task = wanted.get("task", PUBLISHED_RUN["task"])
-    is_like = ALIASES.get(task, task) == PUBLISHED_RUN["task"]
-    basis = PUBLISHED_RUN if is_like else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
-    run = resolve({**basis, **wanted, "plan": True}, lambda *_: None, plan=True)
-    if run.setup.parallel.ulysses_size == 1:
-        raise InputError(
-            "--ulysses_size 1 exchanges nothing, so there is nothing to put between pieces of "
-            "attention; give the ranks that share the heads, for example --ulysses_size 4."
-        )
-    calibration, measured, watts = None, dict[str, float](), given.get("tdp")
-    assumed, _ = decide(given, measured)
-    if "calibrate" in given:
-        calibration = _calibrated(given["calibrate"], assumed)
-        watts, measured = watts or calibration.limit, dict(calibration.found)
-        for name in ("pfa", "ps"):  # shares of the series' limit; --tdp asks about another one
-            measured[name] *= calibration.limit / watts
-    by, sources = decide(given, measured)
-    work = workload(run)
-    return Report(run, work, by, sources, predict(work, by), watts, calibration)
+def _reaches_limit(average: float, power: float, tau: float) -> float:
+    """Seconds of this power until the moving average is at the limit."""
+    if average >= 1:
+        return 0.0
+    return tau * math.log((power - average) / (power - 1)) if power > 1 else math.inf
 
 
-def _calibrated(path: Path, assumed: Assumptions) -> Calibration:
-    if assumed.governor != "hysteresis":
-        raise InputError(
-            f"--calibrate fits the hysteresis governor, but --governor is {assumed.governor}; "
-            "drop one of them."
-        )
-    return calibrate(path, assumed)
+def predict(work: Workload, by: Constants, mode: Mode, chunks: int, name: str = "") -> Prediction:
+    """The run with one mode of attention and a limit of head chunks."""
+    seconds, energy, throttled = denoise(work.layer(mode, chunks, by), work.layers, by)
+    count = min(chunks, work.local_heads)
+    shares = energy / seconds, throttled / seconds
+    return Prediction(name or mode.name, count, seconds + by.fixed, *shares)
 
 
-def lines(report: Report) -> Iterator[str]:
-    """For the terminal."""
-    run, work, by, found = report.run, report.work, report.by, report.found
-    parallel = run.setup.parallel
-    yield (
-        f"Predicted, not run: {_name(report)}, {parallel.world_size} ranks (ulysses "
-        f"{parallel.ulysses_size}, ring {parallel.ring_size}, cfg {parallel.cfg_size}), "
-        f"{work.layers} layer calls of a rank"
-    )
-    times = dict.fromkeys(KINDS, 0.0)
-    for kind, seconds in layer(work, MODES[0], 1, by):
-        times[kind] += seconds
-    sent = EXCHANGED * work.exchange_bytes(work.local_heads, by.element_bytes)
-    flops = work.attention_flops(work.local_heads, work.rows, work.plan.tokens)
-    yield (
-        f"Predicted for a layer at the rated clock: attention {times['fa'] * 1e3:.1f} ms "
-        f"({flops / 1e12:.1f} TFLOP), other work {times['linear'] * 1e3:.1f} ms "
-        f"({work.linear_flops / 1e12:.1f} TFLOP), exchanges {times['comm'] * 1e3:.1f} ms "
-        f"({sent / 1e9:.2f} GB)"
-    )
-    yield ""
-    yield from _table(report)
-    yield ""
-    gains = (f"{row.chunks}: {found.gain(row):z.1%}" for row in found.by_chunks)
-    yield "Predicted gain of mode 1 by head chunks: " + ", ".join(gains)
-    yield from verdict(work, by, found)
-    if is_published(run):
-        yield _beside_published(found)
-    if report.calibration is not None:
-        yield (
-            f"Measured series ({report.calibration.source}): the fitted model has the measured "
-            f"clock in {1 - report.calibration.differ:.1%} of its samples."
-        )
-    yield ""
-    yield "All predicted values rest on these (--calibrate measures the governor and the powers):"
-    for one in listed(by, report.sources):
-        value = one["value"] if isinstance(one["value"], str) else f"{one['value']:.4g}"
-        yield f"  {one['name']:14}{value:>11} {one['unit']:8}{one['source']:36}{one['meaning']}"
+def all_modes(work: Workload, by: Constants) -> list[Prediction]:
+    """Every mode, the overlap, and the baseline with its clock locked within the limit."""
+    rows = {f"{key} {mode.name}": mode for key, mode in MODES.items()} | {OVERLAP.name: OVERLAP}
+    found = [predict(work, by, mode, mode.chunks, name) for name, mode in rows.items()]
+    if by.pfa > 1:
+        clock = ((1 - by.ps) / (by.pfa - by.ps)) ** (1 / by.alpha)
+        rates = {"fa_tflops": by.fa_tflops * clock, "linear_tflops": by.linear_tflops * clock}
+        locked = replace(by, pfa=1.0, **rates)
+        found.append(predict(work, locked, MODES[0], 1, f"0, clock locked at {clock:.1%}"))
+    return found
 
 
-def asked(run: Run) -> dict[str, Any]:
-    """What is predicted, by flags."""
-    names = ("size", "frame_num", "sample_steps", "sample_guide_scale")
-    found = {"task": run.request.preset.task}
-    found |= {name: getattr(run.request, name) for name in names}
-    return found | dict(zip(SIZES, run.setup.parallel.sizes, strict=True))
+def sensitivity(work: Workload, by: Constants) -> dict[str, dict[str, float | None]]:
+    """Gain of mode 1 when one fitted constant is multiplied by a factor and the others stay."""
 
+    def gain(name: str, value: float) -> float | None:
+        try:
+            varied = replace(by, **{name: _READERS[name](f"--{name}", value)})
+        except InputError:
+            return None
+        base, chunked = (predict(work, varied, MODES[key], MODES[key].chunks) for key in (0, 1))
+        return 1 - chunked.seconds / base.seconds
 
-def is_published(run: Run) -> bool:
-    """Whether it is the run of the published row."""
-    return asked(run) == {**dict.fromkeys(SIZES, 1), **PUBLISHED_RUN}
-
-
-def record(report: Report, swept: sensitivity.Swept) -> dict[str, Any]:
-    """Of a prediction, for a file: predicted values stand under "predicted"."""
-    found, calibration = report.found, report.calibration
-
-    def of(row: Row) -> dict[str, Any]:
-        totals = {"mean_power": row.denoising.mean_power, "mean_clock": row.denoising.mean_clock}
-        totals |= asdict(row.denoising)
-        gain = found.gain(row)
-        return {"chunks": row.chunks, "seconds": row.seconds, "gain": gain, "denoising": totals}
-
+    fitted = [one.name for one in fields(Constants) if one.metadata["source"] == FITTED]
     return {
-        "run": asked(report.run),
-        "limit_watts": report.watts,
-        "assumptions": list(listed(report.by, report.sources)),
-        "calibration": None if calibration is None else {"measured": asdict(calibration)},
-        "predicted": {
-            "modes": {row.name: of(row) for row in found.rows},
-            "by_chunks": [of(row) for row in found.by_chunks],
-            "best_chunks": found.best.chunks,
-            "verdict": list(verdict(report.work, report.by, found)),
-            "gain_of_modes_1_and_2_by_assumption": swept,
-        },
-        "published_seconds": PUBLISHED if is_published(report.run) else None,
+        name: {f"{f:g}": gain(name, getattr(by, name) * f) for f in _FACTORS} for name in fitted
     }
 
 
-def _table(report: Report) -> Iterator[str]:
-    found = report.found
-    heads = ("time", "gain", "mean power", "trips", "throttled")
-    yield f"{'':32}{'':>7}" + "".join(f"{'predicted':>12}" for _ in heads)
-    yield f"{'mode':32}{'chunks':>7}" + "".join(f"{head:>12}" for head in heads)
-    for row in found.rows:
-        totals = row.denoising
-        cells = (
-            f"{row.seconds:.2f} s",
-            f"{found.gain(row):z.2%}" if row is not found.modes[0] else "-",
-            _power(totals.mean_power, report.watts),
-            f"{totals.trips:.0f}" if report.by.governor == "hysteresis" else "-",
-            f"{totals.throttled / totals.seconds:.0%}",
-        )
-        yield f"{row.name:32}{row.chunks:>7}" + "".join(f"{cell:>12}" for cell in cells)
+def main(argv: Sequence[str]) -> int:
+    """Prints the prediction for the flags in argv."""
+    parser = Parser(
+        prog="python -m wan.power predict",
+        description="Predict the time of each mode of attention, without running anything.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for name in RUN_FLAGS:
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=FLAGS[name].help)
+    for one in fields(Constants):
+        words = f"{one.metadata['meaning']} ({one.default} {one.metadata['unit']}".rstrip() + ")"
+        parser.add_argument(f"--{one.name}", metavar=one.name.upper(), help=words)
+    readers = {name: FLAGS[name].read for name in RUN_FLAGS} | _READERS
+    raw = vars(parser.parse_args(list(argv)))
+    given = {name: readers[name](f"--{name}", value) for name, value in raw.items()}
+    asked = {name: given[name] for name in RUN_FLAGS if name in given}
+    task = asked.get("task", PUBLISHED_RUN["task"])
+    is_like = ALIASES.get(task, task) == PUBLISHED_RUN["task"]
+    basis = PUBLISHED_RUN if is_like else {"ulysses_size": PUBLISHED_RUN["ulysses_size"]}
+    run = resolve({**basis, **asked, "plan": True}, lambda *_: None, plan=True)
+    if run.setup.parallel.ulysses_size == 1:
+        raise InputError("`ulysses_size`", 1, "exchanges nothing", "give a larger one")
+    by, work = Constants(**{n: given[n] for n in _READERS if n in given}), Workload.of(run)
+    is_published = is_like and not asked.keys() - {"task"}
+    print(*_lines(run, work, by, given.keys(), is_published), sep="\n", flush=True)
+    return 0
 
 
-def _power(share: float, watts: float | None) -> str:
-    return f"{share:.2f} TDP" if watts is None else f"{share * watts:.0f} W"
-
-
-def _name(report: Report) -> str:
-    request = report.run.request
-    size, guided = "*".join(map(str, request.size)), "" if request.guided else ", no guidance"
-    task = f"{request.preset.task}, {size}, {request.frame_num} frames"
-    return f"{task}, {request.sample_steps} steps{guided}"
-
-
-def _beside_published(found: Prediction) -> str:
-    words = [
-        f"mode {key} measured {PUBLISHED[key]:.2f} s ({1 - PUBLISHED[key] / PUBLISHED[0]:.2%}), "
-        f"predicted {row.seconds:.2f} s ({found.gain(row):z.2%})"
-        for key, row in found.modes.items()
-    ]
-    return "Published by the authors: " + "; ".join(words) + "."
+def _lines(
+    run: Run, work: Workload, by: Constants, given: Collection[str], is_published: bool
+) -> Iterator[str]:
+    found, varied = all_modes(work, by), sensitivity(work, by)
+    request, parallel, base = run.request, run.setup.parallel, found[0]
+    yield (
+        f"Predicted, not run: {request.preset.task}, {request.size[0]}*{request.size[1]}, "
+        f"{request.frame_num} frames, {request.sample_steps} steps; cfg {parallel.cfg_size} x ring "
+        f"{parallel.ring_size} x ulysses {parallel.ulysses_size}; {work.layers} layers per rank."
+    )
+    yield f"\n{'mode':30}{'chunks':>7}{'time':>11}{'gain':>9}{'power':>10}{'throttled':>11}"
+    for row in found:
+        gain = "" if row is base else f"{1 - row.seconds / base.seconds:z.1%}"
+        share = f"{row.power:.2f} TDP"
+        numbers = f"{row.seconds:>9.2f} s{gain:>9}{share:>10}{row.throttled:>11.0%}"
+        yield f"{row.name:30}{row.chunks:>7}{numbers}"
+    if is_published:
+        times = "; ".join(f"mode {key} {seconds:.2f} s" for key, seconds in PUBLISHED.items())
+        yield f"The authors measured: {times}."
+    by_chunks = [predict(work, by, MODES[1], n + 1) for n in range(work.local_heads)]
+    best = min(by_chunks, key=lambda row: round(row.seconds, 1))
+    saved = 1 - best.seconds / base.seconds
+    helps = "to help" if saved >= WORTH else "not to help"
+    reason = "" if base.throttled else " The baseline is not throttled, so nothing can be saved."
+    count = f"{best.chunks} chunk{'s' if best.chunks > 1 else ''} of mode 1"
+    yield f"\nHead chunks are predicted {helps}: {saved:z.1%} with {count}.{reason}"
+    yield f"\nGain of mode 1 when a constant that was {FITTED} is multiplied by"
+    yield f"{'':14}" + "".join(f"{factor:>9}" for factor in next(iter(varied.values())))
+    for name, gains in varied.items():
+        cells = ("-" if one is None else f"{one:z.1%}" for one in gains.values())
+        yield f"{name:14}" + "".join(f"{cell:>9}" for cell in cells)
+    yield f"\nAll of this rests on a governor with hysteresis ({FITTED}) and these constants:"
+    for one in fields(Constants):
+        source = "command line" if one.name in given else one.metadata["source"]
+        number = f"{getattr(by, one.name):g} {one.metadata['unit']}"
+        yield f"  {one.name:14}{number:>14}  {source:28} {one.metadata['meaning']}"

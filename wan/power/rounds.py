@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
+import atexit
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wan import trace
-from wan.checkpoint.files import whole_file
+from wan.device import Device
+from wan.distributed.exchange import ALONE, all_to_all_4D
 from wan.distributed.mesh import Team
+from wan.kernels.base import StepInfo
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Attention
-from wan.modules.schedule import MODES
+from wan.modules.schedule import MODES, heads_per_chunk
 from wan.pipeline import build, video
-from wan.power.locks import Lock
+from wan.power.compare import Variant
 from wan.power.measured import Measured, combine
 from wan.power.meter import Meter, MeterError
 from wan.power.recording import Recording, plan_of
-from wan.power.side_by_side import Rests, SideBySide, Variant, layer_of
 from wan.power.video import source_of
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.request import Request
 from wan.trace import Event
-
-_FINE = 0.02  # seconds between two samples of a series
-_KINDS = {  # of events -> of a series
-    "attention": "fa",
-    **dict.fromkeys(("a2a", "a2a wait", "hop wait", "gather"), "comm"),
-    **dict.fromkeys(("project", "cross-attention", "feed-forward"), "linear"),
-}
 
 
 @dataclass
@@ -67,6 +60,120 @@ class Found:
     folder: Path | None = None
     largest: int = 0
     psnr: float = float("inf")
+
+
+class SideBySide:
+    """Self-attention of a block by the layer that `chosen` names; all ranks choose the same."""
+
+    def __init__(self, layers: Mapping[str, Attention], chosen: Callable[[], str]) -> None:
+        self.layers, self.chosen = dict(layers), chosen
+
+    def __call__(self, *qkv_BsND: Tensor, **told: Any) -> Tensor:
+        return self.layers[self.chosen()](*qkv_BsND, **told)
+
+
+def layer_of(variant: Variant, built: FAPowerCapAttention) -> FAPowerCapAttention:
+    """The layer of a variant, with the kernel, ring and methods of one that exists."""
+    return FAPowerCapAttention(
+        comm_type=variant.comm_type,
+        ulysses_pg=built.ulysses_pg,
+        layer=built.layer,
+        kernel=built.kernel,
+        ring=built.ring,
+        methods=built.methods,
+        clock=built.clock,
+        chunks=variant.chunks,
+    )
+
+
+class Rests:
+    """A control that has the rests of a chunked mode and the exchanges of the baseline.
+
+    The exchanges of all heads come first; then the chunks are attended to, with the device idle
+    between them; the results go back together. What is as fast as the chunked mode was sped up by
+    the rests themselves.
+
+    Args:
+        built: The layer whose kernel, ring and group are used.
+        chunks: Most chunks of a call.
+        rest: Keeps the device idle for a while.
+    """
+
+    def __init__(self, built: FAPowerCapAttention, chunks: int, rest: Callable[[], None]) -> None:
+        self.group, self.world, self.chunks = built.ulysses_pg, built.world_size, chunks
+        self.rest = rest
+        self._whole = FAPowerCapAttention(
+            comm_type=0,
+            ulysses_pg=ALONE,
+            layer=built.layer,
+            kernel=built.kernel,
+            ring=built.ring,
+            methods=built.methods,
+        )
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        /,
+        *,
+        valid_len: int | None = None,
+        step: StepInfo | None = None,
+    ) -> Tensor:
+        """As `FAPowerCapAttention`."""
+        qkv_BShD = [all_to_all_4D(x, 2, 1, self.group) for x in (query, key, value)]
+        parts: list[Tensor] = []
+        first = 0
+        for size in heads_per_chunk(query.shape[2], self.world, self.chunks):
+            if parts:
+                self.rest()
+            chunk = (x[:, :, first : first + size].contiguous() for x in qkv_BShD)
+            parts.append(self._whole(*chunk, valid_len=valid_len, step=step))
+            first += size
+        return all_to_all_4D(torch.cat(parts, dim=2), 1, 2, self.group)
+
+
+class Lock:
+    """`with lock:` holds the clock at one frequency, and frees it afterwards, also at exit.
+
+    What ends a process at once (SIGKILL, another rank's failure) leaves it locked:
+    `nvidia-smi -rgc` frees it.
+    """
+
+    def __init__(self, device: Device, mhz: float | None) -> None:
+        """MeterError where there is nothing to lock."""
+        if device.type != "cuda":
+            raise MeterError("only clocks of NVIDIA GPUs are locked")
+        if mhz is None:
+            raise MeterError("the clock could not be read")
+        try:
+            import pynvml
+        except ModuleNotFoundError as error:
+            raise MeterError("nvidia-ml-py is not installed") from error
+        self._nvml: Any = pynvml
+        self._mhz = int(mhz)
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device.uuid()}")
+        except pynvml.NVMLError as error:
+            raise MeterError(f"NVML: {error}") from error
+
+    def __enter__(self) -> Lock:
+        try:
+            self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, self._mhz, self._mhz)
+        except self._nvml.NVMLError as error:
+            raise MeterError(f"the clock may not be locked here ({error})") from error
+        atexit.register(self._free)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        atexit.unregister(self._free)
+        self._free()
+
+    def _free(self) -> None:
+        with suppress(self._nvml.NVMLError):  # where the lock itself was not permitted
+            self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
 
 
 class StepTimes(trace.Recorder):
@@ -130,7 +237,7 @@ class Rounds:
                 continue
             self._chosen = variant.name
             self._denoise(short)
-            events = self._traced(variant, short, self._out / "traces" / slug(variant))
+            events = self._traced(variant, short, self._out / "traces" / variant.slug)
             if variant.comm_type == 1 and not self._rest:
                 own = statistics.median(rests(events) or [0.0])
                 self._rest = max(self._team.gather(own))  # the same on all ranks
@@ -178,22 +285,6 @@ class Rounds:
             self.found[variant.name].folder = folder
         return recording.events
 
-    def calibration(self) -> Path | None:
-        """A series of the baseline that `predict --calibrate` reads; None without a meter."""
-        baseline = self.variants[0]
-        told = self.found[baseline.name].power[0]
-        if told.mean_mhz is None or told.mean_w is None:
-            return None
-        self._chosen = baseline.name
-        with Meter(source_of(self._team.device), _FINE) as meter:
-            events = self._traced(baseline, self._run.request, None)
-        found = meter.stop()
-        path = self._out / "series.json"
-        if self._team.is_main and found.series is not None:
-            with whole_file(path) as temporary:
-                temporary.write_text(json.dumps(series_of(found, events)), encoding="utf-8")
-        return path
-
     def measure(self, variant: Variant) -> float:
         """One run of the whole request, metered; seconds of denoising."""
         found, device = self.found[variant.name], self._team.device
@@ -228,7 +319,7 @@ class Rounds:
             frames = self._pipeline.decode(self._latents[name])
             if frames is None:
                 continue
-            path = self._out / f"{slug(found.variant)}.mp4"
+            path = self._out / f"{found.variant.slug}.mp4"
             video.save_video(frames, path, self._run.output.fps)
             levels = ((frames + 1) * 127.5).round_()
             baseline = levels if baseline is None else baseline
@@ -254,41 +345,6 @@ def rests(events: Sequence[Event]) -> list[float]:
             found.append((event.begin - last[2]) / 1e9)
         last = here, chunk, event.end
     return found
-
-
-def series_of(measured: Measured, events: Sequence[Event]) -> dict[str, Any]:
-    """Samples of a meter and the calls of a traced run, in seconds of one clock.
-
-    On Linux both clocks are the system's monotonic one.
-    """
-    one = (measured.parts or (measured,))[0]
-    assert one.series is not None
-    columns = zip(one.series.times, one.series.watts, one.series.mhz, strict=True)
-    return {
-        "source": f"{one.source}, {one.device}",
-        "rated_mhz": one.rated_mhz,
-        "limit_w": one.limit_w,
-        "samples": [
-            {"t": t, "watts": watts, "mhz": mhz}
-            for t, watts, mhz in columns
-            if not math.isnan(watts) and not math.isnan(mhz)
-        ],
-        "calls": list(_calls(events)),
-    }
-
-
-def _calls(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """One after the other; what is inside another one counts as that."""
-    end = 0
-    for event in events:
-        if event.kind in _KINDS and event.begin >= end:
-            end = event.end
-            yield {"kind": _KINDS[event.kind], "start": event.begin / 1e9, "end": end / 1e9}
-
-
-def slug(variant: Variant) -> str:
-    """Its name for files."""
-    return re.sub(r"[^a-z0-9]+", "_", variant.name.lower()).strip("_")
 
 
 def _short(request: Request) -> Request:
