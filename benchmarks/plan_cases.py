@@ -45,9 +45,9 @@ class Case:
         """The command line, with what it needs made in `folder`."""
         made = folder / f"{self.task}-{len(self.text)}"
         if not made.is_dir():
-            recipe = replace(tiny.RECIPES[self.task], head_dim=HEAD_DIMS[self.task])
+            recipe = replace(tiny.TASKS[self.task], head_dim=HEAD_DIMS[self.task])
             with (
-                patch.dict(tiny.RECIPES, {self.task: recipe}),
+                patch.dict(tiny.TASKS, {self.task: recipe}),
                 patch.dict(tiny.TEXT_SIZES, self.text),
             ):
                 tiny.make_checkpoint(self.task, made)

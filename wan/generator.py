@@ -51,7 +51,7 @@ class DefaultStr(str):
 
 
 @dataclass(eq=False, kw_only=True)
-class Call(Job):
+class VideoCall(Job):
     """A checked call of `generate`. output_type: "pt" or "latent"."""
 
     output_type: str
@@ -207,12 +207,12 @@ class Generator:
         return bound.arguments
 
     def _made(
-        self, calls: Sequence[Call], offload: Offload, grouped: bool
+        self, calls: Sequence[VideoCall], offload: Offload, grouped: bool
     ) -> Iterator[Tensor | None]:
         """Makes the videos, some of them ahead; between two the caller may call `generate`."""
         pipeline = self._pipeline
 
-        def make(call: Call, latents: Callable[[], Tensor]) -> Tensor | None:
+        def make(call: VideoCall, latents: Callable[[], Tensor]) -> Tensor | None:
             return latents() if call.output_type == "latent" else pipeline.decode(latents())
 
         with in_keywords():
@@ -223,7 +223,7 @@ class Generator:
                 pipeline.abandon()
                 raise
 
-    def _asked(self, call: dict[str, Any], setup: Setup) -> Call:
+    def _asked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         if self._preset.kind == "i2v" and call["img"] is None:
             raise InputError(f"{type(self).__name__} starts from an image; give one as img.")
         request, image, last_image = self._request(call, setup)
@@ -232,7 +232,9 @@ class Generator:
         if self._team is not None:  # ranks that drew different seeds would mix their noise
             seed = self._team.value_from_main(request.base_seed)
             request = replace(request, base_seed=seed)
-        return Call("A call", request, image, last_image, prompt, negative, output_type=output_type)
+        return VideoCall(
+            "A call", request, image, last_image, prompt, negative, output_type=output_type
+        )
 
     def _with_offload(self, offload: Offload) -> Setup:
         """The setup of one call; InputError where the constructor's keywords exclude that."""

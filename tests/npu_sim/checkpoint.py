@@ -17,7 +17,7 @@ from wan.pipeline.tiny import make_checkpoint
 TASK = "t2v-A14B"
 
 
-class OneLayer(tiny_networks.Recipe):
+class OneLayer(tiny_networks.TinyTask):
     """A recipe whose DiT has one layer and a narrow feed-forward."""
 
     @property
@@ -27,7 +27,7 @@ class OneLayer(tiny_networks.Recipe):
 
 def make(out: Path, task: str = TASK, heads: int = 40, layout: str = "official") -> Path:
     """Write the folder `out` and return it."""
-    sizes = replace(tiny_networks.RECIPES[task], num_heads=heads, head_dim=HEAD_DIM)
+    sizes = replace(tiny_networks.TASKS[task], num_heads=heads, head_dim=HEAD_DIM)
     recipe = OneLayer(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
-    with mock.patch.dict(tiny_networks.RECIPES, {task: recipe}):
+    with mock.patch.dict(tiny_networks.TASKS, {task: recipe}):
         return make_checkpoint(task, out, layout=layout)

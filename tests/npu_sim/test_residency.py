@@ -178,7 +178,7 @@ def test_blocks_may_end_amid_a_slab_of_host_memory() -> None:
     assert found[1].count("copy") > 3
 
 
-class Deep(tiny.Recipe):
+class Deep(tiny.TinyTask):
     @property
     def config(self) -> dict[str, Any]:
         return super().config | {"num_layers": 5, "ffn_dim": 64}
@@ -188,9 +188,9 @@ class Deep(tiny.Recipe):
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A t2v-A14B of five layers with heads that NPUs take."""
     out = tmp_path_factory.mktemp("deep") / "checkpoint"
-    sizes = replace(tiny.RECIPES["t2v-A14B"], num_heads=4, head_dim=HEAD_DIM)
+    sizes = replace(tiny.TASKS["t2v-A14B"], num_heads=4, head_dim=HEAD_DIM)
     recipe = Deep(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
-    with mock.patch.dict(tiny.RECIPES, {"t2v-A14B": recipe}):
+    with mock.patch.dict(tiny.TASKS, {"t2v-A14B": recipe}):
         return tiny.make_checkpoint("t2v-A14B", out)
 
 

@@ -55,7 +55,7 @@ def test_clip_features_are_those_of_transformers(tiny) -> None:
     """The features before the last block, to the bit; the epsilon of its norms shows in them."""
     folder = tiny("i2v-14B", "diffusers") / "image_encoder"
     images = [conditioning.pixels(noise(96, 64)), conditioning.pixels(noise(40, 90))]
-    found = clip.Blueprint(folder).load(torch.device("cpu"), torch.float32)(images)
+    found = clip.ClipBlueprint(folder).load(torch.device("cpu"), torch.float32)(images)
     network = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, layer_norm_eps=1e-5)
     shown = torch.cat([clip.preprocessed(image) for image in images])
     with torch.no_grad():

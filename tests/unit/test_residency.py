@@ -37,7 +37,7 @@ QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", 
 EXPERTS = ("high_noise", "low_noise")
 
 
-class Deep(tiny.Recipe):
+class Deep(tiny.TinyTask):
     """A recipe whose DiT has as many layers as take turns in a buffer."""
 
     @property
@@ -52,9 +52,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(task: str) -> Path:
         if task not in made:
-            sizes = tiny.RECIPES[task]
+            sizes = tiny.TASKS[task]
             recipe = Deep(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
-            with mock.patch.dict(tiny.RECIPES, {task: recipe}):
+            with mock.patch.dict(tiny.TASKS, {task: recipe}):
                 made[task] = tiny.make_checkpoint(task, root / task)
         return made[task]
 

@@ -91,7 +91,7 @@ def pipeline(
             return found
         return replace(found, attention=lambda layer: attention(found.attention(layer)))
 
-    networks = Networks(
+    loader = NetworkLoader(
         setup=setup,
         residency=Residency(
             device,
@@ -104,25 +104,25 @@ def pipeline(
         encode_in=t5_dtype or DTYPES[execution.precision_on(device.type)],
         given=given,
     )
-    caches.changes = networks.changes
+    caches.changes = loader.changes
     _log_start(setup, device, selected)
     stages = Stages(device.synchronize)
     loading = stages("loading")
-    autoencoder = Lazy(loading(networks.video_vae))
+    autoencoder = Lazy(loading(loader.video_vae))
     return Pipeline(
         device=device,
-        text=Lazy(loading(networks.text_encoder), networks.text_files()),
+        text=Lazy(loading(loader.text_encoder), loader.text_files()),
         vae=autoencoder,
         codec=Codec(setup, device, autoencoder.get, vae_rows(device, team)),
-        clip=Lazy(loading(networks.clip_vision)),
+        clip=Lazy(loading(loader.clip_vision)),
         experts=Experts(
-            loading(networks.dit),
+            loading(loader.dit),
             offload=execution.offload_model,
-            files=networks.dit_files(),
-            whole=loading(partial(networks.dit, whole=True)),
+            files=loader.dit_files(),
+            whole=loading(partial(loader.dit, whole=True)),
         ),
         text_size=(checkpoint.config["text_len"], checkpoint.config["text_dim"]),
-        residency=networks.residency,
+        residency=loader.residency,
         stages=stages,
         kernel=selected.describe(),
         merges=selected.dense.can_return_lse,
@@ -192,8 +192,8 @@ def attention_line(setup: Setup, selected: Selected) -> str:
 
 
 @dataclass
-class Networks:
-    """The networks of a checkpoint: compared with their files at once, loaded when needed.
+class NetworkLoader:
+    """Compares the networks of a checkpoint with their files at once, and loads them when needed.
 
     Attributes:
         setup: The checkpoint and the settings.
@@ -235,7 +235,7 @@ class Networks:
         if checkpoint.image_encoder is not None:
             from wan.pipeline import clip
 
-            self._clip = clip.Blueprint(checkpoint.image_encoder)
+            self._clip = clip.ClipBlueprint(checkpoint.image_encoder)
             channels = self._clip.dim
             found.append((self._clip.origin, "channels of features", channels, config["image_dim"]))
         if checkpoint.text_encoder is not None:

@@ -69,7 +69,7 @@ def preprocessed(image_3HW: Tensor) -> Tensor:
     return (x * 0.5 + 0.5 - mean) / std
 
 
-class Blueprint:
+class ClipBlueprint:
     """The vision tower without its last block, and the files of its weights.
 
     Attributes:

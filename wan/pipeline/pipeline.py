@@ -1,4 +1,4 @@
-"""One request from prompt to latents to frames, and which networks are in memory meanwhile."""
+"""Takes a request from prompt to latents to frames, with only the networks in memory it needs."""
 
 from __future__ import annotations
 
@@ -77,11 +77,10 @@ class Residency:
 
 
 class Experts:
-    """Hands out networks by name ("high_noise", "low_noise" or "dit").
+    """Hands out the DiTs by name: "high_noise", "low_noise" or "dit".
 
-    load(name) brings one to the device; whole(name) one that may be changed. With `offload` True or
-    "block", asking for one releases the other first, so that at most one is in memory; one that is
-    needed again is read again. files: each network's weight files, which `prefetch` reads ahead.
+    With `offload` True or "block", asking for one releases the other first, so that at most one is
+    in memory; one that is needed again is read again.
     """
 
     def __init__(
@@ -92,13 +91,21 @@ class Experts:
         files: Mapping[str, Iterable[Path]] | None = None,
         whole: Callable[[str], WanModel] | None = None,
     ) -> None:
+        """Loads nothing yet.
+
+        Args:
+            load: load(name) brings a network to the device.
+            offload: As in `Execution`.
+            files: The weight files of each network, which `prefetch` reads ahead.
+            whole: whole(name) loads a network that may be changed; None: as `load`.
+        """
         self._load, self.offload, self._files = load, offload, files or {}
         self._whole = whole or load
         self._loaded: dict[str, WanModel] = {}
         self._kept: dict[str, WanModel] = {}
 
     def keep(self, name: str) -> WanModel:
-        """A network for someone who will change it: it stays in memory, changes and all."""
+        """Returns a network that the caller may change; it stays in memory as it is changed."""
         if name not in self._kept:
             loaded = name in self._loaded and isinstance(self.offload, bool)
             self._kept[name] = self._loaded.pop(name) if loaded else self._whole(name)
@@ -114,7 +121,7 @@ class Experts:
         return self._loaded[name]
 
     def prefetch(self, name: str) -> None:
-        """Have the files of a network, needed soon, read into the system's page cache meanwhile.
+        """Has the system read a network's files into its page cache in the background.
 
         No memory of the process or the device is taken; loading then runs at memory speed.
         """
@@ -137,12 +144,10 @@ T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """A part that is made when first needed and can be released.
-
-    files: its weights, which `prefetch` has read ahead as `Experts.prefetch` does.
-    """
+    """A network that is loaded when it is first needed, and can be released."""
 
     def __init__(self, make: Callable[[], T], files: Iterable[Path] = ()) -> None:
+        """Loads nothing yet. make: loads it. files: its weights, for `prefetch`."""
         self._make, self._files = make, files
         self._value: T | None = None
 
@@ -162,7 +167,7 @@ class Lazy(Generic[T]):
 
 
 FromMain = Callable[[Callable[[], Tensor]], Tensor]
-"""Calls make() on one rank and gives every rank its result."""
+"""Calls make() on one rank and returns its result on every rank."""
 
 
 def make_here(make: Callable[[], Tensor]) -> Tensor:
@@ -171,12 +176,12 @@ def make_here(make: Callable[[], Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share work outside the DiT; by default each does its own.
+    """How ranks share work outside the DiT; by default each computes everything itself.
 
     Attributes:
-        text: How they come to text embeddings.
-        latents: How they come to the VAE's latents.
-        branches: Where the two guidance branches are computed.
+        text: Distributes text embeddings.
+        latents: Distributes the VAE's latents.
+        branches: Computes the two guidance branches.
     """
 
     text: FromMain = make_here
@@ -186,23 +191,23 @@ class Sharing:
 
 @dataclass
 class Pipeline:
-    """The parts of a run.
+    """The networks of a checkpoint and what makes videos with them.
 
     Attributes:
-        device: This rank's.
+        device: The device of this rank.
         text: The text encoder.
         vae: The autoencoder.
-        codec: Which ranks call it, and how.
+        codec: Encodes and decodes with the autoencoder, on one rank or on all of them.
         clip: The image encoder.
         experts: The DiTs.
-        text_size: Most tokens of a prompt, and channels of each, that the DiTs take.
+        text_size: The most tokens of a prompt, and the channels of each, that the DiTs take.
         residency: Where weights are between their calls.
-        stages: Seconds of each stage.
-        kernel: What computes self-attention, for records.
-        merges: Its dense kernel returns the log-sum-exp, by which a ring merges.
-        caches: What is taken from earlier steps.
+        stages: The seconds of each stage.
+        kernel: The name of the kernel that computes self-attention, for records.
+        merges: Whether the dense kernel returns the log-sum-exp, by which a ring merges.
+        caches: The step cache.
         sharing: How ranks share work.
-        kept: Embeddings of prompts.
+        kept: Embeddings of prompts that come next.
     """
 
     device: Device
@@ -221,7 +226,7 @@ class Pipeline:
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def set_offload(self, offload: Offload) -> None:
-        """From the next video on; networks that were loaded in another way are released."""
+        """Sets `offload_model` for the next video; networks loaded in another way are released."""
         before, self.residency.offload = self.residency.offload, offload
         self.experts.offload = offload
         if before != offload and not (isinstance(before, bool) and isinstance(offload, bool)):
@@ -237,7 +242,7 @@ class Pipeline:
         negative_prompt_embeds: Tensor | None = None,
         last_image: Image.Image | None = None,
     ) -> Tensor:
-        """Denoised latents, float32 [Z,f,h,w], on the device; arguments: see `prepared`."""
+        """Returns denoised latents, float32 [Z,f,h,w], on the device; arguments: see `prepared`."""
         if prompt_embeds is None and request.prompt not in self.kept:
             self.text.prefetch()
         self.experts.prefetch(timesteps.schedule(request).experts[0])
@@ -254,13 +259,13 @@ class Pipeline:
         negative_prompt_embeds: Tensor | None = None,
         last_image: Image.Image | None = None,
     ) -> Denoising:
-        """A video before its first step.
+        """Prepares a video up to its first step.
 
         Args:
             request: The video.
             image: The image to start from.
             prompt_embeds: [length, text_dim], used instead of the prompt.
-            negative_prompt_embeds: Likewise.
+            negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
             last_image: The image to end with.
         """
         context, negative = self.texts(request, prompt_embeds, negative_prompt_embeds)
@@ -277,9 +282,9 @@ class Pipeline:
         return Denoising(request, conditions)
 
     def advanced(self, video: Denoising, phases: int | None = None) -> Tensor:
-        """Latents after the steps of its next `phases` experts, by default all that are left.
+        """Takes the steps of a video's next `phases` experts, by default all, and returns latents.
 
-        The expert stays in memory. A step cache holds one video: its run is not interrupted.
+        The expert stays in memory. A step cache holds one video, whose steps are not interrupted.
         """
         self.residency.request = video.request
         with self.stages("denoising"):
@@ -296,7 +301,7 @@ class Pipeline:
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Embeddings of the prompt and of the negative one, unless they are given."""
+        """Embeds the prompt and the negative prompt, unless their embeddings are given."""
         self.residency.request = request
         with self.stages("text"):
             context = self._context(request.prompt, prompt_embeds)
@@ -307,7 +312,7 @@ class Pipeline:
         return context, negative
 
     def keep_texts(self, texts: Sequence[str], request: Request) -> None:
-        """Embed what comes next, and keep only that. request: the first of these videos."""
+        """Embeds texts, and keeps only these. request: the first of their videos."""
         self.kept = {text: x for text, x in self.kept.items() if text in texts}
         self.residency.request = request
         with self.stages("text"):
@@ -317,16 +322,22 @@ class Pipeline:
             self.done(self.text)
 
     def decode(self, latents_Zfhw: Tensor) -> Tensor | None:
-        """Pixels [3,F,H,W] in [-1, 1] on the main rank, None on the others; all of them call it."""
+        """Returns pixels [3,F,H,W] in [-1, 1] on the main rank, else None; all ranks call it."""
         whole = Collected(self.device.torch_device)
         return whole.video if self.stream(latents_Zfhw, whole) else None
 
     def stream(
         self, latents_Zfhw: Tensor, sink: Sink, part: Callable[[], None] = lambda: None
     ) -> bool:
-        """Decode into the main rank's sink; whether this is that one. All ranks call it.
+        """Decodes into the main rank's sink; all ranks call it.
 
-        part: called when the other ranks are not needed any more.
+        Args:
+            latents_Zfhw: The denoised latents.
+            sink: Gets the frames; used on the main rank alone.
+            part: Called when the other ranks are not needed any more.
+
+        Returns:
+            Whether this is the main rank.
         """
         with self.stages("decoding"):
             is_main = self.codec.decode(latents_Zfhw, sink, part)
@@ -334,7 +345,7 @@ class Pipeline:
         return is_main
 
     def abandon(self) -> None:
-        """After a video that failed: what `latents` and `stream` would have released."""
+        """Releases after a failure what `latents` and `stream` would have released."""
         self.caches.end()
         for part in (self.text, self.clip, self.vae, self.experts):
             self.done(part)
@@ -349,7 +360,7 @@ class Pipeline:
         return self.sharing.latents(made)
 
     def _look(self, images: Sequence[Tensor]) -> Tensor:
-        """CLIP's features; it is released before the VAE works, which takes more memory."""
+        """Computes CLIP's features and releases it, since the VAE takes more memory."""
         found = self.sharing.latents(lambda: self.clip.get()(images))
         self.done(self.clip)
         return found
@@ -367,7 +378,7 @@ class Pipeline:
         return embeds.to(self.device.torch_device)
 
     def done(self, part: Lazy[Any] | Experts) -> None:
-        """A stage is over: releases what worked in it, as the residency says."""
+        """Releases the network of a stage that is over, as the residency says."""
         if self.residency.offload == "cpu" and part in (self.text, self.experts):
             self.residency.leave()
         elif self.residency.offload:

@@ -1,14 +1,15 @@
-"""Where weights are while a network waits and while it runs: `--offload_model cpu` and `block`.
+"""Keeps weights away from the device while they wait: `offload_model` `cpu` and `block`.
 
-`block`: only some of a network's blocks are on its device, each copied there before it is called.
-An accelerator has two buffers: a block computes in one while the next is copied into the other, on
-a stream of its own, from page-locked host memory. A CPU has one buffer, filled from the mapped
-files, and converted, merged or rounded on the way as when the whole network is loaded.
+With `block` only some of a network's blocks are on its device; each is copied there before it is
+called. An accelerator has two buffers: a block computes in one while the next block is copied into
+the other, on a stream of its own, from page-locked host memory. A CPU has one buffer, filled from
+the mapped files; weights are converted, merged or rounded as when the whole network is loaded.
 
-`cpu`: networks stay in page-locked host memory, and one of them is on the accelerator, whole.
+With `cpu` networks stay in page-locked host memory, and one of them at a time is on the
+accelerator, whole.
 
-All is done in hooks of modules' calls: a block that is skipped is not copied, and what computes
-knows nothing of it. Where a weight has no memory it is one NaN (or 0) of its shape.
+Everything happens in forward hooks, so a block that is skipped is not copied, and the layers know
+nothing of it. A weight without memory is a NaN (or 0) expanded to its shape.
 """
 
 from __future__ import annotations
@@ -35,32 +36,34 @@ _SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two
 class Flat:
     """The tensors of a module, one behind the other in one piece of memory.
 
-    tensors: parameters, then buffers. size: bytes that they take.
+    Attributes:
+        tensors: The parameters, then the buffers.
+        size: The bytes that they take.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
-        self._places: list[tuple[slice, torch.dtype, torch.Size]] = []
+        self._layout: list[tuple[slice, torch.dtype, torch.Size]] = []
         self.size = 0
         for tensor in self.tensors:
             place = slice(self.size, self.size + tensor.nbytes)
-            self._places.append((place, tensor.dtype, tensor.shape))
+            self._layout.append((place, tensor.dtype, tensor.shape))
             self.size = -(-place.stop // _ALIGNED) * _ALIGNED
 
     def use(self, memory: Tensor) -> None:
-        """From here on the tensors are what is in this memory, uint8 [>= size]."""
-        for tensor, (place, dtype, shape) in zip(self.tensors, self._places, strict=True):
+        """Makes the tensors views of this memory, uint8 [>= size]."""
+        for tensor, (place, dtype, shape) in zip(self.tensors, self._layout, strict=True):
             tensor.data = memory[place].view(dtype).view(shape)
 
     def rest(self) -> None:
-        """From here on the tensors have no memory."""
-        for tensor, (_, dtype, shape) in zip(self.tensors, self._places, strict=True):
+        """Takes the tensors' memory away."""
+        for tensor, (_, dtype, shape) in zip(self.tensors, self._layout, strict=True):
             nothing = float("nan") if dtype.is_floating_point else 0
             tensor.data = torch.full((), nothing, dtype=dtype, device=tensor.device).expand(shape)
 
     def bytes(self) -> Iterator[tuple[int, Tensor]]:
-        """Where each tensor begins, and its values, uint8."""
-        for tensor, (place, _, _) in zip(self.tensors, self._places, strict=True):
+        """Yields where each tensor begins, and its values as uint8."""
+        for tensor, (place, _, _) in zip(self.tensors, self._layout, strict=True):
             yield place.start, tensor.reshape(-1).view(torch.uint8)
 
 
@@ -72,7 +75,7 @@ class Pinned:
         self._slabs = [torch.empty(_SLAB, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     def parts(self, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """These bytes in parts: the places among them, and the memory of each."""
+        """Yields slices of these bytes, each with the memory that holds it."""
         done = 0
         while done < size:
             slab, first = divmod(start + done, _SLAB)
@@ -81,14 +84,14 @@ class Pinned:
             done += len(part)
 
     def keep(self, start: int, values: Tensor) -> None:
-        """Write values, uint8, from a device; the host waits."""
+        """Writes values, uint8, from a device; the host waits."""
         for place, part in self.parts(start, len(values)):
             part.copy_(values[place])
 
 
 @dataclass(eq=False)
-class Block:
-    """A block, where its weights come from, and the buffer it is in, if any."""
+class StreamedBlock:
+    """A block, the sources of its weights, and the buffer that it is in, if any."""
 
     module: nn.Module
     flat: Flat
@@ -96,7 +99,7 @@ class Block:
     buffer: Buffer | None = None
 
     def read(self, memory: Tensor, done: Callable[[int], object] = int) -> None:
-        """Its weights from the files into memory, where it has them from here on."""
+        """Reads the weights from the files into memory, and uses them there."""
         self.flat.use(memory)
         for tensor, source in zip(self.flat.tensors, self.sources, strict=True):
             copy(tensor, source, done=done)
@@ -104,13 +107,17 @@ class Block:
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory for one block at a time, and which one is there.
+    """Memory for one block at a time.
 
-    copied, computed: events of an accelerator: the block has come, and it has been used.
+    Attributes:
+        memory: The bytes, uint8.
+        block: The block that is there.
+        copied: An accelerator's event: the block has been copied.
+        computed: An accelerator's event: the block has been used.
     """
 
     memory: Tensor
-    block: Block | None = None
+    block: StreamedBlock | None = None
     copied: Any = None
     computed: Any = None
 
@@ -118,19 +125,19 @@ class Buffer:
 class FromFiles:
     """Fills a CPU's buffer at the call of a block; the system reads the next one meanwhile."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[StreamedBlock]) -> None:
         self._next = dict(zip(blocks, (*blocks[1:], *blocks[:1]), strict=True))
 
-    def fetch(self, block: Block, buffer: Buffer) -> None:
+    def fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
         block.read(buffer.memory)
         for source in self._next[block].sources:
             source.read_ahead()
 
     def arrive(self, buffer: Buffer) -> None:
-        """It has."""
+        """The block is there already."""
 
     def leave(self, buffer: Buffer) -> None:
-        """It may be filled again at once."""
+        """The buffer may be filled again at once."""
 
 
 class FromHost:
@@ -138,12 +145,12 @@ class FromHost:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[StreamedBlock],
         buffers: Sequence[Buffer],
         stream: CopyStream,
         done: Callable[[int], object],
     ) -> None:
-        """Reads the blocks by way of a buffer: what is converted is converted on the device."""
+        """Reads all blocks into host memory through a buffer, so the device converts dtypes."""
         sizes = [block.flat.size for block in blocks]
         starts = accumulate(sizes, initial=0)
         self._starts = dict(zip(blocks, starts, strict=False))
@@ -158,31 +165,39 @@ class FromHost:
             buffer.copied, buffer.computed = self._stream.event(), self._stream.event()
             self.leave(buffer)
 
-    def fetch(self, block: Block, buffer: Buffer) -> None:
-        """Ask for a copy, which waits for what still computes in the buffer."""
+    def fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
+        """Starts a copy, which waits for what still computes in the buffer."""
         block.flat.use(buffer.memory)
         parts = self._host.parts(self._starts[block], block.flat.size)
         self._stream.copy(buffer.memory, parts, after=buffer.computed)
         self._stream.copied(buffer.copied)
 
     def arrive(self, buffer: Buffer) -> None:
-        """What is computed from here on waits for the copy."""
+        """Makes later computations wait for the copy."""
         self._stream.compute_after(buffer.copied)
 
     def leave(self, buffer: Buffer) -> None:
-        """The next copy waits for what has been computed."""
+        """Makes the next copy wait for the computations so far."""
         self._stream.computed(buffer.computed)
 
 
-class Streamed:
-    """Blocks that are called one after the other, in every forward; some stay in memory.
+class StreamedBlocks:
+    """Blocks that are called one after the other in every forward; some stay in memory.
 
-    A call asks for the blocks that are due: on a CPU its own, on an accelerator also the next one,
-    which behind the last is the first of the next forward.
+    Before a call the blocks that are due are fetched: on a CPU the called one, on an accelerator
+    also the next one, which after the last is the first one of the next forward.
     """
 
-    def __init__(self, blocks: Sequence[Block], device: torch.device, resident: int) -> None:
-        """resident: how many stay, spread evenly: a copy then has the time of several calls."""
+    def __init__(
+        self, blocks: Sequence[StreamedBlock], device: torch.device, resident: int
+    ) -> None:
+        """Registers the hooks.
+
+        Args:
+            blocks: The blocks in the order of their calls.
+            device: Where they compute.
+            resident: How many stay, spread evenly, so that a copy has the time of several calls.
+        """
         count, on_cpu = len(blocks), device.type == "cpu"
         resident = resident if count - resident > buffers(device.type) else count
         moving = [b for i, b in enumerate(blocks) if i * resident % count >= resident]
@@ -208,27 +223,27 @@ class Streamed:
             block.module.register_forward_pre_hook(partial(self._before, block, due))
             block.module.register_forward_hook(partial(self._after, block))
 
-    def _before(self, block: Block, due: Sequence[Block], *_: object) -> None:
+    def _before(self, block: StreamedBlock, due: Sequence[StreamedBlock], *_: object) -> None:
         for wanted in due:
             if wanted.buffer is None:
                 self._fetch(wanted, next(b for b in self._buffers if b.block not in due))
         if block.buffer is not None:
             self._source.arrive(block.buffer)
 
-    def _fetch(self, block: Block, buffer: Buffer) -> None:
+    def _fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
         if buffer.block is not None:
             buffer.block.flat.rest()
             buffer.block.buffer, buffer.block = None, None
         self._source.fetch(block, buffer)  # may fail half-way: the block is not there then
         buffer.block, block.buffer = block, buffer
 
-    def _after(self, block: Block, *_: object) -> None:
+    def _after(self, block: StreamedBlock, *_: object) -> None:
         if block.buffer is not None:
             self._source.leave(block.buffer)
 
 
 Resident = Callable[[int, int], int]
-"""resident(size, count): how many of so many blocks of this size stay on the device."""
+"""resident(size, count): how many of `count` blocks of `size` bytes stay on the device."""
 
 
 def streamed(
@@ -240,15 +255,15 @@ def streamed(
     *,
     table: str | None = None,
 ) -> Adapt:
-    """An adaptation after which some modules of a network are not loaded with it.
+    """Returns an adaptation that streams some modules of a network instead of loading them.
 
     Args:
-        adapt: What else the network becomes.
-        blocks: The list of modules that are `Streamed`.
+        adapt: The adaptation that comes before it.
+        blocks: The name of the list of modules that are streamed.
         device: Where they compute.
         dtype_of: The dtypes that they compute in.
-        resident: How many stay on the device.
-        table: An embedding whose rows are read from the files when they are looked up.
+        resident: How many of them stay on the device.
+        table: The name of an embedding whose rows are read from the files when they are looked up.
     """
 
     def adapted(network: nn.Module, sources: Sources) -> Sources:
@@ -256,9 +271,9 @@ def streamed(
         found = []
         for index, module in enumerate(network.get_submodule(blocks).children()):
             flat, names = _on_device(module, f"{blocks}.{index}.", sources, device, dtype_of)
-            found.append(Block(module, flat, [sources[name] for name in names]))
+            found.append(StreamedBlock(module, flat, [sources[name] for name in names]))
         most = max(block.flat.size for block in found)
-        Streamed(found, device, min(resident(most, len(found)), len(found)))
+        StreamedBlocks(found, device, min(resident(most, len(found)), len(found)))
         if table is not None:
             module = network.get_submodule(table)
             _, (name,) = _on_device(module, f"{table}.", sources, device, dtype_of)
@@ -271,7 +286,7 @@ def streamed(
 def _on_device(
     module: nn.Module, prefix: str, sources: Sources, device: torch.device, dtype_of: DTypeOf
 ) -> tuple[Flat, list[str]]:
-    """A module from the meta device, without memory, and its tensors' names in the network."""
+    """Moves a meta module to a device without memory; returns also its tensors' names."""
     for name, parameter in module.named_parameters(prefix=prefix[:-1]):
         parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))
     flat = Flat(module.to_empty(device=device))
@@ -281,17 +296,14 @@ def _on_device(
 
 
 def _look_up(source: Source, _: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-    """The rows that an embedding was asked for, in place of what it found without memory."""
+    """Replaces an embedding's output by the rows that were looked up."""
     rows, places = args[0].cpu().unique(return_inverse=True)
     found = torch.cat([source.read(slice(row, row + 1)) for row in rows.tolist()])
     return found.to(output.dtype)[places].to(output.device)
 
 
 class Parked:
-    """A network that waits in page-locked host memory and is on its accelerator when it is called.
-
-    beside: all such networks of a pipeline; the others leave when one comes.
-    """
+    """A network that waits in page-locked host memory and is on its accelerator when called."""
 
     def __init__(
         self,
@@ -300,7 +312,14 @@ class Parked:
         beside: list[Parked],
         left: Callable[[], None],
     ) -> None:
-        """network: loaded; its weights do not change any more. left: frees what else it keeps."""
+        """Copies a network to host memory.
+
+        Args:
+            network: A loaded network, whose weights do not change any more.
+            device: Its accelerator.
+            beside: All such networks of a pipeline; the others leave when one is called.
+            left: Frees what else the network keeps when it leaves.
+        """
         self._flat, self._device, self._beside, self._left = Flat(network), device, beside, left
         self._host, self._there = Pinned(self._flat.size), True
         for start, values in self._flat.bytes():

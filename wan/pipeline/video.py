@@ -31,7 +31,7 @@ def to_uint8(frames_3FHW: Tensor) -> Tensor:
     return frames_3FHW.float().clamp(-1, 1).add(1).div(2).mul(255).byte().permute(1, 2, 3, 0).cpu()
 
 
-class Encoder:
+class Mp4Encoder:
     """Implements `wan.pipeline.vae.Sink`: an mp4 as officially, libx264 at CRF 10, yuv420p.
 
     A thread feeds the encoder, so that later frames are decoded meanwhile; a few frames wait in a
@@ -119,7 +119,7 @@ _WAITING = 8  # frames, at most
 
 
 @contextmanager
-def video_file(path: Path, fps: float) -> Iterator[Encoder]:
+def video_file(path: Path, fps: float) -> Iterator[Mp4Encoder]:
     """Gives an encoder for frames; afterwards the file is complete, or absent.
 
     Args:
@@ -132,7 +132,7 @@ def video_file(path: Path, fps: float) -> Iterator[Encoder]:
     own: BaseException | None = None
     try:
         with whole_file(path) as temporary:
-            encoder = Encoder(temporary, fps, path)
+            encoder = Mp4Encoder(temporary, fps, path)
             try:
                 yield encoder
             except BaseException as error:

@@ -141,7 +141,7 @@ class Planner:
         if not self.setup.preset.images:
             return 0
         path = self.setup.checkpoint.image_encoder
-        count = clip.PUBLISHED if path is None else clip.Blueprint(path).elements
+        count = clip.PUBLISHED if path is None else clip.ClipBlueprint(path).elements
         return count * self.dtype.itemsize
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
