@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.device_check.steps import Figure, Line, Step, UnavailableError, line
+from tools.device_check.steps import Figure, Line, Measured, Step, UnavailableError, line
 from wan.settings.errors import InputError
 
 HANGS = 1.5  # seconds of limit
@@ -61,7 +61,17 @@ def memory(bench: object) -> Iterator[Line]:
     raise MemoryError
 
 
-def wrong_kernel(bench: object) -> Iterator[Line]:
+def measurement_fails(bench: object) -> Measured:
+    """One measurement fails, and the next is still made."""
+
+    def broken() -> list[Figure]:
+        raise ValueError("this is broken")
+
+    yield "broken", broken
+    yield "good", lambda: [Figure("is", 1.0, "GB/s")]
+
+
+def wrong_kernel(bench: object) -> Measured:
     """The real step, where a kernel of this machine forgets the last key."""
     from tools.device_check import attention
     from wan.kernels import sdpa
@@ -111,13 +121,16 @@ def step(work: object, limit: float = 60, ranks: str = "one") -> Step:
 
 ALONE = tuple(
     step(work, HANGS if work is hangs else 60)
-    for work in (good, raises, good, hangs, crashes, stops, unavailable, refused, nan, memory, good)
+    for work in (
+        *(good, raises, good, hangs, crashes, stops, unavailable, refused, nan, memory),
+        *(measurement_fails, good),
+    )
 )
 TOGETHER = tuple(
     step(work, ranks="several") for work in (adds, second_rank_raises, second_rank_dies, adds)
 )
 
 if __name__ == "__main__":
-    from tools.device_check.command import main
+    from tools.check_device import main
 
     sys.exit(main(sys.argv[1:], TOGETHER))

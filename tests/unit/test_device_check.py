@@ -14,9 +14,7 @@ import pytest
 
 from tests import check_steps
 from tests.dist import REPO, TORCHRUN
-from tools.device_check.agree import ENDED, joined
-from tools.device_check.command import main
-from tools.device_check.report import table
+from tools.check_device import ENDED, joined, main
 from tools.device_check.steps import (
     ABSENT,
     OK,
@@ -32,7 +30,7 @@ from tools.device_check.steps import (
     line,
     line_from,
     outcome_from,
-    plain,
+    table,
     worst,
 )
 from wan.settings.errors import InputError
@@ -91,6 +89,7 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("refused", ABSENT),
         ("nan", WRONG),
         ("memory", ABSENT),
+        ("measurement_fails", WRONG),
         ("good", OK),
     ]
     by_name = {step["name"]: step for step in steps}
@@ -103,8 +102,11 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert by_name["stops"]["words"].endswith("exit code 3")
     assert all(len(by_name[name]["lines"]) == 1 for name in ("hangs", "crashes", "stops"))
     assert by_name["nan"]["lines"][0]["figures"][0]["value"] == "nan"
+    broken, good = by_name["measurement_fails"]["lines"]
+    assert broken["words"] == "ValueError: this is broken" and good["verdict"] == OK
     said = capsys.readouterr().out
-    assert "is 1 GB/s" in said and "wrong: raises, hangs, crashes, stops, nan" in said
+    wrong = "raises, hangs, crashes, stops, nan, measurement_fails"
+    assert "is 1 GB/s" in said and f"wrong: {wrong}" in said
 
 
 @pytest.mark.slow
@@ -157,8 +159,8 @@ def test_steps() -> None:
     assert [step.number for step in STEPS] == sorted(step.number for step in STEPS)
     for step in STEPS:
         module, function = step.work.split(":")
-        source = REPO / Path(*module.split(".")).with_suffix(".py")
-        assert f"\ndef {function}(bench: Bench) -> Iterator[Line]:" in source.read_text()
+        source = REPO / "tools/device_check" / f"{module}.py"
+        assert f"\ndef {function}(bench: Bench) -> Measured:" in source.read_text()
     assert [step.name for step in chosen("2,vae", STEPS)] == ["attention", "lse", "vae"]
     with pytest.raises(InputError):
         chosen("13", STEPS)
@@ -192,9 +194,9 @@ def test_lines_survive_being_sent() -> None:
     from dataclasses import asdict
 
     sent = Line("a", WRONG, (Figure("x", math.inf, "", 1.0), Figure("kernel", "flash")), "why")
-    assert line_from(json.loads(json.dumps(plain(asdict(sent))))) == sent
+    assert line_from(json.loads(json.dumps(asdict(sent)))) == sent
     outcome = Outcome(WRONG, 1.5, (sent,), "words", "tail")
-    assert outcome_from(json.loads(json.dumps(plain(asdict(outcome))))) == outcome
+    assert outcome_from(json.loads(json.dumps(asdict(outcome)))) == outcome
 
 
 def test_ranks_are_joined() -> None:

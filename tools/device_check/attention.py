@@ -5,7 +5,7 @@ Legend: B batch, S tokens, N heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,17 +17,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import common
-from tools.device_check.bench import (
-    HEAD,
-    LIMITS,
-    Bench,
-    Exact,
-    attempted,
-    exact,
+from tools.device_check.bench import HEAD, LIMITS, Bench, Exact, exact
+from tools.device_check.steps import (
+    Figure,
+    Measured,
+    UnavailableError,
+    error,
     gigabytes,
     milliseconds,
+    share,
 )
-from tools.device_check.steps import Figure, Line, UnavailableError, error, line, share
 from wan.distributed.exchange import ALONE
 from wan.distributed.ring import Merged
 from wan.kernels import select
@@ -40,7 +39,7 @@ from wan.settings.errors import InputError
 from wan.settings.kernels import DENSE
 from wan.settings.parallel import Parallel
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+QKV = tuple[Tensor, Tensor, Tensor]
 
 TEXT = 512  # keys of cross-attention
 LSE_LIMIT = 5e-3
@@ -59,7 +58,7 @@ def shapes(bench: Bench) -> list[tuple[int, int, int]]:
 
 
 def kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
-    """What a run may take here, by the names of --attention_algo and --attention_backend."""
+    """The kernels that a run may use here, by their --attention_algo or --attention_backend."""
     found = {}
     for name, row in DENSE.items():
         needs = ("xfuser", *row.modules) if row.member is not None else ()
@@ -75,21 +74,17 @@ def kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]
     return {name: partial(made, attention) for name, attention in found.items()}
 
 
-def dense(bench: Bench) -> Iterator[Line]:
-    """Every kernel and PyTorch backend on every shape: error, time, which kernel ran."""
+def dense(bench: Bench) -> Measured:
+    """Every kernel and PyTorch backend on every shape: error, time, name of the kernel."""
     for dtype in bench.dtypes:
         for shape in shapes(bench):
-            q, k, v = bench.qkv(*shape, dtype=dtype)
-            reference, short = exact(q, k, v), _named(shape, dtype)
+            qkv = bench.qkv(*shape, dtype=dtype)
+            reference, short = exact(*qkv), _named(shape, dtype)
             for name, make in kernels(bench, dtype).items():
-                measure = partial(_kernel, bench, name, make, (q, k, v), reference)
-                yield attempted(f"{short}, {name}", partial(measure, f"{short}, {name}"))
-            if bench.device.type == "cuda":
-                for backend in _PYTORCH:
-                    what = f"{short}, {backend.name.lower()}"
-                    yield attempted(
-                        what, partial(_backend, bench, backend, (q, k, v), reference, what)
-                    )
+                yield f"{short}, {name}", partial(_kernel, bench, name, make, qkv, reference)
+            for backend in _PYTORCH if bench.device.type == "cuda" else ():
+                what = f"{short}, {backend.name.lower()}"
+                yield what, partial(_backend, bench, backend, qkv, reference)
 
 
 def _named(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
@@ -99,65 +94,47 @@ def _named(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
 
 
 def _kernel(
-    bench: Bench,
-    name: str,
-    make: Callable[[], Kernel],
-    qkv: tuple[Tensor, Tensor, Tensor],
-    reference: Exact,
-    what: str,
-) -> Line:
+    bench: Bench, name: str, make: Callable[[], Kernel], qkv: QKV, reference: Exact
+) -> list[Figure]:
+    """A large call far below the rate of a matrix product counts as slow."""
     row, rows = DENSE[name], min(x.shape[1] for x in qkv)
     if rows < row.min_rows:
         raise UnavailableError(f"it takes {row.min_rows} rows or more")
     if qkv[0].dtype == torch.float32 and "fp32" not in row.precisions:
         raise UnavailableError("it takes 16-bit tensors")
-    return _attended(bench, make(), qkv, reference, what, judged=True)
+    least = LEAST_SHARE if bench.large and qkv[1].shape[1] > TEXT else None
+    return _attended(bench, make(), qkv, reference, least)
 
 
-def _backend(
-    bench: Bench,
-    backend: SDPBackend,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    reference: Exact,
-    what: str,
-) -> Line:
-    """One of PyTorch's own, whether a run would take it or not."""
+def _backend(bench: Bench, backend: SDPBackend, qkv: QKV, reference: Exact) -> list[Figure]:
+    """One of PyTorch's backends, even if a run would not use it; its rate is not judged."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return SdpaKernel()(q, k, v)
 
-    return _attended(bench, attend, qkv, reference, what, judged=False)
+    return _attended(bench, attend, qkv, reference, None)
 
 
 def _attended(
-    bench: Bench,
-    attend: Attend,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    reference: Exact,
-    what: str,
-    *,
-    judged: bool,
-) -> Line:
-    """judged: a large call far below the rate of a matrix product counts as slow."""
+    bench: Bench, attend: Callable[..., Tensor], qkv: QKV, reference: Exact, least: float | None
+) -> list[Figure]:
     q, k, _ = qkv
     far = reference.error(attend(*qkv))
     taken = bench.seconds(lambda: attend(*qkv))
     rate = 4 * q.numel() * k.shape[1] / taken
     product, _ = bench.rates(q.dtype)
-    least = LEAST_SHARE if judged and bench.large and k.shape[1] > TEXT else None
-    return line(
-        what,
+    return [
         error(far, LIMITS[q.dtype]),
         milliseconds(taken),
         Figure("rate", rate / 1e12, "TFLOP/s"),
         share("of a product's rate", rate / product, least),
         Figure("kernel", kernel_name(bench, lambda: attend(*qkv))),
-    )
+    ]
 
 
 def kernel_name(bench: Bench, run: common.Run) -> str:
-    """What took longest: on CUDA the kernel's name, on a CPU that of PyTorch's operation."""
+    """The longest kernel on CUDA; on a CPU the innermost operation of PyTorch."""
     if bench.device.type == "npu":
         return "see step npu"
     on_gpu = bench.device.type == "cuda"
@@ -174,7 +151,7 @@ def kernel_name(bench: Bench, run: common.Run) -> str:
     return str(inner.name())[:80]
 
 
-def lse(bench: Bench) -> Iterator[Line]:
+def lse(bench: Bench) -> Measured:
     """The log-sum-exp of every kernel that returns one, against logsumexp in float64."""
     for dtype in bench.dtypes:
         for shape in [s for s in shapes(bench) if s[2] in (5, 1)]:
@@ -182,27 +159,20 @@ def lse(bench: Bench) -> Iterator[Line]:
             reference = exact(*qkv)
             for name, make in kernels(bench, dtype).items():
                 what = f"{_named(shape, dtype)}, {name}"
-                yield attempted(what, partial(_with_lse, bench, make, qkv, reference, what))
+                yield what, partial(_with_lse, bench, make, qkv, reference)
 
 
-def _with_lse(
-    bench: Bench,
-    make: Callable[[], Kernel],
-    qkv: tuple[Tensor, Tensor, Tensor],
-    reference: Exact,
-    what: str,
-) -> Line:
+def _with_lse(bench: Bench, make: Callable[[], Kernel], qkv: QKV, reference: Exact) -> list[Figure]:
     kernel = _returning_lse(make)
     out, sums = kernel.with_lse(*qkv)
     alone, both = (bench.seconds(partial(run, *qkv)) for run in (kernel, kernel.with_lse))
-    return line(
-        what,
+    return [
         error(reference.error(out), LIMITS[out.dtype]),
         error(reference.lse_error(sums), LSE_LIMIT, "error of the log-sum-exp"),
         milliseconds(both),
         Figure("times the result alone", both / alone),
         Figure("kernel", kernel_name(bench, lambda: kernel.with_lse(*qkv))),
-    )
+    ]
 
 
 def _returning_lse(make: Callable[[], Kernel]) -> Kernel:
@@ -212,65 +182,65 @@ def _returning_lse(make: Callable[[], Kernel]) -> Kernel:
     return kernel
 
 
-def merge(bench: Bench) -> Iterator[Line]:
-    """What a call with its log-sum-exp holds, and keys in 2 and 4 parts merged."""
+def merge(bench: Bench) -> Measured:
+    """The memory of a call with its log-sum-exp, and keys in 2 and 4 parts merged."""
     tokens, heads = (LONG[0], 5) if bench.large else (1000, 5)
     for dtype in bench.dtypes:
         qkv = bench.qkv(tokens, tokens, heads, dtype)
         reference = exact(*qkv)
         for name, make in kernels(bench, dtype).items():
             short = f"{_named((tokens, tokens, heads), dtype)}, {name}"
-            yield attempted(f"{short}: memory", partial(_held, bench, make, qkv, short))
-            for parts in (2, 4):
-                what = f"{short}: {parts} parts merged"
-                yield attempted(what, partial(_merged, make, qkv, reference, parts, what))
+            yield f"{short}: memory", partial(_memory, bench, make, qkv)
+            for count in (2, 4):
+                yield (
+                    f"{short}: {count} parts merged",
+                    partial(_merged, make, qkv, reference, count),
+                )
 
 
-def _held(
-    bench: Bench, make: Callable[[], Kernel], qkv: tuple[Tensor, Tensor, Tensor], short: str
-) -> Line:
+def _memory(bench: Bench, make: Callable[[], Kernel], qkv: QKV) -> list[Figure]:
     kernel = _returning_lse(make)
     kernel.with_lse(*qkv)
     held = bench.peak(lambda: kernel.with_lse(*qkv))
     figures = [gigabytes("held", held)]
     if held is not None:  # the result alone is 1; copies of q, k, v would be 3 more
         figures.append(Figure("times q", held / qkv[0].nbytes))
-    return line(f"{short}: memory", *figures)
+    return figures
 
 
-def _merged(
-    make: Callable[[], Kernel],
-    qkv: tuple[Tensor, Tensor, Tensor],
-    reference: Exact,
-    parts: int,
-    what: str,
-) -> Line:
+def _merged(make: Callable[[], Kernel], qkv: QKV, reference: Exact, count: int) -> list[Figure]:
     kernel, total = _returning_lse(make), Merged()
     q, k, v = qkv
-    for k_part, v_part in zip(k.tensor_split(parts, 1), v.tensor_split(parts, 1), strict=True):
-        total.add(*kernel.with_lse(q, k_part, v_part))
-    return line(what, error(reference.error(total.result()), LIMITS[q.dtype]))
+    for k_piece, v_piece in zip(k.tensor_split(count, 1), v.tensor_split(count, 1), strict=True):
+        total.add(*kernel.with_lse(q, k_piece, v_piece))
+    return [error(reference.error(total.result()), LIMITS[q.dtype])]
 
 
-def modes(bench: Bench) -> Iterator[Line]:
+def modes(bench: Bench) -> Measured:
     """The attention layer in every mode on this device alone: the same result, in what time?"""
     tokens, heads = (LONG[0], 40) if bench.large else (1000, 12)
     dtype = bench.dtypes[0]
     qkv = bench.qkv(tokens, tokens, heads, dtype)
     reference, make = exact(*qkv), kernels(bench, dtype)["fused"]
-    ways = [(row.name, mode, False) for mode, row in MODES.items()]
-    first: Tensor | None = None
-    base = 0.0
-    for name, mode, overlap in [*ways, (OVERLAP.name, 0, True)]:
+    first: tuple[Tensor, float] | None = None  # result and seconds of mode 0
+
+    def measure(mode: int, overlap: bool) -> list[Figure]:
+        nonlocal first
         layer = FAPowerCapAttention(Parallel(comm_type=mode), ALONE, overlap, kernel=make())
         out = layer(*qkv)
         taken = bench.seconds(partial(layer, *qkv))
-        first, base = (out, taken) if first is None else (first, base)
-        apart = float((out - first).abs().max() / first.abs().max())
-        yield line(
-            f"{name}, {tokens} tokens, {heads} heads",
+        base, base_taken = first = first or (out, taken)
+        return [
             error(reference.error(out), LIMITS[dtype]),
-            Figure("largest distance from mode 0", apart, "", LIMITS[dtype]),
+            error(
+                float((out - base).abs().max() / base.abs().max()),
+                LIMITS[dtype],
+                "largest distance from mode 0",
+            ),
             milliseconds(taken),
-            Figure("times mode 0", taken / base),
-        )
+            Figure("times mode 0", taken / base_taken),
+        ]
+
+    ways = [(row.name, mode, False) for mode, row in MODES.items()]
+    for name, mode, overlap in [*ways, (OVERLAP.name, 0, True)]:
+        yield f"{name}, {tokens} tokens, {heads} heads", partial(measure, mode, overlap)

@@ -6,7 +6,6 @@ Legend: F H W pixel frames/height/width, Z latent channels, f h w latent frames/
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import common
-from tools.device_check.bench import Bench, attempted, gigabytes
+from tools.device_check.bench import Bench
 from tools.device_check.network import apart, case
-from tools.device_check.steps import Figure, Line, error, line
+from tools.device_check.steps import Figure, Measured, error, gigabytes
 from wan.checkpoint.layout import published
 from wan.pipeline import vae as autoencoders
 from wan.pipeline.vae import VideoVAE
@@ -27,20 +26,22 @@ from wan.vae.network import Autoencoder
 
 LIMIT = 1e-2  # relative rms; TF32 and HF32 round inputs to 10 bits, float32 alone gives 1e-5
 PLAN = 1.1  # most that is measured, over what was planned
-SMALL = (5, 32, 48)  # frames, height, width that a host decodes, too
+SMALL = (5, 48, 32)  # frames, width, height that a host decodes, too
 VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 121)}
 
 
-def vae(bench: Bench) -> Iterator[Line]:
+def vae(bench: Bench) -> Measured:
     """Both VAEs: error against the host, a video's seconds and memory, tiles, bf16, layouts."""
-    for version in VIDEOS:
-        yield attempted(f"{version}: error", partial(_errors, bench, version))
-        if bench.large:
-            for verb in ("encode", "decode"):
-                what = f"{version}: {verb}"
-                yield attempted(what, partial(_video, bench, version, verb))
-        yield attempted(f"{version}: tiles", partial(_tiles, bench, version))
-        yield attempted(f"{version}: layouts", partial(_layouts, bench, version))
+    for version, (_, size, count) in VIDEOS.items():
+        yield (
+            "{}: error, {} frames of {} x {}".format(version, *SMALL),
+            partial(_errors, bench, version),
+        )
+        for verb in ("encode", "decode") if bench.large else ():
+            what = f"{version}: {verb}, {count} frames of {size[0]} x {size[1]}"
+            yield what, partial(_video, bench, version, verb)
+        yield f"{version}: tiles", partial(_tiles, bench, version)
+        yield f"{version}: layouts", partial(_layouts, bench, version)
 
 
 def _network(bench: Bench, version: str) -> Autoencoder:
@@ -50,10 +51,10 @@ def _network(bench: Bench, version: str) -> Autoencoder:
     return made.eval().requires_grad_(False)
 
 
-def _errors(bench: Bench, version: str) -> Line:
+def _errors(bench: Bench, version: str) -> list[Figure]:
     """Encoding and decoding a few frames, against float64 on the host."""
     network = _network(bench, version)
-    frames, height, width = SMALL
+    frames, width, height = SMALL
     video = torch.rand(1, 3, frames, height, width, dtype=torch.float64) * 2 - 1
     exact = network.double()
     encoded = exact.encode(video)
@@ -63,14 +64,13 @@ def _errors(bench: Bench, version: str) -> Line:
     mean, scale = (x.cpu().double() for x in (model.mean, model.scale))
     found = model.encode(video[0].float())
     back = model.decode(((latents - mean) * scale)[0].float())
-    return line(
-        f"{version}: error, {frames} frames of {width} x {height}",
+    return [
         error(apart(found, ((encoded - mean) * scale)[0]), LIMIT, "encoding"),
         error(apart(back, decoded[0].clamp(-1, 1)), LIMIT, "decoding"),
-    )
+    ]
 
 
-def _video(bench: Bench, version: str, verb: str) -> Line:
+def _video(bench: Bench, version: str, verb: str) -> list[Figure]:
     """A whole video: seconds, and the most memory, against the plan."""
     task, size, frames = VIDEOS[version]
     of = case(bench)
@@ -96,15 +96,15 @@ def _video(bench: Bench, version: str, verb: str) -> Line:
         planned = Planner(setup, request).stages()["decoding"]
         most = planned.total() - planned["VAE weights"] - given.nbytes
         figures.append(Figure("measured / planned", held / most, "", PLAN))
-    return line(f"{version}: {verb}, {frames} frames of {width} x {height}", *figures)
+    return figures
 
 
-def _layouts(bench: Bench, version: str) -> Line:
+def _layouts(bench: Bench, version: str) -> list[Figure]:
     """Decoding in both dtypes with the channels of a pixel apart and together: which is faster?"""
     apart_in_memory = _network(bench, version).to(bench.place)
     size = (3, 30, 52) if bench.large else (2, 4, 6)
     z = bench.randn(1, apart_in_memory.version.z_dim, *size, dtype=torch.float32)
-    exact, figures = _decoded(apart_in_memory, z), []
+    exact, figures = _decoded(apart_in_memory, z), [Figure("latents", str([*size]))]
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         together = copy.deepcopy(apart_in_memory.to(dtype)).channels_last()
         for network, layout in ((apart_in_memory, "contiguous"), (together, "channels-last")):
@@ -112,7 +112,7 @@ def _layouts(bench: Bench, version: str) -> Line:
             run = partial(_decoded, network, z)
             taken = min(common.seconds(run, bench.place) for _ in range(3))
             figures += [Figure(f"{name}, {layout}", taken, "s"), Figure("error", distance)]
-    return line(f"{version}: layouts, latents {list(size)}", *figures)
+    return figures
 
 
 def _decoded(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _decoded(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
         return torch.cat(list(network.decode(z_BZfhw)), dim=2)
 
 
-def _tiles(bench: Bench, version: str) -> Line:
+def _tiles(bench: Bench, version: str) -> list[Figure]:
     """Decoding in tiles blends their borders: it is not exact, by how much?"""
     model = VideoVAE(_network(bench, version).to(bench.place))
     frames, height, width = (3, 60, 104) if bench.large else (1, 34, 40)
@@ -130,7 +130,5 @@ def _tiles(bench: Bench, version: str) -> Line:
     latents = torch.randn(channels, frames, height // factor, width // factor, generator=random)
     whole = model.decode(latents)
     tiled = model.decode_in_tiles(latents)
-    return line(
-        f"{version}: tiles, {list(whole.shape[1:])}",
-        Figure("distance from whole frames", apart(tiled, whole)),
-    )
+    size = Figure("frames, height, width", str([*whole.shape[1:]]))
+    return [size, Figure("distance from whole frames", apart(tiled, whole))]

@@ -1,4 +1,4 @@
-"""What steps measure with: the device and its ranks, times, references.
+"""What every step uses: the device and its ranks, times, memory, references.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import common
-from tools.device_check.steps import WRONG, Facts, Figure, Line, UnavailableError, absent
+from tools.device_check.steps import Facts
 from wan.device import Device
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
-from wan.settings.errors import InputError, is_out_of_memory
 
 HEAD = 128  # channels of a head in every published network
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
@@ -34,14 +33,14 @@ ROWS = 24  # of queries that are compared
 
 @dataclass(frozen=True)
 class Bench:
-    """What a step is given.
+    """The argument of a step.
 
     Attributes:
-        device: This rank's.
-        team: All ranks in one row, for a step that they carry out together.
+        device: The device of this rank.
+        team: All ranks as one sequence group, for a step that they carry out together.
         full: Whether --full was given.
-        large: Sizes are those of a real video.
-        folder: For files; removed after the check.
+        large: Whether sizes are those of a real video.
+        folder: A folder for files; removed after the check.
     """
 
     device: Device
@@ -52,12 +51,12 @@ class Bench:
 
     @property
     def place(self) -> torch.device:
-        """Where tensors are made."""
+        """The device as PyTorch names it."""
         return self.device.torch_device
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What attention computes in here: bfloat16 on accelerators, both on a CPU."""
+        """The dtypes that attention is checked in."""
         return (torch.bfloat16,) if self.device.type != "cpu" else (torch.float32, torch.bfloat16)
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -74,12 +73,12 @@ class Bench:
         return q, k, v
 
     def seconds(self, run: common.Run, rounds: int = 3) -> float:
-        """Median time of a run, after one that does not count."""
+        """Median time of a run, after one run that does not count."""
         run()
         return statistics.median(common.seconds(run, self.place) for _ in range(rounds))
 
     def peak(self, run: common.Run) -> int | None:
-        """Most bytes that a run holds beyond what was there before; None where nobody counts."""
+        """The most bytes that a run allocates at one time; None where they are not counted."""
         on_host = not self.large
         found = common.peak_bytes(run, torch.device("cpu") if on_host else self.place)
         return found or None
@@ -90,48 +89,28 @@ class Bench:
 
 
 def facts(device: Device, world: int) -> Facts:
-    """What decides which steps apply on a device."""
-    large = torch.empty(1, device=device.torch_device).device.type != "cpu"
-    return Facts(device.type, device.name(), large, _no_compiler(device), world)
-
-
-def _no_compiler(device: Device) -> str | None:
+    """The properties of a device that decide which steps apply."""
+    compilers, why = (os.environ.get("CXX", "g++"), "clang++", "c++", "g++"), None
     if not device.can.compile:
-        return f"--compile does not work on {device.can.name}"
-    compilers = (os.environ.get("CXX", "g++"), "clang++", "c++", "g++")
-    if not any(shutil.which(name) for name in compilers):
-        return "there is no C++ compiler (g++ or clang++)"
-    return None
+        why = f"--compile does not work on {device.can.name}"
+    elif not any(shutil.which(name) for name in compilers):
+        why = "there is no C++ compiler (g++ or clang++)"
+    return Facts(device.type, device.name(), _large(device), why, world)
+
+
+def _large(device: Device) -> bool:
+    return torch.empty(1, device=device.torch_device).device.type != "cpu"
 
 
 def prepare(device: Device, job: dict[str, Any]) -> Bench:
-    """What a job's step is given. The ranks of a step that they carry out together join here."""
+    """The argument of a job's step. The ranks that carry it out together form a group here."""
     team = None
     if job["together"]:
         here, limit = mesh.place(), timedelta(seconds=job["limit"])
         store = dist.TCPStore(here.address, here.port, wait_for_workers=False)
         own = dist.PrefixStore(f"step/{job['index']}", store)
         team = mesh.join(own, here, device, (1, 1, here.world), limit)
-    large = torch.empty(1, device=device.torch_device).device.type != "cpu"
-    return Bench(device, team, job["full"], large, Path(job["folder"]))
-
-
-def sentence(failure: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    first = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {first[0][:300]}" if first else type(failure).__name__
-
-
-def attempted(what: str, measure: Callable[[], Line]) -> Line:
-    """A line of several alike: where one cannot be measured or fails, the others still are."""
-    try:
-        return measure()
-    except (UnavailableError, InputError) as reason:
-        return absent(what, str(reason))
-    except Exception as failure:  # whatever a kernel raises is what the check is there to report
-        if is_out_of_memory(failure):
-            return absent(what, "out of memory")
-        return Line(what, WRONG, (), sentence(failure))
+    return Bench(device, team, job["full"], _large(device), Path(job["folder"]))
 
 
 @cache
@@ -151,7 +130,7 @@ def _matmul(place: torch.device, large: bool, dtype: torch.dtype) -> tuple[float
 
 
 def sampled(size: int, most: int = ROWS) -> list[int]:
-    """Rows that are compared: the ends, both sides of a border between tiles, some between."""
+    """Rows that are compared: both ends, both sides of a border between tiles, some in between."""
     special = {0, 1, 127, 128, size - 2, size - 1}
     spread = {i * size // most for i in range(most)}
     return sorted(row for row in special | spread if 0 <= row < size)
@@ -168,8 +147,8 @@ class Exact:
     """float64 attention of sampled rows and heads, on the host.
 
     Attributes:
-        rows: Their places.
-        heads: Their places.
+        rows: The indices of the rows.
+        heads: The indices of the heads.
         out: [rows, heads, D].
         lse: Log-sum-exp of the logits, [rows, heads].
     """
@@ -199,11 +178,11 @@ class Exact:
 def exact(
     q: Tensor, k: Tensor, v: Tensor, seen: Callable[[int, int], Tensor] | None = None
 ) -> Exact:
-    """The reference for q, k, v [1,S,N,D] on any device. NPUs have no float64: the host has.
+    """The reference for q, k, v [1,S,N,D] of any device, computed on the host.
 
-    seen(head, row): bool [keys], which keys a row attends to; None: all.
+    seen(head, row): bool [keys], the keys that a row attends to; None means all.
     """
-    rows, heads = sampled(q.shape[1]), some_heads(q.shape[2])
+    rows, heads = sampled(q.shape[1]), sorted({0, q.shape[2] // 2, q.shape[2] - 1})
     outs, sums = [], []
     for head in heads:
         q_rD, k_SD, v_SD = (
@@ -218,21 +197,7 @@ def exact(
     return Exact(rows, heads, torch.stack(outs, 1), torch.stack(sums, 1))
 
 
-def some_heads(count: int) -> list[int]:
-    """The first, the last and one between."""
-    return sorted({0, count // 2, count - 1})
-
-
-def milliseconds(seconds: float) -> Figure:
-    return Figure("time", 1e3 * seconds, "ms")
-
-
-def gigabytes(name: str, count: float | None) -> Figure:
-    """Bytes, or that nobody counts them here."""
-    return Figure(name, "not counted") if count is None else Figure(name, count / 1e9, "GB")
-
-
 def ranks_text(sizes: Sequence[int]) -> str:
-    """A topology's (cfg, ring, ulysses), in words."""
+    """The sizes (cfg, ring, ulysses) of a topology as text."""
     named = zip(("cfg", "ring", "ulysses"), sizes, strict=True)
     return " x ".join(f"{name} {size}" for name, size in named if size > 1) or "one rank"

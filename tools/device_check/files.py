@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tools.device_check.bench import Bench, attempted
+from tools.device_check.bench import Bench
 from tools.device_check.steps import (
-    OK,
     SLOW,
     Figure,
-    Line,
+    Measured,
     UnavailableError,
     error,
     line,
@@ -91,21 +89,22 @@ def resident(path: Path) -> float:
     return sum(page & 1 for page in held) / pages
 
 
-def loading(bench: Bench) -> Iterator[Line]:
+def loading(bench: Bench) -> Measured:
     """Files of both dtypes, from the disk and from memory, into the dtypes of a run."""
     if not hasattr(os, "posix_fadvise"):
         raise UnavailableError("the system does not let a program drop a file's pages")
     to_device = _copied(bench, pinned=False)
     yield line("plain copy to the device", Figure("rate", to_device / 1e9, "GB/s"))
     if bench.device.type != "cpu":
-        what = "plain copy from pinned memory"
-        yield attempted(
-            what, lambda: line(what, Figure("rate", _copied(bench, pinned=True) / 1e9, "GB/s"))
+        yield (
+            "plain copy from pinned memory",
+            lambda: [Figure("rate", _copied(bench, pinned=True) / 1e9, "GB/s")],
         )
     for kind in DTYPES:
+        path = _written(bench, kind)
         for state in ("cold", "hot"):
-            what = f"{kind} file, {state}"
-            yield attempted(what, partial(_loaded, bench, kind, state, to_device, what))
+            what = f"{kind} file, {state}, {path.stat().st_size / 1e6:.0f} MB"
+            yield what, partial(_loaded, bench, path, state, to_device)
 
 
 def _copied(bench: Bench, *, pinned: bool) -> float:
@@ -116,8 +115,7 @@ def _copied(bench: Bench, *, pinned: bool) -> float:
     return source.nbytes / bench.seconds(lambda: target.copy_(source))
 
 
-def _loaded(bench: Bench, kind: str, state: str, to_device: float, what: str) -> Line:
-    path = _written(bench, kind)
+def _loaded(bench: Bench, path: Path, state: str, to_device: float) -> list[Figure]:
     if state == "cold":
         if not _forget(path):
             raise UnavailableError("the system keeps the file in memory")
@@ -140,10 +138,10 @@ def _loaded(bench: Bench, kind: str, state: str, to_device: float, what: str) ->
     if state == "hot":
         least = LEAST_SHARE if bench.large else None
         figures.append(share("of a plain copy of what is kept", held / taken / to_device, least))
-    return line(f"{what}, {size / 1e6:.0f} MB", error(far, 0.0), *figures)
+    return [error(far, 0.0), *figures]
 
 
-def readahead(bench: Bench) -> Iterator[Line]:
+def readahead(bench: Bench) -> Measured:
     """Whether `Experts.prefetch` brings a whole file into memory."""
     if not hasattr(os, "posix_fadvise"):
         raise UnavailableError("the system has no posix_fadvise")
@@ -171,41 +169,33 @@ def readahead(bench: Bench) -> Iterator[Line]:
     )
 
 
-def experts(bench: Bench) -> Iterator[Line]:
+def experts(bench: Bench) -> Measured:
     """Two networks that take each other's place three times: seconds, and what stays in memory."""
     path = _written(bench, "bf16")
-    compute = torch.bfloat16
 
     def load(_: str) -> WanModel:
-        return _blueprint(bench, path).load(
-            device=bench.place, dtype_of=dit_dtypes(compute, convert_all=True)
-        )
+        dtype_of = dit_dtypes(torch.bfloat16, convert_all=True)
+        return _blueprint(bench, path).load(device=bench.place, dtype_of=dtype_of)
 
     pair = Experts(load, offload=True)
     base = _held(bench)
     size = sum(p.nbytes for _, p in _named(pair.get("high_noise")))
+
+    def memory(most: float) -> list[Figure]:
+        gc.collect()
+        held = _held(bench) - base
+        count = Figure("networks", held / size, "", most, verdict=SLOW)
+        return [Figure("held", held / 1e9, "GB"), count]
+
     for name in ("low_noise", "high_noise", "low_noise"):
         start = time.perf_counter()
         pair.get(name)
         bench.device.synchronize()
-        taken = time.perf_counter() - start
-        yield _memory(f"switch to {name}", bench, base, size, KEPT, taken)
+        taken = Figure("time", time.perf_counter() - start, "s")
+        yield line(f"switch to {name}", taken, *memory(KEPT))
     pair.release()
     bench.device.empty_cache()
-    yield _memory("released", bench, base, size, KEPT - 1, None)
-
-
-def _memory(
-    what: str, bench: Bench, base: int, size: int, most: float, taken: float | None
-) -> Line:
-    """most: networks that may be held."""
-    gc.collect()
-    held = _held(bench) - base
-    figures = [] if taken is None else [Figure("time", taken, "s")]
-    figures.append(Figure("held", held / 1e9, "GB"))
-    verdict = OK if held <= most * size else SLOW
-    words = "" if verdict == OK else f"more than {most:.1f} networks of {size / 1e9:.2f} GB"
-    return Line(what, verdict, tuple(figures), words)
+    yield line("released", *memory(KEPT - 1))
 
 
 def _held(bench: Bench) -> int:

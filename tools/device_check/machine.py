@@ -1,4 +1,4 @@
-"""Step 1: what is here (versions, drivers, memory), what `--device auto` takes, matrix products."""
+"""Step 1: versions, drivers, memory, the device of `--device auto`, matrix products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 import wan
 from tools.device_check.bench import LIMITS, Bench
-from tools.device_check.steps import WRONG, Figure, Line, absent, error, line
+from tools.device_check.steps import Figure, Measured, UnavailableError, absent, error, line
 from wan import device as devices
 from wan import host
 from wan.device import Device
@@ -28,7 +28,7 @@ _VERSION = re.compile(r"^version=(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
 def environment(device: Device) -> dict[str, Any]:
-    """What a reader of the report needs to know of the machine."""
+    """The machine, for a reader of the report."""
     place = device.torch_device
     found: dict[str, Any] = {
         "wan": wan.__version__,
@@ -41,32 +41,23 @@ def environment(device: Device) -> dict[str, Any]:
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
     }
     if device.type == "cuda":
-        found |= _of_cuda(device)
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+        major, minor = torch.cuda.get_device_capability(device.torch_device)
+        found |= {
+            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "CUDA": torch.version.cuda,
+            "compute capability": f"{major}.{minor}",
+            "cuDNN": torch.backends.cudnn.version(),
+            "NCCL": ".".join(map(str, nccl)) or "not there",
+        }
     if device.type == "npu":
-        found |= _of_npu(device)
+        home = os.environ.get("ASCEND_TOOLKIT_HOME", "/usr/local/Ascend/ascend-toolkit/latest")
+        found |= {
+            "NPU model": device.can.name,
+            "driver": _version_in(Path("/usr/local/Ascend/driver/version.info")),
+            "CANN": _version_in(*Path(home).glob("*/ascend_toolkit_install.info")),
+        }
     return found
-
-
-def _of_cuda(device: Device) -> dict[str, Any]:
-    has_nccl = torch.distributed.is_nccl_available()
-    nccl = torch.cuda.nccl.version() if has_nccl else ()
-    major, minor = torch.cuda.get_device_capability(device.torch_device)
-    return {
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "CUDA": torch.version.cuda,
-        "compute capability": f"{major}.{minor}",
-        "cuDNN": torch.backends.cudnn.version(),
-        "NCCL": ".".join(map(str, nccl)) or "not there",
-    }
-
-
-def _of_npu(device: Device) -> dict[str, Any]:
-    home = os.environ.get("ASCEND_TOOLKIT_HOME", "/usr/local/Ascend/ascend-toolkit/latest")
-    return {
-        "NPU model": device.can.name,
-        "driver": _version_in(Path("/usr/local/Ascend/driver/version.info")),
-        "CANN": _version_in(*Path(home).glob("*/ascend_toolkit_install.info")),
-    }
 
 
 def _said(*command: str) -> str:
@@ -89,22 +80,26 @@ def _version_in(*paths: Path) -> str:
     return "not known"
 
 
-def machine(bench: Bench) -> Iterator[Line]:
-    """Versions, what auto means, memory, convolution precision, matrix products."""
-    found = environment(bench.device)
+def machine(bench: Bench) -> Measured:
+    """Versions, memory, the device of `--device auto`, precision of convolutions, products."""
+    device, found = bench.device, environment(bench.device)
     names = ("torch", "torch-npu", "mindiesd", "driver", "CUDA", "cuDNN", "NCCL", "CANN")
     yield line("versions", *(Figure(name, str(found[name])) for name in names if name in found))
-    yield line(
-        f"{found['devices']} x {found['device']}", *_memory(bench.device), words=str(found["cpu"])
-    )
-    yield _auto(bench.device)
-    yield _convolutions(bench.device)
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    yield (
-        line("C++ compiler", Figure("path", compiler))
-        if compiler
-        else absent("C++ compiler", "none; --compile needs one on CPUs and GPUs")
-    )
+    what = f"{found['devices']} x {found['device']}"
+    yield line(what, *_memory(device), words=str(found["cpu"]))
+    yield "--device auto", partial(_auto, device)
+    # TF32 and HF32 round the inputs of products and convolutions to 10 bits.
+    if device.type == "cuda":
+        yield line(
+            "TF32",
+            Figure("in convolutions", str(torch.backends.cudnn.allow_tf32)),
+            Figure("in products", str(torch.backends.cuda.matmul.allow_tf32)),
+        )
+    elif device.type == "npu":
+        yield absent("HF32", "PyTorch has no public way to ask; step vae shows its error")
+    else:
+        yield absent("TF32", "CPUs have none")
+    yield "C++ compiler", _compiler
     for dtype in (torch.float32, torch.bfloat16):
         rate, far = bench.rates(dtype)
         yield line(
@@ -125,28 +120,17 @@ def _memory(device: Device) -> list[Figure]:
     return figures
 
 
-def _auto(device: Device) -> Line:
-    """A driver that is too old, or an environment without CANN, makes PyTorch see no device."""
+def _auto(device: Device) -> list[Figure]:
+    """An old driver, or an environment without CANN, hides the device from PyTorch."""
     try:
-        kind = devices.resolve("auto", 0 if device.type == "cpu" else _index(device)).type
+        kind = devices.resolve("auto", device.torch_device.index or 0).type
     except InputError as refusal:
-        return Line("--device auto", WRONG, (), str(refusal))
-    takes = Figure("takes", kind)
-    return line("--device auto", takes)
+        raise RuntimeError(str(refusal)) from refusal  # it is wrong, not unavailable
+    return [Figure("takes", kind)]
 
 
-def _index(device: Device) -> int:
-    return device.torch_device.index or 0
-
-
-def _convolutions(device: Device) -> Line:
-    """TF32 and HF32 round the inputs of products and convolutions to 10 bits."""
-    if device.type == "cpu":
-        return absent("TF32", "CPUs have none")
-    if device.type == "npu":
-        return absent("HF32", "PyTorch has no public way to ask; step vae shows its error")
-    return line(
-        "TF32",
-        Figure("in convolutions", str(torch.backends.cudnn.allow_tf32)),
-        Figure("in products", str(torch.backends.cuda.matmul.allow_tf32)),
-    )
+def _compiler() -> list[Figure]:
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        raise UnavailableError("none; --compile needs one on CPUs and GPUs")
+    return [Figure("path", path)]

@@ -6,7 +6,6 @@ Legend: B batch, S tokens, N heads, D head size, q and k in masks: blocks of que
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from math import prod
 
@@ -14,17 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tools.device_check.bench import (
-    HEAD,
-    LIMITS,
-    Bench,
-    attempted,
-    distance,
-    exact,
-    milliseconds,
-    sampled,
-)
-from tools.device_check.steps import Figure, Line, error, line
+from tools.device_check.bench import HEAD, LIMITS, Bench, distance, exact, sampled
+from tools.device_check.steps import Figure, Measured, error, milliseconds
 from wan.kernels.base import Payload, StepInfo, Target
 from wan.kernels.fp8 import Fp8Quantiser, Rotations, hadamard, sylvester
 from wan.kernels.int8_linear import W8A8Linear
@@ -52,14 +42,13 @@ WAYS = {
 }
 
 
-def methods(bench: Bench) -> Iterator[Line]:
-    """Each way of attending that changes results: the right blocks, the right values?"""
+def methods(bench: Bench) -> Measured:
+    """Each method of attention that changes results: the right blocks, the right values?"""
     grid, heads = ((21, 45, 80), 5) if bench.large else ((3, 10, 20), 2)
-    for dtype in bench.dtypes[:1]:
-        qkv = _with_trend(bench, prod(grid), heads, dtype)
-        for name, attention in WAYS.items():
-            what = f"{name}, {prod(grid)} tokens, {heads} heads"
-            yield attempted(what, partial(_method, bench, attention, qkv, grid, what))
+    qkv = _with_trend(bench, prod(grid), heads, bench.dtypes[0])
+    for name, attention in WAYS.items():
+        what = f"{name}, {prod(grid)} tokens, {heads} heads"
+        yield what, partial(_method, bench, attention, qkv, grid)
 
 
 def _with_trend(
@@ -78,8 +67,7 @@ def _method(
     attention: Attention,
     qkv: tuple[Tensor, Tensor, Tensor],
     grid: tuple[int, int, int],
-    what: str,
-) -> Line:
+) -> list[Figure]:
     q, k, _ = qkv
     dtype = q.dtype
     precision = "fp32" if dtype == torch.float32 else "bf16"
@@ -108,7 +96,7 @@ def _method(
         far = exact(*qkv, seen).rms(out)
         figures.append(error(far, FROM_EXACT, "distance from unquantised"))
     taken = bench.seconds(lambda: _attended(chosen, qkv, grid))
-    return line(what, *figures, milliseconds(taken), Figure("kernel", chosen.describe()))
+    return [*figures, milliseconds(taken), Figure("kernel", chosen.describe())]
 
 
 def _attended(
@@ -130,14 +118,14 @@ def _quantised(
     return tuple(x.dequantised(torch.float32) for x in parts)  # type: ignore[return-value]
 
 
-def int8(bench: Bench) -> Iterator[Line]:
+def int8(bench: Bench) -> Measured:
     """A linear layer with int8 weights, against our reference on the host: every bit is defined."""
     rows, inputs, outputs = (75_600, 5120, 13_824) if bench.large else (500, 512, 384)
     what = f"W8A8, {rows} x {inputs} -> {outputs}"
-    yield attempted(what, partial(_int8, bench, rows, inputs, outputs, what))
+    yield what, partial(_int8, bench, rows, inputs, outputs)
 
 
-def _int8(bench: Bench, rows: int, inputs: int, outputs: int, what: str) -> Line:
+def _int8(bench: Bench, rows: int, inputs: int, outputs: int) -> list[Figure]:
     dtype = torch.bfloat16
     random = torch.Generator().manual_seed(3)
     tensors = {
@@ -154,12 +142,8 @@ def _int8(bench: Bench, rows: int, inputs: int, outputs: int, what: str) -> Line
     far = distance(layer(x)[some], reference(x[some].cpu()).double())
     taken = bench.seconds(lambda: layer(x))
     plain = nn.Linear(inputs, outputs, device=bench.place, dtype=dtype)
-    return line(
-        what,
-        error(far, INT8),
-        milliseconds(taken),
-        Figure("times a bfloat16 layer", taken / bench.seconds(lambda: plain(x))),
-    )
+    ratio = taken / bench.seconds(lambda: plain(x))
+    return [error(far, INT8), milliseconds(taken), Figure("times a bfloat16 layer", ratio)]
 
 
 def _by_mindiesd(bench: Bench, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:

@@ -6,7 +6,6 @@ Legend: B batch, S tokens, N heads, D head size, C channels.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -16,14 +15,18 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks import common
-from tools.device_check.bench import (
-    Bench,
-    attempted,
-    distance,
+from tools.device_check.bench import Bench, distance
+from tools.device_check.steps import (
+    SLOW,
+    Figure,
+    Measured,
+    absent,
+    error,
     gigabytes,
+    line,
     milliseconds,
+    share,
 )
-from tools.device_check.steps import SLOW, Figure, Line, absent, error, line, share
 from wan.checkpoint.layout import published
 from wan.checkpoint.load import dit_dtypes
 from wan.distributed.mesh import Team
@@ -162,22 +165,24 @@ class _Recorded:
         return self._kernel.with_lse(q_BSND, k_BSND, v_BSND)
 
 
-def forward(bench: Bench) -> Iterator[Line]:
-    """Against the host in float32, memory against the plan, time of products, host waits."""
+def forward(bench: Bench) -> Measured:
+    """Error against the host in float32, memory against the plan, time of products, host waits."""
     of = case(bench)
     model = network(bench, of)
-    yield attempted("against float32 on the host", partial(_on_host, bench, of, model))
+    what = f"against float32 on the host, {prod(SMALL)} tokens"
+    yield what, partial(_on_host, bench, of, model)
     given = inputs(bench, of, of.request.grid)
-    yield attempted("memory", partial(_memory, bench, of, model, given))
+    tokens = f"{prod(given.grid)} tokens"
+    yield f"memory beside weights, {tokens}", partial(_memory, bench, of, model, given)
     del model
-    yield attempted("time", partial(_time, bench, of, given))
+    yield f"time, {tokens}", partial(_time, bench, of, given)
     if bench.device.type == "cuda":
-        yield attempted("host waits", partial(_waits, bench, of, given))
+        yield "host waits", partial(_waits, bench, of, given)
     else:
         yield absent("host waits", "only CUDA can tell")
 
 
-def _on_host(bench: Bench, of: Case, model: WanModel) -> Line:
+def _on_host(bench: Bench, of: Case, model: WanModel) -> list[Figure]:
     given = inputs(bench, of, SMALL)
     with torch.device("meta"):
         plain = WanModel(**of.config)  # type: ignore[arg-type]
@@ -185,23 +190,21 @@ def _on_host(bench: Bench, of: Case, model: WanModel) -> Line:
     plain.load_state_dict(weights, assign=True)
     there = given.on_host()
     want = replace(there, text=there.text.float()).call(plain.eval())
-    what = f"against float32 on the host, {prod(SMALL)} tokens"
-    return line(what, error(apart(given.call(model), want), LIMIT))
+    return [error(apart(given.call(model), want), LIMIT)]
 
 
-def _memory(bench: Bench, of: Case, model: WanModel, given: Inputs) -> Line:
+def _memory(bench: Bench, of: Case, model: WanModel, given: Inputs) -> list[Figure]:
     """The first forward, which makes what is kept (the rotary table), as the plan counts it."""
     held = bench.peak(lambda: given.call(model))
     (planned, *_) = Planner(of.setup, of.request).forwards(of.setup.parallel)
     most = (planned.size.activations + planned.size.kept).total()
-    what = f"memory beside weights, {prod(given.grid)} tokens"
     figures = [gigabytes("planned", most), gigabytes("measured", held)]
     if held is not None:
         figures.append(Figure("measured / planned", held / most, "", PLAN))
-    return line(what, *figures)
+    return figures
 
 
-def _time(bench: Bench, of: Case, given: Inputs) -> Line:
+def _time(bench: Bench, of: Case, given: Inputs) -> list[Figure]:
     """A forward and its products alone, in turn: what is not a product is the rest."""
     kinds = selected(bench, of)
     kernel, text = _Recorded(kinds.dense), _Recorded(kinds.text)
@@ -222,18 +225,17 @@ def _time(bench: Bench, of: Case, given: Inputs) -> Line:
     times = common.interleave(runs, 3, bench.place)
     taken, products, attention = (statistics.median(times[name]) for name in runs)
     rate, _ = bench.rates(torch.bfloat16)
-    return line(
-        f"time, {prod(given.grid)} tokens",
-        Figure("a layer", 1e3 * taken / LAYERS, "ms"),
+    return [
+        milliseconds(taken / LAYERS, "a layer"),
         share("linear layers", products / taken),
         share("attention", attention / taken),
         share("all else", 1 - (products + attention) / taken),
         Figure("rate", flops / taken / 1e12, "TFLOP/s"),
         share("of a product's rate", flops / taken / rate),
-    )
+    ]
 
 
-def _waits(bench: Bench, of: Case, given: Inputs) -> Line:
+def _waits(bench: Bench, of: Case, given: Inputs) -> list[Figure]:
     """Every place where the host waits for the GPU raises an error; the loop should have none."""
     model = network(bench, of)
     given.call(model)
@@ -243,13 +245,14 @@ def _waits(bench: Bench, of: Case, given: Inputs) -> Line:
     try:
         given.call(model)
     except RuntimeError as found:
-        return Line("host waits", SLOW, (), str(found).splitlines()[0])
+        first = Figure("the first", str(found).splitlines()[0])
+        return [Figure("of a forward", 1, "", 0, verdict=SLOW), first]
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    return line("host waits", Figure("of a forward", 0, "", 0, verdict=SLOW))
+    return [Figure("of a forward", 0, "", 0, verdict=SLOW)]
 
 
-def compiled(bench: Bench) -> Iterator[Line]:
+def compiled(bench: Bench) -> Measured:
     """Blocks compiled as --compile does: graphs, another length, error, milliseconds."""
     of = case(bench)
     eager, fast = network(bench, of), network(bench, of)
@@ -272,7 +275,7 @@ def compiled(bench: Bench) -> Iterator[Line]:
             times = [bench.seconds(partial(given.call, model)) for model in (eager, fast)]
             yield line(
                 "time",
-                replace(milliseconds(times[1] / LAYERS), name="a layer"),
+                milliseconds(times[1] / LAYERS, "a layer"),
                 Figure("times eager", times[1] / times[0]),
             )
     # One for a block's first length, and one for all others.

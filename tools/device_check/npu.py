@@ -1,4 +1,4 @@
-"""Step 12: what differs on Ascend NPUs and only they can tell.
+"""Step 12: what differs on Ascend NPUs.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,24 +15,47 @@ import torch
 from torch import Tensor
 
 from tools.device_check.attention import LONG
-from tools.device_check.bench import HEAD, LIMITS, Bench, attempted, exact, milliseconds
+from tools.device_check.bench import HEAD, LIMITS, Bench, exact
 from tools.device_check.network import apart, case, inputs, network
-from tools.device_check.steps import SLOW, Figure, Line, UnavailableError, absent, error, line
+from tools.device_check.steps import (
+    SLOW,
+    Figure,
+    Measured,
+    UnavailableError,
+    absent,
+    error,
+    milliseconds,
+)
 from wan.kernels.select import vendor_ops
 from wan.modules.rope import RopeTable, apply_rope, rope_table
 from wan.settings.kernels import SMALL_OPS
 
 ROPE_LIMIT = 1e-5  # float32 in and out
+Rotate = Callable[[Tensor, RopeTable], Tensor]
 _ALL = 2**31 - 1
 _FALLBACK = "fall back to run on the cpu"  # what torch-npu says of an operator that it lacks
 
 
-def npu(bench: Bench) -> Iterator[Line]:
+def npu(bench: Bench) -> Measured:
     """RoPE forms, layouts, operators that fall back to the CPU, names of kernels."""
-    yield from _ropes(bench)
-    yield from _layouts(bench)
-    yield attempted("operators on the CPU", partial(_fallbacks, bench))
-    yield attempted("kernels of a forward", partial(_kernels, bench))
+    grid = (21, 45, 80) if bench.large else (3, 8, 12)
+    tables = rope_table(grid, HEAD)
+    table = (tables[0].to(bench.place), tables[1].to(bench.place))
+    x = bench.randn(1, len(tables[0]), 40 if bench.large else 4, HEAD, dtype=torch.float32)
+    wanted = apply_rope(x.cpu().double(), (tables[0].double(), tables[1].double()))
+    forms: dict[str, Rotate] = {"the plain form": apply_rope, "pairs apart": _pairs}
+    has_rope = bench.device.can.has(SMALL_OPS["rope"])
+    one_kernel = vendor_ops(["rope"]).rope if has_rope else None
+    if one_kernel is not None:
+        forms["--fused_ops rope"] = one_kernel
+    for name, form in forms.items():
+        yield f"RoPE, {name}", partial(_rope, bench, form, x, table, wanted)
+    tokens, heads = (LONG[1], 5) if bench.large else (500, 2)
+    qkv = bench.qkv(tokens, tokens, heads)
+    for layout in ("BSND", "BNSD"):
+        yield f"npu_fusion_attention, {layout}", partial(_layout, bench, qkv, layout)
+    yield "operators on the CPU", partial(_fallbacks, bench)
+    yield "kernels of a forward", partial(_kernels, bench)
     yield absent("clock", "mindiesd sets it (--fa_freq_cap), and nothing can read it")
     yield absent(
         "ASCEND_LAUNCH_BLOCKING",
@@ -49,46 +72,12 @@ def _pairs(x_BSND: Tensor, table: RopeTable) -> Tensor:
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
-def _ropes(bench: Bench) -> Iterator[Line]:
-    grid = (21, 45, 80) if bench.large else (3, 8, 12)
-    tables = rope_table(grid, HEAD)
-    table = (tables[0].to(bench.place), tables[1].to(bench.place))
-    x = bench.randn(1, len(tables[0]), 40 if bench.large else 4, HEAD, dtype=torch.float32)
-    wanted = apply_rope(x.cpu().double(), (tables[0].double(), tables[1].double()))
-    forms: dict[str, Callable[[Tensor, RopeTable], Tensor]] = {
-        "the plain form": apply_rope,
-        "pairs apart": _pairs,
-    }
-    has_rope = bench.device.can.has(SMALL_OPS["rope"])
-    one_kernel = vendor_ops(["rope"]).rope if has_rope else None
-    if one_kernel is not None:
-        forms["--fused_ops rope"] = one_kernel
-    for name, form in forms.items():
-        yield attempted(f"RoPE, {name}", partial(_rope, bench, form, x, table, wanted, name))
-
-
-def _rope(
-    bench: Bench,
-    form: Callable[[Tensor, RopeTable], Tensor],
-    x: Tensor,
-    table: RopeTable,
-    wanted: Tensor,
-    name: str,
-) -> Line:
+def _rope(bench: Bench, form: Rotate, x: Tensor, table: RopeTable, wanted: Tensor) -> list[Figure]:
     far = apart(form(x, table), wanted)
-    taken = bench.seconds(lambda: form(x, table))
-    return line(f"RoPE, {name}", error(far, ROPE_LIMIT), milliseconds(taken))
+    return [error(far, ROPE_LIMIT), milliseconds(bench.seconds(lambda: form(x, table)))]
 
 
-def _layouts(bench: Bench) -> Iterator[Line]:
-    tokens, heads = (LONG[1], 5) if bench.large else (500, 2)
-    qkv = bench.qkv(tokens, tokens, heads)
-    for layout in ("BSND", "BNSD"):
-        what = f"npu_fusion_attention, {layout}"
-        yield attempted(what, partial(_layout, bench, qkv, layout, what))
-
-
-def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str, what: str) -> Line:
+def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str) -> list[Figure]:
     """Copies into the layout and back count: tensors lie as BSND."""
     import torch_npu
 
@@ -103,10 +92,10 @@ def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str, what:
         return out if layout == "BSND" else out.transpose(1, 2).contiguous()
 
     far = exact(*qkv).error(attend())
-    return line(what, error(far, LIMITS[torch.bfloat16]), milliseconds(bench.seconds(attend)))
+    return [error(far, LIMITS[torch.bfloat16]), milliseconds(bench.seconds(attend))]
 
 
-def _fallbacks(bench: Bench) -> Line:
+def _fallbacks(bench: Bench) -> list[Figure]:
     """Operators that torch-npu has no kernel for run on the host, which waits for each."""
     of = case(bench)
     model, given = network(bench, of), inputs(bench, of, (3, 8, 12))
@@ -118,10 +107,10 @@ def _fallbacks(bench: Bench) -> Line:
         {str(w.message).split("'")[1] for w in said if _FALLBACK in str(w.message).lower()}
     )
     figure = Figure("of a forward", len(names), "", 0, verdict=SLOW)
-    return line("operators on the CPU", figure, words=", ".join(names))
+    return [figure, *([Figure("names", ", ".join(names))] if names else [])]
 
 
-def _kernels(bench: Bench) -> Line:
+def _kernels(bench: Bench) -> list[Figure]:
     """The kernels that take longest, as torch-npu's profiler names them."""
     import torch_npu
 
@@ -147,4 +136,4 @@ def _kernels(bench: Bench) -> Line:
     if not taken:
         raise UnavailableError("the profiler has written no kernel_details.csv")
     longest = sorted(taken.items(), key=lambda item: -item[1])[:12]
-    return line("kernels of a forward", *(Figure(n, us / 1e3, "ms") for n, us in longest))
+    return [Figure(name, us / 1e3, "ms") for name, us in longest]

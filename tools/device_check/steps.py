@@ -1,29 +1,38 @@
-"""The steps in their order, and what a step says. No torch: the process that lists them needs none.
+"""The table of steps, what a step reports, and the report for people and for a file.
 
-A step is a function `work(bench)` that yields a `Line` as soon as it is known, so that a step which
-hangs or crashes later has said what it had found.
+This module needs no torch: the process that supervises the steps does not import it.
+
+A step is a generator function `work(bench)`. It yields a `Line` that is ready, or a name and a
+function that measures its figures: the worker calls that function, so an error in one measurement
+leaves the others of the step standing. Each line is reported as soon as it is known. A step that
+hangs or crashes has therefore reported what it measured before.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from wan.checkpoint.files import whole_file
 from wan.settings.errors import InputError
 
 OK, SLOW, ABSENT, WRONG = "ok", "slow", "not available", "wrong"
 _FROM_GOOD_TO_BAD = (ABSENT, OK, SLOW, WRONG)
-NAMES = f"{__package__}."
 
 
 class UnavailableError(Exception):
-    """Why something cannot be measured here, as a phrase. It is no failure of the device."""
+    """Why something cannot be measured here, as a phrase. The device has not failed."""
 
 
 def worst(verdicts: Iterable[str]) -> str:
-    """The worst; of none, "not available"."""
+    """The worst of some verdicts; "not available" if there is none."""
     return max(verdicts, key=_FROM_GOOD_TO_BAD.index, default=ABSENT)
 
 
@@ -32,12 +41,12 @@ class Figure:
     """One measured value.
 
     Attributes:
-        name: What it is.
-        value: A number, or words.
-        unit: Of a number.
-        limit: What the number is judged by; None: it is there to be read.
-        at_least: The limit is the least, not the most.
-        verdict: Of a number beyond its limit, WRONG or SLOW.
+        name: The name of the value.
+        value: A number, or text.
+        unit: The unit of a number.
+        limit: The number is judged by this limit; None means that it is only shown.
+        at_least: The limit is a minimum, not a maximum.
+        verdict: The verdict on a number beyond its limit, WRONG or SLOW.
     """
 
     name: str
@@ -49,34 +58,45 @@ class Figure:
 
     @property
     def judged(self) -> str:
-        """OK, or `verdict` where the limit is not held; no number holds where NaN stands."""
+        """OK, or `verdict` where the limit is exceeded. NaN exceeds every limit."""
         if self.limit is None or isinstance(self.value, str):
             return OK
         held = self.value >= self.limit if self.at_least else self.value <= self.limit
         return OK if held else self.verdict
 
+    def __str__(self) -> str:
+        if isinstance(self.value, str):
+            return f"{self.name} {self.value}"
+        value = f"{self.value:.3g}" if abs(self.value) < 1000 else f"{self.value:.0f}"
+        text = f"{self.name} {value}{' ' * bool(self.unit)}{self.unit}"
+        if self.limit is None:
+            return text
+        return f"{text} ({'>=' if self.at_least else '<='} {self.limit:g})"
+
 
 def error(value: float, limit: float, name: str = "error") -> Figure:
-    """A distance from a reference; beyond its limit the device computes wrongly."""
+    """A distance from a reference. Beyond its limit the device computes wrongly."""
     return Figure(name, value, "", limit)
 
 
 def share(name: str, value: float, least: float | None = None) -> Figure:
-    """A ratio of two figures of this run, in percent; below `least` it is slow."""
+    """A ratio of two figures of this run, in percent. Below `least` the device is slow."""
     limit = None if least is None else 100 * least
     return Figure(name, 100 * value, "%", limit, at_least=True, verdict=SLOW)
 
 
+def milliseconds(seconds: float, name: str = "time") -> Figure:
+    return Figure(name, 1e3 * seconds, "ms")
+
+
+def gigabytes(name: str, count: float | None) -> Figure:
+    """A number of bytes; None where the device does not count them."""
+    return Figure(name, "not counted") if count is None else Figure(name, count / 1e9, "GB")
+
+
 @dataclass(frozen=True)
 class Line:
-    """One line of a step's part of the table.
-
-    Attributes:
-        what: What was measured.
-        verdict: OK, SLOW, ABSENT or WRONG.
-        figures: What was found.
-        words: Why, where it is not OK.
-    """
+    """One line of a step's report: what was measured, its verdict, its figures, and a reason."""
 
     what: str
     verdict: str
@@ -85,135 +105,29 @@ class Line:
 
 
 def line(what: str, *figures: Figure, words: str = "") -> Line:
-    """A line whose verdict is the worst of its figures'."""
+    """A line with the worst verdict of its figures."""
     return Line(what, worst([OK, *(figure.judged for figure in figures)]), figures, words)
 
 
 def absent(what: str, words: str) -> Line:
-    """A line for what cannot be measured."""
+    """A line for something that cannot be measured."""
     return Line(what, ABSENT, (), words)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What decides whether a step applies, found out by the process that has the device.
-
-    Attributes:
-        type: "cpu", "cuda" or "npu".
-        name: The device's.
-        large: Tensors really lie on an accelerator, so sizes are those of a real video. A
-            simulated NPU's lie on the CPU.
-        compile: Why blocks cannot be compiled here; None if they can.
-        world: Ranks in all.
-    """
-
-    type: str
-    name: str
-    large: bool
-    compile: str | None
-    world: int
-
-
-Needs = Callable[[Facts], str | None]
-"""Why a step does not apply; None if it does."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of the check.
-
-    Attributes:
-        number: Of the twelve subjects.
-        name: For --only.
-        title: For the table.
-        work: "module:function" of what carries it out.
-        limit: Seconds after which it counts as hanging.
-        ranks: "one": each device by itself; "several": all together, not available for one
-            process; "any": together where there are several.
-        needs: Why it does not apply.
-        only_full: Whether it needs --full.
-    """
-
-    number: int
-    name: str
-    title: str
-    work: str
-    limit: float
-    ranks: str = "one"
-    needs: Needs = lambda _: None
-    only_full: bool = False
-
-    def missing(self, facts: Facts, full: bool) -> str | None:
-        """Why it does not apply here; None if it does."""
-        if self.ranks == "several" and facts.world == 1:
-            return "one process; start it with torchrun --nproc_per_node=2 or more"
-        if self.only_full and not full:
-            return "takes minutes; add --full"
-        return self.needs(facts)
-
-    def together(self, facts: Facts) -> bool:
-        """Whether all ranks carry it out as one group."""
-        return facts.world > 1 and self.ranks != "one"
-
-
-def _on_npus(facts: Facts) -> str | None:
-    return None if facts.type == "npu" else f"about NPUs, and the device is {facts.type}"
-
-
-STEPS = (
-    Step(1, "machine", "versions, memory, matrix products", f"{NAMES}machine:machine", 180),
-    Step(2, "attention", "dense attention", f"{NAMES}attention:dense", 400),
-    Step(2, "lse", "attention with its log-sum-exp", f"{NAMES}attention:lse", 300),
-    Step(3, "merge", "memory of the log-sum-exp, merging", f"{NAMES}attention:merge", 300),
-    Step(4, "forward", "two DiT layers of real width", f"{NAMES}network:forward", 400),
-    Step(
-        5,
-        "compiled",
-        "the same, compiled",
-        f"{NAMES}network:compiled",
-        600,
-        needs=lambda facts: facts.compile,
-    ),
-    Step(6, "modes", "modes 0, 1, 2 and overlap alone", f"{NAMES}attention:modes", 300),
-    Step(7, "methods", "FP8, RainFusion", f"{NAMES}methods:methods", 400),
-    Step(7, "int8", "int8 weights", f"{NAMES}methods:int8", 200),
-    Step(8, "vae", "VAE, encoding and decoding", f"{NAMES}autoencoder:vae", 600),
-    Step(9, "loading", "weights from files", f"{NAMES}files:loading", 400),
-    Step(9, "readahead", "weights read ahead", f"{NAMES}files:readahead", 200),
-    Step(9, "experts", "experts switched", f"{NAMES}files:experts", 300),
-    Step(10, "groups", "exchanges between ranks", f"{NAMES}groups:groups", 400, "several"),
-    Step(10, "slow-rank", "one rank is late", f"{NAMES}groups:slow_rank", 400, "several"),
-    Step(11, "layers", "layers in every mode", f"{NAMES}layers:layers", 600, "several"),
-    Step(11, "ring", "memory of a ring", f"{NAMES}layers:ring", 300, "several"),
-    Step(11, "loops", "a minute of each mode", f"{NAMES}layers:loops", 500, "any", only_full=True),
-    Step(12, "fsdp", "sharded weights", f"{NAMES}layers:fsdp", 300, "several"),
-    Step(12, "npu", "what differs on NPUs", f"{NAMES}npu:npu", 300, needs=_on_npus),
-)
-
-
-def chosen(only: str | None, steps: tuple[Step, ...]) -> list[Step]:
-    """The steps that --only names, or all. InputError for a name that is none."""
-    if only is None:
-        return list(steps)
-    wanted = [name.strip() for name in only.split(",")]
-    known = {step.name for step in steps} | {str(step.number) for step in steps}
-    for name in wanted:
-        if name not in known:
-            names = ", ".join(step.name for step in steps)
-            raise InputError(f"--only {name!r} is no step; the steps are {names}.")
-    return [step for step in steps if step.name in wanted or str(step.number) in wanted]
+Measured = Iterator[Line | tuple[str, Callable[[], Iterable[Figure]]]]
+"""What a step yields."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step, on one rank or on all.
+    """The result of a step, on one rank or on all.
 
     Attributes:
-        verdict: The worst of its lines', or WRONG where it did not end.
-        seconds: How long it took.
-        lines: What it said.
-        words: Why it is not available, or how it ended.
-        tail: Of a step that did not end: the last of what it wrote.
+        verdict: The worst verdict of its lines, or WRONG where the step did not end.
+        seconds: The duration.
+        lines: The lines that were reported.
+        words: Why the step is not available, or how its process ended.
+        tail: The end of the output of a step that did not end well.
     """
 
     verdict: str
@@ -225,8 +139,7 @@ class Outcome:
 
 def line_from(stored: Mapping[str, Any]) -> Line:
     """A line that was sent as JSON."""
-    figures = tuple(Figure(**{**f, "value": _number(f["value"])}) for f in stored["figures"])
-    return Line(**{**stored, "figures": figures})
+    return Line(**{**stored, "figures": tuple(Figure(**figure) for figure in stored["figures"])})
 
 
 def outcome_from(stored: Mapping[str, Any]) -> Outcome:
@@ -234,16 +147,161 @@ def outcome_from(stored: Mapping[str, Any]) -> Outcome:
     return Outcome(**{**stored, "lines": tuple(map(line_from, stored["lines"]))})
 
 
-def _number(value: float | str) -> float | str:
-    return float(value) if value in ("nan", "inf", "-inf") else value
+@dataclass(frozen=True)
+class Facts:
+    """The properties of a device that decide which steps apply.
+
+    Attributes:
+        type: "cpu", "cuda" or "npu".
+        name: The name of the device.
+        large: Tensors lie on an accelerator, so sizes are those of a real video. The tensors of a
+            simulated NPU lie on the CPU.
+        compile: Why blocks cannot be compiled here; None if they can.
+        world: The number of ranks.
+    """
+
+    type: str
+    name: str
+    large: bool
+    compile: str | None
+    world: int
 
 
-def plain(value: Any) -> Any:
+@dataclass(frozen=True)
+class Step:
+    """A step of the check.
+
+    Attributes:
+        number: The subject, 1 to 12.
+        name: The name for --only.
+        title: The title in the table.
+        work: "module:function" of the generator; a module of this package needs no prefix.
+        limit: The seconds after which the step counts as hanging.
+        ranks: "one": each device alone; "several": all ranks together, not available for one
+            process; "any": together where there are several ranks.
+        needs: Returns why the step does not apply to a device, or None.
+        only_full: Whether the step needs --full.
+    """
+
+    number: int
+    name: str
+    title: str
+    work: str
+    limit: float
+    ranks: str = "one"
+    needs: Callable[[Facts], str | None] = lambda _: None
+    only_full: bool = False
+
+    def missing(self, facts: Facts, full: bool) -> str | None:
+        """Why the step does not apply here; None if it does."""
+        if self.ranks == "several" and facts.world == 1:
+            return "one process; start it with torchrun --nproc_per_node=2 or more"
+        if self.only_full and not full:
+            return "takes minutes; add --full"
+        return self.needs(facts)
+
+    def together(self, facts: Facts) -> bool:
+        """Whether all ranks carry out the step as one group."""
+        return facts.world > 1 and self.ranks != "one"
+
+
+def _compiles(facts: Facts) -> str | None:
+    return facts.compile
+
+
+def _npu(facts: Facts) -> str | None:
+    return None if facts.type == "npu" else f"about NPUs, and the device is {facts.type}"
+
+
+STEPS = (
+    Step(1, "machine", "versions, memory, matrix products", "machine:machine", 180),
+    Step(2, "attention", "dense attention", "attention:dense", 400),
+    Step(2, "lse", "attention with its log-sum-exp", "attention:lse", 300),
+    Step(3, "merge", "memory of the log-sum-exp, merging", "attention:merge", 300),
+    Step(4, "forward", "two DiT layers of real width", "network:forward", 400),
+    Step(5, "compiled", "the same, compiled", "network:compiled", 600, needs=_compiles),
+    Step(6, "modes", "modes 0, 1, 2 and overlap alone", "attention:modes", 300),
+    Step(7, "methods", "FP8, RainFusion", "methods:methods", 400),
+    Step(7, "int8", "int8 weights", "methods:int8", 200),
+    Step(8, "vae", "VAE, encoding and decoding", "autoencoder:vae", 600),
+    Step(9, "loading", "weights from files", "files:loading", 400),
+    Step(9, "readahead", "weights read ahead", "files:readahead", 200),
+    Step(9, "experts", "experts switched", "files:experts", 300),
+    Step(10, "groups", "exchanges between ranks", "layers:groups", 400, "several"),
+    Step(10, "slow-rank", "one rank is late", "layers:slow_rank", 400, "several"),
+    Step(11, "layers", "layers in every mode", "layers:layers", 600, "several"),
+    Step(11, "ring", "memory of a ring", "layers:ring", 300, "several"),
+    Step(11, "loops", "a minute of each mode", "layers:loops", 500, "any", only_full=True),
+    Step(12, "fsdp", "sharded weights", "layers:fsdp", 300, "several"),
+    Step(12, "npu", "what differs on NPUs", "npu:npu", 300, needs=_npu),
+)
+
+
+def chosen(only: str | None, steps: tuple[Step, ...]) -> list[Step]:
+    """The steps that --only names, or all. Raises InputError for an unknown name."""
+    if only is None:
+        return list(steps)
+    wanted = [name.strip() for name in only.split(",")]
+    for name in wanted:
+        if not any(name in (step.name, str(step.number)) for step in steps):
+            names = ", ".join(step.name for step in steps)
+            raise InputError(f"--only {name!r} is no step; the steps are {names}.")
+    return [step for step in steps if step.name in wanted or str(step.number) in wanted]
+
+
+Done = tuple[Step, Outcome, list[Outcome]]
+"""A step, its outcome, and the outcome of every rank."""
+
+
+def row(step: Step, outcome: Outcome) -> str:
+    """One line for a step that has just ended."""
+    return f"{step.name:<12}{outcome.verdict:<14}{_time(outcome)}".rstrip()
+
+
+def table(done: Sequence[Done]) -> str:
+    """A row for each step, followed by a row for each of its measurements."""
+    rows = []
+    for step, outcome, _ in done:
+        rows.append(f"{step.number:>2}  {step.title:<40}{outcome.verdict:<14}{_time(outcome)}")
+        rows += [f"      {outcome.words}"] if outcome.words else []
+        for line in outcome.lines:
+            verdict = "" if line.verdict == OK else f"{line.verdict.upper()}  "
+            found = ", ".join(map(str, line.figures))
+            words = f"({line.words})" if line.words and found else line.words
+            rows.append(f"      {line.what}: {verdict}{' '.join(filter(None, (found, words)))}")
+    return "\n".join(rows)
+
+
+def _time(outcome: Outcome) -> str:
+    return f"{outcome.seconds:.1f} s" if outcome.seconds else ""
+
+
+def summary(done: Sequence[Done]) -> str:
+    """The number of steps with each verdict, and the names of the wrong ones."""
+    counts = Counter(outcome.verdict for _, outcome, _ in done)
+    wrong = [step.name for step, outcome, _ in done if outcome.verdict == WRONG]
+    text = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    return f"{len(done)} steps: {text}" + (f"; wrong: {', '.join(wrong)}" if wrong else "")
+
+
+def write(path: Path, done: Sequence[Done], about: dict[str, Any]) -> None:
+    """Write everything as JSON. about: the options, the device and its environment."""
+    steps = [
+        {"number": step.number, "name": step.name, "title": step.title, **asdict(outcome)}
+        | {"ranks": [asdict(one) for one in ranks] if len(ranks) > 1 else []}
+        for step, outcome, ranks in done
+    ]
+    record = _plain({"command": shlex.join(sys.argv), **about, "steps": steps})
+    with whole_file(path) as unfinished:
+        unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
     """For JSON, which has no NaN and no infinity."""
-    if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return [_plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
