@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 if not __package__:
@@ -71,17 +72,24 @@ def measurement_fails(bench: object) -> Measured:
     yield "good", lambda: [Figure("is", 1.0, "GB/s")]
 
 
-def wrong_kernel(bench: object) -> Measured:
-    """The real step, where a kernel of this machine forgets the last key."""
-    from tools.device_check import attention
-    from wan.kernels import sdpa
+def forgetful(*_: object) -> object:
+    """A kernel that forgets the last key."""
     from wan.kernels.sdpa import SdpaKernel
 
     class Forgetful(SdpaKernel):
         def __call__(self, q, k, v, /):
             return super().__call__(q, k[:, :-1], v[:, :-1])
 
-    sdpa.SdpaKernel = Forgetful  # type: ignore[misc]
+    return Forgetful()
+
+
+def wrong_kernel(bench: object) -> Measured:
+    """The real step, where one of two kernels of this machine is wrong."""
+    from tools.device_check import attention
+    from wan.settings.kernels import DENSE
+
+    wrong = {"cpu": "tests.check_steps:forgetful"}
+    DENSE["fused"] = replace(DENSE["fused"], make=wrong)  # type: ignore[index]
     yield from attention.dense(bench)  # type: ignore[arg-type]
 
 
