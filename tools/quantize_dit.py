@@ -72,7 +72,7 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) 
 
 def _added(given: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """What LoRAs add to each network; only what is quantised can be in an export."""
-    found = lora.resolve(read(given, "--{}"), checkpoint)
+    found = lora.resolve(read(given), checkpoint)
     for one in (one for ones in found.values() for one in ones):
         kept = [
             name for name in one.changes if not LINEAR.fullmatch(name.replace(".bias", ".weight"))

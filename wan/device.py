@@ -203,14 +203,14 @@ def resolve(wish: str, index: int = 0) -> Device:
         wish = _best()
         unseen = hidden_accelerator() if wish == "cpu" else None
         if unseen is not None:
-            raise InputError(f"{unseen}, or use --device cpu.")
+            raise InputError(f"{unseen}, or use `device=cpu`.")
     if wish == "cpu":
         return Device(torch.device("cpu"), of_type("cpu"))
     if wish == "cuda":
         return _cuda(index)
     if wish == "npu":
         return _npu(index)
-    raise InputError(f"There is no --device {wish}; use auto, cpu, cuda or npu.")
+    raise InputError(f"There is no `device={wish}`; use auto, cpu, cuda or npu.")
 
 
 def _best() -> str:
@@ -254,7 +254,7 @@ def hidden_accelerator(folder: Path = Path("/dev")) -> str | None:
 
 def _cuda(index: int) -> Device:
     if not torch.cuda.is_available():
-        raise InputError("--device cuda: PyTorch sees no CUDA device here; use --device cpu.")
+        raise InputError("`device=cuda`: PyTorch sees no CUDA device here; use `device=cpu`.")
     if index >= torch.cuda.device_count():
         raise InputError(f"CUDA device {index} does not exist; {torch.cuda.device_count()} do.")
     torch.cuda.set_device(index)
@@ -266,7 +266,7 @@ def _npu(index: int) -> Device:
     if not npu.is_available():
         raise InputError(
             "--device npu: torch-npu sees no NPU here; see whether `npu-smi info` lists one and "
-            "whether ASCEND_RT_VISIBLE_DEVICES hides it, or use --device cpu."
+            "whether ASCEND_RT_VISIBLE_DEVICES hides it, or use `device=cpu`."
         )
     if index >= npu.device_count():
         raise InputError(f"NPU {index} does not exist; {npu.device_count()} do.")
@@ -287,8 +287,8 @@ def _torch_npu() -> Any:
         raise InputError(_not_installed(error)) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
-            f"--device npu: torch-npu does not load, most likely because CANN is missing: install "
-            f"CANN and source its set_env.sh, or use --device cpu ({_reason(error)})."
+            f"`device=npu`: torch-npu does not load, most likely because CANN is missing: install "
+            f"CANN and source its set_env.sh, or use `device=cpu` ({_reason(error)})."
         ) from error
     return torch_npu.npu
 
@@ -302,15 +302,15 @@ def _import_mindiesd() -> None:
         raise InputError(_not_installed(error)) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
-            f"--device npu: mindiesd does not load; it must fit PyTorch {torch.__version__}, "
+            f"`device=npu`: mindiesd does not load; it must fit PyTorch {torch.__version__}, "
             f"torch-npu and CANN: run pip install -r requirements-npu.txt ({_reason(error)})."
         ) from error
 
 
 def _not_installed(error: ModuleNotFoundError) -> str:
     return (
-        f"--device npu needs the Python package {error.name}, which is not installed: run "
-        "pip install -r requirements-npu.txt, or use --device cpu."
+        f"`device=npu` needs the Python package {error.name}, which is not installed: run "
+        "pip install -r requirements-npu.txt, or use `device=cpu`."
     )
 
 

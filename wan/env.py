@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wan.settings.errors import InputError
+from wan.settings.errors import COMMAND_LINE, InputError, Words
 from wan.settings.flags import FLAGS
 from wan.settings.values import either
 
 _REFUSED: dict[str, tuple[str | None, str]] = {
     "USE_SUB_HEAD": (
         "0",
-        "but groups of heads are a mode here; unset it and use --comm_type 1, which works head by "
+        "but groups of heads are a mode here; unset it and use `comm_type=1`, which works head by "
         "head",
     ),
     "MINDIE_SD_FA_TYPE": (
         None,
         "by which mindiesd would silently replace the attention kernel; unset it and use "
-        "--attention_algo",
+        "`attention_algo`",
     ),
 }
 """Variable -> (the value without an effect, what to do instead)."""
@@ -83,6 +83,22 @@ def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
                 f"unset it, or use {either([f'`{flag}`' for flag in flags])}",
             )
     return found
+
+
+def words(environ: Mapping[str, str] = os.environ) -> Words:
+    """The command line's words, in which a setting that a variable may have made names it."""
+    variables = {
+        flag: f"{name}={environ[name]}"
+        for flag, option in FLAGS.items()
+        for name, meanings in option.variables.items()
+        if meanings.get(environ.get(name, "")) is not None
+    }
+
+    def setting(name: str, value: str | None) -> str:
+        text = COMMAND_LINE.setting(name, value)
+        return f"{text} (or {variables[name]})" if name in variables else text
+
+    return Words(setting)
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -26,9 +26,9 @@ from wan.pipeline import build, images
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.setup import Setup
 from wan.run import ask, make_setup
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, spoken
 from wan.settings.execution import OFFLOAD, Offload
-from wan.settings.flags import KEYWORDS, for_loading, in_keywords, is_for, read
+from wan.settings.flags import KEYWORDS, PYTHON, for_loading, is_for, read
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request
 from wan.settings.values import choice, integer, shown, switch
@@ -103,7 +103,7 @@ class Generator:
         Raises:
             InputError: A ValueError, for folders and settings that do not fit.
         """
-        with in_keywords():
+        with spoken(PYTHON):
             env.refused()
             self.config = _config(config)
             flags = {"t5_fsdp": t5_fsdp, "dit_fsdp": dit_fsdp, "t5_cpu": t5_cpu}
@@ -118,9 +118,9 @@ class Generator:
             world = _world(use_sp)
             self._setup, notices = make_setup(values, self._preset, checkpoint, world)
             for notice in notices:
-                logger.warning(notice)
+                logger.warning(PYTHON.render(notice))
             device = devices.resolve(
-                self._setup.execution.device, integer(0, 10**6)("device_id", device_id)
+                self._setup.execution.device, integer(0, 10**6)("`device_id`", device_id)
             )
             self._setup.check_device(device.can)
             self._team: Team | None = None
@@ -174,9 +174,12 @@ class Generator:
         Raises:
             InputError: A ValueError, for values that do not fit.
         """
-        with in_keywords():
-            offload = OFFLOAD("offload_model", offload_model)
-            setup, grouped = self._with_offload(offload), switch("group_by_expert", group_by_expert)
+        with spoken(PYTHON):
+            offload = OFFLOAD("`offload_model`", offload_model)
+            setup, grouped = (
+                self._with_offload(offload),
+                switch("`group_by_expert`", group_by_expert),
+            )
             if grouped:
                 setup.check_grouping()
             if isinstance(calls, str | Mapping):
@@ -186,8 +189,8 @@ class Generator:
 
     def _generate(self, call: dict[str, Any]) -> Tensor | None:
         """One video. call: the arguments of `generate`."""
-        with in_keywords():
-            offload = OFFLOAD("offload_model", call["offload_model"])
+        with spoken(PYTHON):
+            offload = OFFLOAD("`offload_model`", call["offload_model"])
             asked = self._asked(call, self._with_offload(offload))
         (made,) = self._made([asked], offload, False)
         return made
@@ -215,7 +218,7 @@ class Generator:
         def make(call: VideoCall, latents: Callable[[], Tensor]) -> Tensor | None:
             return latents() if call.output_type == "latent" else pipeline.decode(latents())
 
-        with in_keywords():
+        with spoken(PYTHON):
             pipeline.set_offload(offload)
             try:
                 yield from Batch(pipeline, calls, group_by_expert=grouped).made(make)
@@ -228,7 +231,7 @@ class Generator:
             raise InputError(f"{type(self).__name__} starts from an image; give one as img.")
         request, image, last_image = self._request(call, setup)
         prompt, negative = (_embedding(name, call[name]) for name in _EMBEDDINGS)
-        output_type = choice("pt", "latent")("output_type", call["output_type"])
+        output_type = choice("pt", "latent")("`output_type`", call["output_type"])
         if self._team is not None:  # ranks that drew different seeds would mix their noise
             seed = self._team.value_from_main(request.base_seed)
             request = replace(request, base_seed=seed)
@@ -264,10 +267,10 @@ class Generator:
         )
         absent = {*_IMAGES, *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
         given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
-        values = self._values | read(given, "--{}")
+        values = self._values | read(given)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
         if image is not None and call.get("max_area") is not None:
-            values["max_area"] = integer(1, 10**12)("max_area", call["max_area"])
+            values["max_area"] = integer(1, 10**12)("`max_area`", call["max_area"])
         # What `generate` has by default goes below a recipe; Wan2.1's image models have presets.
         absent = {
             n for n in values if isinstance(named.get(n), DefaultFloat | DefaultInt | DefaultStr)
@@ -279,7 +282,7 @@ class Generator:
         boundary = self.config.get("boundary")
         request, notices = ask(setup, values, size, defaults=below, boundary=boundary)
         for notice in notices:
-            logger.warning(notice)
+            logger.warning(PYTHON.render(notice))
         return request, image, last
 
 
@@ -298,7 +301,7 @@ def _config(config: Any) -> Any:
 
 def _described(folder: Any) -> Checkpoint:
     if not isinstance(folder, str | Path):
-        raise InputError(f"--ckpt_dir is {shown(folder)}; give the folder of a checkpoint.")
+        raise InputError("`ckpt_dir`", shown(folder), "must be the folder of a checkpoint")
     return describe(Path(folder).expanduser())
 
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from wan.cli import extend_prompt, flags
 from wan.cli.resolve import resolve
 from wan.env import cache_dir, rank, world_size
-from wan.pipeline import solvers
 from wan.run import Run, generated_name
 from wan.settings.errors import InputError
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS
-from wan.settings.request import SOLVERS, make_request, size_covered, size_from_area
+from wan.settings.request import make_request, size_covered, size_from_area
 
 
 def resolved(*argv: object) -> Run:
@@ -355,10 +354,6 @@ def test_prompt_extension_of_a_record_is_turned_off(
     assert planned(*given, monkeypatch=monkeypatch).extension is not None
     off = planned(*given, *EXTEND, "false", monkeypatch=monkeypatch)
     assert off.extension is None and off.settings["use_prompt_extend"] is False
-
-
-def test_solvers_are_those_of_the_flag() -> None:
-    assert tuple(solvers.SOLVERS) == SOLVERS
 
 
 def test_a_video_that_is_there_is_announced(tiny, tmp_path: Path) -> None:

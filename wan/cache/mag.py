@@ -128,7 +128,7 @@ class Mag(Policy):
         curve.fitted(request)
         if self.curve is None:
             found += (
-                f"{curve.origin} serves --step_cache mag; it was made for the official weights.",
+                f"{curve.origin} serves `step_cache=mag`; it was made for the official weights.",
             )
         if curve.steps != request.sample_steps:
             found += (

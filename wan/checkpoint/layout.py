@@ -187,13 +187,13 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
         raise InputError(
             f"{checkpoint.folder} holds {networks} for {checkpoint.kind}, but task {preset.task} "
             f"needs {'two experts' if len(preset.experts) == 2 else 'one network'} for "
-            f"{preset.kind}; give --ckpt_dir a {preset.folder} folder or choose another --task."
+            f"{preset.kind}; give `ckpt_dir` a {preset.folder} folder or choose another `task`."
         )
     if images(checkpoint) != preset.images:
         raise InputError(
             f"{checkpoint.folder} holds a network that looks at {images(checkpoint)} images, but "
-            f"task {preset.task} needs one for {preset.images}; give --ckpt_dir a {preset.folder} "
-            "folder or choose another --task."
+            f"task {preset.task} needs one for {preset.images}; give `ckpt_dir` a {preset.folder} "
+            "folder or choose another `task`."
         )
 
 
@@ -207,13 +207,13 @@ def _check_folder(folder: Path) -> None:
     if is_folder(folder):
         return
     if folder.exists():
-        raise InputError(f"--ckpt_dir {folder} is a file; give the folder of a checkpoint.")
+        raise InputError(f"`ckpt_dir={folder}` is a file; give the folder of a checkpoint.")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not str(folder).startswith("."):
         raise InputError(
-            f"--ckpt_dir {folder} is not a folder; if it is a model hub's name, download the "
+            f"`ckpt_dir={folder}` is not a folder; if it is a model hub's name, download the "
             "checkpoint first and give the local folder."
         )
-    raise InputError(f"--ckpt_dir {folder} does not exist; give the folder of a checkpoint.")
+    raise InputError(f"`ckpt_dir={folder}` does not exist; give the folder of a checkpoint.")
 
 
 def _file(folder: Path, stem: str) -> Path | None:
@@ -280,7 +280,7 @@ def _kind(files: DitFiles) -> str:
 
 _UNSUPPORTED = {
     "gate_compress": "video sparse attention is not supported; get the FullAttn model",
-    ".weight_scale": "quantised linear layers are not supported there; see --quant_dit_path",
+    ".weight_scale": "quantised linear layers are not supported there; see `quant_dit_path`",
     "time_embedding_r": "a second timestep (MeanFlow) is not supported",
 }
 """Part of a tensor's name -> what it shows."""
@@ -344,7 +344,7 @@ def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str
         shape = tensors[name].shape if name in tensors else ()
         if len(shape) != rank or 0 in shape:
             raise InputError(
-                f"{folder} holds no Wan DiT (no {name} of {rank} dimensions); check --ckpt_dir."
+                f"{folder} holds no Wan DiT (no {name} of {rank} dimensions); check `ckpt_dir`."
             )
         told[key] = shape[axis]
     told["patch_size"] = list(tensors["patch_embedding.weight"].shape[2:])

@@ -111,9 +111,9 @@ def in_folder(folder: Path) -> dict[str, Named]:
         path = folder / f"{expert}_model.safetensors"
         if not path.is_file():
             raise InputError(
-                f"--lora_dir {folder} has no {path.name}; give a folder with high_noise_model."
-                "safetensors and low_noise_model.safetensors, or --lora_high_noise and "
-                "--lora_low_noise."
+                f"`lora_dir={folder}` has no {path.name}; give a folder with high_noise_model."
+                "safetensors and low_noise_model.safetensors, or `lora_high_noise` and "
+                "`lora_low_noise`."
             )
         found[expert] = Named(path)
     return found
@@ -138,15 +138,15 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
     if not given:
         return {}
     if checkpoint.folder is None:
-        raise InputError(f"--{given[0]} changes the weights of a checkpoint; add its --ckpt_dir.")
+        raise InputError(f"`{given[0]}` changes the weights of a checkpoint; add its `ckpt_dir`.")
     if values.get("quant_dit_path") is not None:
         raise InputError(
-            f"--{given[0]} changes weights, but those of --quant_dit_path are quantised already; "
+            f"`{given[0]}` changes weights, but those of `quant_dit_path` are quantised already; "
             "quantise them with tools/quantize_dit.py --lora."
         )
     if "dit" in checkpoint.experts and given != ["lora"]:
         flag = next(flag for flag in given if flag != "lora")
-        raise InputError(f"--{flag} is for two experts; this checkpoint has one network: --lora.")
+        raise InputError(f"`{flag}` is for two experts; this checkpoint has one network: `lora`.")
     for expert in ("high_noise", "low_noise"):
         for one in files[expert]:
             _check_single(one.file, expert)
@@ -165,7 +165,7 @@ def _check_single(path: Path, expert: str) -> None:
         if len({name.startswith(_SECOND) for name in names}) == 2:
             raise InputError(
                 f"LoRA {path} holds both experts' tensors ({_FIRST} and {_SECOND}), but is given "
-                f"for the {expert} one; give it with --lora."
+                f"for the {expert} one; give it with `lora`."
             )
 
 
@@ -249,7 +249,7 @@ def _kind(path: Path, name: str) -> tuple[str, str]:
     if name.endswith((".weight", ".bias", ".modulation")):
         raise InputError(
             f"LoRA {path} holds {name}: whole weights, not differences; give such a file as a "
-            "checkpoint (--ckpt_dir)."
+            "checkpoint (`ckpt_dir`)."
         )
     raise InputError(f"LoRA {path} holds {name}, which is no part of a LoRA that is known.")
 

@@ -110,22 +110,22 @@ def resolve(
     is incomplete, of another network, or that this run cannot use; no weight is read.
     """
     if checkpoint.folder is None:
-        raise InputError("--quant_dit_path takes the rest from a checkpoint; add its --ckpt_dir.")
+        raise InputError("`quant_dit_path` takes the rest from a checkpoint; add its `ckpt_dir`.")
     if not is_folder(folder):
-        raise InputError(f"--quant_dit_path {folder} is not a folder; give the exported folder.")
+        raise InputError(f"`quant_dit_path={folder}` is not a folder; give the exported folder.")
     exports = {n: _read_export(folder / FOLDERS[n], dit) for n, dit in checkpoint.experts.items()}
     quantised = QuantisedDit(folder, exports)
     if dit_fsdp:
         raise InputError(
-            "--dit_fsdp shards parameters, and quantised weights are none; drop it, or drop "
-            "--quant_dit_path."
+            "`dit_fsdp` shards parameters, and quantised weights are none; drop it, or drop "
+            "`quant_dit_path`."
         )
     attentions = (layer for export in exports.values() for layer in export.attentions.values())
     others = {layer.algorithm for layer in attentions} - {FP8_DYNAMIC}
     if fa_quant is not None and others:
         raise InputError(
-            f"{folder} quantises attention as {min(others)}, but --fa_quant {fa_quant} is built "
-            f"for {FP8_DYNAMIC}; drop --fa_quant, or export with {FP8_DYNAMIC}."
+            f"{folder} quantises attention as {min(others)}, but `fa_quant={fa_quant}` is built "
+            f"for {FP8_DYNAMIC}; drop `fa_quant`, or export with {FP8_DYNAMIC}."
         )
     if device != "auto":
         check_device(quantised, device)
@@ -145,7 +145,7 @@ def check_device(quantised: QuantisedDit, device: str) -> None:
         if algorithm != EVERYWHERE:
             raise InputError(
                 f"{quantised.folder} holds {algorithm} weights, which run on NPUs only; use "
-                f"--device npu, or an export in {EVERYWHERE}."
+                f"`device=npu`, or an export in {EVERYWHERE}."
             )
 
 
@@ -191,7 +191,7 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
         if (layer := reader.attention(name))
     }
     if not linears and not attentions:
-        raise InputError(f"{description} quantises no layer; drop --quant_dit_path.")
+        raise InputError(f"{description} quantises no layer; drop `quant_dit_path`.")
     return Export(description, weights, DESCRIPTIONS[description.name], linears, attentions)
 
 

@@ -56,12 +56,12 @@ def check(settings: PromptExtension, has_image: bool) -> None:
     """
     method, model = settings.prompt_extend_method, settings.prompt_extend_model
     if model is not None and not model.strip():
-        raise InputError("--prompt_extend_model is empty; name a model or drop the flag.")
+        raise InputError("`prompt_extend_model` is empty; name a model or drop the flag.")
     package = "dashscope" if method == "dashscope" else "transformers"
     if find_spec(package) is None:
         raise InputError(
             f"Prompt extension with {method} needs the package {package}, which is not "
-            f"installed; run 'pip install {package}' or choose another --prompt_extend_method."
+            f"installed; run 'pip install {package}' or choose another `prompt_extend_method`."
         )
     if method == "dashscope":
         _dash_access()
@@ -113,12 +113,12 @@ def _check_folder(model: str) -> None:
     if not folder.exists() and model.startswith((".", "/", "~")):
         raise InputError(
             f"The prompt extension model folder {model!r} does not exist; give an existing folder, "
-            f"a hub id or one of {', '.join(LOCAL_MODELS)} with --prompt_extend_model."
+            f"a hub id or one of {', '.join(LOCAL_MODELS)} with `prompt_extend_model`."
         )
     if folder.exists() and not (folder / "config.json").is_file():
         raise InputError(
             f"The prompt extension model {model!r} has no config.json; "
-            "give the folder of a transformers model with --prompt_extend_model."
+            "give the folder of a transformers model with `prompt_extend_model`."
         )
 
 
@@ -142,7 +142,7 @@ def _check_hub(source: str) -> None:
     except Exception as error:  # no name of the hub's, no network, ...: it cannot be had
         raise InputError(
             f"The prompt extension model {source} is not on this machine, and the model hub does "
-            "not give it; give the local folder of an Instruct model with --prompt_extend_model."
+            "not give it; give the local folder of an Instruct model with `prompt_extend_model`."
         ) from error
 
 
@@ -152,7 +152,7 @@ def _dash_access() -> dict[str, str]:
     if not key:
         raise InputError(
             "Prompt extension with dashscope needs an API key; set the environment variable "
-            "DASH_API_KEY or use --prompt_extend_method local_qwen."
+            "DASH_API_KEY or use `prompt_extend_method=local_qwen`."
         )
     if url and not url.startswith(("http://", "https://")):
         raise InputError(
@@ -271,7 +271,7 @@ def _load(source: str, needs_vision: bool) -> tuple[Any, Any, bool]:
         model = kind.from_pretrained(source, dtype="auto")
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         wanted = "a vision" if needs_vision else "an"
-        remedy = f"give the local folder of {wanted} Instruct model with --prompt_extend_model"
+        remedy = f"give the local folder of {wanted} Instruct model with `prompt_extend_model`"
         if isinstance(error, ImportError):
             remedy = "install that package"
         reason = textwrap.shorten(str(error), 200)

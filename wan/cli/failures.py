@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from wan.settings.errors import COMMAND_LINE, InputError, Terminated, WriteError, is_out_of_memory
+from wan import env
+from wan.settings.errors import InputError, Terminated, WriteError, is_out_of_memory
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -20,7 +21,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 def describe(error: BaseException) -> str | None:
     """One sentence for what a user can act upon; None for everything else, which is our defect."""
     if isinstance(error, InputError):
-        error.words = COMMAND_LINE
+        error.words = env.words()
     if isinstance(error, InputError | WriteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):

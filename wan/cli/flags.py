@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
         name = argument.removeprefix("--").split("=")[0]
         if argument.startswith("--") and name in REFUSED:
             raise InputError(f"--{name} is not available: {REFUSED[name]}.")
-    found = read(vars(_parser().parse_args(arguments)), "--{}")
+    found = read(vars(_parser().parse_args(arguments)))
     for name in found:
         needs = FLAGS[name].needs
         if needs == "plan" and needs not in found:

@@ -68,7 +68,7 @@ def generate(run: Run, team: Team | None = None) -> int:
 
     log.set_level(run.output.log_level)
     for notice in run.notices:
-        logger.warning(notice)
+        logger.warning(env.words().render(notice))
     device = devices.resolve(run.setup.execution.device) if team is None else team.device
     pipeline = build.pipeline(run.setup, device, team)
     if not run.lines:

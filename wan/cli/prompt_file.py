@@ -38,7 +38,7 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
     path, folder = given["prompt_file"], given.get("save_file", Path())
     for name in _NOT_WITH:
         if name in given:
-            raise InputError(f"--{name} is about one video; drop it or --prompt_file.")
+            raise InputError(f"`{name}` is about one video; drop it or `prompt_file`.")
     shared = {name: value for name, value in given.items() if name not in _COMMAND}
     found: list[Line] = []
     for number, text in _texts(path):
@@ -50,15 +50,15 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
     first = next((line.run for line in found if line.run is not None), None)
     if first is None or all(line.error for line in found):
         raise InputError(
-            f"--prompt_file {path} has no line that can be carried out; line {found[0].number}: "
+            f"`prompt_file={path}` has no line that can be carried out; line {found[0].number}: "
             f"{found[0].error}"
         )
     grouped = given.get("group_by_expert", False)
     if grouped:
         first.setup.check_grouping()
-        for flag, given_too in (("power", first.power), ("log_level debug", first.verbose)):
+        for flag, given_too in (("power", first.power), ("log_level=debug", first.verbose)):
             if given_too:
-                raise InputError(f"--{flag} is about whole videos; drop it or --group_by_expert.")
+                raise InputError(f"`{flag}` is about whole videos; drop it or `group_by_expert`.")
     drawn = [line.run.request.base_seed for line in found if line.run and line.draws]
     first = first.with_seed(drawn[0]) if drawn else first  # the ranks agree on the first one's
     skips = given.get("skip_existing", False)
@@ -75,12 +75,12 @@ def _texts(path: Path) -> list[tuple[int, str]]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"--prompt_file {path} is no UTF-8 text ({error.reason}).") from error
+        raise InputError(f"`prompt_file={path}` is no UTF-8 text ({error.reason}).") from error
     found = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not found:
-        raise InputError(f"--prompt_file {path} has no lines; write one prompt per line.")
+        raise InputError(f"`prompt_file={path}` has no lines; write one prompt per line.")
     if len(content) > MOST_BYTES or len(found) > MOST_LINES:
-        raise InputError(f"--prompt_file {path} is too long: at most {MOST_LINES} lines, 16 MB.")
+        raise InputError(f"`prompt_file={path}` is too long: at most {MOST_LINES} lines, 16 MB.")
     return found
 
 
@@ -122,7 +122,7 @@ def _values(text: str) -> dict[str, Any]:
         raw["base_seed"] = raw.pop("seed")
     for name in raw:
         if name in FLAGS and not FLAGS[name].line:
-            raise InputError(f"{name} holds for all lines; give --{name} on the command line.")
+            raise InputError(f"{name} holds for all lines; give `{name}` on the command line.")
     values = read(raw, "{}")
     check_given(values)
     return values

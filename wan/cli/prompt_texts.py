@@ -110,11 +110,11 @@ def ask(prompt: str, task_kind: str, image: Image | None, lang: str) -> Question
     """
     prompt = prompt.strip()
     if task_kind == "i2v" and image is None:
-        raise InputError("Prompt extension for i2v got no image; give one with --image.")
+        raise InputError("Prompt extension for i2v got no image; give one with `image`.")
     if not prompt and image is None:
         raise InputError(
             "Prompt extension got an empty prompt and no image; "
-            "give a --prompt or leave --use_prompt_extend out."
+            "give a `prompt` or leave `use_prompt_extend` out."
         )
     purpose = "t2v" if image is None or task_kind == "t2v" else "i2v"
     labelled, describe = _REQUEST[lang]

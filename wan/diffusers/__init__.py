@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, spoken
 
 VERSIONS = ">=0.37,<0.43"  # of diffusers, as in requirements.txt
 _here, _first, _end = (
@@ -35,7 +35,7 @@ from wan.distributed import mesh
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
 from wan.settings.fields import options
-from wan.settings.flags import FLAGS, for_loading, in_keywords
+from wan.settings.flags import DIFFUSERS, FLAGS, for_loading
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 
@@ -66,7 +66,7 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
         InputError: A ValueError, for what the command line refuses, and for networks whose
             attention or hooks are not diffusers' usual ones.
     """
-    with in_keywords():
+    with spoken(DIFFUSERS):
         networks = _networks(pipe)
         _start(Session(networks, pipe, _read(settings), mesh.running()))
     return pipe
@@ -80,7 +80,7 @@ def parallelize_transformer(
     Block-sparse attention has to know the step: from diffusers 0.41 on, call the network inside
     `transformer.cache_context("cond", step_index=..., num_inference_steps=...)`.
     """
-    with in_keywords():
+    with spoken(DIFFUSERS):
         values = _read(settings)
         if values.get("cfg_size") == 2:
             raise InputError("cfg_size 2 pairs the calls of a pipeline; use parallelize_pipe.")
@@ -103,7 +103,7 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
         InputError: As the command line. What does not go with the steps or the guidance of a video
             is refused when the pipeline is called.
     """
-    with in_keywords():
+    with spoken(DIFFUSERS):
         long = {n if n in FLAGS else f"step_cache_{n}": v for n, v in parameters.items()}
         for name in long.keys() - CACHE:
             raise InputError(f"{name} is no parameter of a step cache; remove it.")

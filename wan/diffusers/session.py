@@ -28,8 +28,8 @@ from wan.pipeline.denoise import Branches, both_here
 from wan.pipeline.setup import Setup
 from wan.run import make_setup
 from wan.settings import timesteps
-from wan.settings.errors import InputError
-from wan.settings.flags import in_keywords
+from wan.settings.errors import InputError, spoken
+from wan.settings.flags import DIFFUSERS
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request, make_request
 
@@ -90,7 +90,7 @@ class Session:
         """How the run is carried out; rank 0 alone says it."""
         if self.team is None or self.team.is_main:
             for notice in self._notices:
-                logger.warning(notice)
+                logger.warning(DIFFUSERS.render(notice))
             logger.info("%s", self._line)
 
     def begin(self, grid: Grid, x_BCFHW: Tensor) -> None:
@@ -104,9 +104,9 @@ class Session:
                     "The ranks begin different videos: call the pipeline with the same arguments "
                     "on each, and with generators of the same seed."
                 )
-        with in_keywords():
+        with spoken(DIFFUSERS):
             for notice in self.setup.check_request(request):
-                logger.warning(notice)
+                logger.warning(DIFFUSERS.render(notice))
         self.caches.start(request)
         self._running = True
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from wan.cache.policy import Policy
 from wan.checkpoint.files import FP8
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.quantised import QuantisedDit, check_device
-from wan.settings import attention, devices, parallel, step_cache
+from wan.settings import attention, devices, parallel, rules, step_cache
 from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
-from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
@@ -54,18 +54,27 @@ class Setup:
     loras: Mapping[str, tuple[Lora, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        rules.check(rules.SETTINGS, self._facts())
         attention.check(self.attention, self.execution)
         attention.check_layout(self.attention, self.parallel, self.checkpoint.head_dim)
         step_cache.check(self.cache, self.parallel, self.execution)
-        self._check_fp8()
-        self._check_offload()
-        if self.execution.vae_parallel and self.parallel.world_size == 1:
-            raise InputError(
-                "--vae_parallel shares rows among ranks, but this is one process; start it with "
-                "torchrun, or drop the flag."
-            )
         if self.execution.device != "auto":
             self._check_on(devices.candidates(self.execution.device, self.chip))
+
+    def _facts(self) -> dict[str, Any]:
+        """What `wan.settings.rules` ask about."""
+        return {
+            **vars(self.execution),
+            **vars(self.parallel),
+            **vars(self.cache),
+            "has_fp8": self.has_fp8,
+            "has_loras": any(self.loras.values()),
+            "quantised": self.quantised is not None,
+            "task": self.preset.task,
+            "experts": len(self.preset.experts),
+            "policy": self.cache.policy,
+            "group_by_expert": True,
+        }
 
     @property
     def has_fp8(self) -> bool:
@@ -85,49 +94,14 @@ class Setup:
         merged = bool(self.loras.get(expert))
         return self.quantised is not None or merged or self.keeps_fp8(device)
 
-    def _check_fp8(self) -> None:
-        if self.execution.fp8_weights != "keep":
-            return
-        contrary = {
-            "--dit_fsdp shards parameters": self.parallel.dit_fsdp,
-            "a LoRA is merged in float32": any(self.loras.values()),
-            "--quant_dit_path brings other weights": self.quantised is not None,
-            "NPUs have no FP8 weights": self.execution.device == "npu",
-            "the checkpoint has no FP8 weights": not self.has_fp8,
-        }
-        for reason, holds in contrary.items():
-            if holds:
-                raise InputError(f"--fp8_weights keep, but {reason}; use upcast or drop it.")
-
-    def _check_offload(self) -> None:
-        offload = self.execution.offload_model
-        if isinstance(offload, bool):
-            return
-        contrary = {
-            "--dit_fsdp": (self.parallel.dit_fsdp, "shards the DiT over the devices"),
-            "--t5_fsdp": (self.parallel.t5_fsdp, "shards the text encoder over the devices"),
-            "--compile": (self.execution.compile and offload == "block", "needs weights in place"),
-        }
-        for flag, (given, reason) in contrary.items():
-            if given:
-                raise InputError(
-                    f"--offload_model {offload} copies weights from host memory or files, but "
-                    f"{flag} {reason}; drop one of them."
-                )
-
     def check_device(self, device: Capabilities) -> None:
         """InputError for what only the device that was found can refuse."""
         self._check_on((device,))
 
     def check_request(self, request: Request) -> tuple[str, ...]:
         """Notices; InputError for what does not go with this video's steps and size."""
-        execution = self.execution
-        if execution.resident_blocks is not None and execution.offload_model != "block":
-            raise InputError(
-                "--resident_blocks has no effect without --offload_model block; add it or drop "
-                "--resident_blocks."
-            )
         steps, tokens = request.sample_steps, prod(request.grid)
+        rules.check(rules.REQUEST, self._facts())
         attention.check_request(self.attention, self.parallel, steps, tokens)
         found = () if self.policy is None else self.policy.check(request)
         heads = self.checkpoint.heads
@@ -135,21 +109,8 @@ class Setup:
         return (*found, *parallel.check_guidance(self.parallel, guidance, heads))
 
     def check_grouping(self) -> None:
-        """InputError where --group_by_expert has no effect, or cannot be."""
-        if len(self.preset.experts) == 1:
-            raise InputError(
-                f"--group_by_expert has no effect on {self.preset.task}, which has one; drop it."
-            )
-        if self.execution.offload_model is False:
-            raise InputError(
-                "--group_by_expert has no effect with --offload_model false, which keeps both "
-                "experts in memory; drop one of them."
-            )
-        if self.cache.policy != "none":
-            raise InputError(
-                "--group_by_expert pauses videos, but --step_cache keeps what one of them needs; "
-                "drop one of them."
-            )
+        """InputError where `group_by_expert` has no effect, or cannot be."""
+        rules.check(rules.GROUPING, self._facts())
 
     def _check_on(self, rows: tuple[Capabilities, ...]) -> None:
         weights = () if self.quantised is None else self.quantised.algorithms

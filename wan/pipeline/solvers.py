@@ -7,15 +7,16 @@ noise, (1 - s') (x - s v) + s' noise, as the distillations DMD and rCM do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from importlib import import_module
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from wan.settings.request import Request
-from wan.settings.timesteps import WHOLE, Schedule, sigmas, timesteps
+from wan.settings.solvers import SOLVERS
+from wan.settings.timesteps import Schedule, sigmas, timesteps
 
 Draw = Callable[[], Tensor]
 """Noise of the latents' shape, another one in each call."""
@@ -27,30 +28,6 @@ class Stepper(Protocol):
     def step(
         self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
     ) -> tuple[Tensor]: ...
-
-
-@dataclass(frozen=True)
-class Solver:
-    """A row of SOLVERS.
-
-    Attributes:
-        scheduler: The class of diffusers that takes its steps; None: `Renoise`.
-        options: What its constructor is told, so that the network predicts a flow's velocity.
-    """
-
-    scheduler: str | None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-_FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 1.0}
-_EULER = Solver("FlowMatchEulerDiscreteScheduler")
-SOLVERS = {
-    "unipc": Solver("UniPCMultistepScheduler", _FLOW),
-    "dpm++": Solver("DPMSolverMultistepScheduler", _FLOW),
-    "euler": _EULER,
-    "dmd": Solver(None),
-    "rcm": Solver(None),
-}
 
 
 class Renoise:
@@ -82,7 +59,7 @@ def _tables(
     solver: str, levels: tuple[float, ...], told: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
     """As tensors: float32, and of the official solvers int64."""
-    dtype = torch.int64 if solver in WHOLE else torch.float32
+    dtype = torch.int64 if SOLVERS[solver].whole else torch.float32
     return torch.tensor(levels, dtype=torch.float32), torch.tensor(told, dtype=dtype)
 
 
@@ -94,23 +71,17 @@ def make_solver(
     draw: the stochastic solvers need it.
     """
     name = request.sample_solver
-    row = _EULER if request.ode else SOLVERS[name]
-    told = _tables(name, schedule.sigmas, schedule.timesteps)
-    if row.scheduler is None:
+    row = SOLVERS["euler" if request.ode else name]
+    levels, told = _tables(name, schedule.sigmas, schedule.timesteps)
+    module, _, kind = row.make.partition(":")
+    make = getattr(import_module(module), kind)
+    if row.draws:
         assert draw is not None
-        return Renoise(schedule.sigmas, draw), told[1]
-    return on_table(row, *told), told[1]
-
-
-def on_table(row: Solver, levels: Tensor, told: Tensor) -> Any:
-    """A scheduler of diffusers on our table (their own tables differ)."""
-    import diffusers
-
-    assert row.scheduler is not None
-    solver = getattr(diffusers, row.scheduler)(**row.options)
+        return make(schedule.sigmas, draw), told
+    solver = make(**row.options)  # a scheduler of diffusers, on our table: their own tables differ
     solver.set_timesteps(len(told))
     solver.sigmas, solver.timesteps = levels, told
     # Steps are counted, not looked up: with many steps neighbouring timesteps truncate to the same
     # integer, and a look-up would start one step late.
     solver.set_begin_index(0)
-    return solver
+    return solver, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wan import env
 from wan.pipeline.memory import gpu_memory
 from wan.planner.measure import Planner
 from wan.planner.topology import decodings, nearest
@@ -12,11 +13,13 @@ from wan.settings.errors import InputError
 def show(run: Run) -> None:
     """Print the plan of a run. Raises InputError where the run does not fit its device."""
     planner = Planner(run.setup, run.request)
-    print(*run.notices, *lines(planner, run.settings["task"]), sep="\n", flush=True)
+    words = env.words()
+    said = [*map(words.render, run.notices), *lines(planner, run.settings["task"])]
+    print(*said, sep="\n", flush=True)
     memory = run.device_memory or planner.device.can.memory
     if memory is None and planner.device.type == "cuda":
         memory = min(gpu_memory("total"), default=None)
-    print(check(planner, memory))
+    print(words.render(check(planner, memory)))
 
 
 def lines(planner: Planner, task: str) -> list[str]:

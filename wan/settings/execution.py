@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from wan.settings.errors import InputError
 from wan.settings.fields import layout, loading, option
 from wan.settings.values import choice, integer, switch, switch_or
 
@@ -83,18 +82,6 @@ class Execution:
     vae_precision: str = loading(
         "fp32", choice(*VAE_PRECISIONS), "fp32 (default) or bf16", decoding=True
     )
-
-    def __post_init__(self) -> None:
-        if self.convert_model_dtype and self.precision == "fp32":
-            raise InputError(
-                "--convert_model_dtype stores the DiT in bf16, but --precision fp32 asks for fp32; "
-                "drop one of them."
-            )
-        if self.vae_parallel and self.vae_tiling:
-            raise InputError(
-                "--vae_parallel decodes whole frames on all ranks, --vae_tiling tiles of them on "
-                "one; drop one of them."
-            )
 
     def blocks_held(self, layers: int, device: str) -> int:
         """Of so many blocks of a DiT, how many a device of this type holds at least."""

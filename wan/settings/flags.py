@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
+from wan.settings import errors, rules
 from wan.settings.attention import Attention
 from wan.settings.command import (
     Earlier,
@@ -18,7 +17,7 @@ from wan.settings.command import (
     Planning,
     PromptExtension,
 )
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, Words
 from wan.settings.execution import Execution
 from wan.settings.fields import Option, options
 from wan.settings.parallel import Parallel
@@ -46,19 +45,22 @@ FLAGS: dict[str, Option] = {
 }
 
 
-def read(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
     """Checked values of raw ones.
 
     Args:
         raw: Values under flags' names.
-        source: Makes a value's shown name from its key: "--{}", "record.json: {}".
+        source: Makes a value's shown name from its key, "record.json: {}"; by default the key in
+            backticks.
 
     Raises:
         InputError: A name is unknown, or its value is not allowed.
     """
     unknown = [key for key in raw if key not in FLAGS]
     if unknown:
-        raise InputError(f"{source.format(unknown[0])} is not a known setting; remove it.")
+        raise InputError(
+            source.format(unknown[0]), why="is not a known setting", remedy="remove it"
+        )
     return {key: FLAGS[key].read(source.format(key), value) for key, value in raw.items()}
 
 
@@ -66,18 +68,17 @@ KEYWORDS = {name: flag.keyword for name, flag in FLAGS.items() if flag.keyword i
 """Flag -> keyword of the Python classes, where they differ."""
 
 
-@contextmanager
-def in_keywords() -> Iterator[None]:
-    """Refusals name the call's keywords instead of flags and variables."""
-
-    def keyword(flag: re.Match[str]) -> str:
-        return KEYWORDS.get(flag[1], flag[1]) if flag[1] in FLAGS else flag[0]
-
-    try:
-        yield
-    except InputError as error:
-        message = re.sub(r" \(or [A-Z][^)]*\)", "", str(error))
-        raise InputError(re.sub(r"--(\w+)", keyword, message)) from error
+PYTHON = Words(errors.KEYWORDS.setting, KEYWORDS)
+"""Of the Python classes."""
+DIFFUSERS = Words(
+    errors.KEYWORDS.setting,
+    {name: flag.diffusers for name, flag in FLAGS.items() if flag.diffusers is not None},
+)
+"""Of `wan.diffusers`."""
+NEEDS = tuple(
+    rules.needs(name, flag.needs) for name, flag in FLAGS.items() if flag.needs is not None
+)
+"""Of all settings of a call, also those of a record."""
 
 
 def for_loading(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,13 +86,15 @@ def for_loading(keywords: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [name for name in keywords if not is_for(name, "load")]
     if unknown:
         remedy = "give it to generate" if is_for(unknown[0], "video") else "remove it"
-        raise InputError(f"{unknown[0]} is not a known keyword of the constructor; {remedy}.")
+        raise InputError(
+            f"`{unknown[0]}`", why="is not a known keyword of the constructor", remedy=remedy
+        )
     given = {
         name: value
         for name, value in keywords.items()
         if value is not None and (value is not False or FLAGS[name].read is switch)
     }
-    found = read(given, "--{}")
+    found = read(given)
     check_given(found)
     check_needs(found)
     return found
@@ -104,21 +107,9 @@ def is_for(name: str, python: str) -> bool:
 
 def check_given(given: Mapping[str, Any]) -> None:
     """InputError for settings of one call that exclude each other, whatever their values."""
-    if {"attention_algo", "attention_backend"} <= given.keys():
-        raise InputError(
-            "--attention_algo names the dense kernel of NPUs, --attention_backend that of GPUs; "
-            "give one of them."
-        )
-    for name in ("sample_shift", "sample_steps"):
-        if {"timesteps", name} <= given.keys():
-            raise InputError(f"--timesteps says all steps; drop it or --{name}.")
-    if given.get("sample_solver") == "rcm" and "sample_shift" in given:
-        raise InputError("--sample_shift has no effect on --sample_solver rcm; drop it.")
+    rules.check(rules.GIVEN, given)
 
 
 def check_needs(values: Mapping[str, Any]) -> None:
     """InputError for a setting without the one that it belongs to."""
-    for name in values:
-        needs = FLAGS[name].needs
-        if needs is not None and not values.get(needs):
-            raise InputError(f"--{name} has no effect without --{needs}; add it or drop --{name}.")
+    rules.check(NEEDS, values)

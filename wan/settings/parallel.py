@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from wan.modules.schedule import MODES, Mode, mode_of
+from wan.settings import rules
 from wan.settings.errors import InputError
 from wan.settings.fields import layout
 from wan.settings.values import choice, integer, real, switch
@@ -117,15 +118,16 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
     chosen = {name: values[name] for name in rest if name in values}
     parallel = Parallel(world, cfg, ring, ulysses, **chosen)
     _check_product(parallel, heads)
-    _check_modes(parallel, values)
-    _check_chunks(parallel, heads)
+    others = {name: values.get(name) for name in ("compile", "t5_cpu", "vae_parallel")}
+    more = {"heads": heads, "heads_of_a_rank": heads // ulysses, "given": values.keys()}
+    rules.check(rules.LAYOUT, {**vars(parallel), **others, **more})
     notices = []
     if world > 1 and ("ulysses_size" not in values or ("ring_size" not in values and ring > 1)):
         notices.append(f"Chosen: {size_flags(cfg, ring, ulysses)} for {world} ranks.")
     if parallel.mode.chunks > 1 and heads == ulysses:
         notices.append(
             "Each rank has one head, so there is one head chunk and nothing to interleave; "
-            "use a smaller --ulysses_size."
+            "use a smaller `ulysses_size`."
         )
     return parallel, tuple(notices)
 
@@ -136,20 +138,21 @@ def check_guidance(parallel: Parallel, scales: tuple[float, float], heads: int) 
         return ()
     if scales == (1, 1):
         raise InputError(
-            "--cfg_size 2 computes two guidance branches, but with guidance 1 there is only one; "
-            + _legal_words(parallel.world_size, heads, (1,))
+            "`cfg_size=2`",
+            why="computes two guidance branches, but with guidance 1 there is only one",
+            remedy=_legal_words(parallel.world_size, heads, (1,)),
         )
     expert = "low" if scales[0] == 1 else "high"
     return (
-        f"Guidance is 1 for the {expert}-noise expert: in its steps both halves of --cfg_size 2 "
+        f"Guidance is 1 for the {expert}-noise expert: in its steps both halves of `cfg_size=2` "
         "compute the same.",
     )
 
 
 def size_flags(cfg: int, ring: int, ulysses: int) -> str:
-    """The flags of a topology."""
-    parts = [f"--cfg_size {cfg}"] if cfg != 1 else []
-    return " ".join([*parts, f"--ring_size {ring}", f"--ulysses_size {ulysses}"])
+    """The settings of a topology, in backticks."""
+    parts = [f"`cfg_size={cfg}`"] if cfg != 1 else []
+    return " ".join([*parts, f"`ring_size={ring}`", f"`ulysses_size={ulysses}`"])
 
 
 def _choose(values: Mapping[str, Any], world: int, heads: int) -> tuple[int, int, int]:
@@ -169,78 +172,21 @@ def _check_product(parallel: Parallel, heads: int) -> None:
     world, product = parallel.world_size, cfg * ring * ulysses
     if world == 1 and product > 1:
         raise InputError(
-            f"{size_flags(cfg, ring, ulysses)} needs {product} ranks, but this is one process; "
-            f"start it as torchrun --nproc_per_node={product} generate.py ..., or drop the flags."
+            size_flags(cfg, ring, ulysses),
+            why=f"needs {product} ranks, but this is one process",
+            remedy=f"start it with torchrun --nproc_per_node={product}, or drop the sizes",
         )
     if heads % ulysses:
         raise InputError(
-            f"--ulysses_size {ulysses} does not divide the model's {heads} heads; "
-            + _legal_words(world, heads)
+            f"`ulysses_size={ulysses}`",
+            why=f"does not divide the model's {heads} heads",
+            remedy=_legal_words(world, heads),
         )
     if product != world:
         raise InputError(
-            f"{size_flags(cfg, ring, ulysses)} makes {product} ranks, but {world} were started; "
-            + _legal_words(world, heads)
-        )
-
-
-def _check_modes(parallel: Parallel, values: Mapping[str, Any]) -> None:
-    """Flags that contradict each other, or that would be accepted without an effect."""
-    overlap, ulysses, mode = parallel.fa_alltoall_overlap, parallel.ulysses_size, parallel.comm_type
-    if mode and overlap:
-        raise InputError(
-            f"--comm_type {mode} puts exchanges between pieces of attention, "
-            "--fa_alltoall_overlap (or OVERLAP=1) hides them under attention; choose one."
-        )
-    if mode and ulysses <= 1:
-        raise InputError(
-            "comm_type optimization requires ulysses_size > 1. It works on exchanges between "
-            "ranks: start with torchrun --nproc_per_node=2 generate.py ... "
-            f"--comm_type {mode}, or drop the flag."
-        )
-    if overlap and ulysses <= 1:
-        raise InputError(
-            "--fa_alltoall_overlap (or OVERLAP=1) hides all-to-all exchanges, and there are none "
-            "with --ulysses_size 1; use a larger one or drop the flag."
-        )
-    if "ring_type" in values and parallel.ring_size == 1:
-        raise InputError(
-            f"--ring_type {parallel.ring_type} has no effect with --ring_size 1; drop it or use a "
-            "larger ring."
-        )
-    if "dist_timeout" in values and parallel.world_size == 1:
-        raise InputError("--dist_timeout has no effect on one process; drop it.")
-    for flag in ("dit_fsdp", "t5_fsdp"):
-        if values.get(flag) and parallel.world_size == 1:
-            raise InputError(
-                f"--{flag} shards weights over several devices, but this is one process; start it "
-                "with torchrun, or drop the flag."
-            )
-    if parallel.t5_fsdp and values.get("t5_cpu"):
-        raise InputError("--t5_fsdp shards the text encoder over devices; drop --t5_cpu or it.")
-    if values.get("compile"):
-        for wish, asked in (
-            ("--ring_size above 1", parallel.ring_size > 1),
-            ("--fa_alltoall_overlap", overlap),
-        ):
-            if asked:
-                raise InputError(f"--compile does not work with {wish}; drop one of them.")
-
-
-def _check_chunks(parallel: Parallel, heads: int) -> None:
-    """--chunks is the number that a search tries: it must be one that can be had."""
-    chunks, most = parallel.chunks, heads // parallel.ulysses_size
-    if chunks is None:
-        return
-    if not (parallel.comm_type or parallel.fa_alltoall_overlap):
-        raise InputError(
-            f"--chunks {chunks} divides the heads of --comm_type 1, 2 and --fa_alltoall_overlap; "
-            "add one of them, or drop it."
-        )
-    if chunks > most:
-        raise InputError(
-            f"--chunks is {chunks}, but a rank has {most} of {heads} heads with --ulysses_size "
-            f"{parallel.ulysses_size}: give 1 to {most}, or a smaller --ulysses_size."
+            size_flags(cfg, ring, ulysses),
+            why=f"makes {product} ranks, but {world} were started",
+            remedy=_legal_words(world, heads),
         )
 
 

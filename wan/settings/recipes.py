@@ -106,7 +106,7 @@ def choose(
     recipe = RECIPES[name]
     if preset.task not in recipe.tasks:
         raise InputError(
-            f"--recipe {name} is for {', '.join(recipe.tasks)}, not for {preset.task}; drop it."
+            f"`recipe={name}` is for {', '.join(recipe.tasks)}, not for {preset.task}; drop it."
         )
     return name, recipe.settings
 
@@ -124,12 +124,12 @@ def notices(name: str | None, request: Request) -> tuple[str, ...]:
     grid = f" at {listed}" if listed else shift
     found = [
         f"Recipe {name}: {request.sample_solver}, {request.sample_steps} steps{grid}; "
-        "--recipe none takes the checkpoint's own defaults."
+        "`recipe=none` takes the checkpoint's own defaults."
     ]
     if request.guided:
         scale = ",".join(map("{:g}".format, request.sample_guide_scale))
         found.append(
-            f"--sample_guide_scale {scale}: guidance blurs what a distilled model makes; use 1."
+            f"`sample_guide_scale={scale}`: guidance blurs what a distilled model makes; use 1."
         )
     return tuple(found)
 

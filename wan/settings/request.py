@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from wan.settings import rules
 from wan.settings import values as readers
 from wan.settings.errors import InputError
 from wan.settings.fields import REQUIRED, loading, option
 from wan.settings.presets import MAX_POSITIONS, TRAIN_TIMESTEPS, Preset
+from wan.settings.solvers import SOLVERS
 from wan.settings.values import choice, integer, real, switch
-
-SOLVERS = ("unipc", "dpm++", "euler", "dmd", "rcm")
-"""Keys of `wan.pipeline.solvers.SOLVERS`."""
 
 Size = tuple[int, int]
 """(width, height) in pixels."""
@@ -44,7 +43,7 @@ class Sampling:
     sample_solver: str = option(
         "unipc",
         choice(*SOLVERS),
-        "default unipc",
+        "; ".join(f"{name}: {row.help}" for name, row in SOLVERS.items()),
         diffusers="scheduler",
         checkpoint=True,
     )
@@ -154,50 +153,17 @@ class Request(Sampling):
     max_area: int | None = None
 
     def __post_init__(self) -> None:
-        low, high = self.sample_guide_scale
+        preset, (low, high) = self.preset, self.sample_guide_scale
         if self.boundary is None and low != high:
             raise InputError(
-                f"--sample_guide_scale is {low:g},{high:g}, but {self.preset.task} has one "
-                "network; give one number."
+                "`sample_guide_scale`",
+                f"{low:g},{high:g}",
+                f"has two numbers, but {preset.task} has one network",
+                "give one number",
             )
-        _check_size(self.preset, self.video_size, self.frame_num)
-        self._check_schedule()
-        if self.ends and (self.preset.kind != "i2v" or self.preset.images == 1):
-            raise InputError(
-                f"Task {self.preset.task} takes no --last_image; i2v-A14B and flf2v-14B do."
-            )
-        if self.ends and self.frame_num == 1:
-            raise InputError("--last_image needs a video of more than one frame; see --frame_num.")
-        if self.image_size is not None and self.preset.images == 2 and not self.ends:
-            raise InputError(f"Task {self.preset.task} ends with an image; add --last_image.")
-
-    def _check_schedule(self) -> None:
-        solver, steps, two = self.sample_solver, self.sample_steps, self.boundary is not None
-        if self.timesteps is not None and solver in ("unipc", "dpm++"):
-            raise InputError(
-                f"--timesteps with --sample_solver {solver}: its steps come from --sample_shift; "
-                "use euler, dmd or rcm, or drop --timesteps."
-            )
-        if solver == "rcm" and self.timesteps is None and steps > 4:
-            raise InputError(
-                f"--sample_solver rcm with {steps} steps: it has at most 4; add --sample_steps 4, "
-                "or give --timesteps."
-            )
-        if solver == "rcm" and self.timesteps is None and steps > 1 and self.first_sigma <= 14.2:
-            raise InputError(
-                f"--sigma_max is {self.sigma_max:g}, but rcm's second level has 14.1 (tan 1.5); "
-                "give more than 14.2."
-            )
-        if self.timesteps is not None and self.sigma_max is not None:
-            raise InputError("--sigma_max has no effect with --timesteps; drop one of them.")
-        for name, given in (("ode", self.ode), ("sigma_max", self.sigma_max is not None)):
-            if given and solver != "rcm":
-                raise InputError(
-                    f"--{name} belongs to --sample_solver rcm, but it is {solver}; drop --{name}."
-                )
-        if self.boundary_step is not None and not (two and self.boundary_step <= steps):
-            reason = f"there are {steps} steps" if two else "the task has one network"
-            raise InputError(f"--boundary_step is {self.boundary_step}, but {reason}; drop it.")
+        _check_size(preset, self.video_size, self.frame_num)
+        facts = {"task": preset.task, "solver": SOLVERS[self.sample_solver], **vars(self)}
+        rules.check((*rules.SCHEDULE, *rules.ENDS), facts)
 
     @property
     def first_sigma(self) -> float:
@@ -278,16 +244,17 @@ def _check_size(preset: Preset, size: Size, frame_num: int) -> None:
     multiple = preset.size_multiple
     if width % multiple or height % multiple:
         near = "*".join(str(max(multiple, round(n / multiple) * multiple)) for n in size)
-        raise InputError(
-            f"--size is {width}*{height}; for {preset.task} width and height must be multiples of "
-            f"{multiple}: try {near}."
-        )
+        why = f"is not in multiples of {multiple}, as width and height must be for {preset.task}"
+        raise InputError("`size`", f"{width}*{height}", why, f"try {near}")
     grid = _token_grid(preset, size, frame_num)
     for axis, tokens in zip(("frames", "height", "width"), grid, strict=True):
         if tokens > MAX_POSITIONS:
             raise InputError(
-                f"--size {width}*{height} with {frame_num} frames makes {tokens} tokens along "
-                f"{axis}; the network has {MAX_POSITIONS} positions: choose a smaller video."
+                "`size`",
+                f"{width}*{height}",
+                f"with {frame_num} frames makes {tokens} tokens along {axis}, and the network has "
+                f"{MAX_POSITIONS} positions",
+                "choose a smaller video",
             )
 
 
@@ -332,7 +299,8 @@ def size_covered(preset: Preset, image: Size, area: int) -> Size:
 def _not_flat(image: Size, size: Size) -> Size:
     if not all(size):
         raise InputError(
-            f"The image is {image[0]}x{image[1]}; at the chosen --size one side of the video "
-            "would vanish: crop the image or choose a larger --size."
+            f"The image is {image[0]}x{image[1]}, and at the chosen `size` one side of the video "
+            "would vanish",
+            remedy="crop the image, or choose a larger `size`",
         )
     return size

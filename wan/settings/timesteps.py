@@ -10,12 +10,8 @@ from math import atan, cos, sin
 
 from wan.settings.presets import TRAIN_TIMESTEPS
 from wan.settings.request import Request
+from wan.settings.solvers import SOLVERS
 
-# The first sigma before the shift: UniPC starts just below 1, where training does, at the float32
-# value of 1 - 1/1000.
-STARTS = {"unipc": 0.9990000128746033}
-WHOLE = ("unipc", "dpm++")
-"""Solvers whose timesteps are truncated to whole numbers, as officially."""
 RCM_ANGLES = (1.5, 1.4, 1.0)
 """TrigFlow times of rCM between the first level and 0; fewer steps take the first of them."""
 
@@ -26,7 +22,7 @@ class Schedule:
 
     Attributes:
         sigmas: [N+1], falling, the last one 0.
-        timesteps: [N], what the model is told; whole numbers of the solvers WHOLE.
+        timesteps: [N], what the model is told.
         experts: [N], the network of each step.
         scales: [N], which of the guidance scales (low, high noise) each step takes.
     """
@@ -67,7 +63,7 @@ def schedule(request: Request, steps: int | None = None) -> Schedule:
 
 def sigmas(solver: str, steps: int, shift: float) -> list[float]:
     """Shifted levels [N], bit by bit the official grids (the order of operations counts)."""
-    start = STARTS.get(solver, 1.0)
+    start = SOLVERS[solver].start
     ratios = [place * (-start / steps) + start for place in range(steps)]
     return [shift * ratio / (1 + (shift - 1) * ratio) for ratio in ratios]
 
@@ -75,7 +71,7 @@ def sigmas(solver: str, steps: int, shift: float) -> list[float]:
 def timesteps(solver: str, levels: list[float]) -> tuple[float, ...]:
     """What the model is told at levels; the solver steps on the exact ones."""
     told = [sigma * TRAIN_TIMESTEPS for sigma in levels]
-    return tuple(map(int, told)) if solver in WHOLE else tuple(told)
+    return tuple(map(int, told)) if SOLVERS[solver].whole else tuple(told)
 
 
 def rcm_sigmas(steps: int, first: float) -> list[float]:

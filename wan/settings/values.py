@@ -21,8 +21,8 @@ class Reader:
     """How one value is read.
 
     Attributes:
-        read: Gets the value's name as the user knows it (`--frame_num`, or a key of a JSON file)
-            and the raw value; returns the checked one or raises InputError.
+        read: Gets the value's name as refusals write it (`frame_num` in backticks, or a file and
+            its key) and the raw value; returns the checked one or raises InputError.
         choices: The words that are allowed, for `--help`; None where any text may be right.
     """
 
@@ -55,20 +55,20 @@ def either(words: Sequence[object]) -> str:
 
 def _text(name: str, raw: Any) -> str:
     if not isinstance(raw, str):
-        raise InputError(f"{name} is {shown(raw)}; it must be text.")
+        raise InputError(name, shown(raw), "must be text")
     try:
         raw.encode("utf-8")
     except UnicodeEncodeError:
-        raise InputError(f"{name} is not valid UTF-8 text; pass it in UTF-8.") from None
+        raise InputError(name, why="is not valid UTF-8 text", remedy="pass it in UTF-8") from None
     return raw
 
 
 def _path(name: str, raw: Any) -> Path:
     raw = str(raw) if isinstance(raw, Path) else raw
     if not _text(name, raw).strip():
-        raise InputError(f"{name} is empty; give a path or leave it out.")
+        raise InputError(name, why="is empty", remedy="give a path, or leave it out")
     if "\0" in raw:
-        raise InputError(f"{name} holds a NUL character; give a path without it.")
+        raise InputError(name, why="holds a NUL character", remedy="give a path without it")
     return Path(os.path.expanduser(raw))  # Path's own fails for an unknown user
 
 
@@ -76,7 +76,8 @@ def _files(name: str, raw: Any) -> tuple[str, ...]:
     """Paths as text, perhaps with `=STRENGTH`; absolute, so that a record repeats them anywhere."""
     parts = raw if isinstance(raw, list | tuple) else [raw]
     if not parts:
-        raise InputError(f"{name} is empty; give FILE or FILE=STRENGTH, or leave it out.")
+        remedy = "give FILE or FILE=STRENGTH, or leave it out"
+        raise InputError(name, why="is empty", remedy=remedy)
     return tuple(str(_path(name, part).absolute()) for part in parts)
 
 
@@ -87,7 +88,7 @@ def _switch(name: str, raw: Any) -> bool:
         return True
     if word in ("no", "false", "f", "n", "0"):
         return False
-    raise InputError(f"{name} is {shown(raw)}; it must be true or false.")
+    raise InputError(name, shown(raw), "must be true or false")
 
 
 text = Reader(_text)
@@ -106,7 +107,7 @@ def switch_or(*words: str) -> Reader:
             return _switch(name, raw)
         except InputError:
             allowed = either(("true", "false", *words))
-            raise InputError(f"{name} is {shown(raw)}; it must be {allowed}.") from None
+            raise InputError(name, shown(raw), f"must be {allowed}") from None
 
     return Reader(read, ("true", "false", *words))
 
@@ -118,7 +119,7 @@ def choice(*allowed: str | int) -> Reader:
     def read(name: str, raw: Any) -> str | int:
         word = shown(raw, str)
         if word not in known:
-            raise InputError(f"{name} is {shown(raw)}; it must be {either(allowed)}.")
+            raise InputError(name, shown(raw), f"must be {either(allowed)}")
         return known[word]
 
     return Reader(read, tuple(known))
@@ -139,7 +140,7 @@ def some_of(*allowed: str) -> Reader:
             return ("auto",)
         if not set(words) <= set(allowed):
             raise InputError(
-                f"{name} is {shown(raw)}; give auto, none, or some of {','.join(allowed)}."
+                name, shown(raw), f"must be auto, none, or some of {','.join(allowed)}"
             )
         return tuple(word for word in allowed if word in words)
 
@@ -153,9 +154,9 @@ def integer(minimum: int, maximum: int) -> Reader:
         try:
             value = int(str(raw))
         except ValueError:
-            raise InputError(f"{name} is {shown(raw)}; it must be a whole number.") from None
+            raise InputError(name, shown(raw), "must be a whole number") from None
         if isinstance(raw, bool) or not minimum <= value <= maximum:
-            raise InputError(f"{name} is {shown(raw)}; it must be from {minimum} to {maximum}.")
+            raise InputError(name, shown(raw), f"must be from {minimum} to {maximum}")
         return value
 
     return Reader(read)
@@ -180,12 +181,12 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
         except ValueError:
             value = math.nan
         if math.isnan(value):
-            raise InputError(f"{name} is {shown(raw)}; it must be a number.")
+            raise InputError(name, shown(raw), "must be a number")
         inside = (value > minimum if above else value >= minimum) and (
             value < maximum if below else value <= maximum
         )
         if not inside:
-            raise InputError(f"{name} is {shown(raw)}; it must be {allowed}.")
+            raise InputError(name, shown(raw), f"must be {allowed}")
         return value
 
     return Reader(read)
@@ -196,10 +197,8 @@ def _timesteps(name: str, raw: Any) -> tuple[float, ...]:
     one = real(0, 1000, above=True)
     found = [one(name, part) for part in parts] if isinstance(parts, list | tuple) else []
     if not found or any(b >= a for a, b in zip(found, found[1:], strict=False)):
-        raise InputError(
-            f"{name} is {shown(raw)}; give falling timesteps above 0 and at most 1000, for example "
-            "1000,757,522."
-        )
+        why = "must be falling timesteps above 0 and at most 1000, for example 1000,757,522"
+        raise InputError(name, shown(raw), why)
     return tuple(found)
 
 
@@ -209,15 +208,12 @@ def listed(name: str, text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not (first.isdecimal() and (last or first).isdecimal()) or part.strip().endswith("-"):
-            raise InputError(
-                f"{name} has the steps {shown(text)}; write them from 0, for example 0-5,8,11."
-            )
+            remedy = "write them from 0, for example 0-5,8,11"
+            raise InputError(name, why=f"has the steps {shown(text)}", remedy=remedy)
         low, high = int(first), int(last or first)
         if not low <= high < TRAIN_TIMESTEPS:
-            raise InputError(
-                f"{name} has the steps {low} to {high}; they must rise and stay below "
-                f"{TRAIN_TIMESTEPS}."
-            )
+            remedy = f"they must rise and stay below {TRAIN_TIMESTEPS}"
+            raise InputError(name, why=f"has the steps {low} to {high}", remedy=remedy)
         found |= set(range(low, high + 1))
     return tuple(sorted(found))
 
@@ -226,7 +222,7 @@ def _frame_num(name: str, raw: Any) -> int:
     value = int(integer(1, 4093)(name, raw))
     below = (value - 1) // 4 * 4 + 1
     if value != below:
-        raise InputError(f"{name} is {value}; it must be 4n+1: use {below} or {below + 4}.")
+        raise InputError(name, value, "must be 4n+1", f"use {below} or {below + 4}")
     return value
 
 
@@ -235,11 +231,11 @@ def _size(name: str, raw: Any) -> tuple[int, int]:
     try:
         width, height = (int(str(part)) for part in parts)
     except (TypeError, ValueError):
-        raise InputError(
-            f"{name} is {shown(raw)}; write WIDTH*HEIGHT, for example 832*480."
-        ) from None
+        why = "must be WIDTH*HEIGHT, for example 832*480"
+        raise InputError(name, shown(raw), why) from None
     if min(width, height) < 1 or max(width, height) > _MAX_SIDE:
-        raise InputError(f"{name} is {shown(raw)}; width and height must be from 1 to {_MAX_SIDE}.")
+        why = f"must have a width and height from 1 to {_MAX_SIDE}"
+        raise InputError(name, shown(raw), why)
     return width, height
 
 
@@ -247,9 +243,7 @@ def _guide_scale(name: str, raw: Any) -> tuple[float, float]:
     parts = raw.split(",") if isinstance(raw, str) else raw
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if not 1 <= len(parts) <= 2:
-        raise InputError(
-            f"{name} is {shown(raw)}; give one number, or LOW,HIGH for the two experts."
-        )
+        raise InputError(name, shown(raw), "must be one number, or LOW,HIGH for the two experts")
     one = real(0, 100, above=True)
     return one(name, parts[0]), one(name, parts[-1])
 

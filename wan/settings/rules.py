@@ -1,0 +1,315 @@
+"""Which settings exclude, need or cancel each other: rows, checked by one loop.
+
+A row's texts are templates of the facts it is checked with; settings stand in them in backticks, as
+in `wan.settings.errors.InputError`, so that every front end writes them in its own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from wan.settings.errors import InputError
+
+Facts = Mapping[str, Any]
+"""Settings under their flags' names, and what else rows ask about."""
+When = Callable[[Any], bool]
+"""A condition of a row; the facts are its argument's attributes."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of settings that is refused.
+
+    Attributes:
+        conditions: What must hold, each as `name` (it is set) or `name=value`.
+        what: The refused setting, or what the sentence is about.
+        why: The predicate of the sentence.
+        remedy: What to do.
+        when: What must hold besides.
+    """
+
+    conditions: tuple[str, ...]
+    what: str
+    why: str
+    remedy: str
+    when: When | None = None
+
+    def applies(self, facts: Facts) -> bool:
+        """Whether the facts are such a combination."""
+        return all(_holds(condition, facts) for condition in self.conditions) and (
+            self.when is None or self.when(SimpleNamespace(**facts))
+        )
+
+
+def _holds(condition: str, facts: Facts) -> bool:
+    name, equals, value = condition.partition("=")
+    found = facts.get(name)
+    return str(found) == value if equals else found is not None and found is not False
+
+
+def conflict(
+    one: str, other: str, why: str = "", remedy: str = "drop one of them", when: When | None = None
+) -> Rule:
+    """Two settings that exclude each other."""
+    return Rule((one, other), f"`{one}`", why or f"does not work with `{other}`", remedy, when)
+
+
+def needs(one: str, other: str, why: str = "") -> Rule:
+    """A setting that another one must accompany."""
+    return Rule(
+        (one,),
+        f"`{one}`",
+        why or f"has no effect without `{other}`",
+        f"add `{other}`, or drop `{one.partition('=')[0]}`",
+        lambda s: not _holds(other, vars(s)),
+    )
+
+
+def no_effect(one: str, why: str, when: When, remedy: str = "drop it") -> Rule:
+    """A setting that would be accepted and change nothing."""
+    return Rule((one,), f"`{one}`", f"has no effect {why}", remedy, when)
+
+
+def check(rows: Iterable[Rule], facts: Facts) -> None:
+    """InputError for the first row that applies to the facts."""
+    for rule in rows:
+        if rule.applies(facts):
+            what, why, remedy = (
+                text.format_map(facts) for text in (rule.what, rule.why, rule.remedy)
+            )
+            raise InputError(what, why=why, remedy=remedy)
+
+
+GIVEN = (
+    conflict(
+        "attention_algo",
+        "attention_backend",
+        "names the dense kernel of NPUs, and `attention_backend` that of GPUs",
+        "give one of them",
+    ),
+    conflict("timesteps", "sample_shift", "says all steps", "drop it, or `sample_shift`"),
+    conflict("timesteps", "sample_steps", "says all steps", "drop it, or `sample_steps`"),
+    conflict(
+        "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
+    ),
+)
+"""Of the settings that are given together in one call."""
+
+LAYOUT = (
+    conflict(
+        "comm_type",
+        "fa_alltoall_overlap",
+        "puts exchanges between pieces of attention, and `fa_alltoall_overlap` hides them under "
+        "attention",
+        "choose one",
+        lambda s: s.comm_type > 0,
+    ),
+    Rule(
+        ("comm_type",),
+        "`comm_type={comm_type}`",
+        "optimization requires `ulysses_size` > 1, as it works on exchanges between ranks",
+        "start with torchrun --nproc_per_node=2, or drop it",
+        lambda s: s.comm_type > 0 and s.ulysses_size <= 1,
+    ),
+    no_effect(
+        "fa_alltoall_overlap",
+        "with `ulysses_size=1`, which has no all-to-all exchanges to hide",
+        lambda s: s.ulysses_size <= 1,
+        "use a larger one, or drop it",
+    ),
+    no_effect(
+        "ring_type",
+        "with `ring_size=1`",
+        lambda s: "ring_type" in s.given and s.ring_size == 1,
+        "drop it, or use a larger ring",
+    ),
+    no_effect(
+        "dist_timeout",
+        "on one process",
+        lambda s: "dist_timeout" in s.given and s.world_size == 1,
+    ),
+    *(
+        Rule(
+            (name,),
+            f"`{name}`",
+            f"{what}, but this is one process",
+            "start it with torchrun, or drop it",
+            lambda s: s.world_size == 1,
+        )
+        for name, what in (
+            ("dit_fsdp", "shards weights over several devices"),
+            ("t5_fsdp", "shards weights over several devices"),
+            ("vae_parallel", "shares rows among ranks"),
+        )
+    ),
+    conflict(
+        "t5_fsdp", "t5_cpu", "shards the text encoder over devices, and `t5_cpu` has it on one"
+    ),
+    conflict(
+        "compile",
+        "ring_size",
+        "does not work with `ring_size` above 1",
+        when=lambda s: s.ring_size > 1,
+    ),
+    conflict("compile", "fa_alltoall_overlap"),
+    Rule(
+        ("chunks",),
+        "`chunks={chunks}`",
+        "divides the heads of `comm_type=1`, `comm_type=2` and `fa_alltoall_overlap`",
+        "add one of them, or drop it",
+        lambda s: not (s.comm_type or s.fa_alltoall_overlap),
+    ),
+    Rule(
+        ("chunks",),
+        "`chunks={chunks}`",
+        "is more than the {heads_of_a_rank} of {heads} heads that a rank has with "
+        "`ulysses_size={ulysses_size}`",
+        "give 1 to {heads_of_a_rank}, or a smaller `ulysses_size`",
+        lambda s: s.chunks > s.heads_of_a_rank,
+    ),
+)
+"""Of the ranks' layout; `given`: the names of the settings that were given."""
+
+_OFFLOADS: When = lambda s: not isinstance(s.offload_model, bool)  # noqa: E731
+
+SETTINGS = (
+    conflict(
+        "convert_model_dtype",
+        "precision=fp32",
+        "stores the DiT in bf16, and `precision=fp32` asks for fp32",
+    ),
+    conflict(
+        "vae_parallel",
+        "vae_tiling",
+        "decodes whole frames on all ranks, and `vae_tiling` tiles of them on one",
+    ),
+    *(
+        Rule(
+            ("fp8_weights=keep",),
+            "`fp8_weights=keep`",
+            f"cannot be: {why}",
+            "use `fp8_weights=upcast`, or drop it",
+            when,
+        )
+        for why, when in (
+            ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
+            ("a LoRA is merged in float32", lambda s: s.has_loras),
+            ("`quant_dit_path` brings other weights", lambda s: s.quantised),
+            ("NPUs have no FP8 weights", lambda s: s.device == "npu"),
+            ("the checkpoint has no FP8 weights", lambda s: not s.has_fp8),
+        )
+    ),
+    *(
+        Rule(
+            ("offload_model", name),
+            "`offload_model={offload_model}`",
+            f"copies weights from host memory or files, but `{name}` {what}",
+            "drop one of them",
+            when,
+        )
+        for name, what, when in (
+            ("dit_fsdp", "shards the DiT over the devices", _OFFLOADS),
+            ("t5_fsdp", "shards the text encoder over the devices", _OFFLOADS),
+            ("compile", "needs weights in place", lambda s: s.offload_model == "block"),
+        )
+    ),
+)
+"""Of what a pipeline is built for."""
+
+GROUPING = (
+    no_effect("group_by_expert", "on {task}, which has one expert", lambda s: s.experts == 1),
+    conflict(
+        "group_by_expert",
+        "offload_model=False",
+        "has no effect with `offload_model=false`, which keeps both experts in memory",
+    ),
+    conflict(
+        "group_by_expert",
+        "step_cache",
+        "pauses videos, and `step_cache` keeps what one of them needs",
+        when=lambda s: s.policy != "none",
+    ),
+)
+"""Of many videos."""
+
+REQUEST = (needs("resident_blocks", "offload_model=block"),)
+"""Of what a pipeline is built for, with a video."""
+
+SCHEDULE = (
+    Rule(
+        ("timesteps",),
+        "`timesteps`",
+        "has no effect on `sample_solver={sample_solver}`, whose steps come from `sample_shift`",
+        "use euler, dmd or rcm, or drop `timesteps`",
+        lambda s: not s.solver.free,
+    ),
+    Rule(
+        ("sample_solver=rcm",),
+        "`sample_solver=rcm`",
+        "has at most 4 steps, and there are {sample_steps}",
+        "add `sample_steps=4`, or give `timesteps`",
+        lambda s: s.timesteps is None and s.sample_steps > 4,
+    ),
+    Rule(
+        ("sample_solver=rcm", "sigma_max"),
+        "`sigma_max={sigma_max:g}`",
+        "is not above rcm's second level of 14.1 (tan 1.5)",
+        "give more than 14.2",
+        lambda s: s.timesteps is None and s.sample_steps > 1 and s.sigma_max <= 14.2,
+    ),
+    conflict("sigma_max", "timesteps", "has no effect with `timesteps`"),
+    *(
+        Rule(
+            (name,),
+            f"`{name}`",
+            "belongs to `sample_solver=rcm`, but it is {sample_solver}",
+            f"drop `{name}`",
+            lambda s: s.sample_solver != "rcm",
+        )
+        for name in ("ode", "sigma_max")
+    ),
+    Rule(
+        ("boundary_step",),
+        "`boundary_step={boundary_step}`",
+        "has no effect, as the task has one network",
+        "drop it",
+        lambda s: s.boundary is None,
+    ),
+    Rule(
+        ("boundary_step",),
+        "`boundary_step={boundary_step}`",
+        "is more than the {sample_steps} steps",
+        "lower it",
+        lambda s: s.boundary_step > s.sample_steps,
+    ),
+)
+"""Of one video's sampling."""
+
+ENDS = (
+    Rule(
+        ("ends",),
+        "`last_image`",
+        "is not for the task {task}",
+        "use i2v-A14B or flf2v-14B, or drop it",
+        lambda s: s.preset.kind != "i2v" or s.preset.images == 1,
+    ),
+    Rule(
+        ("ends",),
+        "`last_image`",
+        "needs a video of more than one frame",
+        "give a larger `frame_num`",
+        lambda s: s.frame_num == 1,
+    ),
+    Rule(
+        ("image_size",),
+        "The task {task}",
+        "ends with an image",
+        "add `last_image`",
+        lambda s: s.preset.images == 2 and not s.ends,
+    ),
+)
+"""Of one video's images."""
+ALL = (*GIVEN, *LAYOUT, *SETTINGS, *GROUPING, *REQUEST, *SCHEDULE, *ENDS)
