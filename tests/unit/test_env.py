@@ -49,9 +49,9 @@ def test_aliases(environ: dict[str, str], settings: dict[str, Any]) -> None:
         ({"FAST_LAYERNORM": "on"}, "use fused_ops"),
         ({"T5_LOAD_CPU": "true"}, "use t5_cpu"),
         ({"PRECISION": "bf16"}, "use noise_device"),
-        ({"USE_SUB_HEAD": "4"}, "use --comm_type 1, which works head by head"),
-        ({"MINDIE_SD_FA_TYPE": "fused_attn_score"}, "use --attention_algo"),
-        ({"MINDIE_SD_FA_TYPE": ""}, "use --attention_algo"),
+        ({"USE_SUB_HEAD": "4"}, "use comm_type=1, which works head by head"),
+        ({"MINDIE_SD_FA_TYPE": "fused_attn_score"}, "use attention_algo"),
+        ({"MINDIE_SD_FA_TYPE": ""}, "use attention_algo"),
     ],
 )
 def test_other_values_are_refused(environ: dict[str, str], sentence: str) -> None:

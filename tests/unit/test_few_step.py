@@ -139,18 +139,18 @@ def test_experts_by_step() -> None:
 
 
 REFUSED = {
-    "rising": ("--timesteps 500,1000", "give falling timesteps"),
+    "rising": ("--timesteps 500,1000", "must be falling timesteps"),
     "not numbers": ("--timesteps a,b", "must be a number"),
     "beyond": ("--timesteps 1001,5", "above 0 and at most 1000"),
-    "shift beside": ("--timesteps 1000,500 --sample_shift 5", "drop it or --sample_shift"),
-    "steps beside": ("--timesteps 1000,500 --sample_steps 2", "drop it or --sample_steps"),
+    "shift beside": ("--timesteps 1000,500 --sample_shift 5", "drop it, or --sample_shift"),
+    "steps beside": ("--timesteps 1000,500 --sample_steps 2", "drop it, or --sample_steps"),
     "unipc": ("--timesteps 1000,500", "use euler, dmd or rcm"),
     "dense": ("--task t2v-1.3B --boundary_step 2", "has one network"),
-    "late": ("--boundary_step 41", "there are 40 steps"),
+    "late": ("--boundary_step 41", "more than the 40 steps"),
     "many": ("--sample_solver rcm", "at most 4"),
     "ode": ("--ode", "belongs to --sample_solver rcm"),
     "sigma_max": ("--sigma_max 80 --sample_solver dmd", "belongs to --sample_solver rcm"),
-    "quiet start": ("--sample_solver rcm --sample_steps 4 --sigma_max 10", "second level has"),
+    "quiet start": ("--sample_solver rcm --sample_steps 4 --sigma_max 10", "second level of"),
     "sigma_max beside": (
         "--sample_solver rcm --timesteps 900,500 --sigma_max 80",
         "no effect with --timesteps",
@@ -258,16 +258,16 @@ def test_python_classes_take_a_recipe(tiny: Any) -> None:
     given = {"sampling_steps": 50, "guide_scale": 5.0, "shift": 5.0}  # generate's own defaults
     fifty = model.generate("a cat", **common, recipe="lightning-4step", **given)
     assert torch.equal(fifty, model.generate("a cat", **common, **given, sample_solver="euler"))
-    with pytest.raises(InputError, match="recipe fastwan-3step is for ti2v-5B, not for t2v-A14B"):
+    with pytest.raises(InputError, match="recipe=fastwan-3step is for ti2v-5B, not for t2v-A14B"):
         model.generate("a cat", **common, recipe="fastwan-3step")
 
 
 @pytest.mark.parametrize(
     ("task", "images", "sentence"),
     [
-        ("t2v-A14B", "--last_image IMAGE", "takes no --last_image"),
-        ("ti2v-5B", "--image IMAGE --last_image IMAGE", "takes no --last_image"),
-        ("i2v-14B", "--image IMAGE --last_image IMAGE", "takes no --last_image"),
+        ("t2v-A14B", "--last_image IMAGE", "--last_image is not for the task"),
+        ("ti2v-5B", "--image IMAGE --last_image IMAGE", "--last_image is not for the task"),
+        ("i2v-14B", "--image IMAGE --last_image IMAGE", "--last_image is not for the task"),
         ("flf2v-14B", "--image IMAGE", "ends with an image; add --last_image"),
         ("i2v-A14B", "--image IMAGE --last_image IMAGE --frame_num 1", "more than one frame"),
     ],

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from wan.settings import values
-from wan.settings.errors import InputError
+from wan.settings.errors import COMMAND_LINE, InputError, spoken
 from wan.settings.execution import OFFLOAD
 from wan.settings.fields import Option, options
-from wan.settings.flags import FLAGS, GROUPS, check_given, read
+from wan.settings.flags import FLAGS, GROUPS, check_given, check_needs, read
 from wan.settings.values import switch
 
 _ANIMATE = "it belongs to animate-14B, which is not supported"
@@ -57,18 +57,16 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}; --help lists the flags.")
 
 
+@spoken(COMMAND_LINE)
 def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """The flags that were given, as checked values. InputError for anything wrong in them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
         name = argument.removeprefix("--").split("=")[0]
         if argument.startswith("--") and name in REFUSED:
-            raise InputError(f"--{name} is not available: {REFUSED[name]}.")
+            raise InputError(f"`{name}`", why=f"is not available: {REFUSED[name]}")
     found = read(vars(_parser().parse_args(arguments)))
-    for name in found:
-        needs = FLAGS[name].needs
-        if needs == "plan" and needs not in found:
-            raise InputError(f"--{name} has no effect without --plan; add it or drop --{name}.")
+    check_needs({name: found[name] for name in found if "plan" in (name, FLAGS[name].needs)})
     check_given(found)
     return found
 

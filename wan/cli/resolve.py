@@ -17,7 +17,7 @@ from wan.pipeline import memory
 from wan.pipeline.video import latents_shape
 from wan.run import Run, Values
 from wan.settings import recipes
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, spoken
 from wan.settings.flags import FLAGS, check_needs, read
 from wan.settings.step_cache import is_read
 
@@ -33,19 +33,20 @@ def resolve(given: Values, make_demo: Callable[[str, Path], None], plan: bool = 
     Raises:
         InputError: For everything that is wrong, in one sentence.
     """
-    values = layered(given)
-    check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
-    if "save_file" in values and not plan:
-        check_writable(values["save_file"])
-    found = run.resolve(values, make_demo, plan)
-    if found.extension is not None and env.rank() == 0:  # which alone runs the model
-        from wan.cli import extend_prompt
+    with spoken(env.words()):
+        values = layered(given)
+        check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
+        if "save_file" in values and not plan:
+            check_writable(values["save_file"])
+        found = run.resolve(values, make_demo, plan)
+        if found.extension is not None and env.rank() == 0:  # which alone runs the model
+            from wan.cli import extend_prompt
 
-        extend_prompt.check(found.extension, found.image is not None)
-    if not plan and found.decode_latents is None:
-        memory.check(found.setup, found.request, env.local_world_size())
-    check_trace(found.output, found.setup.execution.compile, found.request.sample_steps)
-    return found
+            extend_prompt.check(found.extension, found.image is not None)
+        if not plan and found.decode_latents is None:
+            memory.check(found.setup, found.request, env.local_world_size())
+        check_trace(found.output, found.setup.execution.compile, found.request.sample_steps)
+        return found
 
 
 def layered(flags: Values) -> dict[str, Any]:

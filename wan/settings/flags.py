@@ -86,9 +86,7 @@ def for_loading(keywords: Mapping[str, Any]) -> dict[str, Any]:
     unknown = [name for name in keywords if not is_for(name, "load")]
     if unknown:
         remedy = "give it to generate" if is_for(unknown[0], "video") else "remove it"
-        raise InputError(
-            f"`{unknown[0]}`", why="is not a known keyword of the constructor", remedy=remedy
-        )
+        raise InputError(unknown[0], why="is not a known keyword of the constructor", remedy=remedy)
     given = {
         name: value
         for name, value in keywords.items()
