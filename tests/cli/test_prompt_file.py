@@ -55,7 +55,7 @@ def test_lines(tiny: Any, tmp_path: Path) -> None:
     found = resolved(write(tmp_path, *LINES), *common, "--save_file", str(tmp_path / "out"))
     assert [line.number for line in found.lines] == [1, 3, 4, 5, 6]
     assert [line.run is None for line in found.lines] == [False, False, True, False, False]
-    assert "frame_num is 8" in found.lines[2].error
+    assert "frame_num 8 must be 4n+1" in found.lines[2].error
     made = {line.number: line.run for line in found.lines if line.run}
     names = {n: run.output.save_file.name for n, run in made.items()}
     assert names == {1: "001_a_red_fox.mp4", 3: "003_a_blue_whale.mp4", 5: "005_a_red_fox.mp4"} | {
@@ -120,7 +120,7 @@ def test_lines_end_where_editors_end_them(tiny: Any, tmp_path: Path) -> None:
         (["--group_by_expert", "--log_level", "debug"], "--log_level debug is about whole videos"),
         (
             ["--group_by_expert", "--step_cache", "first_block"],
-            "--group_by_expert pauses videos, but --step_cache",
+            "--group_by_expert pauses videos, and --step_cache",
         ),
     ],
 )
