@@ -221,6 +221,6 @@ def test_an_accelerator_that_pytorch_does_not_see(
 def test_auto_does_not_fall_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "hidden_accelerator", lambda: "A GPU is hidden: do this")
-    with pytest.raises(InputError, match="GPU is hidden: do this, or use --device cpu"):
+    with pytest.raises(InputError, match="GPU is hidden: do this, or use device=cpu"):
         device.resolve("auto")
     assert device.resolve("cpu").type == "cpu"

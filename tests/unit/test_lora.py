@@ -212,7 +212,7 @@ def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> No
         "lora_high_noise": (f"{tmp_path / 'one.safetensors'}=-2",),
     }
     found = lora.resolve(values, checkpoint)
-    with pytest.raises(InputError, match=r"both experts' tensors .* give it with --lora"):
+    with pytest.raises(InputError, match=r"both experts' tensors .* give it with lora"):
         lora.resolve({"lora_low_noise": (str(tmp_path / "both.safetensors"),)}, checkpoint)
     added = {"high_noise": -1.0, "low_noise": 4.0}
     for expert, factor in added.items():

@@ -510,12 +510,12 @@ def test_two_experts_need_two_folders(tiny: Any, export: Export, tmp_path: Path)
 
 def test_combinations_that_cannot_run(broken: Path, tiny: Any) -> None:
     checkpoint = tiny("t2v-1.3B")
-    with pytest.raises(InputError, match="--dit_fsdp"):
+    with pytest.raises(InputError, match="dit_fsdp"):
         read(broken, checkpoint, dit_fsdp=True)
     edit(broken, lambda d: d.update({"blocks.0.self_attn.quant_type": "MXFP8_DYNAMIC"}))
     (export,) = read(broken, checkpoint).experts.values()
     assert export.attentions[0].algorithm == "MXFP8_DYNAMIC"
-    with pytest.raises(InputError, match="MXFP8_DYNAMIC, but --fa_quant fp8"):
+    with pytest.raises(InputError, match="MXFP8_DYNAMIC, but fa_quant=fp8"):
         read(broken, checkpoint, fa_quant="fp8")
 
 
