@@ -265,7 +265,7 @@ def _npu(index: int) -> Device:
     npu = _torch_npu()
     if not npu.is_available():
         raise InputError(
-            "--device npu: torch-npu sees no NPU here; see whether `npu-smi info` lists one and "
+            "`device=npu`: torch-npu sees no NPU here; see whether npu-smi info lists one and "
             "whether ASCEND_RT_VISIBLE_DEVICES hides it, or use `device=cpu`."
         )
     if index >= npu.device_count():

@@ -175,7 +175,7 @@ def test_a_choice_of_several_words() -> None:
     assert read("--x", "none") == read("--x", ["none"]) == read("--x", []) == ()
     assert read("--x", "auto") == read("--x", ["auto"]) == ("auto",)
     for wrong in ("d", "a,none", "a,auto", "", None, 3, [1], {"a": 1}):
-        with pytest.raises(InputError, match="give auto, none, or some of a,b,c"):
+        with pytest.raises(InputError, match="must be auto, none, or some of a,b,c"):
             read("--x", wrong)
 
 

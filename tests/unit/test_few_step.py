@@ -27,6 +27,7 @@ from wan.settings import recipes
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
+from wan.settings.solvers import SOLVERS
 from wan.settings.timesteps import schedule
 
 
@@ -326,3 +327,21 @@ def test_gguf_is_named(tmp_path: Path) -> None:
     (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").touch()
     with pytest.raises(InputError, match="GGUF weights, which are not supported"):
         describe(tmp_path)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_solver_ends_where_a_known_flow_ends(solver: str) -> None:
+    """All noise flows straight to one video: velocity (x - video) / sigma, for any latents x."""
+    generator = torch.Generator().manual_seed(3)
+    video, x = torch.randn(2, 4, 3, 5, 5, generator=generator).double()
+    steps = 4 if solver == "rcm" else 12
+    asked = request(sample_solver=solver, sample_steps=steps)
+    levels = schedule(asked)
+    stepper, told = make_solver(
+        asked, levels, lambda: torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    )
+    for timestep, sigma in zip(told, levels.sigmas, strict=False):
+        velocity = (x - video) / sigma
+        (x,) = stepper.step(velocity, timestep, x, return_dict=False)
+        assert x.isfinite().all()
+    assert torch.allclose(x, video, atol=1e-5)

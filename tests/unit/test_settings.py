@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools import flags_table
 from wan.cli import extend_prompt, flags
 from wan.cli.resolve import resolve
 from wan.env import cache_dir, rank, world_size
@@ -363,3 +364,8 @@ def test_a_video_that_is_there_is_announced(tiny, tmp_path: Path) -> None:
     assert notice not in resolved(*args).notices
     out.touch()
     assert notice in resolved(*args).notices
+
+
+def test_the_table_of_flags_in_the_documents() -> None:
+    text = flags_table.PAGE.read_text(encoding="utf-8")
+    assert text == flags_table.page(text), "run python tools/flags_table.py"

@@ -90,7 +90,7 @@ def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
     try:
         if "prompt_file" in given:
             if plan:
-                raise InputError("--plan is about one video; drop --prompt_file.")
+                raise InputError("`plan` is about one video; drop `prompt_file`.")
             from wan.cli import prompt_file
 
             return prompt_file.resolved(

@@ -31,9 +31,15 @@ class Images:
     """The images of a video. The Python classes take them as keywords, in memory, too."""
 
     image: Path | None = option(
-        None, values.path, "image to start from (i2v: needed, ti2v: optional)", keyword="img"
+        None,
+        values.path,
+        "image to start from (i2v: needed, ti2v: optional)",
+        keyword="img",
+        diffusers="image",
     )
-    last_image: Path | None = option(None, values.path, "image to end with (i2v)")
+    last_image: Path | None = option(
+        None, values.path, "image to end with (i2v)", diffusers="last_image"
+    )
 
 
 @dataclass(frozen=True)
