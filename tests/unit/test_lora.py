@@ -114,6 +114,26 @@ def test_families(
         torch.testing.assert_close(found[name].double(), exact, atol=0, rtol=1.2e-7)
 
 
+def pairs_of_ends() -> list[tuple[str, str]]:
+    """Each end of a first factor's name, with the end of the second one's beside it."""
+    down, up = ([end for end, kind in lora.ENDS.items() if kind == one] for one in ("down", "up"))
+    return list(zip(down, up, strict=True))
+
+
+@pytest.mark.parametrize("ends", pairs_of_ends())
+@pytest.mark.parametrize("prefix", ["", *lora.PREFIXES])
+def test_every_naming_of_the_table(
+    prefix: str, ends: tuple[str, str], weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    weight = weights[f"{LAYERS[0]}.weight"]
+    factors = pair(weight.shape, 2, 0, torch.float32)
+    names = (f"{prefix}{LAYERS[0]}{end}" for end in ends)
+    save_file(dict(zip(names, factors, strict=True)), tmp_path / "x.safetensors")
+    found = read(tmp_path / "x.safetensors", tiny("t2v-1.3B"))
+    exact = weight.double() + (factors[1].double() @ factors[0].double()).reshape(weight.shape)
+    check(found[f"{LAYERS[0]}.weight"], exact)
+
+
 def test_every_kind_of_difference(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
     """Norms, biases, convolution, head and modulation, which other loaders drop."""
     names = {

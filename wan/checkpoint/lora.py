@@ -29,7 +29,7 @@ from wan.settings.errors import InputError
 
 # The end of a tensor's name -> what it is. "down" and "up" are the factors, "bias" is added as the
 # pair is, the others are differences of a layer's weight, bias or modulation.
-_KINDS = {
+ENDS = {
     **dict.fromkeys((".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight"), "down"),
     **dict.fromkeys((".lora_up.weight", ".lora_B.weight", ".lora_B.default.weight"), "up"),
     **dict.fromkeys(("_lora.down.weight", ".lora.down.weight", ".lora_A", ".lora_down"), "down"),
@@ -49,7 +49,7 @@ _UNSUPPORTED = {
     r"\.(on_input|ia3_\w+)$": "IA3",
     r"\.(vera_\w+|lora_embedding_\w+|reshape_weight|set_weight)$": "not a plain LoRA",
 }
-_PREFIXES = ("base_model.model.", "diffusion_model.", "model.", "transformer.", "lora_unet_")
+PREFIXES = ("base_model.model.", "diffusion_model.", "model.", "transformer.", "lora_unet_")
 _FIRST, _SECOND = "transformer.", "transformer_2."  # diffusers' names of the experts
 _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 
@@ -243,7 +243,7 @@ def _sorted(
 
 def _kind(path: Path, name: str) -> tuple[str, str]:
     """A tensor's layer, as the file calls it, and its kind."""
-    for end, kind in _KINDS.items():
+    for end, kind in ENDS.items():
         if name.endswith(end):
             return name.removesuffix(end), kind
     if name.endswith((".weight", ".bias", ".modulation")):
@@ -257,7 +257,7 @@ def _kind(path: Path, name: str) -> tuple[str, str]:
 def _bare(stem: str) -> str:
     """A layer without what families put before it."""
     stem = stem.replace(".processor.", ".")
-    while prefix := next((p for p in (*_PREFIXES, _SECOND) if stem.startswith(p)), None):
+    while prefix := next((p for p in (*PREFIXES, _SECOND) if stem.startswith(p)), None):
         stem = stem.removeprefix(prefix)
     return stem
 

@@ -1,0 +1,36 @@
+"""What documents say of the repository, compared with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from wan.settings.presets import PRESETS
+
+REPO = Path(__file__).parents[2]
+EXTENDING = (REPO / "docs" / "extending.md").read_text()
+SECTIONS = dict(re.findall(r"^## ([^\n(]+)[^\n]*\n(.*?)(?=^## |\Z)", EXTENDING, re.M | re.S))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_a_checklist_names_is_there(section: str) -> None:
+    """Its files, and its names in one of them."""
+    quoted = re.findall(r"`([^`\n]+)`", SECTIONS[section])
+    paths = [REPO / name for name in quoted if re.fullmatch(r"[\w/]+(/|\.(py|md|sh))", name)]
+    missing = [str(path) for path in paths if not path.exists()]
+    assert len(paths) >= 2 and not missing
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    text = "\n".join(file.read_text() for file in {*files})
+    names = [name for name in quoted if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)?", name)]
+    found = [name for name in names if not (REPO / name).exists()]
+    assert not [n for n in found if not re.search(rf"\b{n.rpartition('.')[2]}\b", text)]
+
+
+@pytest.mark.parametrize("task", PRESETS)
+def test_the_readme_names_every_task(task: str) -> None:
+    """With the folder of its weights."""
+    lines = (REPO / "README.md").read_text().splitlines()
+    row = [line for line in lines if line.startswith("|") and f"`{task}`" in line]
+    assert any(f"Wan-AI/{PRESETS[task].folder}`" in line for line in row)
