@@ -1,6 +1,6 @@
 """Distils the demo checkpoint into four steps without guidance, as a LoRA for each expert.
 
-    python -m tools.demo.distil --state STATE --pairs 1024
+    python -m tools.demo.distil --state STATE --clips 1024
     python -m tools.demo.distil --state STATE --expert high_noise    (and low_noise)
     python -m tools.demo.distil --state STATE --out examples/demo/T2V-A14B-4steps-lora
     python -m tools.demo.distil --score examples/demo/T2V-A14B-4steps-lora
@@ -13,54 +13,29 @@ Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/heigh
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from tools.demo.evaluate import as_pixels, held_out, psnr, rates, right
+from tools.demo.lora import BATCH, TOKENS, contexts, run, with_lora
 from tools.demo.scenes import caption, random_scene
 from tools.demo.score import look
-from tools.demo.training import Training, averaged_weights, save_atomically
+from tools.demo.training import Training, save_atomically
 from wan import WanT2V
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "t2v-A14B"
-RANK, SUBSTEPS, GUIDANCE, BATCH, SEED = 32, 12, 3.0, 32, 4000
+RANK, SUBSTEPS, GUIDANCE, SEED = 32, 12, 3.0, 4000
 SHAPE = (16, 3, 8, 8)  # latents of 9 frames of 64 x 64
-TOKENS = 48
 LEVELS = [5 * x / (1 + 4 * x) for x in (1.0, 0.75, 0.5, 0.25, 0.0)]  # as euler's, shift 5
 PARTS = {"high_noise": (0, 1), "low_noise": (2, 3)}  # levels of each expert, by the boundary
-LAYERS = [f"{kind}_attn.{name}" for kind in ("self", "cross") for name in "qkvo"]
-LAYERS += ["ffn.0", "ffn.2"]
-
-
-class Lora(nn.Module):
-    """A frozen linear layer, and the pair beside it that learns."""
-
-    def __init__(self, base: nn.Linear, rank: int = RANK) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x) + self.up(self.down(x))
-        return out
 
 
 def teacher() -> Any:
     return WanT2V("t2v-A14B", DEMO, precision="fp32", text_kv_cache=False)
-
-
-def contexts(model: Any, texts: list[str]) -> list[Tensor]:
-    encoder = model._pipeline.text.get()
-    return [encoder(text) for text in texts]
 
 
 def prompt(index: int) -> str:
@@ -96,21 +71,11 @@ def make_pairs(state: Path, count: int) -> None:
     save_atomically(torch.cat(found), file)
 
 
-def student(part: str) -> Any:
-    """The expert with pairs beside the linear layers of its blocks."""
-    model = teacher()
-    network = (model.high_noise_model if part == "high_noise" else model.low_noise_model).float()
-    network.requires_grad_(False)
-    for block in network.blocks:
-        for layer in LAYERS:
-            block.set_submodule(layer, Lora(block.get_submodule(layer)))
-    return model, network
-
-
 def train(state: Path, part: str, steps: int, peak: float) -> None:
     """The velocities from each of the part's levels straight to the next."""
     torch.manual_seed(0)
-    model, network = student(part)
+    model = teacher()
+    network = with_lora(model, part, RANK)
     passed = torch.load(state / "passed.pt", mmap=True)
     texts = contexts(model, [prompt(i) for i in range(len(passed))])
     training = Training(network, state / f"distilled_{part}.pt", steps=steps, peak=peak)
@@ -125,23 +90,6 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
         found = network(list(x), 1000 * sigma, [texts[row] for row in rows], TOKENS)
         wanted = (then - x) / gap.view(-1, 1, 1, 1, 1)
         training.update(F.mse_loss(torch.stack(found), wanted))
-
-
-def export(state: Path, out: Path, trained: str) -> None:
-    """Both files of a --lora_dir, in bfloat16, under lightx2v's names."""
-    out.mkdir(parents=True, exist_ok=True)
-    for part in PARTS:
-        weights = averaged_weights(state / f"{trained}_{part}.pt")
-        tensors = {
-            f"diffusion_model.{name.removesuffix(f'.{end}.weight')}.lora_{end}.weight": tensor
-            for name, tensor in weights.items()
-            for end in ("down", "up")
-            if name.endswith(f".{end}.weight")
-        }
-        save_file(
-            {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()},
-            out / f"{part}_model.safetensors",
-        )
 
 
 def score(folder: Path, prompts: int) -> None:
@@ -184,30 +132,5 @@ def score(folder: Path, prompts: int) -> None:
         print(f"| {name} | {marks} | {likeness} | {np.median(seconds):.3f} |", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--state", type=Path, default=Path("outputs/distil"), help="folder for states and data"
-    )
-    parser.add_argument("--pairs", type=int, help="clips that the teacher makes")
-    parser.add_argument("--expert", choices=PARTS, help="train its pairs")
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--out", type=Path, help="write the --lora_dir")
-    parser.add_argument("--score", type=Path, help="a --lora_dir to compare with the teacher")
-    parser.add_argument("--prompts", type=int, default=100)
-    options = parser.parse_args()
-    if options.score:
-        score(options.score, options.prompts)
-        return
-    options.state.mkdir(parents=True, exist_ok=True)
-    if options.pairs:
-        make_pairs(options.state, options.pairs)
-    if options.expert:
-        train(options.state, options.expert, options.steps, options.peak)
-    if options.out:
-        export(options.state, options.out, "distilled")
-
-
 if __name__ == "__main__":
-    main()
+    run((__doc__ or "").splitlines()[0], "distilled", make_pairs, train, score, steps=2500)

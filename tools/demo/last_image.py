@@ -12,7 +12,6 @@ Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/heigh
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from tools.demo.distil import BATCH, LAYERS, TOKENS, Lora, contexts, export
 from tools.demo.dit import sigmas
 from tools.demo.evaluate import as_pixels, held_out, psnr
 from tools.demo.latents import pixels_of
+from tools.demo.lora import BATCH, TOKENS, contexts, run, with_lora
 from tools.demo.render import render
 from tools.demo.scenes import Scene, caption, random_scene
 from tools.demo.training import Training, save_atomically
@@ -58,11 +57,7 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
     """Flow matching as in `tools.demo.dit`, with the mask of two given frames."""
     torch.manual_seed(0)
     model = base()
-    network = (model.high_noise_model if part == "high_noise" else model.low_noise_model).float()
-    network.requires_grad_(False)
-    for block in network.blocks:
-        for layer in LAYERS:
-            block.set_submodule(layer, Lora(block.get_submodule(layer), RANK))
+    network = with_lora(model, part, RANK)
     clean, ends = torch.load(state / "ends.pt", mmap=True)
     texts = [
         caption(random_scene(SEED, i), np.random.default_rng([SEED, i])) for i in range(len(clean))
@@ -119,30 +114,5 @@ def _errors(model: Any, number: int, scene: Scene, told: bool, with_last: bool) 
     return [psnr(mine, true) for mine, true in pairs]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--state", type=Path, default=Path("outputs/last_image"), help="folder for states and data"
-    )
-    parser.add_argument("--clips", type=int, help="clips that are encoded")
-    parser.add_argument("--expert", choices=("high_noise", "low_noise"), help="train its pairs")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--out", type=Path, help="write the --lora_dir")
-    parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")
-    parser.add_argument("--prompts", type=int, default=100)
-    options = parser.parse_args()
-    if options.score:
-        score(options.score, options.prompts)
-        return
-    options.state.mkdir(parents=True, exist_ok=True)
-    if options.clips:
-        make_clips(options.state, options.clips)
-    if options.expert:
-        train(options.state, options.expert, options.steps, options.peak)
-    if options.out:
-        export(options.state, options.out, "ends")
-
-
 if __name__ == "__main__":
-    main()
+    run((__doc__ or "").splitlines()[0], "ends", make_clips, train, score, steps=2000)

@@ -1,0 +1,112 @@
+"""LoRA training of the demo's experts: the layers, the command line, the files.
+
+`distil` and `last_image` use it. Each is a program with the stages data, training of each expert,
+export and scores; a stage that is already done is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tools.demo.training import averaged_weights
+
+EXPERTS = ("high_noise", "low_noise")
+BATCH, TOKENS = 32, 48  # clips of a step; tokens of 9 frames of 64 x 64
+LAYERS = [f"{kind}_attn.{name}" for kind in ("self", "cross") for name in "qkvo"]
+LAYERS += ["ffn.0", "ffn.2"]
+
+
+class Lora(nn.Module):
+    """A frozen linear layer with a trainable pair of matrices."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def with_lora(model: Any, expert: str, rank: int) -> Any:
+    """The expert of a model with a pair at every linear layer of its blocks; all else is frozen."""
+    network = (model.high_noise_model if expert == "high_noise" else model.low_noise_model).float()
+    network.requires_grad_(False)
+    for block in network.blocks:
+        for layer in LAYERS:
+            block.set_submodule(layer, Lora(block.get_submodule(layer), rank))
+    return network
+
+
+def contexts(model: Any, texts: list[str]) -> list[Tensor]:
+    """The text encoder's states of each text."""
+    encoder = model._pipeline.text.get()
+    return [encoder(text) for text in texts]
+
+
+def export(state: Path, out: Path, trained: str) -> None:
+    """Write both files of a --lora_dir, in bfloat16, under the names of lightx2v."""
+    out.mkdir(parents=True, exist_ok=True)
+    for part in EXPERTS:
+        weights = averaged_weights(state / f"{trained}_{part}.pt")
+        tensors = {
+            f"diffusion_model.{name.removesuffix(f'.{end}.weight')}.lora_{end}.weight": tensor
+            for name, tensor in weights.items()
+            for end in ("down", "up")
+            if name.endswith(f".{end}.weight")
+        }
+        save_file(
+            {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()},
+            out / f"{part}_model.safetensors",
+        )
+
+
+def run(
+    description: str,
+    name: str,
+    prepare: Callable[[Path, int], None],
+    train: Callable[[Path, str, int, float], None],
+    score: Callable[[Path, int], None],
+    steps: int,
+) -> None:
+    """The command line of a LoRA's training.
+
+    Args:
+        description: The first line of the help.
+        name: The name of the states of the experts, and of the default folder in outputs/.
+        prepare: Writes the training data of so many clips into the state folder.
+        train: Trains one expert, given the state folder, its name, the steps and the peak rate.
+        score: Compares a --lora_dir with the plain checkpoint on so many prompts.
+        steps: The default number of steps.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--state", type=Path, default=Path("outputs", name), help="folder for states and data"
+    )
+    parser.add_argument("--clips", type=int, help="make the data of so many clips")
+    parser.add_argument("--expert", choices=EXPERTS, help="train the LoRA of this expert")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--out", type=Path, help="write the --lora_dir")
+    parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")
+    parser.add_argument("--prompts", type=int, default=100)
+    options = parser.parse_args()
+    if options.score:
+        score(options.score, options.prompts)
+        return
+    options.state.mkdir(parents=True, exist_ok=True)
+    if options.clips:
+        prepare(options.state, options.clips)
+    if options.expert:
+        train(options.state, options.expert, options.steps, options.peak)
+    if options.out:
+        export(options.state, options.out, name)
