@@ -168,7 +168,8 @@ def test_a_call_does_what_its_row_says(mode: str, heads: int) -> None:
     chunks = heads_per_chunk(heads, 2, row.chunks)
     assert events.split().count("A2A") == 4 * len(chunks)
     blocks = [b - a for a, b in q_ranges(rows, row.blocks)]
-    assert calls == [(block, chunk) for chunk in chunks for block in blocks]
+    attended = [chunks[chunk] for verb, chunk in row.order(len(chunks)) if verb == "attend"]
+    assert calls == [(block, heads) for heads in attended for block in blocks]
     assert ("got" in events) == row.overlaps
 
 
