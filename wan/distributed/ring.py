@@ -25,7 +25,7 @@ from wan.distributed.exchange import (
 )
 from wan.settings.parallel import RING_TYPES
 
-Block = tuple[int, Tensor, Tensor]
+KvBlock = tuple[int, Tensor, Tensor]
 """(rank it belongs to, k, v), k and v [B,S,N,D] each."""
 
 
@@ -78,7 +78,7 @@ class Ring:
         self.size, self.rank = group_size(group), group_rank(group)
         self.hops = hops(ring_type, self.rank, self.size)
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[KvBlock]:
         """Every rank's block once, the own one first. All ranks must consume all of them."""
         ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
         group = process_group(self.group)

@@ -27,7 +27,7 @@ Pair = tuple[Tensor, Tensor]
 BlockQuantise = Callable[[Tensor, int], Payload]
 """quantise(x_BSND, rows): E4M3 with one float32 scale per head and `rows` tokens."""
 
-Place = Callable[[Payload], Payload]
+Form = Callable[[Payload], Payload]
 """Brings keys or values into the form that a kernel wants, once for all blocks of queries."""
 
 
@@ -57,7 +57,7 @@ class Quantiser(Protocol):
 
 
 class Fp8Kernel(Protocol):
-    """softmax(q k^T / sqrt(D)) v, [B,S,N,D] in dtype; k and v come through the kernel's `Place`."""
+    """softmax(q k^T / sqrt(D)) v, [B,S,N,D] in dtype; k and v come through the kernel's `Form`."""
 
     @property
     def name(self) -> str:
@@ -221,7 +221,7 @@ DEQUANTISED = DequantisedAttention()
 
 
 def as_they_are(x: Payload) -> Payload:
-    """`Place` of kernels that take keys and values as they are."""
+    """`Form` of kernels that take keys and values as they are."""
     return x
 
 
@@ -241,7 +241,7 @@ class Fp8Attention:
         dtype: torch.dtype,
         kernel: Fp8Kernel = DEQUANTISED,
         before_exchange: bool = False,
-        place: Place = as_they_are,
+        place: Form = as_they_are,
     ) -> None:
         self._quantiser, self._dtype, self._kernel = quantiser, dtype, kernel
         self._before_exchange, self._place = before_exchange, place

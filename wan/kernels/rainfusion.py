@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wan import trace
 from wan.kernels.base import QKV, AttendRows, Payload, StepInfo, Target
-from wan.kernels.fp8 import Place, Quantiser, as_they_are
+from wan.kernels.fp8 import Form, Quantiser, as_they_are
 from wan.kernels.rainfusion_masks import plan
 from wan.kernels.reference import tiled_attention
 from wan.settings.numerics import Q_ROWS
@@ -126,7 +126,7 @@ class RainFusionAttention:
         *,
         kernel: BlockSparseKernel = REFERENCE,
         quantiser: Quantiser | None = None,
-        place: Place = as_they_are,
+        place: Form = as_they_are,
     ) -> None:
         if kind not in TYPES:
             raise ValueError(f"RainFusion's type must be one of {', '.join(TYPES)}, got {kind!r}")

@@ -17,9 +17,9 @@ from torch import Tensor
 from wan.kernels.base import PLAIN, Grid, Kernel, Load, Method, Payload, SmallOps, Target
 from wan.kernels.compiled_ops import Compiled
 from wan.kernels.fp8 import (
+    Form,
     Fp8Attention,
     Fp8Quantiser,
-    Place,
     Rotations,
     as_they_are,
     hadamard,
@@ -29,7 +29,7 @@ from wan.kernels.npu.fp8 import placed_head_first
 from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.settings.attention import Attention
-from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, Row
+from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, KernelRow
 
 Exported = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of its queries and keys, as a quantised checkpoint brings them."""
@@ -130,7 +130,7 @@ def dense(attention: Attention, target: Target) -> Kernel:
     return kernel
 
 
-def _made(row: Row, target: Target) -> Any:
+def _made(row: KernelRow, target: Target) -> Any:
     """The kernel of a row of the table, for a device that has it."""
     can = target.device.can
     if not can.has(row):
@@ -172,7 +172,7 @@ def _quantiser(target: Target, rotations: Rotations) -> Fp8Quantiser:
     return Fp8Quantiser(rotations, device_type=where)
 
 
-def _place(target: Target) -> Place:
+def _place(target: Target) -> Form:
     """Devices without FP8 units compute with what the FP8 values stand for."""
     if target.device.type == "npu":
         return placed_head_first

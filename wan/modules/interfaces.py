@@ -18,7 +18,7 @@ from wan.kernels.sdpa import SdpaKernel
 from wan.modules.small_ops import BlockOps
 
 
-class Attention(Protocol):
+class SelfAttention(Protocol):
     """Self-attention over all tokens of the video, given this device's tokens of all heads."""
 
     def __call__(
@@ -33,7 +33,7 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
-MakeAttention = Callable[[int], Attention]
+MakeAttention = Callable[[int], SelfAttention]
 """Makes the self-attention of a block from the block's index."""
 
 

@@ -30,7 +30,7 @@ from wan.device import Device, bf16_gain
 from wan.kernels.base import Target
 from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
-from wan.modules.interfaces import Attention, Collaborators, LocalAttention, LocalTokens
+from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens, SelfAttention
 from wan.modules.model import WanModel
 from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
@@ -60,7 +60,7 @@ def pipeline(
     team: Team | None = None,
     t5_dtype: torch.dtype | None = None,
     caches: Cache | None = None,
-    attention: Callable[[Attention], Attention] | None = None,
+    attention: Callable[[SelfAttention], SelfAttention] | None = None,
 ) -> Pipeline:
     """Composes a pipeline; names and shapes of all tensors are checked, but no weight is read.
 
@@ -379,7 +379,7 @@ def collaborators(
         ulysses, sequence = team.group("ulysses"), team.group("ring", "ulysses")
         ring = Ring(team.group("ring"), parallel.ring_type, selected.device_type)
 
-    def attention(layer: int) -> Attention:
+    def attention(layer: int) -> SelfAttention:
         return FAPowerCapAttention(
             parallel,
             ulysses,

@@ -23,7 +23,7 @@ from wan.distributed.mesh import Team
 from wan.kernels.base import StepInfo
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import Attention
+from wan.modules.interfaces import SelfAttention
 from wan.modules.schedule import MODES, heads_per_chunk
 from wan.pipeline import build, video
 from wan.power.compare import Variant
@@ -65,7 +65,7 @@ class Found:
 class SideBySide:
     """Self-attention of a block by the layer that `chosen` names; all ranks choose the same."""
 
-    def __init__(self, layers: Mapping[str, Attention], chosen: Callable[[], str]) -> None:
+    def __init__(self, layers: Mapping[str, SelfAttention], chosen: Callable[[], str]) -> None:
         self.layers, self.chosen = dict(layers), chosen
 
     def __call__(self, *qkv_BsND: Tensor, **told: Any) -> Tensor:
@@ -219,9 +219,9 @@ class Rounds:
         self._texts = self._pipeline.texts(run.request)
         self._pipeline.text.release()
 
-    def _beside(self, built: Attention) -> Attention:
+    def _beside(self, built: SelfAttention) -> SelfAttention:
         assert isinstance(built, FAPowerCapAttention), "there are exchanges"
-        layers: dict[str, Attention] = {}
+        layers: dict[str, SelfAttention] = {}
         idle = self._team.device.idle
         for variant in self.variants:
             layers[variant.name] = layer_of(variant, built)

@@ -15,7 +15,7 @@ from functools import partial
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.kernels import DEFAULT, FP8, RAINFUSION, SMALL_OPS, Row
+from wan.settings.kernels import DEFAULT, FP8, RAINFUSION, SMALL_OPS, KernelRow
 from wan.settings.values import either
 
 
@@ -50,7 +50,7 @@ class Capabilities:
     compile: bool = True
     weights: tuple[str, ...] = ("W8A8_DYNAMIC",)
 
-    def has(self, row: Row) -> bool:
+    def has(self, row: KernelRow) -> bool:
         """Whether it has a kernel."""
         return row.is_on(self.type, self.name)
 
@@ -218,7 +218,7 @@ def _wishes(
         )
 
 
-def _has(kernel: Row, row: Capabilities) -> bool:
+def _has(kernel: KernelRow, row: Capabilities) -> bool:
     return row.has(kernel)
 
 

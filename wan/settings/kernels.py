@@ -18,7 +18,7 @@ _BOTH = ("bf16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class KernelRow:
     """A kernel that can be asked for by name.
 
     Attributes:
@@ -39,7 +39,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense(Row):
+class Dense(KernelRow):
     """A kernel of dense attention.
 
     Attributes:
@@ -152,7 +152,7 @@ def dense_names(flag: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8(Row):
+class Fp8(KernelRow):
     """A kernel of FP8 attention.
 
     Attributes:
@@ -180,7 +180,7 @@ FP8 = Fp8(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparse(Row):
+class Sparse(KernelRow):
     """A kernel of block-sparse attention, asked for by rainfusion_type.
 
     Attributes:
@@ -213,7 +213,7 @@ RAINFUSION = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallOp(Row):
+class SmallOp(KernelRow):
     """A kernel for operations of a block between its matrix products, asked for by fused_ops.
 
     Of CPUs and GPUs its text names steps of `wan.modules.small_ops.BlockOps`, which are compiled;
