@@ -16,8 +16,8 @@ __all__ = ["no_weights"]  # a fixture that holds for every test here, too
 CPU = ["--device", "cpu", "--size", "64*48", "--frame_num", "5", "--sample_steps", "2"]
 REFUSED = {
     "no operator": (["sdpa_efficient"], "does not compute float32 with heads of 6 channels on"),
-    "no precision": (["sdpa_flash"], "takes no fp32, which a run on a CPU would compute in: use"),
-    "no GPU": (["flash"], "--attention_backend flash needs a CUDA GPU; this device is a CPU: use"),
+    "no precision": (["sdpa_flash"], "takes no fp32, which a run on a CPU would compute in; use"),
+    "no GPU": (["flash"], "--attention_backend flash needs a CUDA GPU; this device is a CPU; use"),
     "FP8": (["sdpa_math", "--fa_quant", "fp8"], "another kernel and excludes --fa_quant fp8"),
     "compiled": (["sdpa_math", "--compile"], "--compile does not work with --attention_backend"),
 }
@@ -45,4 +45,4 @@ def test_a_pytorch_for_cpus_alone_is_refused_in_words(tiny, tmp_path: Path) -> N
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
-    assert "sdpa_math: xfuser does not load; it needs a PyTorch for CUDA or ROCm" in lines[0]
+    assert "xfuser, which does not load here: it needs a PyTorch for CUDA or ROCm" in lines[0]

@@ -99,7 +99,9 @@ def _registered(row: Dense) -> tuple[Any, Function]:
     member = getattr(registry.AttentionBackendType, str(row.member), None)
     if member not in registry.ATTENTION_FUNCTION_REGISTRY:
         remedy = f"run pip install -r requirements-cuda.txt, or {_INSTEAD}"
-        raise InputError(row.asked, None, f"is {row.member}, which this xfuser has not", remedy)
+        raise InputError(
+            row.asked, None, f"is {row.member}, which this xfuser does not have", remedy
+        )
     return member, registry.ATTENTION_FUNCTION_REGISTRY[member]
 
 
