@@ -11,9 +11,11 @@ import pytest
 from wan.settings import flags, rules
 from wan.settings.errors import COMMAND_LINE, Words
 from wan.settings.flags import DIFFUSERS, FLAGS, PYTHON
+from wan.settings.step_cache import POLICIES
 
 REPO = Path(__file__).parents[2]
-ROWS = (*rules.ALL, *flags.NEEDS)
+OF_CACHES = [rule for row in POLICIES.values() for rule in row.refuses]
+ROWS = (*rules.ALL, *flags.NEEDS, *OF_CACHES)
 FRONTS = {
     "command line": (COMMAND_LINE, {*FLAGS}),
     "Python": (PYTHON, {n for n, flag in FLAGS.items() if flag.python or flag.keyword}),

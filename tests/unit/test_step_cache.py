@@ -51,7 +51,7 @@ CONTRADICTIONS: dict[str, tuple[str, str]] = {
     "cfg on halves": ("--step_cache cfg --cfg_size 2", "has half of the ranks"),
     "cfg unguided": ("--step_cache cfg --sample_guide_scale 1", "does not compute"),
     "two policies": ("--use_attentioncache --step_cache mag", "another policy; drop one"),
-    "compiled": ("--step_cache attention --compile", "skips a part of a block"),
+    "compiled": ("--step_cache attention --compile", "skips a part of what"),
     "start behind end": ("--use_attentioncache --start_step 38", "so no attention is kept"),
     "tea": ("--step_cache tea", "no published coefficients for t2v-A14B"),
     "mag": ("--task t2v-1.3B --step_cache mag", "no published curve for t2v-1.3B"),

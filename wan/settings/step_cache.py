@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from wan.settings import rules
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import loading
 from wan.settings.parallel import Parallel
 from wan.settings.presets import TRAIN_TIMESTEPS
+from wan.settings.rules import Rule, conflict
 from wan.settings.values import Reader, choice, either, integer, listed, path, real, shown, switch
 
 
@@ -29,8 +31,7 @@ class PolicyRow:
         reads: The parameters that have an effect on it.
         threshold: Its default of `step_cache_threshold`.
         argument: Reads what follows the colon, from a setting's name and the text.
-        refuses: Settings that it does not work with: name, value, and the reason as the predicate
-            of a sentence about the policy.
+        refuses: Settings that it does not work with.
     """
 
     value: str
@@ -39,7 +40,7 @@ class PolicyRow:
     reads: tuple[str, ...] = ()
     threshold: float | None = None
     argument: Callable[[str, str], Any] | None = None
-    refuses: tuple[tuple[str, object, str], ...] = ()
+    refuses: tuple[Rule, ...] = ()
 
     @property
     def name(self) -> str:
@@ -48,7 +49,6 @@ class PolicyRow:
 
 
 _RESIDUAL = ("step_cache_threshold", "step_cache_warmup", "step_cache_order")
-_HALVES = "leaves out the unconditional branch, for which `cfg_size=2` has half of the ranks"
 _ROWS = (
     PolicyRow(
         "first_block",
@@ -83,13 +83,21 @@ _ROWS = (
         "self-attention (MindIE-SD)",
         make="wan.cache.attention:AttentionPolicy",
         reads=("attentioncache_ratio", "attentioncache_interval", "start_step", "end_step"),
-        refuses=(("compile", True, "skips a part of a block, which `compile` does not allow"),),
+        refuses=(
+            conflict("step_cache=attention", "compile", "skips a part of what `compile` compiles"),
+        ),
     ),
     PolicyRow(
         "cfg",
         "the unconditional branch in four of five late steps",
         make="wan.cache.guidance:GuidancePolicy",
-        refuses=(("cfg_size", 2, _HALVES),),
+        refuses=(
+            conflict(
+                "step_cache=cfg",
+                "cfg_size=2",
+                "leaves out the unconditional branch, for which `cfg_size=2` has half of the ranks",
+            ),
+        ),
     ),
 )
 POLICIES = {row.name: row for row in _ROWS}
@@ -242,7 +250,6 @@ def check(cache: StepCache, parallel: Parallel, execution: Execution) -> None:
         if readers and cache.policy not in readers:
             why = f"has no effect on `step_cache={cache.policy}`; it belongs to "
             raise InputError(f"`{name}`", why=why + ", ".join(readers), remedy="drop it")
-    row = POLICIES.get(cache.policy)
-    for name, value, why in () if row is None else row.refuses:
-        if {**vars(parallel), **vars(execution)}[name] == value:
-            raise InputError("`step_cache`", cache.policy, why, "drop one of them")
+    if cache.policy != "none":
+        facts = {**vars(parallel), **vars(execution), "step_cache": cache.policy}
+        rules.check(POLICIES[cache.policy].refuses, facts)
