@@ -1,4 +1,7 @@
-"""The one interface to CPUs and accelerators. Vendor calls stand here and in `wan.kernels` only."""
+"""The one interface to CPUs and accelerators.
+
+Vendors' functions are called only here and in `wan.kernels`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ from wan.settings.errors import InputError
 class Device:
     """A device and what the rest of the code asks of it.
 
-    can: its row of the table of devices, which a plan chooses for tensors without data.
+    Attributes:
+        torch_device: The device of PyTorch; "meta" in a plan.
+        can: Its row of the table of devices, also in a plan.
     """
 
     torch_device: torch.device
@@ -42,13 +47,13 @@ class Device:
             self._accelerator.synchronize(self.torch_device)
 
     def idle(self, seconds: float) -> None:
-        """Give the device nothing to do for so long, when it has done what it was given."""
+        """Wait until the device has finished its work, and then leave it idle for so long."""
         self.synchronize()
         if self._accelerator is None:
             time.sleep(seconds)
             return
         end = time.perf_counter() + seconds
-        while time.perf_counter() < end:  # a sleeping host would come back too late
+        while time.perf_counter() < end:  # a sleeping host would wake up too late
             pass
 
     def empty_cache(self) -> None:
@@ -56,9 +61,9 @@ class Device:
             self._accelerator.empty_cache()
 
     def free_memory(self) -> int | None:
-        """Bytes that this process may still take; None where the system does not tell.
+        """Bytes that this process may still allocate; None where the system does not report it.
 
-        Of a CPU's, its share: the ranks of a machine have the same memory.
+        The ranks of a machine share the CPU's memory, so that each has an equal part of it.
         """
         if self._accelerator is None:
             free = host.available_memory()
@@ -78,14 +83,14 @@ class Device:
         return self._accelerator.max_memory_allocated(self.torch_device)
 
     def clock(self) -> trace.Clock:
-        """Says when what is recorded has begun and ended."""
+        """A clock for the begin and end of work on this device."""
         if self._accelerator is None:
             return trace.HostClock()
         return EventClock(self._accelerator, self.torch_device)
 
     @contextmanager
     def profiled(self, path: Path) -> Iterator[None]:
-        """Runs PyTorch's profiler, or the NPU's, and writes what it saw as a trace of its own."""
+        """Profile the block with PyTorch's or the NPU's profiler and write its trace to a file."""
         if self.type == "npu":
             import torch_npu
 
@@ -100,7 +105,7 @@ class Device:
         running.export_chrome_trace(str(path))
 
     def range(self, name: str) -> AbstractContextManager[object]:
-        """A named range of a profiler that runs."""
+        """A named range in the trace of the profiler that runs."""
         return torch.profiler.record_function(name)
 
     def name(self) -> str:
@@ -109,12 +114,12 @@ class Device:
         return self._accelerator.get_device_name(self.torch_device)
 
     def uuid(self) -> str:
-        """Of a GPU, as the vendor's library knows it whatever CUDA_VISIBLE_DEVICES shows."""
+        """The UUID of a GPU, by which NVML finds it whatever CUDA_VISIBLE_DEVICES shows."""
         return str(self._accelerator.get_device_properties(self.torch_device).uuid)
 
 
 class EventClock:
-    """Implements `wan.trace.Clock` by events on the current stream of an accelerator."""
+    """Implements `wan.trace.Clock` with events on the current stream of an accelerator."""
 
     name = "device events"
 
@@ -122,7 +127,7 @@ class EventClock:
         self._accelerator, self._device = accelerator, device
 
     def start(self) -> None:
-        """The device is idle: its first event happens when the host says so."""
+        """Synchronise, so that the first event happens at the host's present time."""
         self._accelerator.synchronize(self._device)
         self._zero, self._host = self._event(), time.perf_counter_ns()
 
@@ -140,9 +145,9 @@ class EventClock:
 
 
 class CopyStream:
-    """A stream of an accelerator for copies beside its computing, ordered by events.
+    """A stream of an accelerator that copies while another stream computes.
 
-    Nothing here makes the host wait.
+    Events order the two streams; the host never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,43 +155,44 @@ class CopyStream:
         self._stream = self._module.Stream(device=device)
 
     def event(self) -> Any:
-        """One that can be recorded again and again."""
+        """An event, which may be recorded repeatedly."""
         return self._module.Event()
 
     def computed(self, event: Any) -> None:
-        """Record: all that has been given to the computing stream so far."""
+        """Record an event that comes when the computing stream has finished its present work."""
         event.record(self._module.current_stream())
 
     def copy(self, target: Tensor, parts: Iterable[tuple[slice, Tensor]], after: Any) -> None:
-        """Copy parts into their places, once an event of the computing stream has come."""
+        """Copy each tensor into its slice of the target, after an event of the computing stream."""
         self._stream.wait_event(after)
         with self._module.stream(self._stream):
-            for place, part in parts:
-                target[place].copy_(part, non_blocking=True)
+            for rows, source in parts:
+                target[rows].copy_(source, non_blocking=True)
 
     def copied(self, event: Any) -> None:
-        """Record: all copies given so far."""
+        """Record an event that comes when all present copies are finished."""
         event.record(self._stream)
 
     def compute_after(self, event: Any) -> None:
-        """What is given to the computing stream from here on starts when the event has come."""
+        """Make all later work of the computing stream wait for an event."""
         self._module.current_stream().wait_event(event)
 
     def uses(self, memory: Tensor) -> None:
-        """Freed memory of the computing stream is not used again while a copy may write to it."""
+        """Keep memory from being reused, after it is freed, while a copy may still write to it."""
         memory.record_stream(self._stream)
 
 
 def bf16_gain() -> float:
-    """How many times as fast this CPU multiplies bfloat16 matrices as float32 ones, measured now.
+    """How many times as fast this CPU multiplies bfloat16 matrices as float32 matrices.
 
-    Takes some milliseconds; 1 is said without measuring where nothing can be expected.
+    The measurement takes some milliseconds. It is left out, and 1 returned, on CPUs without AVX512,
+    none of which has units for bfloat16.
     """
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():  # units for bfloat16 came after it
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return 1.0
     matrix, seconds = torch.full((640, 640), 0.5), []
     for x in (matrix, matrix.bfloat16()):
-        x @ x  # its first product prepares
+        x @ x  # the first product of a dtype also sets up its kernel
         start = time.perf_counter()
         x @ x
         seconds.append(time.perf_counter() - start)
@@ -194,29 +200,32 @@ def bf16_gain() -> float:
 
 
 def resolve(wish: str, index: int = 0) -> Device:
-    """The device for --device auto, cpu, cuda or npu. InputError where it is not there.
+    """The device that a run uses.
 
-    auto: CUDA, else an NPU that PyTorch already sees (torch-npu registers itself), else the CPU;
-    refused where an accelerator is there that PyTorch does not see.
+    Args:
+        wish: "cpu", "cuda", "npu", or "auto": CUDA, else an NPU that PyTorch sees (torch-npu
+            registers itself), else the CPU.
+        index: Of the accelerator on this machine.
+
+    Raises:
+        InputError: For a device that is not there, and for "auto" where PyTorch does not see an
+            accelerator of this machine.
     """
     if wish == "auto":
-        wish = _best()
-        unseen = hidden_accelerator() if wish == "cpu" else None
-        if unseen is not None:
-            raise InputError(f"{unseen}, or use `device=cpu`.")
+        wish = "cpu"
+        if torch.cuda.is_available():
+            wish = "cuda"
+        elif hasattr(torch, "npu") and torch.npu.is_available():
+            wish = "npu"
+        elif (refusal := hidden_accelerator()) is not None:
+            raise refusal
     if wish == "cpu":
         return Device(torch.device("cpu"), of_type("cpu"))
     if wish == "cuda":
         return _cuda(index)
     if wish == "npu":
         return _npu(index)
-    raise InputError(f"There is no `device={wish}`; use auto, cpu, cuda or npu.")
-
-
-def _best() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "npu" if hasattr(torch, "npu") and torch.npu.is_available() else "cpu"
+    raise InputError("`device`", wish, "is unknown", "use auto, cpu, cuda or npu")
 
 
 _VISIBLE = {
@@ -225,38 +234,45 @@ _VISIBLE = {
 }
 
 
-def hidden_accelerator(folder: Path = Path("/dev")) -> str | None:
-    """Why an accelerator of this machine is not used; None where there is none, or none is wanted.
+def hidden_accelerator(folder: Path = Path("/dev")) -> InputError | None:
+    """The refusal of a run on a machine with an accelerator that PyTorch does not see.
 
-    A run of the large models on the CPU, which nobody has asked for, would take hours and, with
-    several ranks, more memory than there is.
+    Without it the large models would run on the CPU, unasked, for hours and, with several ranks,
+    with more memory than the machine has.
 
-    folder: where drivers put their devices.
+    Args:
+        folder: Where drivers put their devices.
+
+    Returns:
+        None where there is no accelerator, or the environment hides it.
     """
     for pattern, variable in _VISIBLE.items():
         found = sorted(path.name for path in folder.glob(pattern))
         if not found or host.hides(variable):
             continue
         if variable.startswith("ASCEND"):
-            return (
-                f"An Ascend NPU is here ({folder / found[0]}), but PyTorch sees none: install "
-                "requirements-npu.txt and source CANN's set_env.sh"
+            return InputError(
+                "An Ascend NPU",
+                why=f"is here ({folder / found[0]}), but PyTorch sees none",
+                remedy="install requirements-npu.txt and source CANN's set_env.sh, or use "
+                "`device=cpu`",
             )
-        wheel = torch.version.cuda
-        built = f"is built for CUDA {wheel}" if wheel else "is built without CUDA"
-        return (
-            f"A CUDA GPU is here ({folder / found[0]}), but PyTorch sees none: torch "
-            f"{torch.__version__} {built}; install a wheel that fits the driver (nvidia-smi shows "
-            "its CUDA version) or a newer driver"
+        built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        return InputError(
+            "A CUDA GPU",
+            why=f"is here ({folder / found[0]}), but PyTorch sees none: torch "
+            f"{torch.__version__} is built {built}",
+            remedy="install a wheel that fits the driver (nvidia-smi shows its CUDA version) or a "
+            "newer driver, or use `device=cpu`",
         )
     return None
 
 
 def _cuda(index: int) -> Device:
     if not torch.cuda.is_available():
-        raise InputError("`device=cuda`: PyTorch sees no CUDA device here; use `device=cpu`.")
-    if index >= torch.cuda.device_count():
-        raise InputError(f"CUDA device {index} does not exist; {torch.cuda.device_count()} do.")
+        why = "cannot be used: PyTorch sees no CUDA device here"
+        raise InputError("`device=cuda`", why=why, remedy="use `device=cpu`")
+    _check_index("CUDA device", index, torch.cuda.device_count())
     torch.cuda.set_device(index)
     return Device(torch.device("cuda", index), of_type("cuda"))
 
@@ -265,11 +281,12 @@ def _npu(index: int) -> Device:
     npu = _torch_npu()
     if not npu.is_available():
         raise InputError(
-            "`device=npu`: torch-npu sees no NPU here; see whether npu-smi info lists one and "
-            "whether ASCEND_RT_VISIBLE_DEVICES hides it, or use `device=cpu`."
+            "`device=npu`",
+            why="cannot be used: torch-npu sees no NPU here",
+            remedy="see whether npu-smi info lists one and whether ASCEND_RT_VISIBLE_DEVICES hides "
+            "it, or use `device=cpu`",
         )
-    if index >= npu.device_count():
-        raise InputError(f"NPU {index} does not exist; {npu.device_count()} do.")
+    _check_index("NPU", index, npu.device_count())
     # Before the first use of a device: the import tells CANN where mindiesd's operators are.
     _import_mindiesd()
     # After the import, which allows internal formats: weights in them would not be plain rows.
@@ -280,15 +297,17 @@ def _npu(index: int) -> Device:
 
 
 def _torch_npu() -> Any:
-    """torch.npu. InputError where torch-npu is not installed or finds no CANN."""
+    """torch.npu. Raises InputError where torch-npu is not installed or does not find CANN."""
     try:
         import torch_npu
     except ModuleNotFoundError as error:
-        raise InputError(_not_installed(error)) from error
+        raise _not_installed(error) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
-            f"`device=npu`: torch-npu does not load, most likely because CANN is missing: install "
-            f"CANN and source its set_env.sh, or use `device=cpu` ({_reason(error)})."
+            "`device=npu`",
+            why="cannot be used: torch-npu does not load, most likely because CANN is missing "
+            f"({_reason(error)})",
+            remedy="install CANN and source its set_env.sh, or use `device=cpu`",
         ) from error
     return torch_npu.npu
 
@@ -299,19 +318,28 @@ def _import_mindiesd() -> None:
             warnings.simplefilter("ignore", UserWarning)
             import mindiesd  # noqa: F401  (imported for what it registers)
     except ModuleNotFoundError as error:
-        raise InputError(_not_installed(error)) from error
+        raise _not_installed(error) from error
     except (ImportError, OSError, RuntimeError) as error:
         raise InputError(
-            f"`device=npu`: mindiesd does not load; it must fit PyTorch {torch.__version__}, "
-            f"torch-npu and CANN: run pip install -r requirements-npu.txt ({_reason(error)})."
+            "`device=npu`",
+            why="cannot be used: mindiesd does not load; it must fit PyTorch "
+            f"{torch.__version__}, torch-npu and CANN ({_reason(error)})",
+            remedy="run pip install -r requirements-npu.txt",
         ) from error
 
 
-def _not_installed(error: ModuleNotFoundError) -> str:
-    return (
-        f"`device=npu` needs the Python package {error.name}, which is not installed: run "
-        "pip install -r requirements-npu.txt, or use `device=cpu`."
+def _not_installed(error: ModuleNotFoundError) -> InputError:
+    return InputError(
+        "`device=npu`",
+        why=f"needs the Python package {error.name}, which is not installed",
+        remedy="run pip install -r requirements-npu.txt, or use `device=cpu`",
     )
+
+
+def _check_index(what: str, index: int, count: int) -> None:
+    if index >= count:
+        remedy = f"start at most {count} ranks on this machine"
+        raise InputError(what, index, f"does not exist; {count} do", remedy)
 
 
 def _reason(error: BaseException) -> str:

@@ -211,8 +211,8 @@ def test_an_accelerator_that_pytorch_does_not_see(
     (tmp_path / "nvidiactl").touch()
     assert device.hidden_accelerator(tmp_path) is None
     (tmp_path / name).touch()
-    said = device.hidden_accelerator(tmp_path)
-    assert said is not None and re.search(words, said)
+    refusal = device.hidden_accelerator(tmp_path)
+    assert refusal is not None and re.search(words, str(refusal))
     for hidden in ("", "-1"):
         monkeypatch.setenv(variable, hidden)
         assert device.hidden_accelerator(tmp_path) is None
@@ -220,7 +220,8 @@ def test_an_accelerator_that_pytorch_does_not_see(
 
 def test_auto_does_not_fall_back_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device, "hidden_accelerator", lambda: "A GPU is hidden: do this")
-    with pytest.raises(InputError, match="GPU is hidden: do this, or use device=cpu"):
+    refusal = InputError("A GPU", why="is hidden", remedy="use `device=cpu`")
+    monkeypatch.setattr(device, "hidden_accelerator", lambda: refusal)
+    with pytest.raises(InputError, match="A GPU is hidden; use device=cpu"):
         device.resolve("auto")
     assert device.resolve("cpu").type == "cpu"
