@@ -345,10 +345,13 @@ def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("task", ["i2v-A14B", slow("ti2v-5B")])
 @pytest.mark.parametrize("frames", [slow(1), 5, slow(9), slow(81)])
-def test_the_vae_is_estimated_as_it_is_measured(task: str, frames: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [slow("320*192"), "4096*4096"])
+def test_the_vae_is_estimated_as_it_is_measured(
+    task: str, frames: int, size: str, tmp_path: Path
+) -> None:
     """What decoding chooses its means by, without the weights."""
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
-    argv = ("--task", task, "--size", "320*192", "--frame_num", frames, "--device", "cuda")
+    argv = ("--task", task, "--size", size, "--frame_num", frames, "--device", "cuda")
     found = planner(*argv, "--image", tmp_path / "a.png")
     measured, (width, height) = found.stages(), found.request.video_size
     for verb, stage in (("decode", "decoding"), ("encode", "image encoder")):
@@ -356,7 +359,7 @@ def test_the_vae_is_estimated_as_it_is_measured(task: str, frames: int, tmp_path
         steps = 1 if encodes_one else found.request.latent_shape[1]
         least = memory.vae_activations(found.setup, verb, (steps, height, width))
         want = measured[stage].total() - measured[stage]["VAE weights"]
-        assert 0.95 * want <= least <= want, (verb, least / want)
+        assert 0.92 * want <= least <= want, (verb, least / want)
 
 
 @pytest.mark.slow
