@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools import flags_table
+from wan import cli
 from wan.cli import extend_prompt, flags
 from wan.cli.resolve import resolve
 from wan.env import cache_dir, rank, world_size
@@ -369,3 +371,11 @@ def test_a_video_that_is_there_is_announced(tiny, tmp_path: Path) -> None:
 def test_the_table_of_flags_in_the_documents() -> None:
     text = flags_table.PAGE.read_text(encoding="utf-8")
     assert text == flags_table.page(text), "run python tools/flags_table.py"
+
+
+def test_every_flag_is_read_where_it_acts() -> None:
+    """A field that nothing reads would be accepted, recorded, and change nothing."""
+    wan = Path(cli.__file__).parents[1]
+    text = "\n".join(path.read_text() for path in wan.rglob("*.py") if path.stem != "rules")
+    unread = {name for name in flags.FLAGS if not re.search(rf"\.{name}\b|[\"']{name}[\"']", text)}
+    assert not unread
