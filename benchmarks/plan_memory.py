@@ -35,6 +35,7 @@ from wan.device import resolve as resolve_device
 from wan.distributed import mesh
 from wan.log import Stages
 from wan.pipeline import build
+from wan.pipeline.pipeline import Inputs
 from wan.planner.measure import Planner
 from wan.run import Run
 from wan.torch_private import Live
@@ -98,12 +99,9 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
     live = Live("cpu", resized=parallel.dit_fsdp or parallel.t5_fsdp)
     pipeline = build.pipeline(setup, resolve_device("cpu"), team)
     pipeline.stages = stages = Watched(live, sampler)
-    given: dict[str, Any] = {}
-    if case.loop:
-        size = pipeline.text_size
-        given = {f"{which}prompt_embeds": torch.zeros(size) for which in ("", "negative_")}
+    texts = torch.zeros(2, *pipeline.text_size) if case.loop else (None, None)
     with live:
-        latents = pipeline.latents(run.request, run.image, **given)
+        latents = pipeline.latents(run.request, Inputs(run.image, None, *texts))
         if team is not None:
             dist.barrier()
         if rank == 0 and not case.loop:

@@ -29,6 +29,7 @@ from wan.cli.resolve import resolve
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import Blocks
 from wan.pipeline import build
+from wan.pipeline.pipeline import Inputs
 from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.step_cache import StepCache
@@ -76,7 +77,7 @@ def calibrate(argv: list[str]) -> Curve:
     recorder = Recorder(policy.make(everything, setup.preset))
     device = devices.resolve(setup.execution.device)
     pipeline = build.pipeline(setup, device, caches=recorder)
-    pipeline.latents(request, run.image)
+    pipeline.latents(request, Inputs(run.image))
     return Curve(
         task=setup.preset.task,
         sample_shift=request.sample_shift,

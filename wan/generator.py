@@ -24,6 +24,7 @@ from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
 from wan.pipeline.batch import Batch, Job
+from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
 from wan.run import ask, make_setup
 from wan.settings.errors import InputError, spoken
@@ -235,9 +236,8 @@ class Generator:
         if self._team is not None:  # ranks that drew different seeds would mix their noise
             seed = self._team.value_from_main(request.base_seed)
             request = replace(request, base_seed=seed)
-        return VideoCall(
-            "A call", request, image, last_image, prompt, negative, output_type=output_type
-        )
+        inputs = Inputs(image, last_image, prompt, negative)
+        return VideoCall("A call", request, inputs, output_type=output_type)
 
     def _with_offload(self, offload: Offload) -> Setup:
         """The setup of one call; InputError where the constructor's keywords exclude that."""

@@ -19,7 +19,7 @@ from wan.distributed import mesh
 from wan.distributed.mesh import Team
 from wan.modules import schedule
 from wan.pipeline import build
-from wan.pipeline.pipeline import Pipeline
+from wan.pipeline.pipeline import Inputs, Pipeline
 from wan.run import Run
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of ranks fits
@@ -64,14 +64,14 @@ def arguments(checkpoint: object, way: Way) -> list[str]:
 def latents(argv: Sequence[str], chip: str) -> Tensor:
     """float32 [C,F,H,W], as generate.py makes them from this command line, on every rank."""
     asked, pipeline = composed(argv, chip)
-    return pipeline.latents(asked.request, asked.image, last_image=asked.last_image)
+    return pipeline.latents(asked.request, Inputs(asked.image, asked.last_image))
 
 
 def on_cpu(argv: Sequence[str]) -> Tensor:
     """The same without an NPU, in its dtype."""
     asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), _none)
     pipeline = build.pipeline(asked.setup, devices.resolve("cpu"))
-    return pipeline.latents(asked.request, asked.image, last_image=asked.last_image)
+    return pipeline.latents(asked.request, Inputs(asked.image, asked.last_image))
 
 
 def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:

@@ -20,7 +20,7 @@ from wan import device, host
 from wan.checkpoint.load import mapped, stored
 from wan.checkpoint.merge import merged
 from wan.pipeline.conditioning import prepare
-from wan.pipeline.denoise import Conditions, Denoising, denoise
+from wan.pipeline.denoise import Conditions, Denoising
 from wan.pipeline.pipeline import Experts, Lazy
 from wan.pipeline.solvers import sigma_table
 from wan.settings.errors import InputError
@@ -53,7 +53,7 @@ def six(**more: Any) -> tuple[Request, Conditions]:
 
 
 def six_steps(source: Any) -> None:
-    denoise(*six(), source)
+    Denoising(*six()).advance(source)
 
 
 def test_a_video_may_pause_between_experts() -> None:
@@ -65,7 +65,7 @@ def test_a_video_may_pause_between_experts() -> None:
     video.rest()
     assert set(source.calls) == {"high_noise"} and video.experts == ["low_noise"]
     found = video.advance(source)
-    assert video.experts == [] and torch.equal(found, denoise(*six(), Recorder()))
+    assert video.experts == [] and torch.equal(found, Denoising(*six()).advance(Recorder()))
 
 
 @pytest.mark.parametrize("solver", ["unipc", "dpm++", "euler", "rcm"])

@@ -20,7 +20,8 @@ from wan.device import resolve as device
 from wan.distributed import mesh
 from wan.modules.schedule import MODES
 from wan.pipeline import build, memory
-from wan.pipeline.denoise import Conditions, denoise
+from wan.pipeline.denoise import Conditions, Denoising
+from wan.pipeline.pipeline import Inputs
 from wan.planner.measure import Planner
 from wan.planner.report import check, lines
 from wan.run import Run
@@ -130,7 +131,8 @@ def test_latents_in_the_loop(hd: Planner) -> None:
         network = Recorder(live)
         with live:
             empty = torch.zeros(0)
-            denoise(request, Conditions(torch.zeros(request.latent_shape), empty, empty), network)
+            conditions = Conditions(torch.zeros(request.latent_shape), empty, empty)
+            Denoising(request, conditions).advance(network)
         one = 4 * prod(request.latent_shape)
         assert hd.stages()["denoising"]["latents"] / 1e6 == pytest.approx(6 * LATENT_MB)
         assert 5 <= max(network.held) // one <= 6  # beside the solver's tables
@@ -216,7 +218,7 @@ def living(found: Run) -> tuple[int, int]:
     live = Live("cpu")
     live.leave_out([texts])
     with live:
-        pipeline.latents(found.request, found.image, *texts)
+        pipeline.latents(found.request, Inputs(found.image, None, *texts))
     return live.peak.total(), live.held.total()
 
 

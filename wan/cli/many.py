@@ -18,13 +18,13 @@ from wan.cli import failures
 from wan.cli.videos import Video
 from wan.log import logger
 from wan.pipeline.batch import Batch, Job
+from wan.pipeline.pipeline import Inputs, Pipeline
 from wan.run import Run
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.distributed.mesh import Team
-    from wan.pipeline.pipeline import Pipeline
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,8 +92,8 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
 
 def _job(number: int, run: Run, pipeline: Pipeline, team: Team | None) -> LineJob:
     video = Video(run, pipeline, team)
-    images = (run.image, run.last_image)
-    return LineJob(f"Line {number}", run.request, *images, number=number, video=video)
+    inputs = Inputs(run.image, run.last_image)
+    return LineJob(f"Line {number}", run.request, inputs, number=number, video=video)
 
 
 def _sum_up(made: Sequence[LineJob], failed: Sequence[int], there: int) -> None:

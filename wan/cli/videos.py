@@ -116,7 +116,9 @@ class Video:
 
     def _denoised(self) -> Tensor:
         run = self.run
-        latents = self._pipeline.latents(run.request, run.image, last_image=run.last_image)
+        from wan.pipeline.pipeline import Inputs  # imports torch
+
+        latents = self._pipeline.latents(run.request, Inputs(run.image, run.last_image))
         self.keep(latents)
         return latents
 

@@ -20,11 +20,10 @@ from wan.log import logger
 from wan.settings.execution import AHEAD
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from torch import Tensor
 
     from wan.pipeline.denoise import Denoising
-    from wan.pipeline.pipeline import Pipeline
+    from wan.pipeline.pipeline import Inputs, Pipeline
     from wan.settings.request import Request
 
 
@@ -35,10 +34,7 @@ class Job:
     Attributes:
         name: How messages call it, such as "Line 3".
         request: The video.
-        image: The image that it starts from.
-        last_image: The image that it ends with.
-        prompt_embeds: [length, text_dim], used instead of the prompt.
-        negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
+        inputs: Its images and embeddings.
         seconds: Wall-clock time that was spent on this video.
         stages: The same by stage, as in `wan.log.Stages`.
         denoising: The paused loop of a video whose other expert is still to come.
@@ -48,10 +44,7 @@ class Job:
 
     name: str
     request: Request
-    image: Image | None = None
-    last_image: Image | None = None
-    prompt_embeds: Tensor | None = None
-    negative_prompt_embeds: Tensor | None = None
+    inputs: Inputs
     seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
     denoising: Denoising | None = None
@@ -129,7 +122,7 @@ class Batch(Generic[J]):
         begun, self._pipeline.stages.seconds = time.perf_counter(), first.stages
         texts = []
         for job in jobs:
-            embeds = (job.prompt_embeds, job.negative_prompt_embeds)
+            embeds = (job.inputs.prompt_embeds, job.inputs.negative_prompt_embeds)
             pairs = zip(job.request.texts, embeds, strict=False)
             texts += [text for text, given in pairs if given is None]
         if texts:
@@ -140,9 +133,7 @@ class Batch(Generic[J]):
         if job.latents is not None:
             latents, job.latents = job.latents, None
             return latents.to(self._pipeline.device.torch_device)
-        latents = self._pipeline.latents(
-            job.request, job.image, job.prompt_embeds, job.negative_prompt_embeds, job.last_image
-        )
+        latents = self._pipeline.latents(job.request, job.inputs)
         if self._denoised is not None:
             self._denoised(job, latents)
         return latents
@@ -152,13 +143,7 @@ class Batch(Generic[J]):
         pipeline = self._pipeline
         for job in jobs:
             with self._attempt(job):
-                job.denoising = pipeline.prepared(
-                    job.request,
-                    job.image,
-                    job.prompt_embeds,
-                    job.negative_prompt_embeds,
-                    job.last_image,
-                )
+                job.denoising = pipeline.prepared(job.request, job.inputs)
                 job.denoising.rest()
         for expert in jobs[0].request.preset.experts:
             for job in jobs:

@@ -1,4 +1,4 @@
-"""What differs between text-, image- and text-image-to-video before the loop starts.
+"""Prepares the inputs of the denoising loop for each kind of task.
 
 Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 """
@@ -22,14 +22,15 @@ from wan.settings.timesteps import schedule
 Encode = Callable[[Tensor], Tensor]
 """Pixels [3,F,H,W] in [-1, 1] to normalised latents [Z,f,h,w]."""
 Look = Callable[[Sequence[Tensor]], Tensor]
-"""Pictures [3,H,W] in [-1, 1] to CLIP features [images,T,C]."""
+"""Images [3,H,W] in [-1, 1] to CLIP features [images,T,C]."""
 
 
 def noise(request: Request, device: torch.device) -> Draw:
-    """Draws noise, float32 [Z,f,h,w], from the request's seed; the first draw is the start.
+    """Returns a function that draws noise, float32 [Z,f,h,w], from the request's seed.
 
-    On the CPU by default, so that a seed means the same video on every device; the official code
-    draws on the device (--noise_device device).
+    The first draw is the start of the loop. Noise is drawn on the CPU by default, so that a seed
+    means the same video on every device; the official code draws on the device, as
+    `--noise_device device` does.
     """
     where = torch.device("cpu") if request.noise_device == "cpu" else device
     generator = torch.Generator(where).manual_seed(request.base_seed)
@@ -50,14 +51,14 @@ def prepare(
     look: Look,
     device: torch.device,
 ) -> Conditions:
-    """The start of the loop and what it is held to, for the request's kind of task.
+    """Prepares the inputs of the loop for the request's kind of task.
 
     Args:
         request: The video.
-        contexts: Text embeddings of the prompt and of the negative one.
+        contexts: Text embeddings of the prompt and of the negative prompt.
         images: The image to start from, and the one to end with.
-        encode: The VAE.
-        look: CLIP, of the tasks that need it.
+        encode: Encodes a video with the VAE.
+        look: Computes CLIP's features, for the tasks that need them.
         device: Where the loop runs.
     """
     draw = noise(request, device)
@@ -70,26 +71,26 @@ def prepare(
     if request.preset.kind == "i2v":
         first, *last = images
         last = [one if one.size == first.size else _cropped(one, first.size) for one in last]
-        pictures = [pixels(one) for one in (first, *last)]
-        seen = look(pictures).to(device) if request.preset.images else None
-        y = image_channels(request, pictures, encode).to(device)
-        return replace(conditions, y=y, clip_fea=seen)
+        given = [pixels(one) for one in (first, *last)]
+        features = look(given).to(device) if request.preset.images else None
+        y = image_channels(request, given, encode).to(device)
+        return replace(conditions, y=y, clip_fea=features)
     return _hold_first_frame(
         request, conditions, encode(cover(images[0], request.video_size)).to(device)
     )
 
 
 def pixels(image: Image.Image) -> Tensor:
-    """[3,H,W] float32 in [-1, 1]."""
+    """Converts an image to [3,H,W] float32 in [-1, 1]."""
     array = torch.from_numpy(np.array(image.convert("RGB")))
     return array.permute(2, 0, 1).float().div_(255).sub_(0.5).div_(0.5)
 
 
 def image_channels(request: Request, images_3HW: Sequence[Tensor], encode: Encode) -> Tensor:
-    """i2v: [20,f,h,w], a mask of the given frames (4 channels) and the encoded video (16).
+    """Returns i2v's [20,f,h,w]: a mask of the given frames (4 channels) and the encoded video (16).
 
-    The images are resized, not cropped, by bicubic interpolation without antialiasing on the CPU;
-    the frames beside them are zeros (mid-grey). Both as officially. Of the mask's channels each is
+    As officially, the images are resized, not cropped, by bicubic interpolation without
+    antialiasing on the CPU, and all other frames are zeros (mid-grey). Each channel of the mask is
     one of the four frames that a latent frame stands for; the first frame fills all four.
     """
     width, height = request.video_size
@@ -107,12 +108,12 @@ def image_channels(request: Request, images_3HW: Sequence[Tensor], encode: Encod
 
 
 def cover(image: Image.Image, size: tuple[int, int]) -> Tensor:
-    """ti2v: [3,1,H,W], the image scaled to cover (width, height) and cropped to its centre."""
+    """Returns ti2v's [3,1,H,W]: the image scaled to cover (width, height), cut to its centre."""
     return pixels(_cropped(image, size)).unsqueeze(1)
 
 
 def _cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Scaled to cover (width, height), and cut to its centre."""
+    """Scales an image to cover (width, height), and cuts it to its centre."""
     width, height = size
     scale = max(width / image.width, height / image.height)
     resized = image.convert("RGB").resize(
@@ -123,7 +124,7 @@ def _cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _hold_first_frame(request: Request, conditions: Conditions, first_Z1hw: Tensor) -> Conditions:
-    """ti2v: the first latent frame is given; its tokens are at timestep 0 and never change."""
+    """Holds ti2v's first latent frame: its tokens are at timestep 0 and never change."""
     frames, height, width = request.grid
     keep = torch.zeros(frames, dtype=torch.float32)
     keep[1:] = 1

@@ -1,5 +1,7 @@
 """The denoising loop: experts by timestep, guidance, solver steps.
 
+Solver steps are taken in float32 on the latents' device.
+
 Legend: Z latent channels, f h w latent frames/height/width.
 """
 
@@ -40,29 +42,27 @@ class Denoiser(Protocol):
 
 
 class ExpertSource(Protocol):
-    """Hands out networks by name, loading and releasing them as it sees fit.
-
-    prefetch: the network will be asked for later in the run.
-    """
+    """Hands out networks by name, loading and releasing them as it sees fit."""
 
     def get(self, name: str) -> Denoiser: ...
 
-    def prefetch(self, name: str) -> None: ...
+    def prefetch(self, name: str) -> None:
+        """Prepares for a network that will be asked for later in the run."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What holds during a whole run.
+    """The inputs of the loop that hold for all steps.
 
     Attributes:
         start: The initial latents, float32 [Z,f,h,w].
         context: Text embeddings of the prompt, [length, text_dim].
-        negative_context: Of the negative prompt.
-        y: i2v's channels beside the latents, [20,f,h,w].
+        negative_context: Text embeddings of the negative prompt, [length, text_dim].
+        y: The channels that i2v adds to the latents, [20,f,h,w].
         clip_fea: CLIP's features of the images, for Wan2.1's image models.
-        draw: More noise, for solvers that add some.
-        timesteps: What the model is told at a timestep t: [1], or one per token.
-        impose: Puts back into latents what is given, such as ti2v's first frame.
+        draw: Draws more noise, for solvers that add some.
+        timesteps: Converts a timestep t for the model: [1], or one for each token.
+        impose: Puts given frames back into the latents, such as ti2v's first frame.
     """
 
     start: Tensor
@@ -80,28 +80,16 @@ Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
 
 
 def both_here(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """Both guidance branches one after the other, on this device."""
+    """Computes both guidance branches one after the other, on this device."""
     return branch("cond"), branch("uncond")
-
-
-def denoise(
-    request: Request,
-    conditions: Conditions,
-    experts: ExpertSource,
-    branches: Branches = both_here,
-    caches: Cache | None = None,
-) -> Tensor:
-    """Clean latents [Z,f,h,w]; solver steps are taken in float32 on the latents' device.
-
-    branches: where the two guidance branches are computed. caches: leave parts of steps out.
-    """
-    return Denoising(request, conditions).advance(experts, branches, caches)
 
 
 class Denoising:
     """The loop of a video, which may pause between two steps.
 
-    latents: after the steps that are done, [Z,f,h,w].
+    Attributes:
+        request: The video.
+        latents: The latents after the steps that are done, [Z,f,h,w].
     """
 
     def __init__(self, request: Request, conditions: Conditions) -> None:
@@ -112,12 +100,8 @@ class Denoising:
 
     @property
     def experts(self) -> list[str]:
-        """Of the steps that are left, in order."""
-        return list(dict.fromkeys(self._left))
-
-    @property
-    def _left(self) -> tuple[str, ...]:
-        return self._plan.experts[self._done :]
+        """The experts of the steps that are left, in order."""
+        return list(dict.fromkeys(self._plan.experts[self._done :]))
 
     def advance(
         self,
@@ -126,9 +110,17 @@ class Denoising:
         caches: Cache | None = None,
         phases: int | None = None,
     ) -> Tensor:
-        """Takes the steps of the next `phases` experts, by default all; returns the latents."""
+        """Takes steps, and returns the latents after them.
+
+        Args:
+            experts: Hands out the networks.
+            branches: Computes the two guidance branches.
+            caches: Leaves parts of steps out.
+            phases: The number of experts whose steps are taken; None: all that are left.
+        """
         first, *others = self.experts[:phases]
-        last = self._done + sum(name in (first, *others) for name in self._left)
+        left = self._plan.experts[self._done :]
+        last = self._done + sum(name in (first, *others) for name in left)
         experts.get(first)  # before the bar, so that its pace is that of the steps
         for name in others:
             experts.prefetch(name)
@@ -162,11 +154,11 @@ class Denoising:
         self._done = index + 1
 
     def rest(self) -> None:
-        """Leaves the device until it goes on."""
+        """Moves the loop to the CPU until it goes on."""
         self.to(torch.device("cpu"))
 
     def to(self, device: torch.device) -> None:
-        """Moves what it keeps: texts, and some tensors of the latents' size."""
+        """Moves the text embeddings and all tensors of the latents' size to a device."""
         if self.latents.device == device:
             return
         shape = self.latents.shape
@@ -188,15 +180,15 @@ class Denoising:
 def velocity(
     model: Denoiser, latents: Tensor, t: Tensor, conditions: Conditions, step: StepInfo, branch: str
 ) -> Tensor:
-    """The model's prediction for one guidance branch, "cond" or "uncond"; float32 [Z,f,h,w].
+    """Predicts the velocity of one guidance branch, float32 [Z,f,h,w].
 
     Args:
         model: The expert of the step.
-        latents: [Z,f,h,w].
+        latents: The latents, [Z,f,h,w].
         t: Timesteps as the model takes them.
-        conditions: What the network is told.
-        step: Which step; its branch is replaced.
-        branch: The branch.
+        conditions: The inputs of the loop.
+        step: The step; its branch is replaced.
+        branch: "cond" or "uncond".
     """
     context = conditions.context if branch == "cond" else conditions.negative_context
     y = None if conditions.y is None else [conditions.y]
@@ -207,7 +199,7 @@ def velocity(
 
 
 def guide(branch: Callable[[str], Tensor], scale: float, branches: Branches = both_here) -> Tensor:
-    """u + scale * (c - u) of the two guidance branches; at scale 1 that is c, and u is skipped."""
+    """Returns u + scale * (c - u) of the branches c and u; at scale 1 u is not computed."""
     if scale == 1:
         return branch("cond")
     cond, uncond = branches(branch)

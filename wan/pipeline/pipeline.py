@@ -189,6 +189,26 @@ class Sharing:
     branches: Branches = both_here
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a video is made from besides its request.
+
+    Attributes:
+        image: The image that it starts from.
+        last_image: The image that it ends with.
+        prompt_embeds: [length, text_dim], used instead of the prompt.
+        negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
+    """
+
+    image: Image.Image | None = None
+    last_image: Image.Image | None = None
+    prompt_embeds: Tensor | None = None
+    negative_prompt_embeds: Tensor | None = None
+
+
+NO_INPUTS = Inputs()
+
+
 @dataclass
 class Pipeline:
     """The networks of a checkpoint and what makes videos with them.
@@ -234,46 +254,23 @@ class Pipeline:
             for part in (self.text, self.vae, self.clip, self.experts):
                 part.release()
 
-    def latents(
-        self,
-        request: Request,
-        image: Image.Image | None = None,
-        prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
-        last_image: Image.Image | None = None,
-    ) -> Tensor:
-        """Returns denoised latents, float32 [Z,f,h,w], on the device; arguments: see `prepared`."""
-        if prompt_embeds is None and request.prompt not in self.kept:
+    def latents(self, request: Request, inputs: Inputs = NO_INPUTS) -> Tensor:
+        """Returns denoised latents, float32 [Z,f,h,w], on the device."""
+        if inputs.prompt_embeds is None and request.prompt not in self.kept:
             self.text.prefetch()
         self.experts.prefetch(timesteps.schedule(request).experts[0])
-        given = request, image, prompt_embeds, negative_prompt_embeds, last_image
-        latents = self.advanced(self.prepared(*given))
+        latents = self.advanced(self.prepared(request, inputs))
         self.done(self.experts)
         return latents
 
-    def prepared(
-        self,
-        request: Request,
-        image: Image.Image | None = None,
-        prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
-        last_image: Image.Image | None = None,
-    ) -> Denoising:
-        """Prepares a video up to its first step.
-
-        Args:
-            request: The video.
-            image: The image to start from.
-            prompt_embeds: [length, text_dim], used instead of the prompt.
-            negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
-            last_image: The image to end with.
-        """
-        context, negative = self.texts(request, prompt_embeds, negative_prompt_embeds)
+    def prepared(self, request: Request, inputs: Inputs = NO_INPUTS) -> Denoising:
+        """Prepares a video up to its first step."""
+        contexts = self.texts(request, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with self.stages("conditioning"):
             conditions = conditioning.prepare(
                 request,
-                (context, negative),
-                [one for one in (image, last_image) if one is not None],
+                contexts,
+                [one for one in (inputs.image, inputs.last_image) if one is not None],
                 self._encode,
                 self._look,
                 self.device.torch_device,

@@ -26,6 +26,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import SelfAttention
 from wan.modules.schedule import MODES, heads_per_chunk
 from wan.pipeline import build, video
+from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Variant
 from wan.power.measured import Measured, combine
 from wan.power.meter import Meter, MeterError
@@ -309,7 +310,7 @@ class Rounds:
 
     def _denoise(self, request: Request) -> Tensor:
         run = self._run
-        return self._pipeline.latents(request, run.image, *self._texts, last_image=run.last_image)
+        return self._pipeline.latents(request, Inputs(run.image, run.last_image, *self._texts))
 
     def close(self) -> None:
         """The main rank keeps a video of each variant and compares them; then ranks part."""
