@@ -1,6 +1,6 @@
-"""Private functions of PyTorch, each with the reason why no public one serves.
+"""The private functions of PyTorch that `wan` uses, each with the reason why no public one serves.
 
-Checked with torch 2.13. Nothing else in `wan` uses a private name of PyTorch.
+All were checked with torch 2.13.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ def all_to_all_in_graph(send: Tensor, group: dist.ProcessGroup | None) -> Tensor
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """DeviceMesh makes groups with PyTorch's default timeout, and no public function changes it."""
+    """Set a group's timeout.
+
+    DeviceMesh makes groups with PyTorch's default timeout, and no public function changes it.
+    """
     _set_pg_timeout(timeout, group)
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All axes of a mesh as one of this name.
+    """Join all axes of a mesh into one of this name.
 
-    There is no public way to a group along several axes, and groups made beside the mesh would be
-    unknown to FSDP.
+    No public function makes a group along several axes, and FSDP would not know a group that was
+    made without the mesh.
     """
     return mesh._flatten(name)
 
@@ -53,14 +56,14 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def flash_attention_on_cpu(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention and log-sum-exp [B,N,S]; the public function returns no log-sum-exp."""
+    """Attention and its log-sum-exp [B,N,S], which the public function does not return."""
     return _aten._scaled_dot_product_flash_attention_for_cpu(q_BNSD, k_BNSD, v_BNSD, attn_mask=bias)
 
 
 def flash_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same on CUDA, 16 bits, compute capability 8.0 and up."""
+    """The same on CUDA for dtypes of 16 bits and compute capability 8.0 or higher."""
     found = _aten._scaled_dot_product_flash_attention(q_BNSD, k_BNSD, v_BNSD, scale=scale)
     return found[0], found[1]
 
@@ -68,7 +71,7 @@ def flash_attention_on_cuda(
 def efficient_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same on every CUDA device, in any dtype."""
+    """The same on every CUDA device and for every dtype."""
     found = _aten._scaled_dot_product_efficient_attention(
         q_BNSD, k_BNSD, v_BNSD, None, True, scale=scale
     )
@@ -78,7 +81,7 @@ def efficient_attention_on_cuda(
 def cudnn_attention_on_cuda(
     q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same by cuDNN, 16 bits, compute capability 8.0 and up; NVIDIA's GPUs only."""
+    """The same with cuDNN on NVIDIA's GPUs, 16 bits, compute capability 8.0 or higher."""
     found = _aten._scaled_dot_product_cudnn_attention(
         q_BNSD, k_BNSD, v_BNSD, None, True, 0.0, False, False, scale=scale
     )
@@ -86,19 +89,20 @@ def cudnn_attention_on_cuda(
 
 
 def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
-    """a b in int32, [L,O]; the public product of int8 matrices is int8."""
+    """The product of int8 matrices in int32, [L,O]; that of the public function is in int8."""
     return torch._int_mm(a_LI, b_IO)
 
 
 def gelu_in_place(x: Tensor) -> Tensor:
-    """The tanh form; the public function has no form in place."""
+    """Apply GELU in its tanh form to x itself; the public function always makes a new tensor."""
     return _aten.gelu_(x, approximate="tanh")
 
 
 def set_up_compiler() -> None:
-    """For a few small functions: no pool of compiler processes beside every rank, and no trials.
+    """Set the compiler up for a few small functions.
 
-    The public ways are variables of the environment, which are read when torch is imported.
+    No rank starts a pool of compiler processes, and vector instructions are not tried out. The
+    public settings are environment variables, which are read when torch is imported.
     """
     from torch._inductor import config
 
@@ -107,12 +111,15 @@ def set_up_compiler() -> None:
 
 
 def times_changed(x: Tensor) -> int:
-    """How often a tensor was written in place; 0 in inference mode, where nobody counts."""
+    """How often a tensor was written in place; 0 in inference mode, which does not count.
+
+    No public attribute has this number.
+    """
     return 0 if x.is_inference() else x._version
 
 
 def fake_process_group(rank: int, ranks: int) -> None:
-    """A default group in which nothing is sent, for planning; no public one takes meta tensors."""
+    """Make a default group that sends nothing, for a plan; no public backend takes meta tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
     if not hasattr(dist.Backend, "PLANNED"):
@@ -123,8 +130,12 @@ def fake_process_group(rank: int, ranks: int) -> None:
 
 @contextmanager
 def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
-    """A network from the meta device as it is loaded, but without data; yields what follows its
-    calls. FSDP takes no meta tensors, the public ones without data, but fake ones.
+    """Make a network from the meta device ready to run on tensors without data.
+
+    FSDP refuses meta tensors, the public ones without data, and takes PyTorch's private fake ones.
+
+    Yields:
+        What follows the tensors that the network's calls make.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -136,36 +147,36 @@ def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
 
 
 def weight_bytes(network: nn.Module) -> int:
-    """Of this rank's parameters and buffers."""
+    """Bytes of this rank's parameters and buffers."""
     return sum(x.nbytes for x in _own(network))
 
 
 def _own(network: nn.Module) -> list[Tensor]:
-    """Without importing DTensor, which takes long."""
+    """This rank's tensors. The public `DTensor.to_local` would need a slow import."""
     tensors = [*network.parameters(), *network.buffers()]
     return [getattr(x, "_local_tensor", x) for x in tensors]
 
 
 class WithoutData(TorchFunctionMode):
-    """Answers, for planning, what PyTorch cannot tell of tensors without data."""
+    """Replaces, for a plan, the functions that PyTorch cannot run on tensors without data."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             q, mask = given["query"], given.get("attn_mask")
-            if q.is_meta:  # it would hold all scores
+            if q.is_meta:  # on meta tensors the public function makes all scores
                 bias = None if mask is None else torch.where(mask, 0.0, -torch.inf).to(q.dtype)
                 return flash_attention_on_cpu(q, given["key"], given["value"], bias)[0]
-        if func is Tensor.__bool__:  # asked of a prompt's mask: is nothing padded?
+        if func is Tensor.__bool__:  # transformers asks a prompt's mask whether nothing is padded
             return False
         return func(*args, **(kwargs or {}))
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensor storages that are made under it, while they live, by what made them.
+    """Counts the bytes of living tensor storages by the module that made them.
 
-    Storages are followed by weak references, so whoever frees them, on any thread, is seen; the
-    public memory profiler hears of the calling thread only.
+    Weak references follow the storages, so that it does not matter which thread frees them; the
+    public memory profiler covers the calling thread only.
 
     Attributes:
         device: Type of the tensors that count.
@@ -175,7 +186,7 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self, device: str, *, resized: bool = False) -> None:
-        """resized: storages also change their size while they live, as FSDP's do."""
+        """resized: Whether storages change their size while they live, as those of FSDP do."""
         super().__init__()
         self.device, self._resized = device, resized
         self.held, self.peak = Counter[str](), Counter[str]()
@@ -185,11 +196,11 @@ class Live(TorchDispatchMode):
         self._sizes: dict[int, tuple[str, int]] = {}
 
     def leave_out(self, given: Iterable[Tensor]) -> None:
-        """Storages that are not to be counted, such as weights."""
+        """Do not count the storages of these tensors, for example weights."""
         self._known |= {x.untyped_storage()._cdata: x for x in given}
 
     def watch(self, module: nn.Module, part: str) -> None:
-        """What the module's calls make is a part; what FSDP gathers before them is another."""
+        """Count what the module's calls make under a name, without what FSDP gathers for them."""
 
         def called(*_: Any) -> None:
             self._within[-1] = part
@@ -218,7 +229,7 @@ class Live(TorchDispatchMode):
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known or not storage.resizable():  # memory of a mapped file, or of NumPy
+        if key in self._known or not storage.resizable():  # of a mapped file or of NumPy
             return
 
         def freed(_: Any) -> None:

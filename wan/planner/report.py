@@ -58,7 +58,7 @@ def check(planner: Planner, memory: int | None) -> str:
         InputError: Where the run does not fit. The remedy is the nearest run that would.
     """
     if memory is None:
-        return "Not compared with a device's memory; give --device_memory GB."
+        return "Not compared with a device's memory; give `device_memory` in GB."
     sizes = {name: usage.total() for name, usage in planner.stages().items()}
     stage, need = max(sizes.items(), key=lambda item: item[1])
     for setup, words in decodings(planner.setup):
