@@ -30,6 +30,7 @@ from tests.npu_sim.latents import composed, latents
 from tests.npu_sim.ranks import HEAD_DIM
 from wan.checkpoint.load import Source, as_stored
 from wan.pipeline import residency, tiny
+from wan.pipeline.pipeline import Inputs
 from wan.pipeline.residency import streamed
 
 NPU = torch.device("npu", 0)
@@ -233,7 +234,7 @@ def switched(argv: list[str]) -> tuple[list[list[bool]], Tensor]:
     networks[0].register_forward_hook(lambda *_: look() if len(found) < 3 else None)
     embeds = torch.randn(4, asked.setup.checkpoint.config["text_dim"])
     kept = weakref.ref(embeds)
-    pipeline.latents(asked.request, prompt_embeds=embeds)
+    pipeline.latents(asked.request, Inputs(prompt_embeds=embeds))
     del embeds
     assert kept() is None, "the text is not kept on the device either"
     made = pipeline.latents(asked.request)

@@ -28,6 +28,7 @@ from wan.checkpoint.load import rotations
 from wan.checkpoint.quantised import QuantisedDit, check_device, resolve
 from wan.kernels.int8_linear import W8A8Linear, padded_product, per_token
 from wan.modules.model import WanModel
+from wan.pipeline.pipeline import Inputs
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request
@@ -684,8 +685,6 @@ def test_whole_run(tiny: Any, export: Export) -> None:
         pipeline = on_cpu("t2v-A14B", tiny("t2v-A14B"), convert_model_dtype=True, **given)
         generator = torch.Generator().manual_seed(7)
         texts = torch.randn(2, 5, pipeline.text_size[1], generator=generator)
-        latents.append(
-            pipeline.latents(request, prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
-        )
+        latents.append(pipeline.latents(request, Inputs(None, None, *texts)))
     expected, out = latents
     assert 1e-4 < (out - expected).norm() / expected.norm() < 0.05
