@@ -228,9 +228,9 @@ class Ranks(Alone):
 def _store() -> Store:
     import torch.distributed as dist
 
-    from wan.distributed import mesh
+    from wan.distributed import start
 
-    here = mesh.place()
+    here = start.rank_env()
     if here.holds_store:
         raise InputError("WORLD_SIZE is set, but there is no torchrun: start with torchrun.")
     store = dist.TCPStore(here.address, here.port, wait_for_workers=False)

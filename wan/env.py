@@ -1,4 +1,4 @@
-"""The environment, read once and here (elsewhere only torchrun's in `mesh`, and API keys)."""
+"""The environment, read once and here (but for torchrun's in `distributed`, and API keys)."""
 
 from __future__ import annotations
 

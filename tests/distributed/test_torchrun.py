@@ -285,6 +285,31 @@ def test_all_ranks_end(how: str, alone, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def agent_of_two() -> int:
+    base = ["--nnodes", "2", "--nproc_per_node", "1", "--node_rank", os.environ["NODE"]]
+    base += ["--master_addr", "127.0.0.1", "--master_port", os.environ["PORT"]]
+    return exec_torchrun(*base, "-m", "tests.distributed.test_launch", "exchange")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["rank", "agent"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_rank_or_agent_of_two_machines_is_killed(killed: str, node: int) -> None:
+    """The other machine's user reads which rank was lost."""
+    port = free_port()
+    variables = [{**TORCHRUN, "NODE": str(number), "PORT": port} for number in range(2)]
+    with Ranks(variables, agent_of_two) as agents:
+        for number in range(2):
+            agents.until(number, f"rank {number} is ", 120)
+        worker = int(agents.texts[node].split(f"rank {node} is ")[1].split()[0])
+        os.kill(worker if killed == "rank" else agents.processes[node].pid, signal.SIGKILL)
+        agents.ended(60)
+    said = [line for line in agents.texts[1 - node].splitlines() if "generate.py: " in line]
+    (sentence,) = said
+    assert f"Rank {node} ended unexpectedly" in sentence, agents.said()
+    assert sentence.endswith("the video was not written.")
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("fault", ["defect", "die"])

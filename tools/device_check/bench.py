@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks import common
 from tools.device_check.steps import Facts
 from wan.device import Device
-from wan.distributed import mesh
+from wan.distributed import start
 from wan.distributed.mesh import Team
 
 HEAD = 128  # channels of a head in every published network
@@ -106,10 +106,10 @@ def prepare(device: Device, job: dict[str, Any]) -> Bench:
     """The argument of a job's step. The ranks that carry it out together form a group here."""
     team = None
     if job["together"]:
-        here, limit = mesh.place(), timedelta(seconds=job["limit"])
+        here, limit = start.rank_env(), timedelta(seconds=job["limit"])
         store = dist.TCPStore(here.address, here.port, wait_for_workers=False)
         own = dist.PrefixStore(f"step/{job['index']}", store)
-        team = mesh.join(own, here, device, (1, 1, here.world), limit)
+        team = start.join(own, here, device, (1, 1, here.world), limit)
     return Bench(device, team, job["full"], _large(device), Path(job["folder"]))
 
 

@@ -19,8 +19,8 @@ from wan.run import Run
 from wan.settings.errors import InputError, exit_code
 
 if TYPE_CHECKING:
-    from wan.distributed.launch import Once, Prepared
     from wan.distributed.mesh import Team
+    from wan.distributed.start import Once, Prepared
 
 Work = Callable[[Run, "Team | None"], int]
 """Carries out a run; returns the exit code."""
@@ -118,7 +118,7 @@ def _launch(argv: Sequence[str], work: Work) -> int:
     """One rank of several."""
     load_torch()
     from wan import device as devices
-    from wan.distributed import launch
+    from wan.distributed import start
 
     def prepare(once: Once) -> Prepared[Run]:
         run = _resolved(argv, once)
@@ -129,7 +129,7 @@ def _launch(argv: Sequence[str], work: Work) -> int:
             from wan.pipeline import build
 
             facts["what computes attention"] = build.dense_kernel(run.setup, device)
-        return launch.Prepared(
+        return start.Prepared(
             seed=run.request.base_seed,
             seeded=run.with_seed,
             device=device,
@@ -138,7 +138,7 @@ def _launch(argv: Sequence[str], work: Work) -> int:
             facts=facts,
         )
 
-    return launch.run(prepare, work, failures.describe, failures.say)
+    return start.run(prepare, work, failures.describe, failures.say)
 
 
 def _make_demo(once: Once, task: str, folder: Path) -> None:

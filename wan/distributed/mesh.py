@@ -1,4 +1,4 @@
-"""The ranks of a run: where this one stands, their mesh of groups, and what passes between all.
+"""The mesh of the ranks' groups, and what all ranks exchange.
 
 The mesh has the axes (cfg, ring, ulysses), ulysses innermost: its all-to-all is the largest traffic
 and gets the neighbouring, fastest links.
@@ -6,7 +6,6 @@ and gets the neighbouring, fastest links.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,57 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wan import host, torch_private
 from wan.device import Device
-from wan.settings.errors import InputError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process in a run, as torchrun (or another launcher) put it into variables.
-
-    Attributes:
-        rank: Among all ranks.
-        world: Ranks in all.
-        local_rank: Among the ranks of this machine.
-        address: The machine where the ranks meet.
-        port: The port where they meet.
-        torchrun: The parent process is torchrun's agent.
-        holds_store: The others come to this rank; under torchrun all come to its agent.
-    """
-
-    rank: int
-    world: int
-    local_rank: int
-    address: str
-    port: int
-    torchrun: bool
-    holds_store: bool
-
-
-def place() -> Place:
-    """Where this process stands. `wan.env` has checked the variables that count ranks.
-
-    Raises:
-        InputError: For a missing or malformed MASTER_ADDR or MASTER_PORT.
-    """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address:
-        raise InputError("WORLD_SIZE is set, but MASTER_ADDR is not: start with torchrun.")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise InputError(f"MASTER_PORT is {port!r}; it must be 1 to 65535: start with torchrun.")
-    rank, agent = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
-    return Place(
-        rank,
-        int(os.environ["WORLD_SIZE"]),
-        int(os.environ["LOCAL_RANK"]),
-        address,
-        int(port),
-        torchrun="TORCHELASTIC_RUN_ID" in os.environ,
-        holds_store=rank == 0 and agent != "True",
-    )
 
 
 @dataclass(frozen=True)
@@ -201,24 +153,6 @@ class Team:
         """The orderly end: all ranks have come this far. Never called on a failing path."""
         dist.barrier()
         dist.destroy_process_group()
-
-
-def join(
-    store: dist.Store, here: Place, device: Device, sizes: tuple[int, int, int], timeout: timedelta
-) -> Team:
-    """Form the process group and the mesh of (cfg, ring, ulysses) sizes; every rank calls it."""
-    store.set_timeout(timeout)  # groups on accelerators meet through it when first used
-    dist.init_process_group(
-        BACKENDS[device.type],
-        store=dist.PrefixStore("wan", store),
-        rank=here.rank,
-        world_size=here.world,
-        timeout=timeout,
-        device_id=device.torch_device if device.type == "cuda" else None,
-    )
-    team = form(device, sizes, timeout)
-    team.connect()
-    return team
 
 
 def form(device: Device, sizes: tuple[int, int, int], timeout: timedelta | None = None) -> Team:

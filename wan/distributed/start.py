@@ -1,0 +1,599 @@
+"""Several ranks of one run: they meet at a store, agree, work, and learn which rank was lost.
+
+No collective is called before every rank has stated that it can run, and with what, because a
+collective hangs where one rank does not come. On a failing path none is called at all: a rank says
+what happened and ends, and the others end because of it.
+
+A rank is not asked whether it still runs: rank 0 holds a connection to each of the others, and the
+kernel of a machine closes the connections of a process that ends, however it ends. Keepalive finds
+a machine that is lost, and a rank that does not answer pings is stopped. What a collective raises
+then differs in every backend and version; it is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+
+import torch.distributed as dist
+
+from wan import host
+from wan.device import Device
+from wan.distributed.mesh import BACKENDS, Team, form
+from wan.settings.errors import InputError, Terminated, exit_code
+
+T = TypeVar("T")
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+Say = Callable[[str], None]
+Describe = Callable[[BaseException], str | None]
+Once = Callable[[Callable[[], None]], None]
+"""Calls a function on local rank 0 of each machine; the others return when it is done."""
+
+_POLL = 0.1  # seconds between two looks at the store
+_PING = 1.0  # seconds between two pings
+_OWN = 1.0  # seconds in which a rank may find for itself what has ended another rank
+_NEWS = 3.0  # seconds that the news of a lost rank may take after a collective has failed
+_GRACE = 8.0  # seconds in which the main thread should end after a rank was lost
+_ANSWER = 5.0  # seconds that the store gets for an answer
+_MARGIN = timedelta(seconds=10)  # so that a silent rank is named before a collective times out
+# A machine that acknowledges nothing for 10 s is lost.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 10_000}
+_KILLED = "ended unexpectedly (killed, or out of memory); the video was not written."
+_ORPHANED = "ended unexpectedly, because its torchrun did; the video was not written."
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """What torchrun, or another launcher, tells a process in environment variables."""
+
+    rank: int
+    world: int  # the number of ranks
+    local_rank: int  # among the ranks of this node
+    node: str  # torchrun's number of its agent
+    address: str  # of the machine of rank 0, where the store is
+    port: int  # of the store
+    torchrun: bool  # torchrun's agent is the parent process
+    holds_store: bool  # this rank opens the store; under torchrun its agent does
+
+
+def rank_env() -> RankEnv:
+    """Read the launcher's variables; `wan.env` has checked those that count ranks.
+
+    Raises:
+        InputError: MASTER_ADDR or MASTER_PORT is missing or malformed.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address:
+        raise InputError("MASTER_ADDR", None, "is not set, but WORLD_SIZE is", "use torchrun")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise InputError("MASTER_PORT", repr(port), "is not a port (1 to 65535)", "use torchrun")
+    rank, agent = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    return RankEnv(
+        rank,
+        int(os.environ["WORLD_SIZE"]),
+        int(os.environ["LOCAL_RANK"]),
+        os.environ.get("GROUP_RANK", ""),
+        address,
+        int(port),
+        torchrun="TORCHELASTIC_RUN_ID" in os.environ,
+        holds_store=rank == 0 and agent != "True",
+    )
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[T]):
+    """What one rank has found out by itself before anything is built."""
+
+    seed: int  # all ranks take that of rank 0
+    seeded: Callable[[int], T]  # returns the run with the common seed
+    device: Device
+    sizes: tuple[int, int, int]  # of the mesh: (cfg, ring, ulysses)
+    timeout: timedelta  # of a collective, and of a rank that does not answer
+    facts: Mapping[str, Json]  # must be equal on all ranks, under the names a user knows
+
+
+class StartError(InputError):
+    """The run cannot begin. Every rank finds so by itself, and one per node says it."""
+
+    code = 2
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds of waiting for other ranks: until the first notice, between notices, and in all."""
+
+    first: float = 30
+    every: float = 60
+    limit: float = 600
+
+
+PATIENT = Patience()
+
+
+def run(
+    prepare: Callable[[Once], Prepared[T]],
+    work: Callable[[T, Team], int],
+    describe: Describe,
+    say: Say,
+    patience: Patience = PATIENT,
+) -> int:
+    """Prepare on every rank, agree with the others, and work together.
+
+    Args:
+        prepare: Is called before anything is known of the others. What it raises ends all ranks.
+        work: Is called on all ranks if all can run the same; returns the exit code.
+        describe: Returns the sentence for an error that a user can act upon, None for a defect.
+        say: Shows the user one line.
+        patience: How long other ranks are waited for before the work.
+
+    Returns:
+        The exit code: that of the work, or of a run that did not begin. A rank that fails later
+        does not return: it ends its process.
+    """
+    env = rank_env()
+    voice = say if env.local_rank == 0 else _silent  # one rank per node speaks
+    try:
+        store = _open_store(env, patience, voice)
+    except StartError as reason:
+        voice(str(reason))
+        return reason.code
+    watch = Watch(env, store, say)
+    code = 0
+    try:
+        prepared, seed = _Agreement(env, store, watch, patience, voice).reach(prepare, describe)
+        watch.limit = prepared.timeout.total_seconds()
+        team = join(store, env, prepared.device, prepared.sizes, prepared.timeout + _MARGIN)
+        code = work(prepared.seeded(seed), team)
+    except StartError as reason:
+        voice(str(reason))
+        code = reason.code
+    except SystemExit:  # the help was asked for
+        watch.leave()
+        raise
+    except BaseException as error:
+        _end(watch, error, describe, say)
+    watch.leave()
+    return code
+
+
+def join(
+    store: dist.Store, env: RankEnv, device: Device, sizes: tuple[int, int, int], timeout: timedelta
+) -> Team:
+    """Form the process group and the mesh of (cfg, ring, ulysses) sizes; every rank calls it."""
+    store.set_timeout(timeout)  # groups on accelerators meet through it when first used
+    dist.init_process_group(
+        BACKENDS[device.type],
+        store=dist.PrefixStore("wan", store),
+        rank=env.rank,
+        world_size=env.world,
+        timeout=timeout,
+        device_id=device.torch_device if device.type == "cuda" else None,
+    )
+    team = form(device, sizes, timeout)
+    team.connect()
+    return team
+
+
+def _open_store(env: RankEnv, patience: Patience, say: Say) -> dist.Store:
+    """Open the key-value store at MASTER_ADDR and MASTER_PORT, or connect to it."""
+    where = f"The store of the ranks at {env.address}:{env.port} (MASTER_ADDR and MASTER_PORT)"
+
+    def opened() -> dist.Store | Exception:
+        try:
+            socket.getaddrinfo(env.address, env.port)  # an unknown name is refused at once
+            return dist.TCPStore(
+                "localhost" if env.holds_store else env.address,
+                env.port,
+                is_master=env.holds_store,
+                timeout=timedelta(seconds=patience.limit),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (OSError, UnicodeError, dist.DistError) as error:
+            return error
+
+    notice = threading.Timer(patience.first, say, [f"{where} does not answer; still waiting."])
+    notice.start()
+    store: dist.Store | Exception = TimeoutError("no answer")
+    store = _within(patience.limit + _ANSWER, opened, store)
+    notice.cancel()
+    if isinstance(store, dist.Store):
+        return store
+    why = f"cannot be {'opened' if env.holds_store else 'reached'} ({str(store).splitlines()[0]})"
+    remedy = "give the machine of rank 0 and a --master_port that is free and open there"
+    raise StartError(where, None, why, remedy) from store
+
+
+# Agreement
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a rank tells the others before the work: why it cannot run, or its facts and seed."""
+
+    rank: int
+    host: str
+    error: str | None = None
+    code: int = 0  # the exit code for the error
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """How the ranks come to the same decision through the store."""
+
+    env: RankEnv
+    store: dist.Store
+    watch: Watch
+    patience: Patience
+    say: Say
+
+    def reach(
+        self, prepare: Callable[[Once], Prepared[T]], describe: Describe
+    ) -> tuple[Prepared[T], int]:
+        """Return what this rank has prepared, and the seed of rank 0.
+
+        Raises:
+            StartError: A rank has not come, cannot run, or differs; all ranks raise the same.
+        """
+        env, store = self.env, self.store
+        store.set(f"started/{env.rank}", "")
+        self._wait(["started/0"])
+        own = Statement(env.rank, socket.gethostname())
+        prepared = None
+        try:
+            self.watch.connect()
+            prepared = prepare(self._once)
+            own = replace(own, facts=prepared.facts, seed=prepared.seed)
+        except Exception as error:  # a defect, too: the others are not left waiting for this rank
+            sentence = describe(error)
+            if sentence is None:
+                traceback.print_exc()
+            own = replace(own, error=sentence or f"{_named(error)}.", code=exit_code(error))
+        if env.local_rank == 0:
+            store.set(f"prepared/{self.watch.own.node}", own.error or "")
+        keys = [f"statement/{rank}" for rank in range(env.world)]
+        store.set(keys[env.rank], json.dumps(asdict(own)))
+        self._wait(keys)
+        statements = [Statement(**json.loads(store.get(key))) for key in keys]
+        refusal = verdict(statements)
+        if refusal is not None or prepared is None:
+            reason = StartError(refusal or "")
+            reason.code = next((s.code for s in statements if s.error), 2)
+            raise reason
+        return prepared, statements[0].seed
+
+    def _once(self, make: Callable[[], None]) -> None:
+        if self.env.local_rank == 0:
+            make()
+            return
+        ready = f"prepared/{self.watch.own.node}"
+        self._wait([ready])
+        error = self.store.get(ready).decode()
+        if error:
+            raise InputError(error)
+
+    def _wait(self, keys: list[str]) -> None:
+        """Wait until other ranks have set keys, and say which ranks have not come so far."""
+        start, notice = time.monotonic(), self.patience.first
+        try:
+            while not self.store.check(keys):
+                waited = time.monotonic() - start
+                if waited >= self.patience.limit:
+                    what = f"Waited {waited:.0f} s for {self._missing()}"
+                    raise StartError(what, remedy=f"start all {self.env.world} ranks alike")
+                if waited >= notice:
+                    self.say(f"Waiting for {self._missing()}; {waited:.0f} s so far.")
+                    notice += self.patience.every
+                time.sleep(_POLL)
+        except dist.DistError as error:
+            raise StartError("The rank that held the store has ended; start again") from error
+
+    def _missing(self) -> str:
+        world, check = self.env.world, self.store.check
+        lacking = [rank for rank in range(world) if not check([f"statement/{rank}"])]
+        absent = [rank for rank in lacking if not check([f"started/{rank}"])]
+        waits = {"start": absent, "prepare the run": [r for r in lacking if r not in absent]}
+        return " and ".join(
+            f"rank {', '.join(map(str, ranks))} of {world} to {what}"
+            for what, ranks in waits.items()
+            if ranks
+        )
+
+
+def verdict(statements: Sequence[Statement]) -> str | None:
+    """Why the run cannot begin, in one sentence that is the same on every rank; None if it can."""
+    main = statements[0]
+    for statement in statements:
+        who, error = f"rank {statement.rank} on {statement.host}: ", statement.error
+        if error is not None:
+            return error if all(other.error == error for other in statements) else who + error
+    for statement in statements:
+        who = f"rank {statement.rank} on {statement.host}: "
+        for name in sorted(main.facts.keys() | statement.facts.keys()):
+            ours, theirs = (s.facts.get(name, "not given") for s in (main, statement))
+            if ours != theirs:
+                return f"{who}{name} is {theirs}, but {ours} on rank 0; start all ranks alike."
+    return None
+
+
+# Loss
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as the others know it."""
+
+    rank: int
+    node: str  # equal for the ranks of one torchrun, whose messages one user reads
+    machine: str  # equal for processes that can signal each other
+    host: str
+    pid: int
+
+
+class _Link:
+    """A connection between rank 0 and another rank; a message is one line of JSON.
+
+    Attributes:
+        peer: The other rank; None until it has introduced itself.
+        open: The other rank has neither left nor ended.
+        pinged: When the ping was sent that is not answered yet.
+    """
+
+    def __init__(self, connection: socket.socket, peer: Peer | None = None) -> None:
+        self.peer, self.open = peer, True
+        self.pinged: float | None = None
+        self._connection, self._file = connection, connection.makefile("rb")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):  # on Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def send(self, *message: Json) -> None:
+        with suppress(OSError):  # the end of the connection is noticed where it is read
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def messages(self) -> Iterator[list[Any]]:
+        """Yield what comes until the connection ends, however it ends."""
+        with suppress(OSError, ValueError), self._connection:
+            for line in self._file:
+                message = json.loads(line)
+                if isinstance(message, list) and message:
+                    yield message
+
+
+class Watch:
+    """Notices which rank is lost, in threads: the main one may be waiting in a collective.
+
+    When a rank is lost, the main thread is interrupted as SIGTERM interrupts it. If it does not
+    return from what it waits for, the process is ended.
+
+    Attributes:
+        own: This rank.
+        limit: Seconds that a rank may be silent.
+        interrupted: The main thread was interrupted.
+    """
+
+    def __init__(self, env: RankEnv, store: dist.Store, say: Say) -> None:
+        machine = host.machine()
+        with suppress(OSError):  # not Linux
+            machine += os.readlink("/proc/self/ns/pid")
+        node = f"{machine} {env.node}"
+        self.own = Peer(env.rank, node, machine, socket.gethostname(), os.getpid())
+        self.limit, self.interrupted = math.inf, False
+        self._env, self._say, self._parent = env, say, os.getppid()
+        self._store = store.clone()  # type: ignore[attr-defined]  # no other request delays its own
+        self._links: list[_Link] = []
+        self._token = secrets.token_hex()
+        self._loss: tuple[Peer, str] | None = None
+        self._lock, self._known, self._ending = threading.Lock(), threading.Event(), False
+        if env.rank == 0:
+            ipv6 = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if ipv6 else socket.AF_INET
+            server = socket.create_server(("", 0), family=family, dualstack_ipv6=ipv6, backlog=512)
+            about = [server.getsockname()[1], self._token, asdict(self.own)]
+            self._store.set("rank 0", json.dumps(about))
+            _in_thread(self._accept, server)
+        _in_thread(self._beat)
+
+    def connect(self) -> None:
+        """Connect to rank 0, which has started and is on the machine of the store.
+
+        Raises:
+            InputError: Rank 0 cannot be reached.
+        """
+        if self.own.rank == 0:
+            return
+        port, token, peer = json.loads(self._store.get("rank 0"))
+        try:
+            connection = socket.create_connection((self._env.address, port), timeout=_ANSWER)
+        except OSError as error:
+            what = f"Rank 0 at {self._env.address}:{port}"
+            why = f"cannot be reached ({error.strerror or error})"
+            remedy = "open the ports between the machines"
+            raise InputError(what, None, why, remedy) from error
+        connection.settimeout(None)
+        self._join(connection, Peer(**peer)).send("hello", token, asdict(self.own))
+
+    def leave(self) -> None:
+        """Tell the others not to miss this rank; rank 0, which may hold the store, ends last."""
+        self._ending = True
+        self._tell("left")
+        deadline = time.monotonic() + _ANSWER
+        while self.own.rank == 0 and time.monotonic() < deadline:
+            if not any(link.open and link.peer for link in self._links):
+                break
+            time.sleep(0.05)
+
+    def loss(self, wait: float) -> str | None:
+        """Which rank was lost, in a sentence; None if none was.
+
+        The main thread, which asks when it ends, is not interrupted any more.
+
+        Args:
+            wait: Seconds that the news may take.
+        """
+        self._ending = True
+        self._known.wait(wait)
+        if self._loss is None:
+            return None
+        culprit, how = self._loss
+        if how == _ORPHANED and culprit.node == self.own.node:
+            return "torchrun has ended unexpectedly; the video was not written."
+        there = "" if culprit.machine == self.own.machine else f" on {culprit.host}"
+        return f"Rank {culprit.rank}{there} {how}"
+
+    def fail(self, how: str) -> None:
+        """Tell the others how this rank ends: "ended: Out of memory."."""
+        self._tell("lost", asdict(self.own), how, False)
+
+    def may_say(self) -> bool:
+        """Whether this rank says why the run ends: the first of each node that asks does."""
+        rank, culprit = str(self.own.rank), self._loss[0] if self._loss else self.own
+        # Where the store is gone with rank 0 or its torchrun, the first rank of a node says it.
+        first = culprit.rank == 0 and culprit.node == self.own.node and culprit != self.own
+        otherwise = rank if self._env.local_rank == first else ""
+        key = f"said/{self.own.node}"
+        return rank == _within(
+            _ANSWER, lambda: self._store.compare_set(key, "", rank).decode(), otherwise
+        )
+
+    def _tell(self, *message: Json) -> None:
+        for link in list(self._links):
+            link.send(*message)
+
+    def _accept(self, server: socket.socket) -> None:
+        while True:
+            self._join(server.accept()[0])
+
+    def _join(self, connection: socket.socket, peer: Peer | None = None) -> _Link:
+        link = _Link(connection, peer)
+        self._links.append(link)
+        _in_thread(self._listen, link)
+        return link
+
+    def _beat(self) -> None:
+        """Every second, look at torchrun and ping the ranks that have answered."""
+        while True:
+            # Only torchrun stays as long as its ranks; other launchers may start them and leave.
+            if self._env.torchrun and os.getppid() != self._parent:
+                self._learn(self.own, _ORPHANED, False)
+            for link in list(self._links):
+                if link.peer is None or not link.open:
+                    continue
+                if link.pinged is None:
+                    link.pinged = time.monotonic()
+                    link.send("ping")
+                elif time.monotonic() - link.pinged > self.limit:
+                    silent = f"has not answered for {self.limit:.0f} s (--dist_timeout)"
+                    self._learn(link.peer, f"{silent}; the video was not written.", True)
+            time.sleep(_PING)
+
+    def _listen(self, link: _Link) -> None:
+        for kind, *rest in link.messages():
+            if link.peer is None:
+                if kind != "hello" or rest[:1] != [self._token]:  # another program found the port
+                    break
+                link.peer = Peer(**rest[1])
+            elif kind == "ping":
+                link.send("pong")
+            elif kind == "pong":
+                link.pinged = None
+            elif kind == "left":
+                link.open = False
+            elif kind == "lost":
+                self._learn(Peer(**rest[0]), *rest[1:])
+        if link.peer is not None and link.open:
+            self._learn(link.peer, _KILLED, False)
+        link.open = False
+
+    def _learn(self, culprit: Peer, how: str, stopped: bool) -> None:
+        """A rank is lost: pass it on, and end. A stopped process of this machine is killed."""
+        with self._lock:
+            if self._loss is not None:
+                return
+            self._loss = culprit, how
+        self._tell("lost", asdict(culprit), how, stopped)
+        self._known.set()
+        if stopped and culprit.machine == self.own.machine:
+            with suppress(OSError):
+                os.kill(culprit.pid, signal.SIGKILL)
+        time.sleep(_OWN)
+        if self._ending:
+            return
+        self.interrupted = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        time.sleep(_GRACE)
+        if not self._ending:  # the main thread waits in code that knows no signals
+            if self.may_say():
+                self._say(self.loss(0) or "")
+            os._exit(1)
+
+
+def _in_thread(work: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=work, args=args, daemon=True).start()
+
+
+def _end(watch: Watch, error: BaseException, describe: Describe, say: Say) -> NoReturn:
+    """Say why this rank ends, unless another rank of the node does, and end the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
+    try:
+        sentence = describe(error)
+        # torchrun's signal, and what collectives raise, may be the doing of another rank.
+        wait = 1.0 if isinstance(error, Terminated) else 0
+        if sentence is None and isinstance(error, RuntimeError):
+            wait = _NEWS
+        lost = watch.loss(wait)
+        if lost is not None or sentence is not None:
+            if watch.may_say():
+                say(lost or sentence or "")
+        else:
+            traceback.print_exception(error)
+            say(f"rank {watch.own.rank} failed: {_named(error)}")
+            watch.may_say()  # nobody else has to, after the reason is out
+        if lost is None:
+            watch.fail(f"ended: {sentence or _named(error)}")
+        sys.stdout.flush()
+        watch.leave()
+    except Exception:  # a defect in here, or nobody reads any more: the process ends all the same
+        traceback.print_exc()
+    finally:
+        # No destructors: they wait for the other ranks.
+        os._exit(1 if watch.interrupted else exit_code(error))
+
+
+def _within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
+    """The store's answer; `otherwise` where the store is gone or does not answer in time."""
+    answer = [otherwise]
+
+    def wait() -> None:
+        with suppress(dist.DistError):
+            answer[0] = ask()
+
+    thread = threading.Thread(target=wait, daemon=True)  # most requests know no timeout
+    thread.start()
+    thread.join(seconds)
+    return answer[0]
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _silent(_: str) -> None:
+    pass
