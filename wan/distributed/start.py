@@ -463,14 +463,14 @@ class Watch:
 
     def may_say(self) -> bool:
         """Whether this rank says why the run ends: the first of each node that asks does."""
-        rank, culprit = str(self.own.rank), self._loss[0] if self._loss else self.own
-        # Where the store is gone with rank 0 or its torchrun, the first rank of a node says it.
-        first = culprit.rank == 0 and culprit.node == self.own.node and culprit != self.own
-        otherwise = rank if self._env.local_rank == first else ""
-        key = f"said/{self.own.node}"
-        return rank == _within(
-            _ANSWER, lambda: self._store.compare_set(key, "", rank).decode(), otherwise
-        )
+        culprit, how = self._loss or (self.own, "ended:")
+        near, orphaned = culprit.node == self.own.node, how == _ORPHANED
+        if (near and orphaned) or (culprit.rank == 0 and not how.startswith("ended:")):
+            # The store may be gone with torchrun or rank 0.
+            return self._env.local_rank == (1 if near and not orphaned else 0)
+        key, rank = f"said/{self.own.node}", str(self.own.rank)
+        said = _within(_ANSWER, lambda: self._store.compare_set(key, "", rank).decode(), rank)
+        return said == rank
 
     def _tell(self, *message: Json) -> None:
         for link in list(self._links):
