@@ -58,6 +58,8 @@ WITHOUT_TORCH = (
     "wan.__main__",
     "wan.cli",
     "wan.settings",
+    "wan.env",
+    "wan.run",
     "wan.host",
     "wan.log",
     "wan.trace",
