@@ -30,9 +30,8 @@ from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.schedule import Event, Mode, heads_per_chunk
 from wan.power.__main__ import main as power
-from wan.power.analysis import Rank, analyse
-from wan.power.order import Plan
-from wan.power.traces import Trace
+from wan.power.order import Plan, Trace
+from wan.power.report import RankReport, analyse
 from wan.trace import HostClock, Recorder
 
 pytestmark = pytest.mark.dist
@@ -90,7 +89,7 @@ def velocities(layer: FAPowerCapAttention, plan: Plan) -> Tensor:
     return torch.stack(JOB.velocities(net))
 
 
-def traced(layer: FAPowerCapAttention, plan: Plan) -> tuple[Rank, Tensor]:
+def traced(layer: FAPowerCapAttention, plan: Plan) -> tuple[RankReport, Tensor]:
     """The figures of one step, and what the model says in it."""
     events: list[trace.Event] = []
     with (
@@ -107,7 +106,7 @@ Way = tuple[Topology, str, str]
 
 
 @torch.inference_mode()
-def all_ways(layouts: list[Topology]) -> list[tuple[Way, Rank]]:
+def all_ways(layouts: list[Topology]) -> list[tuple[Way, RankReport]]:
     """Every mode and method of these layouts; untraced, they have the same bits."""
     figures, different = [], []
     for way in product(layouts, ROWS, KINDS):
@@ -133,8 +132,8 @@ def test_every_way_is_as_planned(layouts: list[Topology]) -> None:
     for figures in run(layouts[0].world, all_ways, layouts):
         for (topology, mode, kind), rank in figures:
             case = f"{topology}, mode {mode}, {kind}"
-            assert rank.verdict.difference is None, f"{case}: {rank.verdict.difference}"
-            assert rank.verdict.layers == 2, case
+            assert rank.order.difference is None, f"{case}: {rank.order.difference}"
+            assert rank.order.layers == 2, case
             assert (rank.duty > 0) == (rank.counts["FA"] > 0), f"{case}: padding attends nowhere"
             if topology == Topology(2, 1):
                 chunks = len(heads_per_chunk(JOB.heads, 2, ROWS[mode].chunks))
@@ -160,7 +159,7 @@ def trace_eager() -> tuple[str, str]:
     other.mode = Mode("eager", 10, 1, eager)
     other.overlaps = other.mode.overlaps
     found = [traced(layer, plan)[0] for layer in (other, plain)]
-    return str(found[0].verdict.difference), str(found[1].verdict.difference)
+    return str(found[0].order.difference), str(found[1].order.difference)
 
 
 def test_a_deliberate_reordering_is_caught() -> None:
@@ -184,7 +183,7 @@ def all_chunk_counts() -> None:
             layer = FAPowerCapAttention(args, group, overlap, chunks=chunks)
             ranks[chunks], found[mode, chunks] = traced(layer, replace(plan, chunks=chunks))
     for chunks, rank in ranks.items():
-        assert rank.verdict.difference is None and rank.counts["A2A"] == 4 * chunks
+        assert rank.order.difference is None and rank.counts["A2A"] == 4 * chunks
     for (mode, chunks), result in found.items():
         base = found[mode if ROWS[mode].blocks > 1 else "0", 0]
         assert torch.equal(result, base), (mode, chunks)

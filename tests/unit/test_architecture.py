@@ -67,13 +67,7 @@ WITHOUT_TORCH = (
     *METERS,
     *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "lora", "quantised")),
     *(f"wan.pipeline.{name}" for name in ("setup", "memory", "images", "video")),
-    *(
-        f"wan.power.{name}"
-        for name in (
-            *("assumptions", "governor", "workload", "prediction", "predict", "calibrate"),
-            *("sensitivity", "analysis", "order", "recording", "report", "timeline", "traces"),
-        )
-    ),
+    *(f"wan.power.{name}" for name in (*("predict", "order", "recording", "report", "timeline"),)),
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {

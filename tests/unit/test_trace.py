@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from PIL import Image
 
 from wan import trace
 from wan.cli import main as generate
-from wan.power import order, traces
+from wan.power import order
 from wan.power.__main__ import main as power
-from wan.power.analysis import EDGES, analyse
-from wan.power.order import Plan
+from wan.power.order import Plan, Trace
 from wan.power.recording import nth_steps
-from wan.power.traces import Trace
+from wan.power.report import EDGES, analyse
+from wan.settings.errors import InputError
 from wan.trace import Event, HostClock, Recorder
 
 PLAN = Plan(
@@ -207,7 +207,7 @@ def play(plan: Plan, items: Callable[[int], list[order.Item]] | None = None) -> 
 def test_figures_of_a_rank() -> None:
     """Two layers of two chunks: (3 x 2 + 3 x 1) + 5 + (2 + 1) ms each, and 3 ms behind them."""
     rank = analyse(play(PLAN))
-    assert rank.verdict == order.Verdict(layers=2, skipped=0, difference=None)
+    assert rank.order == order.Comparison(layers=2, skipped=0, difference=None)
     assert rank.counts == {"A2A": 8, "scales": 0, "FA": 2, "hops": 0, "gathers": 0}
     assert rank.step == 2 * (2 * 17 + 3) + 4 and rank.parts["attention"] == 20
     assert rank.exposed == 48 and rank.hidden == 0 and rank.duty == 20 / 78
@@ -216,7 +216,7 @@ def test_figures_of_a_rank() -> None:
     assert (rank.within.count, rank.within.median) == (2, 12)
     assert (rank.across.count, rank.across.longest) == (1, 15)
     assert rank.within.histogram[EDGES.index(10.0) + 1] == 2 == sum(rank.within.histogram)
-    assert [(one.layer, one.time, one.attention) for one in rank.layers] == [
+    assert [(one["layer"], one["time"], one["attention"]) for one in rank.layers] == [
         (0, 37, 10),
         (1, 37, 10),
     ]
@@ -226,7 +226,7 @@ def test_what_is_hidden_under_attention() -> None:
     """The second chunk's exchange is under way during the first's attention, and so on."""
     plan = replace(PLAN, comm_type=0, overlap=True, layers=1)
     rank = analyse(play(plan))
-    assert rank.verdict.difference is None
+    assert rank.order.difference is None
     assert rank.hidden == 10, "chunk 1 comes in under FA 0, the result of 0 goes out under FA 1"
 
 
@@ -237,17 +237,15 @@ def test_a_changed_order_is_found_and_named() -> None:
             items[7], items[6] = items[6], items[7]  # the result is sent before it is computed
         return items
 
-    difference = analyse(play(PLAN, swapped)).verdict.difference
+    difference = analyse(play(PLAN, swapped)).order.difference
     assert str(difference) == (
         "rank 0, step 0 (cond), layer 1, position 6: expected FA 0 of chunk 0, "
         "found A2A out of chunk 0"
     )
     lost = analyse(play(PLAN, lambda layer: order.expected(PLAN, 0)[: -layer or None]))
-    assert "expected wait out of chunk 1, found the end of the layer" in str(
-        lost.verdict.difference
-    )
+    assert "expected wait out of chunk 1, found the end of the layer" in str(lost.order.difference)
     empty = Trace(PLAN, [], {})
-    assert "expected a step, found nothing" in str(analyse(empty).verdict.difference)
+    assert "expected a step, found nothing" in str(analyse(empty).order.difference)
 
 
 def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
@@ -264,7 +262,7 @@ def test_layers_that_a_cache_leaves_out_are_no_difference() -> None:
 
     for what in ("blocks", "attention"):
         verdict = order.compare(PLAN, recorded(work(what)))
-        assert verdict == order.Verdict(layers=0, skipped=2, difference=None)
+        assert verdict == order.Comparison(layers=0, skipped=2, difference=None)
 
 
 def test_the_line_of_a_layer() -> None:
@@ -281,7 +279,7 @@ def test_the_line_of_a_layer() -> None:
 def folder(tmp_path: Path) -> Path:
     """Traces of two ranks."""
     for rank in range(2):
-        traces.write(play(replace(PLAN, rank=rank)), tmp_path / "run", zero=0)
+        order.write(play(replace(PLAN, rank=rank)), tmp_path / "run", zero=0)
     return tmp_path / "run"
 
 
@@ -310,7 +308,7 @@ def assert_chrome(path: Path) -> None:
 def test_the_file_is_chromes_and_comes_back(folder: Path) -> None:
     assert_chrome(folder / "rank1.json")
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json", "rank1.json"]
-    found, expected = traces.read(folder)[1], play(replace(PLAN, rank=1))
+    found, expected = order.read(folder)[1], play(replace(PLAN, rank=1))
     assert (found.plan, found.about) == (expected.plan, expected.about)
     times = [(event.kind, event.facts, event.begin, event.end) for event in found.events]
     assert times == [(e.kind, e.facts, e.begin, e.end) for e in expected.events]
@@ -320,14 +318,14 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     other = tmp_path / "overlap"
     plan = replace(PLAN, comm_type=0, overlap=True, sizes=(1, 1, 2))
     for rank in range(2):
-        traces.write(play(replace(plan, rank=rank)), other, zero=0)
+        order.write(play(replace(plan, rank=rank)), other, zero=0)
     out = tmp_path / "out"
     assert power(["report", str(folder), str(other), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert said.count("Order: as planned") == 2 and "a layer, each rank: A2A 8, FA 2" in said
     assert "run (InsertComm)" in said and "overlap (A2A/FA overlap)" in said
     first, second = json.loads((out / "report.json").read_text())
-    assert first["verdict"] == second["verdict"] == "as planned"
+    assert first["order"] == second["order"] == "as planned"
     assert first["ranks"][1]["duty"] == 20 / 78 and second["ranks"][0]["hidden"] == 20
     with Image.open(out / "timeline.png") as image:
         assert image.width > 1000 and len(image.getcolors(1 << 24)) > 20
@@ -347,7 +345,7 @@ def test_an_edited_trace_is_caught(folder: Path, capsys: pytest.CaptureFixture[s
         "Order: rank 1, step 0 (cond), layer 0, position 0: expected A2A q of chunk 0, found A2A k "
         "of chunk 0"
     ) in said
-    assert json.loads((folder / "report.json").read_text())[0]["verdict"].startswith("rank 1")
+    assert json.loads((folder / "report.json").read_text())[0]["order"].startswith("rank 1")
 
 
 def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -363,7 +361,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda folder: folder.rename(f"{folder}-gone"), "is no folder; give the one"),
     "empty": (
         lambda folder: [path.unlink() for path in folder.iterdir()],
-        "holds no rank0.json, ...; give the folder that --trace named",
+        "holds no rank0.json; give the folder that --trace named",
     ),
     "a rank is missing": (
         lambda folder: (folder / "rank1.json").unlink(),
@@ -404,9 +402,40 @@ def test_broken_traces(case: str, folder: Path, capsys: pytest.CaptureFixture[st
     assert words in said.err and said.err.count("\n") == 1 and not said.out
 
 
+NASTY = (None, True, -1, 10**19, 1e300, float("nan"), "x", "", [], [[1]], {}, {"a": []}, "9" * 5000)
+
+
+def test_damaged_values_are_one_sentence(folder: Path) -> None:
+    """Every value of a trace in turn is replaced by values that no trace has."""
+    path = folder / "rank1.json"
+    content = json.loads(path.read_text())
+
+    def places(node: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in list(items)[: 10 if depth else 100]:
+            yield node, key
+            if isinstance(value, dict | list):
+                yield from places(value, depth + 1)
+
+    tried = 0
+    for node, key in places(content):
+        before = node[key]
+        for value in NASTY:
+            node[key] = value
+            path.write_text(json.dumps(content))
+            tried += 1
+            try:
+                for trace_ in order.read(folder):
+                    json.dumps(asdict(analyse(trace_)))
+            except InputError as error:
+                assert "\n" not in str(error) and len(str(error)) < 600
+        node[key] = before
+    assert tried > 1000
+
+
 def test_a_report_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert power(["report", str(folder), "--out", "/proc/nowhere"]) == 2
-    assert "name a folder with --out" in capsys.readouterr().err
+    assert "name another with --out" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,27 +1,41 @@
-"""The order of exchanges and attention in a layer: as it is planned, and as a trace shows it.
+"""The order of exchanges and attention in a layer: as planned, as recorded, and compared.
 
-The plan is derived from `wan.modules.schedule` and a run's sizes alone, never from what ran.
+The plan is derived from `wan.modules.schedule` and the sizes of a run alone, never from what ran.
+A trace is the file of one rank with the plan and what was recorded, in the JSON that Chrome and
+Perfetto show.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any
 
+from wan.checkpoint.files import whole_file
 from wan.modules.schedule import Mode, TokenPlan, head_ranges, mode_of, q_ranges, valid_rows
+from wan.settings.errors import InputError
 from wan.settings.numerics import Q_ROWS
-from wan.trace import Event
+from wan.trace import PLACES, Event, label
 
 Item = tuple[int, str]
 """(head chunk, what happens), for example (0, "A2A q")."""
-Forward = tuple[int, str]
-"""(step, guidance branch)."""
+_KINDS = {"int": (int,), "bool": (bool,), "str": (str,), "int | None": (int, type(None))}
+_LIMITS = {"layers": 10_000, "heads": 100_000, "chunks": 100_000, "multiple": 1 << 20}
+
+
+def _in_range(name: str, value: int | None) -> bool:
+    low = 1 if name in _LIMITS else 0
+    return value is None or low <= value <= _LIMITS.get(name, 1 << 40)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the order in a rank's layers follows from. Part of every trace.
+    """What the order in the layers of a rank follows from; a part of every trace.
 
     Attributes:
         rank: Of all ranks, which are laid out as (cfg, ring, ulysses).
@@ -56,6 +70,23 @@ class Plan:
     fp8_exchange: bool
     sparse_from: int | None
     steps: Mapping[int, str]
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Plan:
+        """The plan in a file; ValueError, TypeError or KeyError where that is none."""
+        steps = {int(step): str(expert) for step, expert in raw["steps"].items()}
+        plan = cls(**{**raw, "sizes": tuple(raw["sizes"]), "steps": steps})
+        for one in fields(cls):
+            value = getattr(plan, one.name)
+            kinds = _KINDS.get(str(one.type), (type(value),))
+            if type(value) not in kinds or (int in kinds and not _in_range(one.name, value)):
+                raise ValueError(f"{one.name} is {str(value)[:40]}")
+        if len(plan.sizes) != 3 or not all(type(size) is int and size > 0 for size in plan.sizes):
+            raise ValueError(f"sizes is {str(plan.sizes)[:40]}")
+        if plan.world > 1 << 16 or plan.rank >= plan.world or plan.heads % plan.sizes[2]:
+            raise ValueError("sizes do not fit together in its plan")
+        _ = plan.mode, plan.valid
+        return plan
 
     @property
     def world(self) -> int:
@@ -158,42 +189,23 @@ def _chunk(facts: Mapping[str, object]) -> int:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The first place where a rank did something else than planned."""
-
-    rank: int
-    step: int
-    branch: str
-    layer: int
-    position: int
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank}, step {self.step} ({self.branch}), layer {self.layer}, position "
-            f"{self.position}: expected {self.expected}, found {self.found}"
-        )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a rank's layers compare with the plan.
+class Comparison:
+    """How the layers of a rank compare with the plan.
 
     Attributes:
-        layers: How many were compared.
-        skipped: How many a step cache left out, with their self-attention at least.
-        difference: The first; None: as planned.
+        layers: Number of layers that were compared.
+        skipped: Number of layers whose self-attention a step cache skipped.
+        difference: The first place where something else than planned was done; None: as planned.
     """
 
     layers: int
     skipped: int
-    difference: Difference | None
+    difference: str | None
 
 
-def by_forward(events: Iterable[Event]) -> dict[Forward, list[Event]]:
-    """The events of each forward pass, in their order."""
-    forwards: dict[Forward, list[Event]] = {}
+def by_forward(events: Iterable[Event]) -> dict[tuple[int, str], list[Event]]:
+    """The events of each forward pass, by step and guidance branch, in their order."""
+    forwards: dict[tuple[int, str], list[Event]] = {}
     for event in events:
         step, branch = event.facts.get("step"), event.facts.get("branch")
         if isinstance(step, int) and isinstance(branch, str):
@@ -211,22 +223,31 @@ def by_layer(events: Iterable[Event]) -> dict[int, list[Event]]:
     return layers
 
 
-def compare(plan: Plan, events: Sequence[Event]) -> Verdict:
-    """The events of a rank against its plan."""
-    compared, skipped, differences = 0, 0, []
+def compare(plan: Plan, events: Sequence[Event]) -> Comparison:
+    """Compares the events of a rank with its plan."""
+    layers, skipped, difference = 0, 0, None
     forwards = by_forward(events)
     for step in plan.steps:
-        branches = [forward for forward in forwards if forward[0] == step]
-        if not branches:
-            differences.append(Difference(plan.rank, step, "", 0, 0, "a step", "nothing"))
-        for forward in branches:
-            layers = by_layer(forwards[forward])
-            left_out = _left_out(forwards[forward], plan.layers)
-            for layer in range(plan.layers):
+        branches = [branch for at, branch in forwards if at == step]
+        if not branches and difference is None:
+            difference = f"rank {plan.rank}, step {step}: expected a step, found nothing"
+        for branch in branches:
+            recorded = by_layer(forwards[step, branch])
+            left_out = _left_out(forwards[step, branch], plan.layers)
+            layers, skipped = layers + plan.layers, skipped + len(left_out)
+            for layer in range(plan.layers) if difference is None else ():
                 planned = [] if layer in left_out else expected(plan, step)
-                differences += _difference(plan, forward, layer, planned, layers.get(layer, []))
-            compared, skipped = compared + plan.layers, skipped + len(left_out)
-    return Verdict(compared - skipped, skipped, differences[0] if differences else None)
+                pairs = zip_longest(planned, found(recorded.get(layer, [])))
+                wrong = ((at, a, b) for at, (a, b) in enumerate(pairs) if a != b)
+                for at, a, b in wrong:
+                    difference = (
+                        f"rank {plan.rank}, step {step} ({branch}), layer {layer}, position {at}: "
+                        f"expected {_words(a)}, found {_words(b)}"
+                    )
+                    break
+                if difference is not None:
+                    break
+    return Comparison(layers - skipped, skipped, difference)
 
 
 def _left_out(events: Sequence[Event], layers: int) -> set[int]:
@@ -242,15 +263,6 @@ def _left_out(events: Sequence[Event], layers: int) -> set[int]:
         elif isinstance(first, int):
             found |= set(range(first, layers))
     return found
-
-
-def _difference(
-    plan: Plan, forward: Forward, layer: int, planned: list[Item], events: list[Event]
-) -> list[Difference]:
-    for place, (a, b) in enumerate(zip_longest(planned, found(events))):
-        if a != b:
-            return [Difference(plan.rank, *forward, layer, place, _words(a), _words(b))]
-    return []
 
 
 def _words(item: Item | None) -> str:
@@ -272,3 +284,124 @@ def line(events: Iterable[Event]) -> str:
             verbs.append(" ".join([verb, *(rest for *_, rest in same if rest)]))
         parts.append(f"{chunk}: {', '.join(verbs)}")
     return " | ".join(parts) or "no exchange and no attention"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank recorded.
+
+    Attributes:
+        plan: What the order in its layers follows from.
+        events: In the order in which they began.
+        about: The device, the clock, the kernel and what else a reader wants to know.
+    """
+
+    plan: Plan
+    events: Sequence[Event]
+    about: Mapping[str, str]
+
+
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_LATEST = 1e15  # microseconds
+_FILE = re.compile(r"rank(\d{1,5})\.json")
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"
+
+
+def write(trace: Trace, folder: Path, zero: int) -> None:
+    """The file of a rank, under a temporary name until it is whole.
+
+    zero: the nanosecond that is time 0 on all ranks.
+    """
+    rank = trace.plan.rank
+    lane = {"pid": rank, "tid": 0}
+    named = [
+        {"ph": "M", "name": "process_name", **lane, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "thread_name", **lane, "args": {"name": trace.about["clock"]}},
+    ]
+    ranges = [
+        {
+            "ph": "X",
+            "name": label(event.kind, event.facts),
+            "cat": event.kind,
+            **lane,
+            "ts": (event.begin - zero) / 1e3,
+            "dur": event.length / 1e3,
+            "args": {**event.facts, "issued": (event.issued - zero) / 1e3},
+        }
+        for event in trace.events
+    ]
+    content = {
+        "traceEvents": [*named, *ranges],
+        "displayTimeUnit": "ms",
+        "otherData": {"plan": asdict(trace.plan), "about": dict(trace.about)},
+    }
+    with whole_file(file_of(folder, rank)) as temporary, temporary.open("w") as file:
+        json.dump(content, file, allow_nan=False)
+
+
+def read(folder: Path) -> list[Trace]:
+    """The traces of all ranks of a run, by rank.
+
+    Raises:
+        InputError: The folder has none, or not all, or files that are no traces or of other runs.
+    """
+    if not folder.is_dir():
+        raise InputError(str(folder), None, "is no folder", "give the one that --trace named")
+    ranks = sorted(
+        int(match[1]) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))
+    )
+    if not ranks:
+        raise InputError(
+            str(folder), None, "holds no rank0.json", "give the folder that --trace named"
+        )
+    first = _read(file_of(folder, ranks[0]))
+    lacking = sorted(set(range(first.plan.world)) - set(ranks))
+    if lacking:
+        why = f"is missing: the run had {first.plan.world} ranks"
+        remedy = "copy the files of all machines into one folder"
+        raise InputError(str(file_of(folder, lacking[0])), None, why, remedy)
+    traces = [first, *(_read(file_of(folder, rank)) for rank in ranks[1:])]
+    for rank, trace in zip(ranks, traces, strict=True):
+        if trace.about.get("run") != first.about.get("run") or trace.plan.rank != rank:
+            why = f"is not of the same run as {file_of(folder, ranks[0])}"
+            raise InputError(str(file_of(folder, rank)), None, why, "trace into an empty folder")
+    return traces
+
+
+def _read(path: Path) -> Trace:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        other = content["otherData"]
+        plan, about = Plan.read(other["plan"]), {k: str(v) for k, v in other["about"].items()}
+        events = [_event(row) for row in content["traceEvents"] if row["ph"] == "X"]
+        return Trace(plan, sorted(events, key=lambda event: event.begin), about)
+    except OSError as error:
+        raise InputError(str(path), None, f"cannot be read ({error.strerror})") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = f"{type(error).__name__}: {str(error)[:100]}"
+        why = f"is no whole trace of generate.py --trace ({reason})"
+        raise InputError(str(path), None, why, "trace the run again") from error
+
+
+def _event(row: Mapping[str, Any]) -> Event:
+    """Nanoseconds again; ValueError for times that are none."""
+    begin, length = float(row["ts"]), float(row["dur"])
+    facts = dict(row["args"])
+    issued = float(facts.pop("issued"))
+    if not (0 <= length < _LATEST and abs(begin) < _LATEST and math.isfinite(issued)):
+        raise ValueError(f"{str(row['name'])[:40]} has no time")
+    for name in (*PLACES, "what", "decision", "first", "owner"):
+        if not isinstance(facts.get(name), str | int | None):
+            raise TypeError(f"{name} is {str(facts[name])[:40]}")
+    times = round(begin * 1e3), round((begin + length) * 1e3), round(issued * 1e3)
+    return Event(str(row["cat"]), facts, *times)

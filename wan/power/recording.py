@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import wan
 from wan.log import logger
 from wan.pipeline.setup import Setup
-from wan.power import order, traces
-from wan.power.order import Plan
-from wan.power.traces import Trace
+from wan.power import order
+from wan.power.order import Plan, Trace
 from wan.settings import timesteps
 from wan.settings.request import Request
 from wan.trace import Event, Recorder
@@ -109,7 +108,7 @@ class Recording:
         """The file of this rank. What cannot be written is said; the video goes on."""
         zero, _ = self._began or (0, 0.0)
         try:
-            traces.write(self.trace(**about), folder, zero)
+            order.write(self.trace(**about), folder, zero)
         except OSError as error:
             reason = error.strerror or error
             logger.error("The trace could not be saved to %s (%s).", folder, reason)

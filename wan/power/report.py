@@ -1,56 +1,202 @@
 """`python -m wan.power report DIR [DIR ...]`: what schedule traces show.
 
-For each folder of `generate.py --trace DIR`: whether every layer of every rank exchanged and
-attended in the planned order, and where the time went. Several folders, one for each mode, are set
-side by side. Writes report.json and timeline.png into the first folder, or into --out. Exit code 1
-where an order is not the planned one.
+For each folder of `generate.py --trace DIR` the report says whether every layer of every rank
+exchanged and attended in the planned order, and where the time went. Several folders, one for each
+mode, are set side by side. It writes report.json and timeline.png into the first folder, or into
+--out. The exit code is 1 where an order is not the planned one.
+
+Times are milliseconds on the clock of the trace. On an accelerator that is its compute stream, and
+a wait is as long as that stream stood still.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from wan.checkpoint.files import whole_file
 from wan.cli.flags import Parser
 from wan.modules.schedule import heads_per_chunk
-from wan.power import timeline, traces
-from wan.power.analysis import EDGES, Gaps, Rank, analyse, merged
-from wan.power.traces import Trace
+from wan.power import timeline
+from wan.power.order import Comparison, Trace, compare, read
 from wan.settings.errors import InputError
+from wan.trace import Event
+
+PARTS = {  # of a step -> kinds of ranges
+    "attention": ("attention",),
+    "communication": ("a2a", "a2a wait", "hop", "hop wait", "gather"),
+    "rotate, quantise": timeline.QUANTISES,
+    "projections": ("project",),
+    "cross-attention": ("cross-attention",),
+    "feed-forward": ("feed-forward",),
+}
+EDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Milliseconds: borders of the bins of a histogram; the last bin is open."""
+_PART = {kind: part for part, kinds in PARTS.items() for kind in kinds}
+_COUNTED = {"attention": "FA", "hop": "hops", "gather": "gathers"}
+_MS = 1e6  # nanoseconds
 
 
 @dataclass(frozen=True)
-class Report:
-    """A run's traces and their figures, by rank."""
+class Gaps:
+    """Gaps from the end of an attention call to the beginning of the next one, milliseconds.
+
+    Attributes:
+        count: Number of gaps.
+        median: 0 where there is none.
+        longest: Likewise.
+        histogram: Gaps below the first of EDGES, between each two, and from the last one on.
+    """
+
+    count: int
+    median: float
+    longest: float
+    histogram: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[float]) -> Gaps:
+        counts = Counter(bisect_right(EDGES, length) for length in lengths)
+        bins = tuple(counts[place] for place in range(len(EDGES) + 1))
+        return cls(len(lengths), median(lengths or [0.0]), max(lengths, default=0.0), bins)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank did in its traced steps; times are sums over these steps, in milliseconds.
+
+    Attributes:
+        rank: Index of the rank.
+        order: Its order against the plan.
+        counts: Exchanges, scales, attention calls, hops and gathers of a layer; where layers
+            differ (sparse and dense steps), of the most frequent kind.
+        step: Length of the steps.
+        parts: Time of each of PARTS, and of all other work.
+        hidden: An upper bound of the time in which exchanges ran during attention.
+        within: Gaps inside a layer.
+        across: Gaps from one layer to the next.
+        layers: Step, branch, index, length, attention, calls and exchanges of each layer.
+    """
+
+    rank: int
+    order: Comparison
+    counts: dict[str, int]
+    step: float
+    parts: dict[str, float]
+    hidden: float
+    within: Gaps
+    across: Gaps
+    layers: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def duty(self) -> float:
+        """Attention's share of the step."""
+        return self.parts["attention"] / self.step if self.step else 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Communication that the step waits for."""
+        return self.parts["communication"]
+
+
+def analyse(trace: Trace) -> RankReport:
+    """The report of one rank."""
+    events = trace.events
+    step = sum(event.length for event in events if event.kind == "step") / _MS
+    parts, end = dict.fromkeys(PARTS, 0.0), 0
+    for event in events:  # a range inside one of another part belongs to that part
+        if event.kind in _PART and event.begin >= end:
+            parts[_PART[event.kind]] += event.length / _MS
+            end = event.end
+    parts["other"] = max(step - sum(parts.values()), 0.0)
+    layers = list(_layers(events))
+    counts = Counter(tuple(_counts(inside).items()) for _, inside in layers)
+    within, across = list[float](), list[float]()
+    calls = [event for event in events if event.kind == "attention"]
+    for last, call in zip(calls, calls[1:], strict=False):
+        (before, *there), (after, *here) = (
+            [one.facts.get(name) for name in ("step", "branch", "layer")] for one in (last, call)
+        )
+        if before == after:
+            (within if there == here else across).append((call.begin - last.end) / _MS)
+    return RankReport(
+        rank=trace.plan.rank,
+        order=compare(trace.plan, events),
+        counts=dict(counts.most_common(1)[0][0]) if counts else {},
+        step=step,
+        parts=parts,
+        hidden=_hidden(events, calls) / _MS,
+        within=Gaps.of(within),
+        across=Gaps.of(across),
+        layers=[_layer(event, inside) for event, inside in layers],
+    )
+
+
+def _layers(events: Sequence[Event]) -> Iterator[tuple[Event, list[Event]]]:
+    """The range of each layer, and what is recorded inside it."""
+    inside: list[Event] = []
+    for event in events:
+        if event.kind == "layer":
+            inside = []
+            yield event, inside  # it is filled until the next one is asked for
+        elif "layer" in event.facts:
+            inside.append(event)
+
+
+def _counts(inside: Iterable[Event]) -> dict[str, int]:
+    counts = dict.fromkeys(("A2A", "scales", "FA", "hops", "gathers"), 0)
+    for event in inside:
+        if event.kind == "a2a":
+            counts["scales" if "scale" in str(event.facts.get("what")) else "A2A"] += 1
+        elif event.kind in _COUNTED:
+            counts[_COUNTED[event.kind]] += 1
+    return counts
+
+
+def _layer(event: Event, inside: Sequence[Event]) -> dict[str, Any]:
+    calls = [one.length for one in inside if one.kind == "attention"]
+    return {name: event.facts.get(name) for name in ("step", "branch", "layer")} | {
+        "time": event.length / _MS,
+        "attention": sum(calls) / _MS,
+        "calls": len(calls),
+        "exchanges": sum(one.kind == "a2a" for one in inside),
+    }
+
+
+def _hidden(events: Sequence[Event], calls: Sequence[Event]) -> int:
+    """Nanoseconds in which an exchange was under way and attention was computed."""
+    edges = [(x, c, 0) for a, b in timeline.under_way(events) for x, c in ((a, 1), (b, -1))]
+    edges += [(x, c, 1) for call in calls for x, c in ((call.begin, 1), (call.end, -1))]
+    total, running, last = 0, [0, 0], 0
+    for time, change, kind in sorted(edges):
+        total += time - last if all(running) else 0
+        running[kind] += change
+        last = time
+    return total
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The traces of a run and the reports of its ranks. name: for tables and the picture."""
 
     name: str
     traces: Sequence[Trace]
-    ranks: Sequence[Rank]
+    ranks: Sequence[RankReport]
 
     @property
-    def verdict(self) -> str:
+    def order(self) -> str:
         """ "as planned", or the first difference."""
-        found = [rank.verdict.difference for rank in self.ranks if rank.verdict.difference]
-        return str(found[0]) if found else "as planned"
+        found = (rank.order.difference for rank in self.ranks)
+        return next((str(one) for one in found if one), "as planned")
 
-    @property
-    def steps(self) -> int:
-        """How many steps were traced."""
-        return max(len(self.traces[0].plan.steps), 1)
-
-    def mean(self, figure: Callable[[Rank], float]) -> float:
-        """Of all ranks."""
-        return fmean(figure(rank) for rank in self.ranks)
-
-
-def of(name: str, run: Sequence[Trace]) -> Report:
-    """The report of one run. run: the trace of each rank. name: for tables and plots."""
-    return Report(name, run, [analyse(trace) for trace in run])
+    def mean(self, figure: Callable[[RankReport], float]) -> str:
+        """The mean over ranks of a time, for one step."""
+        return _ms(fmean(map(figure, self.ranks)) / max(len(self.traces[0].plan.steps), 1))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,139 +206,108 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for report.json and timeline.png")
     options = parser.parse_args(argv)
     same = len({folder.name for folder in options.folders}) < len(options.folders)
-    reports = [
-        of(str(folder) if same else folder.absolute().name, traces.read(folder))
-        for folder in options.folders
-    ]
+    reports = []
+    for folder in options.folders:
+        traces = read(folder)
+        name = str(folder) if same else folder.absolute().name
+        reports.append(RunReport(name, traces, [analyse(trace) for trace in traces]))
     out = options.out or options.folders[0]
-    print("\n\n".join(text(report) for report in reports))
+    print("\n\n".join("\n".join(_text(report)) for report in reports))
     if len(reports) > 1:
-        print(f"\n{side_by_side(reports)}")
+        print("\n" + "\n".join(_side_by_side(reports)))
     written = out / "report.json", out / "timeline.png"
     try:
         with whole_file(written[0]) as temporary:
-            temporary.write_text(json.dumps(record(reports), indent=1), encoding="utf-8")
+            content = [_record(report) for report in reports]
+            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
         timeline.draw([(report.name, report.traces[0]) for report in reports], written[1])
     except OSError as error:
-        raise InputError(
-            f"The report cannot be written to {out} ({error.strerror}); name a folder with --out."
-        ) from error
+        why = f"cannot be written to ({error.strerror})"
+        raise InputError("The folder", out, why, "name another with --out") from error
     print(f"\nWritten: {written[0]}, {written[1]}")
-    return int(any(report.verdict != "as planned" for report in reports))
+    return int(any(report.order != "as planned" for report in reports))
 
 
-def text(report: Report) -> str:
-    """One run, for a terminal."""
-    lines = [*_about(report), "", *_order(report), "", *_times(report), "", *_gaps(report)]
-    return "\n".join(lines)
-
-
-def _about(report: Report) -> list[str]:
+def _text(report: RunReport) -> Iterator[str]:
+    """A run for the terminal: its sizes, order, times and gaps."""
     trace, plan = report.traces[0], report.traces[0].plan
     cfg, ring, ulysses = plan.sizes
     chunks = heads_per_chunk(plan.heads, ulysses, plan.mode.chunks)
-    each = "/".join(str(size) for size in sorted(set(chunks), reverse=True))
+    each = "/".join(map(str, sorted(set(chunks), reverse=True)))
     steps = ", ".join(f"{step} ({expert})" for step, expert in plan.steps.items())
-    return [
-        f"== {report.name}: {plan.mode.name}, head chunks {len(chunks)} of {each} per rank ==",
+    yield f"== {report.name}: {plan.mode.name}, head chunks {len(chunks)} of {each} per rank =="
+    yield (
         f"ulysses {ulysses} x ring {ring} x cfg {cfg}, {plan.tokens} tokens, {plan.layers} layers, "
-        f"traced steps {steps}",
+        f"traced steps {steps}"
+    )
+    yield (
         f"{trace.about.get('kernel', 'an unknown kernel')}; {trace.about.get('device', '')}, "
-        f"times by {trace.about.get('clock', '?')}",
-    ]
-
-
-def _order(report: Report) -> list[str]:
-    """Counts per layer, and the verdict."""
+        f"times by {trace.about.get('clock', '?')}"
+    )
+    yield f"\nOrder: {report.order}"
     alike: dict[str, list[int]] = {}
     for rank in report.ranks:
         words = ", ".join(f"{name} {count}" for name, count in rank.counts.items() if count)
         alike.setdefault(words or "nothing", []).append(rank.rank)
-    lines = [f"Order: {report.verdict}"]
     for words, ranks in alike.items():
         whose = "each rank" if len(alike) == 1 else f"rank {', '.join(map(str, ranks))}"
-        lines.append(f"  a layer, {whose}: {words}")
-    layers = sum(rank.verdict.layers for rank in report.ranks)
-    skipped = sum(rank.verdict.skipped for rank in report.ranks)
-    lines.append(
-        f"  {layers} layers of {len(report.ranks)} ranks compared"
-        + (f", {skipped} skipped by a step cache" if skipped else "")
-    )
-    return lines
+        yield f"  a layer, {whose}: {words}"
+    layers = sum(rank.order.layers for rank in report.ranks)
+    skipped = sum(rank.order.skipped for rank in report.ranks)
+    more = f", {skipped} skipped by a step cache" if skipped else ""
+    yield f"  {layers} layers of {len(report.ranks)} ranks compared{more}"
+    yield "\nMilliseconds of a step (duty: attention's share; hidden: communication during it)"
+    parts = [part for part in report.ranks[0].parts if any(r.parts[part] for r in report.ranks)]
+    count = max(len(plan.steps), 1)
+    rows = [("rank", "step", "duty", *parts, "hidden")]
+    for rank in report.ranks:
+        times = (_ms(rank.parts[part] / count) for part in parts)
+        hidden = f"<= {_ms(rank.hidden / count)}" if rank.hidden else "0"
+        rows.append((str(rank.rank), _ms(rank.step / count), f"{rank.duty:.0%}", *times, hidden))
+    yield from _table(rows)
+    yield "\nGaps between consecutive attention calls, all ranks"
+    rows = [("ms", f"< {EDGES[0]:g}", *(f"{edge:g} -" for edge in EDGES), "median", "longest")]
+    for name, gaps in (
+        ("in a layer", [rank.within for rank in report.ranks]),
+        ("between layers", [rank.across for rank in report.ranks]),
+    ):
+        bins = (str(sum(column)) for column in zip(*(g.histogram for g in gaps), strict=True))
+        middle, longest = fmean(gap.median for gap in gaps), max(gap.longest for gap in gaps)
+        rows.append((name, *bins, _ms(middle), _ms(longest)))
+    yield from _table(rows)
 
 
-def _times(report: Report) -> list[str]:
-    """Where a step's time goes, rank by rank."""
-    parts = [p for p in report.ranks[0].parts if any(rank.parts[p] for rank in report.ranks)]
-    head = ("rank", "step", "duty", *parts, "hidden")
-    rows = [
-        (
-            str(rank.rank),
-            _ms(rank.step / report.steps),
-            f"{rank.duty:.0%}",
-            *(_ms(rank.parts[part] / report.steps) for part in parts),
-            f"<= {_ms(rank.hidden / report.steps)}" if rank.hidden else "0",
+def _side_by_side(reports: Sequence[RunReport]) -> Iterator[str]:
+    yield "Side by side (exposed, hidden: communication; gap: median between calls in a layer)"
+    rows = [("", "step ms", "attention", "duty", "exposed", "hidden", "gap", "order")]
+    for one in reports:
+        times = (
+            one.mean(lambda rank: rank.step),
+            one.mean(lambda rank: rank.parts["attention"]),
+            f"{fmean(rank.duty for rank in one.ranks):.0%}",
+            one.mean(lambda rank: rank.exposed),
+            one.mean(lambda rank: rank.hidden),
+            _ms(fmean(rank.within.median for rank in one.ranks)),
         )
-        for rank in report.ranks
-    ]
-    title = "Milliseconds of a step (duty: attention's share; hidden: communication under it)"
-    return [title, *_table([head, *rows])]
+        order = one.order if one.order == "as planned" else "differs"
+        rows.append((f"{one.name} ({one.traces[0].plan.mode.name})", *times, order))
+    yield from _table(rows)
 
 
-def _gaps(report: Report) -> list[str]:
-    head = ("ms", f"< {EDGES[0]:g}", *(f"{edge:g} -" for edge in EDGES), "median", "longest")
-    kinds: dict[str, list[Gaps]] = {
-        "in a layer": [rank.within for rank in report.ranks],
-        "between layers": [rank.across for rank in report.ranks],
+def _record(report: RunReport) -> dict[str, Any]:
+    """All figures for JSON."""
+    trace = report.traces[0]
+    return {
+        "name": report.name,
+        "mode": trace.plan.mode.name,
+        "order": report.order,
+        "plan": asdict(trace.plan),
+        "about": dict(trace.about),
+        "gap_edges_ms": EDGES,
+        "ranks": [
+            asdict(rank) | {"duty": rank.duty, "exposed": rank.exposed} for rank in report.ranks
+        ],
     }
-    rows = [
-        (
-            name,
-            *map(str, merged(gaps)),
-            _ms(fmean(gap.median for gap in gaps)),
-            _ms(max(gap.longest for gap in gaps)),
-        )
-        for name, gaps in kinds.items()
-    ]
-    return ["Gaps between consecutive attention calls, all ranks", *_table([head, *rows])]
-
-
-def side_by_side(reports: Sequence[Report]) -> str:
-    """The runs in one table; figures are means of the ranks, for a step."""
-    head = ("", "step ms", "attention", "duty", "exposed", "hidden", "gap", "order")
-    rows = [
-        (
-            f"{one.name} ({one.traces[0].plan.mode.name})",
-            _ms(one.mean(lambda rank: rank.step) / one.steps),
-            _ms(one.mean(lambda rank: rank.parts["attention"]) / one.steps),
-            f"{one.mean(lambda rank: rank.duty):.0%}",
-            _ms(one.mean(lambda rank: rank.exposed) / one.steps),
-            _ms(one.mean(lambda rank: rank.hidden) / one.steps),
-            _ms(one.mean(lambda rank: rank.within.median)),
-            "as planned" if one.verdict == "as planned" else "differs",
-        )
-        for one in reports
-    ]
-    title = "Side by side (exposed, hidden: communication; gap: median between calls in a layer)"
-    return "\n".join([title, *_table([head, *rows])])
-
-
-def record(reports: Iterable[Report]) -> list[dict[str, Any]]:
-    """All figures, for JSON; times in milliseconds, summed over the traced steps."""
-    return [
-        {
-            "name": report.name,
-            "mode": report.traces[0].plan.mode.name,
-            "verdict": report.verdict,
-            "plan": asdict(report.traces[0].plan),
-            "about": dict(report.traces[0].about),
-            "gap_edges_ms": EDGES,
-            "ranks": [
-                asdict(rank) | {"duty": rank.duty, "exposed": rank.exposed} for rank in report.ranks
-            ],
-        }
-        for report in reports
-    ]
 
 
 def _ms(value: float) -> str:
@@ -200,14 +315,9 @@ def _ms(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need, the first to the left."""
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows with columns as wide as they need; the first column is aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    for first, *rest in rows:
+        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        yield f"  {first.ljust(widths[0])}  {'  '.join(cells)}".rstrip()

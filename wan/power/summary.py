@@ -17,10 +17,9 @@ import numpy as np
 from wan import __version__, host
 from wan.checkpoint.files import whole_file
 from wan.log import logger
-from wan.power import traces
 from wan.power.compare import Options, Variant
 from wan.power.measured import Measured
-from wan.power.order import compare
+from wan.power.order import compare, read
 from wan.power.rounds import Found, rests
 from wan.run import Run
 from wan.settings.errors import InputError
@@ -230,7 +229,7 @@ def _order(one: Found) -> str:
     if one.folder is None:
         return "the baseline's"
     try:
-        ranks = traces.read(one.folder)
+        ranks = read(one.folder)
     except InputError as error:  # the ranks of another machine wrote theirs there
         return f"not available ({error})"
     gaps = [1e3 * gap for rank in ranks for gap in rests(rank.events)]

@@ -1,19 +1,20 @@
-"""One layer of each traced run as an image: lanes of exchanges, attention and the rest."""
+"""The timeline picture: one layer of each traced run, with lanes for exchanges and attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.files import whole_file
-from wan.power.analysis import PARTS, under_way
-from wan.power.traces import Trace
+from wan.power.order import Trace
 from wan.settings.errors import InputError
 from wan.trace import Event
 
 _MS = 1e6  # nanoseconds
+QUANTISES = ("quantise", "prepare", "mask")
+"""Kinds of ranges of methods that are not dense."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,23 @@ _COLOURS = {  # Okabe and Ito's, which everybody can tell apart
     "cross-attention": "#56B4E9",
     "feed-forward": "#555555",
 }
+
+
+def under_way(events: Iterable[Event]) -> list[tuple[int, int]]:
+    """When hops, and exchanges beside attention, were under way: (begin, end), nanoseconds.
+
+    That is from the end of their call to the beginning of the wait for them.
+    """
+    found: list[tuple[int, int]] = []
+    begun: dict[object, int] = {}
+    for event in events:
+        facts = event.facts
+        key = tuple(facts.get(name) for name in ("layer", "chunk", "what"))
+        if event.kind == "hop" or (event.kind == "a2a" and facts.get("beside")):
+            begun[key] = event.end
+        elif event.kind in ("hop wait", "a2a wait") and key in begun:
+            found.append((begun.pop(key), event.begin))
+    return found
 
 
 def layer_of(trace: Trace) -> tuple[Event, list[Event]]:
@@ -79,7 +97,7 @@ def bars(layer: Event, inside: Sequence[Event]) -> Iterator[Bar]:
             yield at("exchange", "ring", *times)
         elif event.kind == "attention":
             yield at("attention", "attention", *times, str(event.facts.get("chunk", "")))
-        elif event.kind in PARTS["rotate, quantise"]:
+        elif event.kind in QUANTISES:
             yield at("rotate, quantise", "rotate, quantise", *times)
         elif event.kind in ("cross-attention", "feed-forward"):
             yield at("other", event.kind, *times)
