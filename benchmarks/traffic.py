@@ -1,0 +1,197 @@
+"""Bytes and launches of everything in a block that is not a product, counted without a device.
+
+    python benchmarks/traffic.py --ranks 1
+    python benchmarks/traffic.py --ranks 8 --json results/traffic.json
+
+One block of the 14B networks (40 heads of 128, bfloat16, mode 0, text given as keys and values)
+runs on tensors without data, with the sizes that it has on a GPU. Every operation that makes or
+changes a tensor is one launch, and moves the bytes of the tensors it reads and of those it writes;
+a broadcast tensor counts once. Left out: matrix products, attention kernels, what is sent between
+ranks, views, and allocations. diffusers' block is counted the same way, on one rank; it computes
+the text's keys and values in each call, and keeps the residual stream in bfloat16.
+
+"fused" has the small operations of `--fused_ops auto`: each compiled function counts what PyTorch's
+compiler (Inductor) says of it, the buffers that its kernels read and write and the number of these,
+compiled for this machine's CPU at the same sizes. It needs 6 GB of memory on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import Tensor
+from torch._inductor import config, metrics
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from wan.distributed.exchange import ALONE, Group
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
+from wan.modules.interfaces import Collaborators
+from wan.modules.small_ops import BlockOps
+from wan.settings.numerics import keeps_fp32
+from wan.torch_private import WithoutData, fake_process_group
+
+HEADS, HEAD_DIM, FFN, TEXT = 40, 128, 13824, 512
+TOKENS = 75_600  # 1280*720, 81 frames
+CHANNELS = HEADS * HEAD_DIM
+META = torch.device("meta")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes and launches by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.launches = Counter[str](), Counter[str]()
+        self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
+        self.counts = True
+
+    def run(self, step: Callable[..., Tensor], x: Tensor, /, *rest: Any) -> Tensor:
+        """Implements `wan.modules.small_ops.Runner`: notes a step that a run would compile."""
+        self.steps.append((step, (x, *rest)))
+        self.counts = False
+        try:
+            return step(x, *rest)
+        finally:
+            self.counts = True
+
+    def compile(self) -> None:
+        """Counts the steps, each compiled."""
+        for step, arguments in self.steps:
+            size, kernels = accounted(step, arguments)
+            self.bytes[f"{step.__name__[1:]}, compiled"] += size
+            self.launches[f"{step.__name__[1:]}, compiled"] += kernels
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        left_out = (
+            not self.counts
+            or func.is_view
+            or func.namespace == "c10d"
+            or name.strip("_") in _PRODUCTS
+            or "attention" in name
+            or name.startswith(("empty", "_unsafe_view", "detach", "alias"))
+        )
+        if not left_out:
+            made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+            read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if name in ("copy_", "fill_", "zero_"):  # the old values are not read
+                read = read[1:]
+            self.bytes[name] += sum(_moved(x) for x in (*read, *made))
+            self.launches[name] += 1
+        return out
+
+
+def _moved(x: Tensor) -> int:
+    """Bytes of the elements that there are, not of their repetitions."""
+    count = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        count *= size if stride else 1
+    return count * x.dtype.itemsize
+
+
+def accounted(step: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[int, int]:
+    """Bytes and kernels of a compiled step, by the compiler's own account."""
+    torch._dynamo.reset()
+    metrics.reset()
+    real = [torch.empty_like(x, device="cpu") if isinstance(x, Tensor) else x for x in arguments]
+    with torch.inference_mode(), config.patch(force_disable_caches=True):
+        torch.compile(step)(*real)
+    return metrics.num_bytes_accessed, len(metrics.nodes_num_elem)
+
+
+def ours(ranks: int, ops: BlockOps) -> Callable[[], Any]:
+    """A call of our block as the first of these ranks makes it."""
+    group: Group = ALONE
+    if ranks > 1:
+        if not dist.is_initialized():
+            fake_process_group(0, ranks)
+        group = None
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), group)
+    tokens = TOKENS // ranks
+    with META:
+        block = WanAttentionBlock(
+            BlockSizes(CHANNELS, FFN, HEADS), 0, Collaborators(lambda _: layer, ops=ops)
+        )
+        for name, parameter in block.named_parameters():
+            dtype = torch.float32 if keeps_fp32(name) else torch.bfloat16
+            parameter.data = parameter.data.to(dtype)
+        x_BLC, e0_BR6C = torch.empty(1, tokens, CHANNELS), torch.empty(1, 1, 6, CHANNELS)
+        context_BTC = torch.empty(1, TEXT, CHANNELS, dtype=torch.bfloat16)
+        rope = (torch.empty(tokens, 1, HEAD_DIM), torch.empty(tokens, 1, HEAD_DIM))
+        kv = torch.empty(2, 1, TEXT, HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(0)
+    info = ForwardInfo((tokens,), rope, TOKENS)
+    return lambda: block(x_BLC, e0_BR6C, context_BTC, (kv[0], kv[1]), info)
+
+
+def theirs() -> Callable[[], Any]:
+    """A call of diffusers' block."""
+    with META:
+        block: Any = WanTransformerBlock(
+            CHANNELS, FFN, HEADS, qk_norm="rms_norm_across_heads", cross_attn_norm=True
+        )
+        block = block.to(torch.bfloat16)
+        x_BLC = torch.empty(1, TOKENS, CHANNELS, dtype=torch.bfloat16)
+        text = torch.empty(1, TEXT, CHANNELS, dtype=torch.bfloat16)
+        temb = torch.empty(1, 6, CHANNELS)
+        rope = [torch.empty(1, TOKENS, 1, HEAD_DIM) for _ in range(2)]
+    return lambda: block(x_BLC, text, temb, rope)
+
+
+def counted(call: Callable[[], Any], traffic: Traffic) -> dict[str, Any]:
+    with torch.no_grad(), WithoutData(), traffic:
+        call()
+    traffic.compile()
+    return {
+        "bytes": traffic.bytes.total(),
+        "launches": traffic.launches.total(),
+        "by_operation": {
+            name: {"bytes": size, "launches": traffic.launches[name]}
+            for name, size in traffic.bytes.most_common()
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4, 5, 8))
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(argv)
+    account = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
+    account.setLevel(logging.INFO)  # else the compiler does not count
+    account.propagate = False
+    plain, fused = Traffic(), Traffic()
+    found = {
+        "ours, fused": counted(
+            ours(options.ranks, BlockOps(run=fused.run, device_type="cuda")), fused
+        ),
+        "ours, plain": counted(ours(options.ranks, BlockOps(device_type="cuda")), plain),
+    }
+    if options.ranks == 1:
+        found["diffusers"] = counted(theirs(), Traffic())
+    for name, one in found.items():
+        total = f"{one['bytes'] / 1e9:.1f} GB, {one['launches']} launches"
+        print(f"{name}, {options.ranks} ranks, {TOKENS} tokens: {total}")
+        for operation, part in list(one["by_operation"].items())[:8]:
+            print(f"  {operation:24}{part['bytes'] / 1e9:8.2f} GB {part['launches']:6}")
+    common.write_json(options.json, torch.device("cpu"), [found])
+
+
+if __name__ == "__main__":
+    main()
