@@ -180,7 +180,7 @@ def test_refused_once_by_all(tmp_path: Path) -> None:
     with Ranks(launcher(2), generate_each, [refused, refused]) as ranks:
         assert ranks.ended() == [2, 2], ranks.said()
     (said,) = ranks.lines()
-    assert said.startswith("--sample_steps is 0") and "Traceback" not in ranks.said()
+    assert said.startswith("--sample_steps 0 must be") and "Traceback" not in ranks.said()
 
 
 def test_a_demo_checkpoint_that_cannot_be_made(tmp_path: Path) -> None:

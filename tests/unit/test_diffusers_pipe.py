@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda pipe: (cpu_offload_with_hook(pipe.transformer, "cpu"), parallelize_pipe(pipe)),
         "offload after this call",
     ),
-    "no policy": (lambda pipe: apply_cache_on_pipe(pipe, "fora"), "step_cache is fora"),
+    "no policy": (lambda pipe: apply_cache_on_pipe(pipe, "fora"), "policy is fora"),
     "no parameter": (
         lambda pipe: apply_cache_on_pipe(pipe, "mag", comm_type=1),
         "step_cache_comm_type is no parameter|comm_type is no parameter",

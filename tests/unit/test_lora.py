@@ -310,7 +310,7 @@ def test_bad_files(case: str, tiny: Any, tmp_path: Path) -> None:
         ({"lora": ("FOLDER",)}, "does not exist or is no file"),
         ({"lora": ("TEXT.pt",)}, "no .safetensors file; convert it"),
         ({"lora": ("TEXT.safetensors",)}, "no whole safetensors file"),
-        ({"lora_high_noise": ("TEXT.safetensors",)}, "has one network: --lora"),
+        ({"lora_high_noise": ("TEXT.safetensors",)}, "has one network: lora"),
         ({"lora_dir": "FOLDER"}, "has no high_noise_model.safetensors"),
         ({"lora": ("X",), "quant_dit_path": "Y"}, "tools/quantize_dit.py --lora"),
     ],

@@ -243,8 +243,8 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: lis
 @pytest.mark.parametrize(
     ("prompt", "kind", "message"),
     [
-        ("a cat", "i2v", "i2v got no image; give one with --image"),
-        (" ", "t2v", "empty prompt and no image; give a --prompt"),
+        ("a cat", "i2v", "i2v got no image; give one with image"),
+        (" ", "t2v", "empty prompt and no image; give a prompt"),
     ],
 )
 def test_questions_that_cannot_be_asked(
