@@ -353,7 +353,7 @@ def test_a_video_may_ask_for_another_way(
     for way, sentence in (
         (True, "resident_blocks has no effect without offload_model=block"),
         ("cpu", "offload_model=cpu needs a CUDA GPU, A2, A3 or A5; this device is a CPU"),
-        ("disk", "offload_model is disk; it must be true, false, cpu or block"),
+        ("disk", "offload_model=disk must be true, false, cpu or block"),
     ):
         with pytest.raises(InputError, match=f"^{sentence}"):
             model.generate("a cat", **told, offload_model=way)
