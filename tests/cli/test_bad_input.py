@@ -75,7 +75,7 @@ SIMPLE = {
     ),
     "ulysses": (["--ulysses_size", "8"], "torchrun --nproc_per_node=8"),
     "cfg x ring": (["--cfg_size", "2", "--ring_size", "3"], "torchrun --nproc_per_node=6"),
-    "comm_type 1": (["--comm_type", "1"], "--comm_type 1 optimization requires --ulysses_size > 1"),
+    "comm_type 1": (["--comm_type", "1"], "comm_type optimization requires ulysses_size > 1."),
     "comm_type 3": (["--comm_type", "nonsense"], "--comm_type nonsense must be 0, 1 or 2."),
     "cfg of three": (["--cfg_size", "3"], "--cfg_size 3 must be 1 or 2."),
     "plan with a value": (["--plan=1"], "--plan takes no value."),

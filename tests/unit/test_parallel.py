@@ -68,10 +68,10 @@ def test_refusals_list_what_works() -> None:
     assert "makes 6 ranks, but 8 were started" in refusal(8, ring_size=2, ulysses_size=3, heads=24)
     text = refusal(4, guide=(1.0, 1.0), cfg_size=2)
     assert "there is only one" in text and "--cfg_size" not in text.split("can use:")[1]
-    authors = "--comm_type {} optimization requires --ulysses_size > 1"
-    assert refusal(1, comm_type=1).startswith(authors.format(1))
+    authors = "comm_type optimization requires ulysses_size > 1."
+    assert refusal(1, comm_type=1).startswith(authors)
     assert "--nproc_per_node=2" in refusal(1, comm_type=1)
-    assert refusal(8, comm_type=2, ulysses_size=1).startswith(authors.format(2))
+    assert refusal(8, comm_type=2, ulysses_size=1).startswith(authors)
     assert "choose one" in refusal(8, comm_type=1, fa_alltoall_overlap=True)
     assert "--compile" in refusal(2, compile=True, ring_size=2)
     assert "--t5_cpu" in refusal(2, t5_fsdp=True, t5_cpu=True)

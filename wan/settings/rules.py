@@ -109,8 +109,9 @@ LAYOUT = (
     ),
     Rule(
         ("comm_type",),
-        "`comm_type={comm_type}`",
-        "optimization requires `ulysses_size` > 1, as it works on exchanges between ranks",
+        # The first sentence is that of the published guide.
+        "comm_type optimization requires ulysses_size > 1. `comm_type={comm_type}`",
+        "works on exchanges between ranks",
         "start with torchrun --nproc_per_node=2, or drop it",
         lambda s: s.comm_type > 0 and s.ulysses_size <= 1,
     ),
