@@ -104,7 +104,7 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
         latents = pipeline.latents(run.request, Inputs(run.image, None, *texts))
         if team is not None:
             dist.barrier()
-        if rank == 0 and not case.loop:
+        if not case.loop:  # the ranks choose together how the VAE decodes
             pipeline.decode(latents)
     return stages.found
 
