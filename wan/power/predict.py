@@ -6,8 +6,7 @@ What a rank computes and sends follows from the network and the topology. The de
 P(kind, f) = ps + activity (pfa - ps) f^alpha; its governor follows a moving average of power, and
 when that reaches the limit, it lowers the clock f for some time.
 
-Legend: L tokens of a rank, C channels, P ranks that exchange heads, R ranks of a ring. Powers are
-shares of the limit (TDP), clocks shares of the rated clock.
+Powers are shares of the limit (TDP), clocks are shares of the rated clock.
 """
 
 from __future__ import annotations
@@ -37,12 +36,10 @@ PUBLISHED_RUN: dict[str, Any] = {
     "ulysses_size": 4,
 }
 """The run of the published row, which is predicted unless flags say otherwise."""
-PUBLISHED = {0: 108.35, 1: 90.36, 2: 90.34}
-"""Its seconds by --comm_type, as FA_Power_Cap's authors measured them on four NPUs."""
+PUBLISHED = {0: 108.35, 1: 90.36, 2: 90.34}  # seconds that its authors measured on four NPUs
 RUN_FLAGS = (*PUBLISHED_RUN, "ring_size", "cfg_size")
-WORTH = 0.02  # the smallest gain that the model can tell from none
 FITTED = "fitted to the published row"
-_EXACT_LAYERS = 400  # simulated one by one; the second half of them stands for all further ones
+_EXACT_LAYERS = 400  # the second half of them stands for all further ones
 _FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 
 
@@ -75,7 +72,7 @@ class Constants:
     def __post_init__(self) -> None:
         if self.pfa <= self.ps:
             raise InputError(
-                "--pfa", f"{self.pfa:g}", f"is not above --ps {self.ps:g}", "give a larger --pfa"
+                "--pfa", self.pfa, f"is not above --ps {self.ps:g}", "give a larger one"
             )
 
     def power(self, kind: str, clock: float) -> float:
@@ -167,8 +164,7 @@ class Prediction(NamedTuple):
 def denoise(layer: Sequence[tuple[str, float]], count: int, by: Constants) -> tuple[float, ...]:
     """Seconds, energy (share of the limit x s) and throttled seconds of `count` equal layers.
 
-    Between two events the power is constant, so that its moving average is an exponential and the
-    next event is found in closed form. The device has been idle before.
+    Between two events power is constant and its average an exponential, as in closed form.
     """
     average, left = by.ps, 0.0  # left: seconds until the clock is raised again
     seconds = energy = throttled = 0.0
@@ -208,9 +204,8 @@ def _reaches_limit(average: float, power: float, tau: float) -> float:
 def predict(work: Workload, by: Constants, mode: Mode, chunks: int, name: str = "") -> Prediction:
     """The run with one mode of attention and a limit of head chunks."""
     seconds, energy, throttled = denoise(work.layer(mode, chunks, by), work.layers, by)
-    count = min(chunks, work.local_heads)
-    shares = energy / seconds, throttled / seconds
-    return Prediction(name or mode.name, count, seconds + by.fixed, *shares)
+    whole, chunks = seconds + by.fixed, min(chunks, work.local_heads)
+    return Prediction(name or mode.name, chunks, whole, energy / seconds, throttled / seconds)
 
 
 def all_modes(work: Workload, by: Constants) -> list[Prediction]:
@@ -220,8 +215,8 @@ def all_modes(work: Workload, by: Constants) -> list[Prediction]:
     if by.pfa > 1:
         clock = ((1 - by.ps) / (by.pfa - by.ps)) ** (1 / by.alpha)
         rates = {"fa_tflops": by.fa_tflops * clock, "linear_tflops": by.linear_tflops * clock}
-        locked = replace(by, pfa=1.0, **rates)
-        found.append(predict(work, locked, MODES[0], 1, f"0, clock locked at {clock:.1%}"))
+        name = f"0, clock locked at {clock:.1%}"
+        found.append(predict(work, replace(by, pfa=1.0, **rates), MODES[0], 1, name))
     return found
 
 
@@ -236,20 +231,19 @@ def sensitivity(work: Workload, by: Constants) -> dict[str, dict[str, float | No
         base, chunked = (predict(work, varied, MODES[key], MODES[key].chunks) for key in (0, 1))
         return 1 - chunked.seconds / base.seconds
 
-    fitted = [one.name for one in fields(Constants) if one.metadata["source"] == FITTED]
     return {
-        name: {f"{f:g}": gain(name, getattr(by, name) * f) for f in _FACTORS} for name in fitted
+        one.name: {f"{f:g}": gain(one.name, getattr(by, one.name) * f) for f in _FACTORS}
+        for one in fields(Constants)
+        if one.metadata["source"] == FITTED
     }
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the prediction for the flags in argv."""
     parser = Parser(
-        prog="python -m wan.power predict",
-        description="Predict the time of each mode of attention, without running anything.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+        prog="python -m wan.power predict", allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
+    parser.description = "Predict the time of each mode of attention, without running anything."
     for name in RUN_FLAGS:
         parser.add_argument(f"--{name}", metavar=name.upper(), help=FLAGS[name].help)
     for one in fields(Constants):
@@ -284,8 +278,7 @@ def _lines(
     yield f"\n{'mode':30}{'chunks':>7}{'time':>11}{'gain':>9}{'power':>10}{'throttled':>11}"
     for row in found:
         gain = "" if row is base else f"{1 - row.seconds / base.seconds:z.1%}"
-        share = f"{row.power:.2f} TDP"
-        numbers = f"{row.seconds:>9.2f} s{gain:>9}{share:>10}{row.throttled:>11.0%}"
+        numbers = f"{row.seconds:>9.2f} s{gain:>9}{row.power:>6.2f} TDP{row.throttled:>11.0%}"
         yield f"{row.name:30}{row.chunks:>7}{numbers}"
     if is_published:
         times = "; ".join(f"mode {key} {seconds:.2f} s" for key, seconds in PUBLISHED.items())
@@ -293,10 +286,11 @@ def _lines(
     by_chunks = [predict(work, by, MODES[1], n + 1) for n in range(work.local_heads)]
     best = min(by_chunks, key=lambda row: round(row.seconds, 1))
     saved = 1 - best.seconds / base.seconds
-    helps = "to help" if saved >= WORTH else "not to help"
+    helps = (
+        "help" if saved >= 0.02 else "do not help"
+    )  # the model can tell no smaller gain from none
     reason = "" if base.throttled else " The baseline is not throttled, so nothing can be saved."
-    count = f"{best.chunks} chunk{'s' if best.chunks > 1 else ''} of mode 1"
-    yield f"\nHead chunks are predicted {helps}: {saved:z.1%} with {count}.{reason}"
+    yield f"\nPredicted: head chunks {helps}, {saved:z.1%} with {best.chunks} of mode 1.{reason}"
     yield f"\nGain of mode 1 when a constant that was {FITTED} is multiplied by"
     yield f"{'':14}" + "".join(f"{factor:>9}" for factor in next(iter(varied.values())))
     for name, gains in varied.items():
