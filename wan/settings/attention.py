@@ -47,7 +47,7 @@ class Attention:
         DEFAULT,
         choice(*dense_names("attention_algo")),
         f"dense kernel of NPUs (default {DEFAULT})",
-        diffusers="attention_algo",
+        diffusers=True,
         variables={"ALGO": {"0": "fused", "1": "laser"}},
     )
     attention_backend: str = loading(
@@ -56,55 +56,48 @@ class Attention:
         f"dense kernel of CPUs and GPUs: default {_AUTO}, PyTorch's own "
         f"{', '.join(n for n in dense_names('attention_backend') if DENSE[n].member is None)}, "
         "or one of xfuser's",
-        diffusers="attention_backend",
+        diffusers=True,
     )
     fa_quant: str = loading(
         "none",
         choice("fp8", "none"),
         "fp8: attention in FP8 (default none)",
-        diffusers="fa_quant",
+        diffusers=True,
         variables={"ALGO": {"3": "fp8"}},
     )
     quant_alltoall: bool = layout(
         False,
         switch,
         "exchange FP8 tensors",
-        diffusers="quant_alltoall",
+        diffusers=True,
         variables={"QUANT_ALLTOALL": {"0": False, "1": True}},
     )
     use_rainfusion: bool = loading(
-        False,
-        switch,
-        "block-sparse attention after the first steps",
-        diffusers="use_rainfusion",
+        False, switch, "block-sparse attention after the first steps", diffusers=True
     )
     sparsity: float = loading(
         0.64,
         real(0, 1, below=True),
         "share of blocks left out (0.64)",
         needs="use_rainfusion",
-        diffusers="sparsity",
+        diffusers=True,
     )
     sparse_start_step: int | None = loading(
         None,
         integer(0, TRAIN_TIMESTEPS),
         "first sparse step, from 0; default: a quarter of the steps",
         needs="use_rainfusion",
-        diffusers="sparse_start_step",
+        diffusers=True,
     )
     rainfusion_type: str = loading(
-        "v2",
-        choice(*RAINFUSION),
-        "default v2",
-        needs="use_rainfusion",
-        diffusers="rainfusion_type",
+        "v2", choice(*RAINFUSION), "default v2", needs="use_rainfusion", diffusers=True
     )
     mask_refresh_interval: int = loading(
         1,
         integer(1, TRAIN_TIMESTEPS),
         "steps that a mask is used for (1)",
         needs="use_rainfusion",
-        diffusers="mask_refresh_interval",
+        diffusers=True,
     )
     fused_ops: tuple[str, ...] = loading(
         ("auto",),
@@ -117,17 +110,10 @@ class Attention:
         },
     )
     fa_freq_cap: int | None = layout(
-        None,
-        _MHZ,
-        "clock of an NPU during self-attention, MHz",
-        diffusers="fa_freq_cap",
+        None, _MHZ, "clock of an NPU during self-attention, MHz", diffusers=True
     )
     fa_freq_restore: int = layout(
-        1650,
-        _MHZ,
-        "clock after it, MHz (1650)",
-        needs="fa_freq_cap",
-        diffusers="fa_freq_restore",
+        1650, _MHZ, "clock after it, MHz (1650)", needs="fa_freq_cap", diffusers=True
     )
 
     @property

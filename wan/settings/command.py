@@ -35,11 +35,9 @@ class Images:
         values.path,
         "image to start from (i2v: needed, ti2v: optional)",
         keyword="img",
-        diffusers="image",
+        diffusers=True,
     )
-    last_image: Path | None = option(
-        None, values.path, "image to end with (i2v)", diffusers="last_image"
-    )
+    last_image: Path | None = option(None, values.path, "image to end with (i2v)", diffusers=True)
 
 
 @dataclass(frozen=True)
@@ -140,11 +138,7 @@ class Many:
         None, values.path, "a prompt or JSON object per line", record=False
     )
     skip_existing: bool = command(
-        False,
-        switch,
-        "leave out videos that are there already",
-        record=False,
-        needs="prompt_file",
+        False, switch, "leave out videos that are there already", record=False, needs="prompt_file"
     )
     group_by_expert: bool = command(
         False,

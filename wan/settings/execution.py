@@ -47,7 +47,7 @@ class Execution:
     """
 
     device: str = loading(
-        "auto", choice(*DEVICE_TYPES), "default auto", decoding=True, diffusers="device"
+        "auto", choice(*DEVICE_TYPES), "default auto", decoding=True, diffusers=True
     )
     precision: str = loading(
         "auto",

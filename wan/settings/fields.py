@@ -48,7 +48,7 @@ class Option:
     needs: str | None = None
     python: Literal["load", "video"] | None = "video"
     keyword: str | None = None
-    diffusers: str | None = None
+    diffusers: str | Literal[True] | None = None
     line: bool = False
     decoding: bool = False
     checkpoint: bool = False
@@ -59,6 +59,7 @@ def option(default: Any, read: Reader, help: str, **more: Any) -> Any:
     """A field of a dataclass that is a setting; `more`: further attributes of `Option`.
 
     A line of a prompt file may set what one call of `generate` takes, unless `more` says otherwise.
+    `diffusers=True` is the name of the field.
     """
     more.setdefault("line", more.get("python", "video") == "video")
     return field(default=default, metadata={Option: Option(read, help, **more)})
@@ -76,7 +77,11 @@ def options(kind: type) -> dict[str, Option]:
     """The settings that a dataclass declares itself, without those that it inherits."""
     own = vars(kind).get("__annotations__", {})
     return {
-        one.name: one.metadata[Option]
+        one.name: _named(one.metadata[Option], one.name)
         for one in dataclasses.fields(kind)
         if one.name in own and Option in one.metadata
     }
+
+
+def _named(one: Option, name: str) -> Option:
+    return dataclasses.replace(one, diffusers=name) if one.diffusers is True else one

@@ -72,7 +72,7 @@ PYTHON = Words(errors.KEYWORDS.setting, KEYWORDS)
 """Of the Python classes."""
 DIFFUSERS = Words(
     errors.KEYWORDS.setting,
-    {name: flag.diffusers for name, flag in FLAGS.items() if flag.diffusers is not None},
+    {name: str(flag.diffusers) for name, flag in FLAGS.items() if flag.diffusers is not None},
 )
 """Of `wan.diffusers`."""
 NEEDS = tuple(

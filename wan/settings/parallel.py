@@ -37,18 +37,15 @@ class Parallel:
 
     world_size: int = 1
     cfg_size: int = layout(
-        1,
-        choice(1, 2),
-        "2: the guidance branches on two halves of the ranks",
-        diffusers="cfg_size",
+        1, choice(1, 2), "2: the guidance branches on two halves of the ranks", diffusers=True
     )
     ring_size: int = layout(
-        1, _SIZE, "ranks that pass K/V round; default: what ulysses leaves", diffusers="ring_size"
+        1, _SIZE, "ranks that pass K/V round; default: what ulysses leaves", diffusers=True
     )
     ulysses_size: int = layout(
-        1, _SIZE, "ranks that exchange heads; default: as many as fit", diffusers="ulysses_size"
+        1, _SIZE, "ranks that exchange heads; default: as many as fit", diffusers=True
     )
-    ring_type: str = layout("ring", choice(*RING_TYPES), "default ring", diffusers="ring_type")
+    ring_type: str = layout("ring", choice(*RING_TYPES), "default ring", diffusers=True)
     comm_type: int = layout(
         0,
         choice(*MODES),
@@ -56,16 +53,13 @@ class Parallel:
         diffusers="comm_type",
     )
     chunks: int | None = layout(
-        None,
-        _SIZE,
-        "most head chunks, to search for the best (published: 10)",
-        diffusers="chunks",
+        None, _SIZE, "most head chunks, to search for the best (published: 10)", diffusers=True
     )
     fa_alltoall_overlap: bool = layout(
         False,
         switch,
         "hide exchanges under attention (or OVERLAP=1)",
-        diffusers="fa_alltoall_overlap",
+        diffusers=True,
         variables={"OVERLAP": {"0": False, "1": True}},
     )
     t5_fsdp: bool = layout(False, switch, "shard the text encoder")

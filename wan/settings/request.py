@@ -64,10 +64,7 @@ class Sampling:
         checkpoint=True,
     )
     timesteps: tuple[float, ...] | None = option(
-        None,
-        readers.timesteps,
-        "T1,T2,...: of each step of euler, dmd, rcm",
-        diffusers="timesteps",
+        None, readers.timesteps, "T1,T2,...: of each step of euler, dmd, rcm", diffusers=True
     )
     boundary_step: int | None = option(
         None,
@@ -122,7 +119,7 @@ class Request(Sampling):
         readers.text,
         "default: an example",
         keyword="input_prompt",
-        diffusers="prompt",
+        diffusers=True,
         checkpoint=True,
     )
     negative_prompt: str = option(
@@ -130,22 +127,18 @@ class Request(Sampling):
         readers.text,
         "default, also for '': the official one",
         keyword="n_prompt",
-        diffusers="negative_prompt",
+        diffusers=True,
         checkpoint=True,
     )
     size: Size = option(
         REQUIRED,
         readers.size,
         "WIDTH*HEIGHT; with an image its area counts",
-        diffusers="size",
+        diffusers=True,
         checkpoint=True,
     )
     frame_num: int = option(
-        REQUIRED,
-        readers.frame_num,
-        "frames, 4n+1",
-        diffusers="num_frames",
-        checkpoint=True,
+        REQUIRED, readers.frame_num, "frames, 4n+1", diffusers="num_frames", checkpoint=True
     )
     boundary: float | None
     image_size: Size | None = None

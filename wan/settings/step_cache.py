@@ -177,28 +177,19 @@ class StepCache:
         False, switch, "also with fewer than 8 steps", diffusers="force"
     )
     use_attentioncache: bool = loading(
-        False,
-        switch,
-        "--step_cache attention, as in the Ascend fork",
-        diffusers="use_attentioncache",
+        False, switch, "--step_cache attention, as in the Ascend fork", diffusers=True
     )
     attentioncache_ratio: float = loading(
-        1.2, real(0, 1000), "has no effect, as in the Ascend fork", diffusers="attentioncache_ratio"
+        1.2, real(0, 1000), "has no effect, as in the Ascend fork", diffusers=True
     )
     attentioncache_interval: int = loading(
-        4,
-        integer(1, TRAIN_TIMESTEPS),
-        "steps between two (4)",
-        diffusers="attentioncache_interval",
+        4, integer(1, TRAIN_TIMESTEPS), "steps between two (4)", diffusers=True
     )
     start_step: int = loading(
-        12, _STEP, "attention is computed up to this step (12)", diffusers="start_step"
+        12, _STEP, "attention is computed up to this step (12)", diffusers=True
     )
     end_step: int | None = loading(
-        None,
-        _STEP,
-        "attention is computed behind this step (3 before the end)",
-        diffusers="end_step",
+        None, _STEP, "attention is computed behind this step (3 before the end)", diffusers=True
     )
 
     @property
