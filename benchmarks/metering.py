@@ -30,12 +30,12 @@ from wan import device as devices
 from wan import host
 from wan.device import Device
 from wan.power.measured import Measured, Sample
-from wan.power.meter import PERIOD, Absent, Meter, Source
+from wan.power.meter import PERIOD, Absent, Meter, PowerSource
 from wan.power.rapl import Attribute
 from wan.power.video import source_of
 
 
-class Files(Source):
+class Files(PowerSource):
     """Reads as many files as RAPL with two packages and eight clocks."""
 
     name, device = "files", "/proc"
@@ -48,10 +48,10 @@ class Files(Source):
         return Sample(mhz=sum(values) / len(values))
 
 
-def sources() -> dict[str, tuple[Device, Callable[[], Source]]]:
+def sources() -> dict[str, tuple[Device, Callable[[], PowerSource]]]:
     """Name -> what is kept busy, and a new source; all that can be had here."""
     cpu = devices.resolve("cpu")
-    found: dict[str, tuple[Device, Callable[[], Source]]] = {"files": (cpu, Files)}
+    found: dict[str, tuple[Device, Callable[[], PowerSource]]] = {"files": (cpu, Files)}
     for kind in ("cpu", "auto"):
         device = devices.resolve(kind)
         source = source_of(device)
@@ -66,7 +66,9 @@ def step(matrix: torch.Tensor, products: int) -> None:
         matrix = torch.nn.functional.normalize(matrix @ matrix)
 
 
-def measure(name: str, device: Device, make: Callable[[], Source], asked: Any) -> dict[str, Any]:
+def measure(
+    name: str, device: Device, make: Callable[[], PowerSource], asked: Any
+) -> dict[str, Any]:
     matrix = torch.randn(asked.size, asked.size, device=device.torch_device)
     run = partial(step, matrix, asked.products)
     found: list[Measured] = []

@@ -39,8 +39,7 @@ from tools.safetensors_stream import write
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import t5_official_name, vae_official_name
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import copy, mapped
-from wan.checkpoint.merge import merged
+from wan.checkpoint.load import copy, mapped, merged
 from wan.modules.model import WanModel
 from wan.pipeline import text, vae
 from wan.pipeline.tiny import train_tokenizer, write_tokenizer

@@ -34,9 +34,8 @@ from tools.safetensors_stream import write
 from wan.checkpoint import lora
 from wan.checkpoint.files import whole_folder
 from wan.checkpoint.layout import Checkpoint, DitFiles, describe
-from wan.checkpoint.load import Source, mapped
+from wan.checkpoint.load import Source, mapped, merged
 from wan.checkpoint.lora import Lora
-from wan.checkpoint.merge import merged
 from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
 from wan.cli.flags import Parser
 from wan.kernels.fp8 import hadamard

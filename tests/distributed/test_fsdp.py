@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from tests.conftest import slow
 from tests.dist import run
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import WHOLE, Blueprint, Source, Sources, dit_dtypes, stored
+from wan.checkpoint.load import UNSHARDED, Blueprint, Source, Sources, dit_dtypes, stored
 from wan.distributed.fsdp import Sharded, local_rows
 from wan.kernels.compiled_ops import STEPS, Compiled
 from wan.modules.interfaces import Collaborators
@@ -62,7 +62,7 @@ def dit(
     return Blueprint("DiT", make, files.tensors, folder).load(
         device=CPU,
         dtype_of=dit_dtypes(compute, convert_all),
-        place=Sharded(mesh(), lambda network: network.blocks) if sharded else WHOLE,
+        sharding=Sharded(mesh(), lambda network: network.blocks) if sharded else UNSHARDED,
     )
 
 
@@ -111,7 +111,7 @@ def text_encoder(folder: Path, dtype: torch.dtype, sharded: bool) -> tuple[TextE
     network = text.blueprint(checkpoint.require("text_encoder")).load(
         device=CPU,
         dtype_of=text.dtypes(dtype),
-        place=Sharded(mesh(), umt5_blocks) if sharded else WHOLE,
+        sharding=Sharded(mesh(), umt5_blocks) if sharded else UNSHARDED,
     )
     tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
     return TextEncoder(network, tokenizer, dtype=dtype, text_len=64), network
@@ -240,7 +240,7 @@ def read_a_share(file: Path) -> tuple[int, int]:
     Blueprint("", layers, stored(file, str), file).load(
         device=CPU,
         dtype_of=lambda *_: torch.float32,
-        place=Sharded(mesh(), lambda network: network),
+        sharding=Sharded(mesh(), lambda network: network),
         adapt=counting,
     )
     touched = mapped_bytes(file)

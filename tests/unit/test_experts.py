@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from wan import device, host
-from wan.checkpoint.load import mapped, stored
-from wan.checkpoint.merge import merged
+from wan.checkpoint.load import mapped, merged, stored
 from wan.pipeline.conditioning import prepare
 from wan.pipeline.denoise import Conditions, Denoising
 from wan.pipeline.pipeline import Experts, Lazy

@@ -16,9 +16,8 @@ from tests.pipelines import on_cpu
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import mapped
+from wan.checkpoint.load import mapped, merged
 from wan.checkpoint.lora import Named, named
-from wan.checkpoint.merge import merged
 from wan.settings.errors import InputError
 
 LAYERS = ("blocks.0.self_attn.q", "blocks.1.self_attn.o", "blocks.0.cross_attn.v", "blocks.1.ffn.0")

@@ -17,7 +17,7 @@ from tests.dist import Ranks, launcher
 from wan.cli import main as generate
 from wan.power import rapl
 from wan.power.measured import Measured, Sample, Series, combine
-from wan.power.meter import Absent, Meter, MeterError, Source
+from wan.power.meter import Absent, Meter, MeterError, PowerSource
 
 QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "1", "--base_seed", "7"]
 
@@ -25,7 +25,7 @@ QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "1", "--base_s
 # The meter
 
 
-class Recorded(Source):
+class Recorded(PowerSource):
     """Gives samples (None: a reading that fails), one after the other, then none any more."""
 
     name, device, power_is = "recorded", "the device", "exact"

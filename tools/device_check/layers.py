@@ -32,7 +32,7 @@ from tools.device_check.steps import (
     line,
     milliseconds,
 )
-from wan.checkpoint.load import WHOLE, Source, dit_dtypes, fill
+from wan.checkpoint.load import UNSHARDED, Source, dit_dtypes, fill
 from wan.distributed import mesh
 from wan.distributed.exchange import Group, all_gather_tokens, all_to_all_4D, group_rank, group_size
 from wan.distributed.fsdp import Sharded
@@ -352,12 +352,12 @@ def _sharded(
     bench: Bench, of: Case, given: Inputs, weights: dict[str, Tensor], convert: bool
 ) -> list[Figure]:
     sources = {name: Source(x.dtype, tuple(x.shape), x.__getitem__) for name, x in weights.items()}
-    place = Sharded(joined(bench).world_mesh(), lambda network: network.blocks)
+    sharding = Sharded(joined(bench).world_mesh(), lambda network: network.blocks)
     outs = []
-    for where in (WHOLE, place):
+    for where in (UNSHARDED, sharding):
         model = _composed(bench, of, None)
         dtype_of = dit_dtypes(torch.bfloat16, convert)
-        fill(model, sources, device=bench.place, dtype_of=dtype_of, label="DiT", place=where)
+        fill(model, sources, device=bench.place, dtype_of=dtype_of, label="DiT", sharding=where)
         outs.append(given.call(model).cpu())
     whole, sharded = outs
     return [Figure("values that differ", int((whole != sharded).sum()), "", 0)]

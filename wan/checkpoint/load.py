@@ -1,32 +1,51 @@
-"""Weights from files into networks: memory-mapped, converted while copied, strictly by name.
+"""Loads weights from files into networks: memory-mapped, converted while they are copied.
 
-A network is built on the meta device (no memory), its tensors are compared with the files' headers
-(`Blueprint.check`), and only then does each one get memory, in its final dtype and on its device,
-and its values from the mapped file (`Blueprint.load`, `fill`). Beside the network no more than a
-slice of one tensor is ever in anonymous memory. Two seams: a `Place` decides which rows a process
-keeps, where several share a network; a `Source` decides what a tensor becomes on its way.
+A network is built on the meta device, where it has no memory, and compared with the headers of its
+files by the names and shapes of all tensors (`Blueprint.check`). Then each tensor gets memory on
+its device, in its final dtype, and its values from the mapped file (`Blueprint.load`, `fill`). The
+host needs no more memory beside the network's own than for a
+slice of one tensor. A `Sharding` decides which rows a process keeps, and an `Adapt` what a tensor
+is read from: scaled FP8 values, int8 weights, or weights with LoRAs merged into them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import mmap
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from wan import host
-from wan.checkpoint.files import TensorInfo, folder_tensors, network_tensors, safetensors_header
+from wan.checkpoint.files import (
+    TensorInfo,
+    folder_tensors,
+    network_tensors,
+    safetensors_header,
+    safetensors_places,
+)
+from wan.checkpoint.lora import Change, Lora
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
-from wan.checkpoint.views import FLOATS, in_pth, in_safetensors
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
+from wan.settings.values import shown
 
 _SLICE = 1 << 24  # elements that are copied at a time
+_TILE = 256  # rows whose LoRAs are summed at a time
+_FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES = {
+    **{name: dtype for dtype, name in _FLOATS.items()},
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+}
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 """(name of a parameter, dtype in the file) -> dtype in memory."""
@@ -57,7 +76,7 @@ class Source:
 Sources = Mapping[str, Source]
 
 
-class Place(Protocol):
+class Sharding(Protocol):
     """Which rows of each parameter this process keeps (`wan.distributed.fsdp.Sharded`)."""
 
     def prepare(self, network: nn.Module) -> None:
@@ -67,7 +86,7 @@ class Place(Protocol):
         """What this process keeps of a parameter, to be written to, and which rows that is."""
 
 
-class Whole:
+class Unsharded:
     """One process keeps everything."""
 
     def prepare(self, network: nn.Module) -> None:
@@ -77,7 +96,7 @@ class Whole:
         return parameter, slice(None)
 
 
-WHOLE = Whole()
+UNSHARDED = Unsharded()
 N = TypeVar("N", bound=nn.Module)
 Adapt = Callable[[nn.Module, Sources], Sources]
 """Changes a network on the meta device that fits its files, or what is read into it: gets it and a
@@ -120,14 +139,16 @@ class Blueprint(Generic[N]):
         *,
         device: torch.device,
         dtype_of: DTypeOf,
-        place: Place = WHOLE,
+        sharding: Sharding = UNSHARDED,
         adapt: Adapt = as_stored,
     ) -> N:
         """The network for inference, with what this process keeps of its weights."""
         network = self._built() if self._checked is None else self._checked
         self._checked = None
         sources = adapt(network, mapped(self.tensors))
-        fill(network, sources, device=device, dtype_of=dtype_of, label=self.label, place=place)
+        fill(
+            network, sources, device=device, dtype_of=dtype_of, label=self.label, sharding=sharding
+        )
         return network
 
     def _built(self) -> N:
@@ -165,7 +186,7 @@ def fill(
     device: torch.device,
     dtype_of: DTypeOf,
     label: str,
-    place: Place = WHOLE,
+    sharding: Sharding = UNSHARDED,
 ) -> None:
     """Give a network memory and values, for inference; what is not on the meta device stays.
 
@@ -174,13 +195,13 @@ def fill(
     for name, parameter in network.named_parameters():
         if parameter.is_meta:
             parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))  # still meta
-    place.prepare(network.eval().requires_grad_(False))
+    sharding.prepare(network.eval().requires_grad_(False))
     empty = {name for name, tensor in _tensors(network).items() if tensor.is_meta}
     for module in reversed(list(network.modules())):  # a sharded one looks at what is inside it
         if all(tensor.is_meta for tensor in _tensors(module, recurse=False).values()):
             module.to_empty(device=device, recurse=False)
     kept = {
-        name: place.share(tensor) if isinstance(tensor, nn.Parameter) else (tensor, slice(None))
+        name: sharding.share(tensor) if isinstance(tensor, nn.Parameter) else (tensor, slice(None))
         for name, tensor in _tensors(network).items()
         if name in empty
     }
@@ -229,7 +250,7 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     """
     if path.suffix == ".pth":
         state = in_pth(path)
-        dtypes = {name: FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
+        dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
         found = {
             name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes)
             for name, t in state.items()
@@ -239,6 +260,51 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     if not found:
         raise InputError(f"{path} holds no weights; download them.")
     return network_tensors(found, rename)
+
+
+def in_safetensors(file: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:
+    """By their names there; not to be written to.
+
+    The format's own library maps it writable, which Linux refuses for a file larger than memory.
+    """
+    places = safetensors_places(file)
+    with file.open("rb") as opened:
+        memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    found = {}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of what is not written
+        for info in infos:
+            dtype, start = places[info.name]
+            of = {"dtype": _DTYPES[dtype], "count": prod(info.shape), "offset": start}
+            found[info.name] = torch.frombuffer(memory, **of).view(info.shape)
+    return found
+
+
+def in_pth(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file that holds nothing else, which is never run as code."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(
+            f"{path} holds something other than weights and was not opened, because it could run "
+            "code; download it again."
+        ) from None
+    except Exception as error:  # torch raises half a dozen kinds for damaged files
+        reason = shown(error, str)
+        raise InputError(f"{path} cannot be read ({reason}); download it again.") from None
+    entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
+    for name, value in entries:
+        if not (isinstance(name, str) and _is_plain(value)):
+            raise InputError(
+                f"{path} holds something other than weights ({shown(name, str)}); download it "
+                "again."
+            )
+    return dict(entries)
+
+
+def _is_plain(value: Any) -> bool:
+    """A dense tensor whose memory is all there."""
+    dense = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    return dense and value.untyped_storage().nbytes() >= value.nbytes
 
 
 def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
@@ -288,6 +354,67 @@ def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
         values = values.reshape(1) if values.numel() == 1 else values.reshape(-1, 1)
         sources[name] = _source(values)
     return sources
+
+
+def merged(sources: Sources, loras: Sequence[Lora]) -> Sources:
+    """The files' values plus what the LoRAs add; float32 where something is."""
+    infos = {
+        (info.file, info.name): info
+        for lora in loras
+        for changes in lora.changes.values()
+        for change in changes
+        for info in (change.up, change.down, change.full)
+        if info is not None
+    }
+    keys = {f"{file}:{name}": info for (file, name), info in infos.items()}
+    read = mapped(keys)
+    added: dict[str, list[_Added]] = {}
+    for lora in loras:
+        for name, changes in lora.changes.items():
+            added.setdefault(name, []).extend(_Added(change, read) for change in changes)
+    return {**sources, **{name: _summed(sources[name], parts) for name, parts in added.items()}}
+
+
+class _Added:
+    """What a file adds to a parameter, rows at a time."""
+
+    def __init__(self, change: Change, read: Mapping[str, Source]) -> None:
+        self._factor = change.factor
+        found = [
+            None if info is None else read[f"{info.file}:{info.name}"]
+            for info in (change.up, change.down, change.full)
+        ]
+        self._up, self._down, self._full = found
+
+    def to(self, total: Tensor, rows: slice) -> None:
+        """Add to rows [rows, columns], float64."""
+        if self._full is not None:
+            full = self._full.read(rows).to(torch.float64)
+            total.add_(full.reshape(total.shape), alpha=self._factor)
+            return
+        assert self._up is not None and self._down is not None
+        up, down = self._up.read(rows), self._down.read(slice(None))
+        total.addmm_(
+            up.to(torch.float64).flatten(1), down.to(torch.float64).flatten(1), alpha=self._factor
+        )
+
+
+def _summed(base: Source, added: Sequence[_Added]) -> Source:
+    def tile(start: int) -> Tensor:
+        rows = slice(start, min(start + _TILE, base.shape[0]))
+        kept = base.read(rows)
+        total = kept.to(torch.float64, copy=True).reshape(kept.shape[0], -1)
+        for part in added:
+            part.to(total, rows)
+        return total.reshape(kept.shape)
+
+    def read(rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(base.shape[0])
+        first = start // _TILE * _TILE
+        tiles = [tile(at) for at in range(first, stop, _TILE)]
+        return torch.cat(tiles)[start - first : stop - first].float()
+
+    return Source(torch.float32, base.shape, read, base.mapped)
 
 
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:

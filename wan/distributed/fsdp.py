@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Sharded:
-    """Implements `wan.checkpoint.load.Place`: this rank's rows of every parameter.
+    """Implements `wan.checkpoint.load.Sharding`: this rank's rows of every parameter.
 
     mesh: one axis over the ranks that share the weights. blocks: the modules of a network that run
     one after the other and are gathered one at a time; what is in none of them is gathered for the

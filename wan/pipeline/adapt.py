@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from wan.checkpoint.files import FP8, TensorInfo
-from wan.checkpoint.load import Adapt, Sources, as_stored, fp8_sources, int8_sources
-from wan.checkpoint.merge import merged
+from wan.checkpoint.load import Adapt, Sources, as_stored, fp8_sources, int8_sources, merged
 from wan.checkpoint.quantised import Export
 from wan.device import Device
 from wan.kernels.fp8_linear import Fp8Linear

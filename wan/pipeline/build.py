@@ -17,13 +17,14 @@ import torch
 
 from wan.cache.policy import Cache
 from wan.checkpoint.load import (
-    WHOLE,
+    UNSHARDED,
     Adapt,
     Blueprint,
-    Place,
+    Sharding,
     as_stored,
     dit_dtypes,
     mapped,
+    merged,
     rotations,
 )
 from wan.device import Device, bf16_gain
@@ -214,7 +215,7 @@ class NetworkLoader:
     def __post_init__(self) -> None:
         setup, checkpoint = self.setup, self.setup.checkpoint
         self._device = self.residency.device.torch_device
-        self._dit_place, self._t5_place = places(setup.parallel, self.team)
+        self._dit_sharding, self._t5_sharding = shardings(setup.parallel, self.team)
         self._dits = {
             name: Blueprint(
                 f"DiT {name}",
@@ -275,7 +276,7 @@ class NetworkLoader:
             adapt = streamed(adapt, "blocks", self._device, dtypes, resident)
         self.residency.leave()  # the memory is for what is loaded now
         model = self._dits[name].load(
-            device=self._device, dtype_of=dtypes, place=self._dit_place, adapt=adapt
+            device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, adapt=adapt
         )
         if offload == "cpu":
             self.residency.park(model, model.forget_text)
@@ -297,7 +298,6 @@ class NetworkLoader:
     def changes(self, name: str, timesteps: Sequence[float]) -> list[float]:
         """Returns how much an expert's time embedding changes from each timestep to the next."""
         from wan.cache.tea import embedding_changes
-        from wan.checkpoint.merge import merged
 
         read = merged(mapped(self._dits[name].tensors), self.setup.loras.get(name, ()))
         weights = {key: read[key].read(slice(None)).float() for key in _TIME_EMBEDDING}
@@ -322,7 +322,7 @@ class NetworkLoader:
 
             adapt = streamed(adapt, text.BLOCKS, device, dtypes, table=text.TABLE)
         model = self._encoder.load(
-            device=device, dtype_of=dtypes, place=self._t5_place, adapt=adapt
+            device=device, dtype_of=dtypes, sharding=self._t5_sharding, adapt=adapt
         )
         if offload == "cpu" and device.type != "cpu":
             self.residency.park(model)
@@ -397,10 +397,10 @@ def collaborators(
     return Collaborators(attention, selected.text, tokens, ops, text_cache, *kept)
 
 
-def places(parallel: Parallel, team: Team | None) -> tuple[Place, Place]:
+def shardings(parallel: Parallel, team: Team | None) -> tuple[Sharding, Sharding]:
     """Returns where the rows of the DiT's and of the text encoder's weights go."""
-    dit: Place = WHOLE
-    encoder: Place = WHOLE
+    dit: Sharding = UNSHARDED
+    encoder: Sharding = UNSHARDED
     if team is not None and (parallel.dit_fsdp or parallel.t5_fsdp):
         from wan.distributed.fsdp import Sharded
 

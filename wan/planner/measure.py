@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
-from wan.checkpoint.load import WHOLE, DTypeOf, Place, dit_dtypes
+from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, dit_dtypes
 from wan.device import Device, resolve
 from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
@@ -152,9 +152,9 @@ class Planner:
         with self._as_rank(0, parallel) as team:
             with META:
                 network: Any = text.published() if path is None else text.blueprint(path).make()
-            _, place = build.places(parallel, team)
+            _, sharding = build.shardings(parallel, team)
             blocks, dtypes = network.encoder.block, text.dtypes(self.dtype)
-            with _without_data(network, blocks, dtypes, place) as (live, weights, block):
+            with _without_data(network, blocks, dtypes, sharding) as (live, weights, block):
                 text.TextEncoder(network, None, dtype=self.dtype, text_len=length)  # upcasts it
                 ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
                 with live:
@@ -220,9 +220,9 @@ class Planner:
             shared = build.collaborators(setup, selected, team, caches)
             caches.begin(dict.fromkeys(BRANCHES, caches.rehearsed))
             network = self._network(setup, shared)
-            place, _ = build.places(parallel, team)
+            sharding, _ = build.shardings(parallel, team)
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
-            with _without_data(network, network.blocks, dtypes, place) as (live, weights, block):
+            with _without_data(network, network.blocks, dtypes, sharding) as (live, weights, block):
                 sent = self._run_forwards(network, live, self.branches(parallel))
                 activations, kept = live.peak - live.held, +live.held
                 residuals = caches.kept_bytes()
@@ -304,7 +304,7 @@ class Planner:
 
 @contextmanager
 def _without_data(
-    network: nn.Module, blocks: nn.ModuleList, dtype_of: DTypeOf, place: Place
+    network: nn.Module, blocks: nn.ModuleList, dtype_of: DTypeOf, sharding: Sharding
 ) -> Iterator[tuple[Live, int, int]]:
     """Make a network from the meta device ready to run, with two or three of its blocks.
 
@@ -315,11 +315,11 @@ def _without_data(
     """
     for name, parameter in network.named_parameters():
         parameter.data = parameter.data.to(dtype_of(name, torch.bfloat16))
-    is_whole = place is WHOLE
+    is_whole = sharding is UNSHARDED
     few = 2 if is_whole else 3
     rest = blocks[few:]
     del blocks[few:]
-    place.prepare(network.eval().requires_grad_(False))
+    sharding.prepare(network.eval().requires_grad_(False))
     with without_memory(network, sharded=not is_whole) as live:
         block = weight_bytes(blocks[-1])
         others = weight_bytes(rest) if is_whole else len(rest) * block

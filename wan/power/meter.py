@@ -21,7 +21,7 @@ class MeterError(Exception):
     """Says why there is no meter, or why it cannot be read now."""
 
 
-class Source(Protocol):
+class PowerSource(Protocol):
     """Where the readings of one device come from.
 
     Attributes:
@@ -53,7 +53,7 @@ class Source(Protocol):
         return
 
 
-class Absent(Source):
+class Absent(PowerSource):
     """Of a device without a meter."""
 
     name = "none"
@@ -129,7 +129,7 @@ class Meter:
     whatever the meter meets.
     """
 
-    def __init__(self, source: Source, period: float = PERIOD) -> None:
+    def __init__(self, source: PowerSource, period: float = PERIOD) -> None:
         self.source, self.period = source, max(period, source.period)
         self.series = Series()
         self._totals = _Totals()

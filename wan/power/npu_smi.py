@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from wan.power.measured import Sample
-from wan.power.meter import MeterError, Source
+from wan.power.meter import MeterError, PowerSource
 
 BELOW_RATED = "clock below the rated one"
 _PATIENCE = 10.0  # seconds for one answer, which usually takes less than a half
@@ -154,7 +154,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-class NpuSmi(Source):
+class NpuSmi(PowerSource):
     """One call of npu-smi per reading. Dies that are told one power are one device."""
 
     name = "npu-smi"

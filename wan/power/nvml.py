@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wan.power.measured import Sample
-from wan.power.meter import MeterError, Source
+from wan.power.meter import MeterError, PowerSource
 
 REASONS = {  # bits of the "clocks event reasons" with which something lowers the clock
     0x004: "SW power cap",
@@ -36,7 +36,7 @@ _PROFILE = {  # of its active profile
 }
 
 
-class Nvml(Source):
+class Nvml(PowerSource):
     """One GPU."""
 
     name = "NVML"

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from wan.power.measured import Sample
-from wan.power.meter import MeterError, Source
+from wan.power.meter import MeterError, PowerSource
 
 _CLOCKS = 8  # cores whose clock is read, at most: each is a question to the hardware
 
 
-class Rapl(Source):
+class Rapl(PowerSource):
     """The sum of all packages, without the memory beside them.
 
     Reasons for a lowered clock are not told.

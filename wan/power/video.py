@@ -9,13 +9,13 @@ from wan import host
 from wan.device import Device
 from wan.distributed.mesh import Team
 from wan.power.measured import Measured, combine
-from wan.power.meter import Absent, Meter, MeterError, Source
+from wan.power.meter import Absent, Meter, MeterError, PowerSource
 from wan.power.npu_smi import NpuSmi
 from wan.power.nvml import Nvml
 from wan.power.rapl import Rapl
 
 
-def source_of(device: Device) -> Source:
+def source_of(device: Device) -> PowerSource:
     """The meter of a device; `Absent`, with the reason, where it has none."""
     try:
         if device.type == "cuda":
