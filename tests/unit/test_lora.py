@@ -113,24 +113,27 @@ def test_families(
         torch.testing.assert_close(found[name].double(), exact, atol=0, rtol=1.2e-7)
 
 
-def pairs_of_ends() -> list[tuple[str, str]]:
-    """Each end of a first factor's name, with the end of the second one's beside it."""
-    down, up = ([end for end, kind in lora.ENDS.items() if kind == one] for one in ("down", "up"))
-    return list(zip(down, up, strict=True))
+PREFIXES = {row.prefix for row in lora.NAMINGS} - {"transformer_2."}  # which is of two networks
 
 
-@pytest.mark.parametrize("ends", pairs_of_ends())
-@pytest.mark.parametrize("prefix", ["", *lora.PREFIXES])
+@pytest.mark.parametrize("naming", lora.NAMINGS, ids=lambda naming: naming.up)
+@pytest.mark.parametrize("prefix", sorted(PREFIXES))
 def test_every_naming_of_the_table(
-    prefix: str, ends: tuple[str, str], weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+    prefix: str, naming: lora.Naming, weights: dict[str, Tensor], tiny: Any, tmp_path: Path
 ) -> None:
-    weight = weights[f"{LAYERS[0]}.weight"]
-    factors = pair(weight.shape, 2, 0, torch.float32)
-    names = (f"{prefix}{LAYERS[0]}{end}" for end in ends)
-    save_file(dict(zip(names, factors, strict=True)), tmp_path / "x.safetensors")
+    """Every prefix with the ends of every row."""
+    name = LAYERS[0]
+    weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+    down, up = pair(weight.shape, 2, 0, torch.float32)
+    tensors = {f"{prefix}{name}{naming.down}": down, f"{prefix}{name}{naming.up}": up}
+    if naming.bias is not None:
+        tensors[f"{prefix}{name}{naming.bias}"] = torch.full_like(bias, 0.25)
+    save_file(tensors, tmp_path / "x.safetensors")
     found = read(tmp_path / "x.safetensors", tiny("t2v-1.3B"))
-    exact = weight.double() + (factors[1].double() @ factors[0].double()).reshape(weight.shape)
-    check(found[f"{LAYERS[0]}.weight"], exact)
+    check(found.pop(f"{name}.weight"), weight.double() + up.double() @ down.double())
+    if naming.bias is not None:
+        check(found.pop(f"{name}.bias"), bias.double() + 0.25)
+    assert not found
 
 
 def test_every_kind_of_difference(weights: dict[str, Tensor], tiny: Any, tmp_path: Path) -> None:
@@ -246,7 +249,7 @@ def test_strength_is_split_off_at_the_last_equals_sign() -> None:
     assert named("a=b.safetensors") == Named(Path("a=b.safetensors"))
     assert named("a=b.safetensors=0.25") == Named(Path("a=b.safetensors"), 0.25)
     assert named("a.safetensors=-1e-1") == Named(Path("a.safetensors"), -0.1)
-    with pytest.raises(InputError, match="is inf; it must be a finite number"):
+    with pytest.raises(InputError, match="strength inf; give a finite number"):
         named("a.safetensors=inf")
 
 
@@ -309,7 +312,7 @@ def test_bad_files(case: str, tiny: Any, tmp_path: Path) -> None:
         ({"lora": ("FOLDER",)}, "does not exist or is no file"),
         ({"lora": ("TEXT.pt",)}, "no .safetensors file; convert it"),
         ({"lora": ("TEXT.safetensors",)}, "no whole safetensors file"),
-        ({"lora_high_noise": ("TEXT.safetensors",)}, "has one network: lora"),
+        ({"lora_high_noise": ("TEXT.safetensors",)}, "has one network; use lora"),
         ({"lora_dir": "FOLDER"}, "has no high_noise_model.safetensors"),
         ({"lora": ("X",), "quant_dit_path": "Y"}, "tools/quantize_dit.py --lora"),
     ],

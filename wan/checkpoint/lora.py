@@ -1,19 +1,19 @@
 """LoRA and difference files: which tensors change which parameter, found without reading weights.
 
-A file holds low-rank pairs (W + strength * alpha / rank * up @ down) or whole differences under the
-names of any of the families below. Every tensor finds its parameter, or the file is refused: what
-is dropped silently is a video that is quietly wrong.
+A file holds low-rank pairs (W + strength * alpha / rank * up @ down), whole differences, or both,
+in any of the NAMINGS. A file with a tensor that belongs to no parameter is refused, because a
+tensor that is silently dropped makes a video that is silently wrong.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from wan.checkpoint.files import (
     FLOATS,
@@ -27,17 +27,62 @@ from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import Checkpoint
 from wan.settings.errors import InputError
 
-# The end of a tensor's name -> what it is. "down" and "up" are the factors, "bias" is added as the
-# pair is, the others are differences of a layer's weight, bias or modulation.
-ENDS = {
-    **dict.fromkeys((".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight"), "down"),
-    **dict.fromkeys((".lora_up.weight", ".lora_B.weight", ".lora_B.default.weight"), "up"),
-    **dict.fromkeys(("_lora.down.weight", ".lora.down.weight", ".lora_A", ".lora_down"), "down"),
-    **dict.fromkeys(("_lora.up.weight", ".lora.up.weight", ".lora_B", ".lora_up"), "up"),
-    **dict.fromkeys((".lora_up.bias", ".lora_B.bias", ".lora_B.default.bias"), "bias"),
-    **dict.fromkeys((".diff", ".w_norm"), "diff"),
-    **dict.fromkeys((".diff_b", ".b_norm"), "diff_b"),
-    ".diff_m": "diff_m",
+
+class Naming(NamedTuple):
+    """How some program names the tensors of a layer.
+
+    Attributes:
+        program: Who writes such files.
+        prefix: What precedes the layer's name.
+        down: What follows the layer's name in the name of the factor [rank, columns].
+        up: The same of the factor [rows, rank].
+        bias: The same of a bias that is scaled as the pair is; None where there is none.
+    """
+
+    program: str
+    prefix: str
+    down: str
+    up: str
+    bias: str | None = None
+
+
+_A_B = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
+_DOWN_UP = (".lora_down.weight", ".lora_up.weight", ".lora_up.bias")
+_FIRST, _SECOND = "transformer.", "transformer_2."  # diffusers' names of the experts
+NAMINGS = (
+    Naming("LightX2V, ComfyUI", "diffusion_model.", *_DOWN_UP),
+    Naming("ComfyUI, with the whole model's prefix", "model.", *_DOWN_UP),
+    Naming("musubi-tuner, kohya", "lora_unet_", *_DOWN_UP),
+    Naming("diffusers", _FIRST, *_A_B),
+    Naming("diffusers, the low-noise expert", _SECOND, *_A_B),
+    Naming(
+        "PEFT",
+        "base_model.model.",
+        ".lora_A.default.weight",
+        ".lora_B.default.weight",
+        ".lora_B.default.bias",
+    ),
+    Naming("diffusers' attention processors", "", "_lora.down.weight", "_lora.up.weight"),
+    Naming("LoRA modules in a network", "", ".lora.down.weight", ".lora.up.weight"),
+    Naming("parameters without a module", "", ".lora_A", ".lora_B"),
+    Naming("parameters without a module", "", ".lora_down", ".lora_up"),
+)
+"""Prefixes may be repeated, and come with the ends of every row. A layer has its official or its
+diffusers name, with dots or with underscores."""
+DIFFERENCES = {
+    ".diff": "weight",
+    ".w_norm": "weight",
+    ".diff_b": "bias",
+    ".b_norm": "bias",
+    ".diff_m": "modulation",
+}
+"""What follows a layer's name -> the parameter that a whole difference is added to."""
+_PREFIXES = [row.prefix for row in NAMINGS if row.prefix]
+_ENDS = {  # what follows a layer's name -> what the tensor is
+    **{row.down: "down" for row in NAMINGS},
+    **{row.up: "up" for row in NAMINGS},
+    **{end: f"difference of the {part}" for end, part in DIFFERENCES.items()},
+    **{row.bias: "bias" for row in NAMINGS if row.bias is not None},
     ".alpha": "alpha",
 }
 _UNSUPPORTED = {
@@ -49,11 +94,8 @@ _UNSUPPORTED = {
     r"\.(on_input|ia3_\w+)$": "IA3",
     r"\.(vera_\w+|lora_embedding_\w+|reshape_weight|set_weight)$": "not a plain LoRA",
 }
-PREFIXES = ("base_model.model.", "diffusion_model.", "model.", "transformer.", "lora_unet_")
-_FIRST, _SECOND = "transformer.", "transformer_2."  # diffusers' names of the experts
 _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
-
-
+_EXPERTS = ("high_noise", "low_noise")
 FLAGS = {
     "lora": "both",
     "lora_high_noise": "high_noise",
@@ -91,288 +133,244 @@ class Named:
 
 
 def named(text: str) -> Named:
-    """Split at the last "=" where a number follows it."""
+    """Splits `FILE=STRENGTH` at its last "=", unless no number follows it.
+
+    Raises:
+        InputError: The strength is infinite or no number ("nan").
+    """
     file, equals, tail = text.rpartition("=")
     try:
-        strength = float(tail) if equals else math.nan
+        strength = float(tail) if equals else None
     except ValueError:
-        return Named(Path(text).expanduser())
-    if not equals:
+        strength = None
+    if strength is None:
         return Named(Path(text).expanduser())
     if not math.isfinite(strength):
-        raise InputError(f"The strength of the LoRA {file} is {tail}; it must be a finite number.")
+        why = f"has the strength {tail}"
+        raise InputError("LoRA", file, why, "give a finite number")
     return Named(Path(file).expanduser(), strength)
 
 
-def in_folder(folder: Path) -> dict[str, Named]:
-    """The experts' files of a --lora_dir."""
-    found = {}
-    for expert in ("high_noise", "low_noise"):
-        path = folder / f"{expert}_model.safetensors"
-        if not path.is_file():
-            raise InputError(
-                f"`lora_dir={folder}` has no {path.name}; give a folder with high_noise_model."
-                "safetensors and low_noise_model.safetensors, or `lora_high_noise` and "
-                "`lora_low_noise`."
-            )
-        found[expert] = Named(path)
-    return found
-
-
 def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
-    """The files of settings under the names FLAGS, by network; "both": of every network."""
+    """Returns the files of the settings FLAGS by the network they change, "both" for every one.
+
+    Raises:
+        InputError: A folder of `lora_dir` lacks a file, or a strength is not finite.
+    """
     found = {
         network: tuple(named(text) for text in values.get(flag, ()))
         for flag, network in FLAGS.items()
         if flag != "lora_dir"
     }
-    if "lora_dir" in values:
-        for expert, one in in_folder(values["lora_dir"]).items():
-            found[expert] += (one,)
+    for expert in _EXPERTS if "lora_dir" in values else ():
+        path = values["lora_dir"] / f"{expert}_model.safetensors"
+        if not path.is_file():
+            files = " and ".join(f"{name}_model.safetensors" for name in _EXPERTS)
+            remedy = f"give a folder with {files}, or `lora_high_noise` and `lora_low_noise`"
+            raise InputError("`lora_dir`", path.parent, f"has no {path.name}", remedy)
+        found[expert] += (Named(path),)
     return found
 
 
 def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
-    """What is added to each network. InputError for files that do not fit them."""
+    """Finds what the files of the settings FLAGS add to each network of a checkpoint.
+
+    Raises:
+        InputError: A file does not fit the network, or cannot be read; or settings exclude LoRAs.
+    """
     files, given = named_files(values), [flag for flag in FLAGS if values.get(flag)]
     if not given:
         return {}
+    what = f"`{given[0]}`"
     if checkpoint.folder is None:
-        raise InputError(f"`{given[0]}` changes the weights of a checkpoint; add its `ckpt_dir`.")
+        why = "changes the weights of a checkpoint"
+        raise InputError(what, None, why, "add its `ckpt_dir`")
     if values.get("quant_dit_path") is not None:
-        raise InputError(
-            f"`{given[0]}` changes weights, but those of `quant_dit_path` are quantised already; "
-            "quantise them with tools/quantize_dit.py --lora."
-        )
+        why = "changes weights, but those of `quant_dit_path` are quantised already"
+        raise InputError(what, None, why, "quantise them with tools/quantize_dit.py --lora")
     if "dit" in checkpoint.experts and given != ["lora"]:
         flag = next(flag for flag in given if flag != "lora")
-        raise InputError(f"`{flag}` is for two experts; this checkpoint has one network: `lora`.")
-    for expert in ("high_noise", "low_noise"):
+        why = "is for two experts, but this checkpoint has one network"
+        raise InputError(f"`{flag}`", None, why, "use `lora`")
+    for expert in _EXPERTS:
         for one in files[expert]:
-            _check_single(one.file, expert)
+            reader = _Reader(one, checkpoint, expert)
+            if len({name.startswith(_SECOND) for name in reader.header}) == 2:
+                raise reader.refusal(
+                    f"holds both experts' tensors ({_FIRST} and {_SECOND}), but is given for the "
+                    f"{expert} one",
+                    "give it with `lora`",
+                )
     return {
         expert: tuple(
-            _read(one, checkpoint, expert) for one in (*files["both"], *files.get(expert, ()))
+            _Reader(one, checkpoint, expert).read()
+            for one in (*files["both"], *files.get(expert, ()))
         )
         for expert in checkpoint.experts
     }
 
 
-def _check_single(path: Path, expert: str) -> None:
-    """A file that is given for one expert must not hold both experts'."""
-    if path.suffix == ".safetensors" and path.is_file():
-        names = safetensors_header(path)
-        if len({name.startswith(_SECOND) for name in names}) == 2:
-            raise InputError(
-                f"LoRA {path} holds both experts' tensors ({_FIRST} and {_SECOND}), but is given "
-                f"for the {expert} one; give it with `lora`."
-            )
+class _Reader:
+    """Reads the headers of one file, for one network of a checkpoint."""
+
+    def __init__(self, given: Named, checkpoint: Checkpoint, expert: str) -> None:
+        self.path, self.strength, self.expert = given.file, given.strength, expert
+        if not self.path.is_file():
+            raise self.refusal("does not exist or is no file", "give a .safetensors file")
+        if self.path.suffix != ".safetensors":
+            raise self.refusal("is no .safetensors file", "convert it")
+        self.header = safetensors_header(self.path)
+        tensors = checkpoint.experts[expert].tensors
+        self.parameters = {name: info.shape for name, info in tensors.items()}
+
+    def refusal(self, why: str, remedy: str = "it was made for another model") -> InputError:
+        return InputError("LoRA", self.path, why, remedy)
+
+    def read(self) -> Lora:
+        """Returns all that the file adds to the network."""
+        layers = self.layers()
+        alphas = {layer: kinds["alpha"] for layer, kinds in layers.items() if "alpha" in kinds}
+        for info in alphas.values():
+            if prod(info.shape) != 1:
+                raise self.refusal(f"holds {info.name}, which is no single number", "it is damaged")
+        scalars = safetensors_scalars(self.path, [info.name for info in alphas.values()])
+        # PEFT's metadata counts where no layer has an alpha of its own.
+        peft = {} if alphas else self.peft_metadata()
+        changes: dict[str, list[Change]] = {}
+        for layer, tensors in layers.items():
+            own = scalars[alphas[layer].name] if layer in alphas else peft.get("lora_alpha")
+            for name, change in self.changes(layer, tensors, own, bool(peft.get("use_rslora"))):
+                changes.setdefault(name, []).append(change)
+        return Lora(self.path, self.strength, {name: tuple(c) for name, c in changes.items()})
+
+    def layers(self) -> dict[str, dict[str, TensorInfo]]:
+        """Finds the official layer of every tensor: layer -> what the tensor is -> tensor."""
+        for_two = any(name.startswith(_SECOND) for name in self.header)
+        if for_two and self.expert == "dit":
+            remedy = "this checkpoint has one network"
+            raise self.refusal(f"is for two experts ({_SECOND}...)", remedy)
+        spellings = _spellings(self.parameters)
+        found: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in self.header.items():
+            for pattern, form in _UNSUPPORTED.items():
+                if re.search(pattern, name):
+                    remedy = "merge it into the checkpoint with the program it was made with"
+                    raise self.refusal(f"holds {name} ({form}), which is not supported", remedy)
+            if name.startswith(_TEXT):
+                remedy = "only those of the video network are supported"
+                raise self.refusal(f"holds {name}, which changes a text encoder", remedy)
+            of_second = name.startswith(_SECOND)
+            if for_two and of_second != (self.expert == "low_noise"):
+                continue
+            end = next((end for end in _ENDS if name.endswith(end)), None)
+            if end is None and name.endswith((".weight", ".bias", ".modulation")):
+                why = f"holds {name}: whole weights, not differences"
+                raise self.refusal(why, "give such a file as a checkpoint (`ckpt_dir`)")
+            if end is None:
+                why = f"holds {name}, which is no part of a LoRA that is known"
+                raise self.refusal(why, "convert it to one of the namings of docs/few_step.md")
+            stem = name.removesuffix(end).replace(".processor.", ".")
+            while prefix := next((p for p in _PREFIXES if stem.startswith(p)), None):
+                stem = stem.removeprefix(prefix)
+            if stem not in spellings:
+                whose = f"the {self.expert} network of this checkpoint"
+                raise self.refusal(f"changes {stem or name}, which {whose} does not have")
+            layer = spellings[stem]
+            twin = found.setdefault(layer, {}).setdefault(_ENDS[end], info)
+            if twin is not info:
+                raise self.refusal(f"changes {layer} twice ({twin.name} and {name})", "remove one")
+        if not found:
+            raise self.refusal(f"holds nothing for the {self.expert} network", "give another one")
+        return found
+
+    def peft_metadata(self) -> dict[str, Any]:
+        """Returns what PEFT states of this network's adapter, as diffusers stores it."""
+        stated = safetensors_metadata(self.path, "lora_adapter_metadata")
+        if not isinstance(stated, dict):
+            return {}
+        for_two = any(name.startswith(_SECOND) for name in self.header)
+        prefix = _SECOND if for_two and self.expert == "low_noise" else _FIRST
+        own = {
+            key.removeprefix(prefix): value
+            for key, value in stated.items()
+            if key.startswith(prefix) or "." not in key
+        }
+        for key in ("use_dora", "alpha_pattern"):
+            if own.get(key):
+                why = f"has metadata that set {key}, which is not supported"
+                raise self.refusal(why, "merge it with the program it was made with")
+        return own
+
+    def changes(
+        self, layer: str, tensors: Mapping[str, TensorInfo], alpha: Any, stabilised: bool
+    ) -> Iterator[tuple[str, Change]]:
+        """Yields what is added to each parameter of a layer.
+
+        Args:
+            layer: Its official name.
+            tensors: What each of its tensors is -> the tensor.
+            alpha: What the pair is multiplied by, over its rank; None: the rank.
+            stabilised: It is divided by the root of the rank (rsLoRA).
+        """
+        for kind, info in tensors.items():
+            if info.dtype not in FLOATS and kind != "alpha":
+                remedy = f"give it in one of {', '.join(FLOATS)}"
+                raise self.refusal(f"holds {info.name}, which is stored as {info.dtype}", remedy)
+        up, down, scale = tensors.get("up"), tensors.get("down"), 1.0
+        if up is not None and down is not None:
+            self.check_pair(up, down, f"{layer}.weight")
+            rank = down.shape[0]
+            alpha = rank if alpha is None else alpha
+            if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+                raise self.refusal(f"has an alpha of {layer} that is {alpha}", "it is damaged")
+            scale = alpha / (math.sqrt(rank) if stabilised else rank)
+            yield f"{layer}.weight", Change(scale * self.strength, up=up, down=down)
+        elif half := up or down:
+            raise self.refusal(f"has {half.name}, but not its other half", "it is damaged")
+        elif "bias" in tensors or tensors.keys() == {"alpha"}:
+            lone = tensors.get("bias") or tensors["alpha"]
+            raise self.refusal(f"has {lone.name}, but nothing that it belongs to", "it is damaged")
+        whole = {f"difference of the {part}": part for part in DIFFERENCES.values()}
+        for kind, part in {**whole, "bias": "bias"}.items():
+            if kind in tensors:
+                info, name = tensors[kind], f"{layer}.{part}"
+                shape = self.parameters.get(name)
+                if info.shape != shape:
+                    size = "absent in this network" if shape is None else list(shape)
+                    why = (
+                        f"holds {info.name} {list(info.shape)}, which does not fit {name} ({size})"
+                    )
+                    raise self.refusal(why, "it was made for another model, or is damaged")
+                factor = scale if kind == "bias" else 1.0
+                yield name, Change(factor * self.strength, full=info)
+
+    def check_pair(self, up: TensorInfo, down: TensorInfo, name: str) -> None:
+        """Rows of `up` by columns of `down`, over a shared rank; further axes of `up` are 1."""
+        shape = self.parameters.get(name, ())
+        fits = bool(shape) and len(up.shape) >= 2 and len(down.shape) >= 2 and prod(down.shape) > 0
+        fits = fits and up.shape[1] == down.shape[0] and prod(up.shape[2:]) == 1
+        if not fits or (up.shape[0], prod(down.shape[1:])) != (shape[0], prod(shape[1:])):
+            pair = f"{up.name} {list(up.shape)} and {down.name} {list(down.shape)}"
+            why = f"holds {pair}, which do not fit {name} {list(shape)}"
+            raise self.refusal(why, "it was made for another model, or is damaged")
 
 
-def _read(given: Named, checkpoint: Checkpoint, expert: str) -> Lora:
-    path = given.file
-    if path.suffix != ".safetensors" and path.is_file():
-        raise InputError(f"LoRA {path} is no .safetensors file; convert it.")
-    if not path.is_file():
-        raise InputError(f"LoRA {path} does not exist or is no file; give a .safetensors file.")
-    header = safetensors_header(path)
-    parameters = {name: info.shape for name, info in checkpoint.experts[expert].tensors.items()}
-    parts = _sorted(path, header, expert, _layers(parameters))
-    two = any(name.startswith(_SECOND) for name in header)
-    alphas = _Alphas(path, header, parts, _SECOND if two and expert == "low_noise" else _FIRST)
-    changes: dict[str, list[Change]] = {}
-    for layer, kinds in parts.items():
-        for name, change in _changes(path, layer, kinds, parameters, alphas):
-            factor = change.factor * given.strength
-            changes.setdefault(name, []).append(Change(factor, change.up, change.down, change.full))
-    return Lora(path, given.strength, {name: tuple(found) for name, found in changes.items()})
-
-
-def _layers(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Every name of a layer, in all families -> the official one."""
+def _spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Returns every name of a layer, without a prefix -> the official one."""
     found: dict[str, str] = {}
     for name in parameters:
         official, _, end = name.rpartition(".")
         theirs = dit_diffusers_name(name)
-        theirs = theirs.removesuffix(f".{end}") if end != "modulation" else official
-        if theirs.endswith(".to_out.0"):  # to_out_lora of old
-            found[theirs[:-2]] = found[theirs[:-2].replace(".", "_")] = official
-        for spelling in (official, theirs):
+        names = [official, theirs.removesuffix(f".{end}") if end != "modulation" else official]
+        if names[1].endswith(".to_out.0"):  # diffusers' attention processors: to_out_lora
+            names.append(names[1].removesuffix(".0"))
+        for spelling in names:
             found[spelling] = found[spelling.replace(".", "_")] = official
     return found
 
 
-def _sorted(
-    path: Path, header: Mapping[str, TensorInfo], expert: str, layers: Mapping[str, str]
-) -> dict[str, dict[str, TensorInfo]]:
-    """Official layer -> kind -> tensor. InputError for a tensor that finds no place."""
-    two = any(name.startswith(_SECOND) for name in header)
-    if two and expert == "dit":
-        raise InputError(
-            f"LoRA {path} is for two experts ({_SECOND}...); this checkpoint has one network."
-        )
-    found: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in header.items():
-        for pattern, form in _UNSUPPORTED.items():
-            if re.search(pattern, name):
-                raise InputError(
-                    f"LoRA {path} holds {name} ({form}), which is not supported; merge it into the "
-                    "checkpoint with the program it was made with."
-                )
-        if name.startswith(_TEXT):
-            raise InputError(
-                f"LoRA {path} holds {name}, which changes a text encoder; only the video network's "
-                "are supported."
-            )
-        if two and expert != ("low_noise" if name.startswith(_SECOND) else "high_noise"):
-            continue
-        stem, kind = _kind(path, name)
-        layer = layers.get(_bare(stem))
-        if layer is None:
-            raise InputError(
-                f"LoRA {path} changes {_bare(stem) or name}, which the {expert} network of this "
-                "checkpoint does not have; it was made for another model."
-            )
-        twin = found.setdefault(layer, {}).setdefault(kind, info)
-        if twin is not info:
-            raise InputError(f"LoRA {path} changes {layer} twice ({twin.name} and {name}).")
-    if not found:
-        raise InputError(f"LoRA {path} holds nothing for the {expert} network.")
-    return found
-
-
-def _kind(path: Path, name: str) -> tuple[str, str]:
-    """A tensor's layer, as the file calls it, and its kind."""
-    for end, kind in ENDS.items():
-        if name.endswith(end):
-            return name.removesuffix(end), kind
-    if name.endswith((".weight", ".bias", ".modulation")):
-        raise InputError(
-            f"LoRA {path} holds {name}: whole weights, not differences; give such a file as a "
-            "checkpoint (`ckpt_dir`)."
-        )
-    raise InputError(f"LoRA {path} holds {name}, which is no part of a LoRA that is known.")
-
-
-def _bare(stem: str) -> str:
-    """A layer without what families put before it."""
-    stem = stem.replace(".processor.", ".")
-    while prefix := next((p for p in (*PREFIXES, _SECOND) if stem.startswith(p)), None):
-        stem = stem.removeprefix(prefix)
-    return stem
-
-
-class _Alphas:
-    """alpha / rank of each layer: a tensor of the file, its PEFT metadata, or 1."""
-
-    def __init__(
-        self,
-        path: Path,
-        header: Mapping[str, TensorInfo],
-        parts: Mapping[str, Mapping[str, TensorInfo]],
-        prefix: str,
-    ) -> None:
-        """prefix: Of the network in PEFT's metadata."""
-        self._path = path
-        tensors = {layer: kinds["alpha"] for layer, kinds in parts.items() if "alpha" in kinds}
-        for info in tensors.values():
-            if prod(info.shape) != 1:
-                raise InputError(f"LoRA {path}: {info.name} is no single number; it is damaged.")
-        scalars = safetensors_scalars(path, [info.name for info in tensors.values()])
-        self._given = {layer: scalars[info.name] for layer, info in tensors.items()}
-        self._told = {} if tensors else _metadata(path, prefix)
-
-    def scale(self, layer: str, rank: int) -> float:
-        alpha = self._given.get(layer)
-        if alpha is None:
-            alpha = self._told.get("lora_alpha", rank)
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise InputError(f"LoRA {self._path}: alpha of {layer} is {alpha}; it is damaged.")
-        return alpha / (math.sqrt(rank) if self._told.get("use_rslora") else rank)
-
-
-def _metadata(path: Path, prefix: str) -> dict[str, Any]:
-    """What PEFT says of an adapter, as diffusers stores it, of one network."""
-    raw = safetensors_metadata(path, "lora_adapter_metadata")
-    if not isinstance(raw, dict):
-        return {}
-    told = {
-        key.removeprefix(prefix): value
-        for key, value in raw.items()
-        if key.startswith(prefix) or "." not in key
-    }
-    for key in ("use_dora", "alpha_pattern"):
-        if told.get(key):
-            raise InputError(f"LoRA {path}: its metadata sets {key}, which is not supported.")
-    return told
-
-
-def _changes(
-    path: Path,
-    layer: str,
-    kinds: Mapping[str, TensorInfo],
-    parameters: Mapping[str, tuple[int, ...]],
-    alphas: _Alphas,
-) -> list[tuple[str, Change]]:
-    """Of one layer: parameter's name and what is added."""
-    found = []
-    for info in kinds.values():
-        if info.dtype not in FLOATS and not info.name.endswith(".alpha"):
-            raise InputError(
-                f"LoRA {path}: {info.name} is stored as {info.dtype}; give it in one of "
-                f"{', '.join(FLOATS)}."
-            )
-    weight, factor = f"{layer}.weight", 1.0
-    if "down" in kinds or "up" in kinds:
-        for kind, other in (("down", "up"), ("up", "down")):
-            if kind not in kinds:
-                raise InputError(f"LoRA {path} has {kinds[other].name}, but not its other half.")
-        up, down = kinds["up"], kinds["down"]
-        _check_pair(path, up, down, weight, parameters)
-        factor = alphas.scale(layer, down.shape[0])
-        found.append((weight, Change(factor, up=up, down=down)))
-    elif "bias" in kinds or ("alpha" in kinds and len(kinds) == 1):
-        lone = kinds.get("bias") or kinds["alpha"]
-        raise InputError(f"LoRA {path} has {lone.name}, but nothing that it belongs to.")
-    names = {"diff": weight, "diff_b": f"{layer}.bias", "diff_m": f"{layer}.modulation"}
-    for kind, name in {**names, "bias": f"{layer}.bias"}.items():
-        if kind in kinds:
-            _check_whole(path, kinds[kind], name, parameters)
-            found.append((name, Change(factor if kind == "bias" else 1.0, full=kinds[kind])))
-    return found
-
-
-def _check_pair(
-    path: Path,
-    up: TensorInfo,
-    down: TensorInfo,
-    name: str,
-    parameters: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Rows of `up` by columns of `down`, over a shared rank; further axes of `up` are 1."""
-    shape = parameters.get(name, ())
-    fits = bool(shape) and len(up.shape) >= 2 and len(down.shape) >= 2 and prod(down.shape) > 0
-    fits = fits and up.shape[1] == down.shape[0] and prod(up.shape[2:]) == 1
-    if not fits or (up.shape[0], prod(down.shape[1:])) != (shape[0], prod(shape[1:])):
-        raise InputError(
-            f"LoRA {path}: {up.name} {list(up.shape)} and {down.name} {list(down.shape)} do not "
-            f"fit {name} {list(shape)}; it was made for another model, or is damaged."
-        )
-
-
-def _check_whole(
-    path: Path, info: TensorInfo, name: str, parameters: Mapping[str, tuple[int, ...]]
-) -> None:
-    if info.shape != parameters.get(name):
-        theirs = list(parameters[name]) if name in parameters else "absent in this network"
-        raise InputError(
-            f"LoRA {path}: {info.name} {list(info.shape)} does not fit {name} ({theirs}); it was "
-            "made for another model, or is damaged."
-        )
-
-
 def record(loras: Mapping[str, Sequence[Lora]]) -> dict[str, Any]:
-    """For the JSON record: each network's files, strengths and fingerprints."""
+    """Returns each network's files, strengths and fingerprints, for the JSON record."""
     return {
         network: [
             {
