@@ -29,10 +29,8 @@ from benchmarks import common
 from wan import device as devices
 from wan import host
 from wan.device import Device
-from wan.power.measured import Measured, Sample
-from wan.power.meter import PERIOD, Absent, Meter, PowerSource
+from wan.power.meter import PERIOD, Absent, Measured, Meter, PowerSource, Sample, source_of
 from wan.power.rapl import Attribute
-from wan.power.video import source_of
 
 
 class Files(PowerSource):

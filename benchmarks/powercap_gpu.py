@@ -30,10 +30,8 @@ from wan.device import Device, resolve
 from wan.kernels.base import Kernel, Target
 from wan.kernels.select import dense
 from wan.modules.schedule import MODES, near_even, q_ranges
-from wan.power.measured import Measured
-from wan.power.meter import Meter, MeterError
-from wan.power.rounds import Lock
-from wan.power.video import source_of
+from wan.power.meter import Measured, Meter, MeterError, source_of
+from wan.power.nvml import Lock
 from wan.settings.attention import Attention
 
 RANKS = 4

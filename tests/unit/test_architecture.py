@@ -13,7 +13,7 @@ import pytest
 REPO = Path(__file__).parents[2]
 FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
 
-METERS = [f"wan.power.{name}" for name in ("measured", "meter", "nvml", "npu_smi", "rapl")]
+METERS = [f"wan.power.{name}" for name in ("meter", "nvml", "npu_smi", "rapl")]
 # Module or folder -> what of `wan` it may import. The longest match counts.
 MAY_IMPORT = {
     "generate": "wan.__main__",
@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "wan.settings": "wan.settings wan.modules.schedule",
     "wan.configs": "wan.settings",
     "wan.device": "wan.settings wan.host wan.trace",
-    **dict.fromkeys(METERS, "wan.power.measured wan.power.meter wan.host"),
+    **dict.fromkeys(METERS, "wan.power.meter wan.host"),
+    "wan.power.meter": "wan.host wan.power.nvml wan.power.npu_smi wan.power.rapl",
     **dict.fromkeys(
         ("wan.modules.schedule", "wan.host", "wan.log", "wan.torch_private", "wan.trace"), ""
     ),
@@ -77,7 +78,7 @@ ONLY_IN = {
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
-    "pynvml": "wan.power.nvml wan.power.rounds",
+    "pynvml": "wan.power.nvml",
 }
 # Longer than 70 lines, and why.
 LONG_FUNCTIONS = {

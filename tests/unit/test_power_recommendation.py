@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wan.power.compare import Variant, variants
-from wan.power.measured import Measured
+from wan.power.meter import Measured
 from wan.power.rounds import rests
 from wan.power.summary import Recommendation, ratio, recommend
 from wan.trace import Event

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from wan.distributed.mesh import Team
     from wan.pipeline.pipeline import Pipeline
-    from wan.power.measured import Measured
-    from wan.power.video import VideoMeter
+    from wan.power.meter import Measured, VideoMeter
 
 
 class Video:
@@ -68,7 +67,7 @@ class Video:
         run, pipeline = self.run, self._pipeline
         meter: AbstractContextManager[VideoMeter | None] = nullcontext()
         if run.power:
-            from wan.power.video import VideoMeter
+            from wan.power.meter import VideoMeter
 
             whole = run.decode_latents is None
             meter = VideoMeter(

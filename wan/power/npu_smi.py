@@ -14,8 +14,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from wan.power.measured import Sample
-from wan.power.meter import MeterError, PowerSource
+from wan.power.meter import MeterError, PowerSource, Sample
 
 BELOW_RATED = "clock below the rated one"
 _PATIENCE = 10.0  # seconds for one answer, which usually takes less than a half

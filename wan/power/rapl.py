@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from wan.power.measured import Sample
-from wan.power.meter import MeterError, PowerSource
+from wan.power.meter import MeterError, PowerSource, Sample
 
 _CLOCKS = 8  # cores whose clock is read, at most: each is a question to the hardware
 
 
 class Rapl(PowerSource):
-    """The sum of all packages, without the memory beside them.
+    """Reads the sum of all packages, without the memory beside them.
 
-    Reasons for a lowered clock are not told.
+    A package's counter starts again from 0 after some minutes. Reasons for a lowered clock are not
+    told.
     """
 
     name = "RAPL"
     power_is = "means between two readings"
 
     def __init__(self, sys: Path = Path("/sys")) -> None:
-        """sys: where sysfs is.
+        """Opens the files of a sysfs.
 
         Raises:
             MeterError: Where there are no packages, or their energy may not be read.
@@ -31,7 +31,9 @@ class Rapl(PowerSource):
         if not zones:
             raise MeterError(f"no RAPL in {sys / 'class/powercap'}, as on most virtual machines")
         self.device = f"{len(zones)} CPU package{'s' if zones[1:] else ''}"
-        self._counters = [_Counter(zone) for zone in zones]
+        self._counters = [Attribute(zone / "energy_uj") for zone in zones]
+        self._ranges = [_number(zone / "max_energy_range_uj") or 0 for zone in zones]
+        self._last, self._wrapped = [counter.read() for counter in self._counters], 0
         limits = [_number(zone / "constraint_0_power_limit_uw") for zone in zones]  # the long term
         told = [limit for limit in limits if limit]
         self.limit_w = sum(told) / 1e6 if len(told) == len(zones) else None
@@ -44,8 +46,12 @@ class Rapl(PowerSource):
 
     def read(self) -> Sample:
         clocks = [clock.read() for clock in self._clocks]
+        for number, counter in enumerate(self._counters):
+            now = counter.read()
+            self._wrapped += self._ranges[number] if now < self._last[number] else 0
+            self._last[number] = now
         return Sample(
-            joules=sum(counter.joules() for counter in self._counters),
+            joules=(self._wrapped + sum(self._last)) / 1e6,
             mhz=sum(clocks) / len(clocks) / 1000 if clocks else None,
         )
 
@@ -70,23 +76,6 @@ class Attribute:
             return int(os.pread(self._file.fileno(), 64, 0))
         except (OSError, ValueError) as error:
             raise MeterError(f"{self._path} cannot be read ({error})") from error
-
-
-class _Counter:
-    """The energy of one package, which starts again from 0 after some minutes."""
-
-    def __init__(self, zone: Path) -> None:
-        self._file = Attribute(zone / "energy_uj")
-        self._range = _number(zone / "max_energy_range_uj") or 0
-        self._wrapped = 0
-        self._last = self._file.read()
-
-    def joules(self) -> float:
-        now = self._file.read()
-        if now < self._last:
-            self._wrapped += self._range
-        self._last = now
-        return (self._wrapped + now) / 1e6
 
 
 def _text(path: Path) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wan import trace
-from wan.device import Device
 from wan.distributed.exchange import ALONE, all_to_all_4D
 from wan.distributed.mesh import Team
 from wan.kernels.base import StepInfo
@@ -28,10 +26,9 @@ from wan.modules.schedule import MODES, heads_per_chunk
 from wan.pipeline import build, video
 from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Variant
-from wan.power.measured import Measured, combine
-from wan.power.meter import Meter, MeterError
+from wan.power.meter import Measured, Meter, MeterError, combine, source_of
+from wan.power.nvml import Lock
 from wan.power.recording import Recording, plan_of
-from wan.power.video import source_of
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.request import Request
@@ -133,48 +130,6 @@ class Rests:
             parts.append(self._whole(*chunk, valid_len=valid_len, step=step))
             first += size
         return all_to_all_4D(torch.cat(parts, dim=2), 1, 2, self.group)
-
-
-class Lock:
-    """`with lock:` holds the clock at one frequency, and frees it afterwards, also at exit.
-
-    What ends a process at once (SIGKILL, another rank's failure) leaves it locked:
-    `nvidia-smi -rgc` frees it.
-    """
-
-    def __init__(self, device: Device, mhz: float | None) -> None:
-        """MeterError where there is nothing to lock."""
-        if device.type != "cuda":
-            raise MeterError("only clocks of NVIDIA GPUs are locked")
-        if mhz is None:
-            raise MeterError("the clock could not be read")
-        try:
-            import pynvml
-        except ModuleNotFoundError as error:
-            raise MeterError("nvidia-ml-py is not installed") from error
-        self._nvml: Any = pynvml
-        self._mhz = int(mhz)
-        try:
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{device.uuid()}")
-        except pynvml.NVMLError as error:
-            raise MeterError(f"NVML: {error}") from error
-
-    def __enter__(self) -> Lock:
-        try:
-            self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, self._mhz, self._mhz)
-        except self._nvml.NVMLError as error:
-            raise MeterError(f"the clock may not be locked here ({error})") from error
-        atexit.register(self._free)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        atexit.unregister(self._free)
-        self._free()
-
-    def _free(self) -> None:
-        with suppress(self._nvml.NVMLError):  # where the lock itself was not permitted
-            self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
 
 
 class StepTimes(trace.Recorder):

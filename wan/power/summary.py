@@ -18,7 +18,7 @@ from wan import __version__, host
 from wan.checkpoint.files import whole_file
 from wan.log import logger
 from wan.power.compare import Options, Variant
-from wan.power.measured import Measured
+from wan.power.meter import Measured
 from wan.power.order import compare, read
 from wan.power.rounds import Found, rests
 from wan.run import Run
