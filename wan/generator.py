@@ -15,7 +15,6 @@ from torch import Tensor
 from wan import device as devices
 from wan import env
 from wan.checkpoint.layout import Checkpoint, check_task, describe
-from wan.checkpoint.layout import images as seen
 from wan.checkpoint.lora import FLAGS as LORA_FLAGS
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
@@ -112,7 +111,7 @@ class Generator:
             if "precision" not in values and self.config.param_dtype == torch.float32:
                 values["precision"] = "fp32"
             checkpoint = _with_files(_described(checkpoint_dir), self.config)
-            sizes = checkpoint.experts.keys(), seen(checkpoint)
+            sizes = checkpoint.experts.keys(), checkpoint.images
             fitting = [t for t in self.tasks if ({*PRESETS[t].experts}, PRESETS[t].images) == sizes]
             self._preset = PRESETS[(fitting or self.tasks)[0]]
             check_task(checkpoint, self._preset)

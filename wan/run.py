@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from wan import env
 from wan.cache import policy
-from wan.checkpoint import layout, lora, quantised
+from wan.checkpoint import lora, quantised
 from wan.checkpoint.files import fingerprint, read_json
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.pipeline.setup import Setup
@@ -206,7 +206,7 @@ def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool =
     else:
         checkpoint = describe(folder)
     if task in ALIASES and checkpoint.experts.keys() == {"dit"}:
-        two = task == "i2v-14B" and layout.images(checkpoint) == 2
+        two = task == "i2v-14B" and checkpoint.images == 2
         preset = PRESETS["flf2v-14B" if two else task]
     check_task(checkpoint, preset)
     defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)

@@ -349,7 +349,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "expert missing": (lambda f: shutil.rmtree(f / "low_noise_model"), "the other expert"),
     "no networks": (
         lambda f: [shutil.rmtree(f / d) for d in (HIGH, "low_noise_model")],
-        "holds no video network (DiT): expected",
+        "holds no video network (DiT); expected",
     ),
     "VAE missing": (lambda f: (f / "Wan2.1_VAE.pth").unlink(), "has no vae"),
     "VAE truncated": (

@@ -1,13 +1,13 @@
-"""What a checkpoint folder holds, found from names, JSON files and safetensors headers alone.
+"""Finds out what a checkpoint folder holds, from names, JSON files and safetensors headers alone.
 
-Understood: official folders, `*-Diffusers` folders, and single-file DiT weights (with or without a
-config.json) beside the official VAE and text encoder. Nothing here imports torch or reads weights.
+It reads official folders, `*-Diffusers` folders, and single-file DiT weights (with or without a
+config.json) next to the official VAE and text encoder. No weight is read, and torch not imported.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,12 +32,14 @@ KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch emb
 MODEL_TYPES = (*KINDS.values(), "flf2v")
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
 _DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
-_T5_STEM = "models_t5_umt5-xxl-enc-bf16"
-_CLIP_STEM = "models_clip_open-clip-xlm-roberta-large-vit-huge-14"
+_STEMS = {  # official files end with .pth or .safetensors
+    "text_encoder": "models_t5_umt5-xxl-enc-bf16",
+    "image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14",
+}
 _EXPECTED = {
     "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth or vae/",
-    "text_encoder": f"{_T5_STEM}.pth or text_encoder/",
-    "image_encoder": f"{_CLIP_STEM}.pth or image_encoder/",
+    "text_encoder": f"{_STEMS['text_encoder']}.pth or text_encoder/",
+    "image_encoder": f"{_STEMS['image_encoder']}.pth or image_encoder/",
     "tokenizer": "google/umt5-xxl/ or tokenizer/",
 }
 
@@ -66,9 +68,13 @@ class DitConfig(TypedDict):
 
 @dataclass(frozen=True)
 class DitFiles:
-    """One network: its configuration, and its tensors under official names.
+    """The configuration of one network, and its tensors under official names.
 
-    sparse_linear: It was trained with sparse-linear attention, whose projections are left out.
+    Attributes:
+        folder: Where its files are.
+        config: The arguments of its constructor.
+        tensors: Official name -> tensor.
+        sparse_linear: It was trained with sparse-linear attention, whose projections are left out.
     """
 
     folder: Path
@@ -79,14 +85,18 @@ class DitFiles:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder. Parts that are absent are None; who needs them says so (`require`).
+    """A checkpoint folder. Absent files are None; `require` refuses their absence.
 
-    folder: None for a task's networks as published, which are nowhere (`published`).
+    Attributes:
+        folder: None for networks that are only described (`published`).
+        layout: "official" or "diffusers".
+        kind: "t2v", "i2v" or "ti2v".
+        experts: "high_noise" and "low_noise", or "dit" -> the network.
     """
 
     folder: Path | None
-    layout: str  # "official" or "diffusers"
-    kind: str  # "t2v", "i2v" or "ti2v"
+    layout: str
+    kind: str
     experts: dict[str, DitFiles]
     vae: Path | None = None
     text_encoder: Path | None = None
@@ -95,40 +105,48 @@ class Checkpoint:
 
     @property
     def config(self) -> DitConfig:
-        """Of each of its networks: they are alike."""
+        """The configuration of its networks, which is the same for both experts."""
         return next(iter(self.experts.values())).config
 
     @property
     def heads(self) -> int:
-        """Attention heads of the networks."""
+        """The number of attention heads."""
         return self.config["num_heads"]
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """The number of channels of a head."""
         return self.config["dim"] // self.heads
 
     def files(self) -> list[Path]:
-        """Every weight file, in a fixed order."""
+        """Returns every weight file in a fixed order."""
         found = [info.file for dit in self.experts.values() for info in dit.tensors.values()]
         for part in (self.vae, self.text_encoder, self.image_encoder):
             if part is not None:
                 found += [part] if part.is_file() else part.glob("*.safetensors")
         return sorted(set(found))
 
+    @property
+    def images(self) -> int:
+        """How many images its networks look at beside the text."""
+        return 0 if not self.config["image_dim"] else 2 if self.config["image_positions"] else 1
+
     def require(self, part: str) -> Path:
-        """The path of "vae", "text_encoder" or "tokenizer"; InputError where it is missing."""
+        """Returns the path of "vae", "text_encoder", "image_encoder" or "tokenizer".
+
+        Raises:
+            InputError: The folder does not have it.
+        """
         path: Path | None = getattr(self, part)
         if path is None:
-            raise InputError(
-                f"{self.folder} has no {part.replace('_', ' ')}; expected {_EXPECTED[part]}. "
-                "Download the missing files of the checkpoint."
-            )
+            why = f"has no {part.replace('_', ' ')}; expected {_EXPECTED[part]}"
+            remedy = "download the missing files of the checkpoint"
+            raise InputError(f"{self.folder}", None, why, remedy)
         return path
 
 
 def published(preset: Preset) -> Checkpoint:
-    """A task's networks with the sizes they were published with; there are no files."""
+    """Describes a task's networks with the sizes they were published with, without any file."""
     config = {
         **_DEFAULTS,
         "model_type": "flf2v" if preset.images == 2 else preset.kind,
@@ -151,80 +169,72 @@ def published(preset: Preset) -> Checkpoint:
 
 
 def describe(folder: Path) -> Checkpoint:
-    """Look at a checkpoint folder. InputError says what is missing, truncated or contradictory."""
-    _check_folder(folder)
+    """Finds out what a checkpoint folder holds.
+
+    Raises:
+        InputError: Something is missing, truncated or contradictory.
+    """
+    if not is_folder(folder):
+        why, remedy = "does not exist", "give the folder of a checkpoint"
+        if folder.exists():
+            why = "is a file"
+        elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not str(folder).startswith("."):
+            why = "is not a folder"
+            remedy = (
+                "download the checkpoint first, if it is a model hub's name, and give its folder"
+            )
+        raise InputError("`ckpt_dir`", folder, why, remedy)
     diffusers = (folder / "transformer").is_dir()
     experts = _find_experts(folder, diffusers)
     first, *others = experts.values()
     if any(files.config != first.config for files in others):
-        raise InputError(f"{folder} mixes networks of different tasks or sizes; download it again.")
+        why = "mixes networks of different tasks or sizes"
+        raise InputError(f"{folder}", None, why, "download it again")
     kind = _kind(first)
     if diffusers:
-        vae, encoder = _library_part(folder / "vae"), _library_part(folder / "text_encoder")
-        clip = _library_part(folder / "image_encoder")
+        found = {part: _library_part(folder / part) for part in ("vae", *_STEMS)}
     else:
-        clip = _file(folder, _CLIP_STEM)
-        vae = _file(folder, "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE")
-        encoder = _file(folder, _T5_STEM)
+        stems = {"vae": "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE", **_STEMS}
+        found = {part: _file(folder, stem) for part, stem in stems.items()}
+    if not first.config["image_dim"]:
+        found["image_encoder"] = None
     tokenizer = folder / ("tokenizer" if diffusers else "google/umt5-xxl")
     return Checkpoint(
         folder=folder,
         layout="diffusers" if diffusers else "official",
         kind=kind,
         experts=experts,
-        vae=vae,
-        text_encoder=encoder,
-        image_encoder=clip if first.config["image_dim"] else None,
         tokenizer=tokenizer if tokenizer.is_dir() else None,
+        **found,
     )
 
 
 def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
-    """The folder must hold the networks of the task."""
-    found = set(checkpoint.experts)
-    if checkpoint.kind != preset.kind or found != set(preset.experts):
-        networks = "two experts" if len(found) == 2 else "one network"
-        raise InputError(
-            f"{checkpoint.folder} holds {networks} for {checkpoint.kind}, but task {preset.task} "
-            f"needs {'two experts' if len(preset.experts) == 2 else 'one network'} for "
-            f"{preset.kind}; give `ckpt_dir` a {preset.folder} folder or choose another `task`."
-        )
-    if images(checkpoint) != preset.images:
-        raise InputError(
-            f"{checkpoint.folder} holds a network that looks at {images(checkpoint)} images, but "
-            f"task {preset.task} needs one for {preset.images}; give `ckpt_dir` a {preset.folder} "
-            "folder or choose another `task`."
-        )
+    """Refuses a folder that does not hold the networks of the task."""
 
+    def networks(kind: str, names: Collection[str]) -> str:
+        return f"{'two experts' if len(names) == 2 else 'one network'} for {kind}"
 
-def images(checkpoint: Checkpoint) -> int:
-    """How many images its networks look at beside the text."""
-    config = checkpoint.config
-    return 0 if not config["image_dim"] else 2 if config["image_positions"] else 1
-
-
-def _check_folder(folder: Path) -> None:
-    if is_folder(folder):
+    if (checkpoint.kind, {*checkpoint.experts}) != (preset.kind, {*preset.experts}):
+        held = networks(checkpoint.kind, checkpoint.experts)
+        needed = networks(preset.kind, preset.experts)
+    elif checkpoint.images != preset.images:
+        held = f"a network that looks at {checkpoint.images} images"
+        needed = f"one for {preset.images}"
+    else:
         return
-    if folder.exists():
-        raise InputError(f"`ckpt_dir={folder}` is a file; give the folder of a checkpoint.")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not str(folder).startswith("."):
-        raise InputError(
-            f"`ckpt_dir={folder}` is not a folder; if it is a model hub's name, download the "
-            "checkpoint first and give the local folder."
-        )
-    raise InputError(f"`ckpt_dir={folder}` does not exist; give the folder of a checkpoint.")
+    why = f"holds {held}, but task {preset.task} needs {needed}"
+    remedy = f"give `ckpt_dir` a {preset.folder} folder or choose another `task`"
+    raise InputError(f"{checkpoint.folder}", None, why, remedy)
 
 
 def _file(folder: Path, stem: str) -> Path | None:
-    for suffix in (".pth", ".safetensors"):
-        if (folder / (stem + suffix)).is_file():
-            return check_complete(folder / (stem + suffix))
-    return None
+    files = (folder / (stem + suffix) for suffix in (".pth", ".safetensors"))
+    return next((check_complete(file) for file in files if file.is_file()), None)
 
 
 def _library_part(folder: Path) -> Path | None:
-    """A folder of diffusers or transformers, if it holds (complete) weights."""
+    """Returns a folder of diffusers or transformers, if it holds (complete) weights."""
     return folder if folder.is_dir() and folder_tensors(folder) else None
 
 
@@ -234,8 +244,8 @@ def _find_experts(folder: Path, diffusers: bool) -> dict[str, DitFiles]:
     if folders.keys() == {"high_noise"} and diffusers:
         return {"dit": _dit_files(folders["high_noise"])}
     if len(folders) == 1:
-        missing = names[({"high_noise", "low_noise"} - folders.keys()).pop()]
-        raise InputError(f"{folder / missing} is missing; download the other expert too.")
+        missing = folder / names[({"high_noise", "low_noise"} - folders.keys()).pop()]
+        raise InputError(f"{missing}", None, "is missing", "download the other expert too")
     if folders:
         return {expert: _dit_files(path) for expert, path in folders.items()}
     pair = {expert: sorted(folder.glob(f"*{expert}*.safetensors")) for expert in EXPERT_FOLDERS}
@@ -245,20 +255,21 @@ def _find_experts(folder: Path, diffusers: bool) -> dict[str, DitFiles]:
 
 
 def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
+    """Describes the network of a folder, or of one file in it."""
     found = folder_tensors(folder) if file is None else safetensors_header(file)
-    if found is None and any(folder.glob("*.gguf")):
-        raise InputError(f"{folder} holds GGUF weights, which are not supported; get safetensors.")
-    pickled = [path.name for path in folder.glob("*.pth") if not OTHER_PARTS.search(path.name)]
-    if found is None and pickled:
-        raise InputError(
-            f"{folder} holds {pickled[0]}, but a video network is read from safetensors only; "
-            "convert it with tools/convert_checkpoint.py."
-        )
     if found is None:
-        raise InputError(
-            f"{folder} holds no video network (DiT): expected diffusion_pytorch_model.safetensors, "
-            "its shards with an index, or the folders high_noise_model/ and low_noise_model/."
+        why = "holds no video network (DiT)"
+        remedy = (
+            "expected diffusion_pytorch_model.safetensors, its shards with an index, or the "
+            "folders high_noise_model/ and low_noise_model/"
         )
+        pickled = [path.name for path in folder.glob("*.pth") if not OTHER_PARTS.search(path.name)]
+        if any(folder.glob("*.gguf")):
+            why, remedy = "holds GGUF weights, which are not supported", "get safetensors"
+        elif pickled:
+            why = f"holds {pickled[0]}, but a video network is read from safetensors only"
+            remedy = "convert it with tools/convert_checkpoint.py"
+        raise InputError(f"{folder}", None, why, remedy)
     tensors = network_tensors(found, dit_official_name)
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     return DitFiles(folder, _dit_config(folder, dense), dense, len(dense) < len(tensors))
@@ -267,23 +278,30 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
 def _kind(files: DitFiles) -> str:
     in_dim = files.config["in_dim"]
     if in_dim not in KINDS:
-        raise InputError(
-            f"{files.folder} is a Wan network that is not supported ({in_dim} input channels); "
-            "t2v (16), i2v (36) and ti2v (48) are."
-        )
-    for part, reason in _UNSUPPORTED.items():
+        why = f"is a Wan network that is not supported ({in_dim} input channels)"
+        raise InputError(f"{files.folder}", None, why, "t2v (16), i2v (36) and ti2v (48) are")
+    for part, (why, remedy) in _UNSUPPORTED.items():
         name = next((name for name in files.tensors if part in name), None)
         if name is not None:
-            raise InputError(f"{files.folder} has {name}: {reason}.")
+            raise InputError(f"{files.folder}", None, f"has {name}, {why}", remedy)
     return KINDS[in_dim]
 
 
 _UNSUPPORTED = {
-    "gate_compress": "video sparse attention is not supported; get the FullAttn model",
-    ".weight_scale": "quantised linear layers are not supported there; see `quant_dit_path`",
-    "time_embedding_r": "a second timestep (MeanFlow) is not supported",
+    "gate_compress": (
+        "of video sparse attention, which is not supported",
+        "get the FullAttn model",
+    ),
+    ".weight_scale": (
+        "of a quantised linear layer, which is not supported there",
+        "see `quant_dit_path`",
+    ),
+    "time_embedding_r": (
+        "of a second timestep (MeanFlow), which is not supported",
+        "get another model",
+    ),
 }
-"""Part of a tensor's name -> what it shows."""
+"""Part of a tensor's name -> what it shows, and what to do."""
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's; attention is dense without it
 
 
@@ -309,17 +327,15 @@ _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
 
 def _dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
-    """Raises InputError for a config.json that is damaged or belongs to other tensors."""
+    """Refuses a config.json that is damaged or belongs to other tensors."""
     told = _told_by_shapes(folder, tensors)
     path = folder / "config.json"
     stated = _stated(path) if path.is_file() else {}
     for key, value in told.items():
         said = stated.get(key, value)
         if type(said) is not type(value) or said != value:
-            raise InputError(
-                f"{path}: {key} is {shown(said)}, but the shapes of the tensors say "
-                f"{shown(value)}; download config.json and weights again."
-            )
+            why = f"is {shown(said)}, but the shapes of the tensors say {shown(value)}"
+            raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
     for key, (fits, allowed) in _RULES.items():
         if key in stated and not fits(stated[key]):
             raise _damaged(path, key, stated[key], allowed)
@@ -329,30 +345,28 @@ def _dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
     config = {**_DEFAULTS, "model_type": kind, "num_heads": heads, **free, **told}
     dim, heads = config["dim"], config["num_heads"]
     if dim % (2 * heads):
-        raise InputError(
-            f"{path}: num_heads is {heads}, but {dim} channels are not {heads} heads of an even "
-            "size; download config.json again."
-        )
+        why = f"is {heads}, but {dim} channels are not {heads} heads of an even size"
+        raise InputError(f"{path}: num_heads", None, why, "download config.json again")
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
     return cast(DitConfig, frozen)
 
 
 def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """The head size they cannot tell. Values are of the types that JSON has."""
+    """Reads a configuration off the shapes, all but the head size; values have JSON's types."""
     told: dict[str, Any] = {}
     for key, (name, rank, axis) in _SHAPES.items():
         shape = tensors[name].shape if name in tensors else ()
         if len(shape) != rank or 0 in shape:
-            raise InputError(
-                f"{folder} holds no Wan DiT (no {name} of {rank} dimensions); check `ckpt_dir`."
-            )
+            why = f"holds no Wan DiT (no {name} of {rank} dimensions)"
+            raise InputError(f"{folder}", None, why, "check `ckpt_dir`")
         told[key] = shape[axis]
     told["patch_size"] = list(tensors["patch_embedding.weight"].shape[2:])
     told["out_dim"] //= prod(told["patch_size"])
     layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
     told["num_layers"] = len(layers)
     if layers != {str(index) for index in range(len(layers))}:
-        raise InputError(f"{folder} lacks one of the blocks of its network; download it again.")
+        why = "lacks one of the blocks of its network"
+        raise InputError(f"{folder}", None, why, "download it again")
     told["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
     told["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
     for key, (name, axis) in _IMAGE.items():
@@ -361,7 +375,7 @@ def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str
 
 
 def _stated(path: Path) -> dict[str, Any]:
-    """What an official or diffusers config.json says, under the official names."""
+    """Returns what an official or diffusers config.json says, under the official names."""
     raw = read_json(path)
     if "num_attention_heads" in raw:
         for key in ("num_attention_heads", "attention_head_dim"):
@@ -380,6 +394,5 @@ def _stated(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, key: str, value: object, allowed: str) -> InputError:
-    return InputError(
-        f"{path}: {key} is {shown(value)}; it must be {allowed}: download config.json again."
-    )
+    why = f"is {shown(value)}, but must be {allowed}"
+    return InputError(f"{path}: {key}", None, why, "download config.json again")

@@ -1,7 +1,7 @@
-"""Folders of quantised DiT weights (--quant_dit_path), as mindiesd reads them; checked unread.
+"""Folders of quantised DiT weights (`quant_dit_path`), as mindiesd reads them; no weight is read.
 
 A folder holds a description (JSON: the algorithm of each entry) and one safetensors file. Two
-experts have one folder each, named as in an official checkpoint; a single network's files are
+experts have one folder each, named as in an official checkpoint; the files of a single network are
 directly inside. What an export leaves FLOAT comes from the checkpoint.
 """
 
@@ -13,7 +13,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from wan.checkpoint.files import TensorInfo, is_folder, read_json, safetensors_header
 from wan.checkpoint.layout import EXPERT_FOLDERS, Checkpoint, DitFiles
@@ -29,31 +29,58 @@ DESCRIPTIONS = {  # in the order of the search -> whether an NPU keeps the weigh
 }
 EVERYWHERE = "W8A8_DYNAMIC"  # the algorithm that runs on every device
 FP8_DYNAMIC = "FP8_DYNAMIC"
+_FLOATING = ("F32", "BF16", "F16")
 _STATIC = ("input_scale", "input_offset", "deq_scale", "quant_bias")
-_LINEAR = {  # algorithm -> the tensors it needs beside "weight" (and the bias)
-    EVERYWHERE: ("weight_scale",),
-    "W8A8": _STATIC,
-    "W8A8_TIMESTEP": ("weight_scale", *_STATIC),
-    "W8A8_MXFP8": ("weight_scale",),
-    "W4A4_DYNAMIC": ("weight_scale",),
-    "W4A4_MXFP4": ("weight_scale",),
-    "W4A4_MXFP4_DUALSCALE": ("weight_scale", "weight_dual_scale"),
-    "W8A16": ("weight_scale",),
-    "W4A16": ("weight_scale",),
+
+
+class _Format(NamedTuple):
+    """How an algorithm stores a linear layer.
+
+    Attributes:
+        tensors: What it needs beside "weight" and, where the layer has one, "bias".
+        weight: Dtypes of the weight; two values are in a byte of U8.
+        scale: Dtypes of "weight_scale".
+    """
+
+    tensors: tuple[str, ...] = ("weight_scale",)
+    weight: tuple[str, ...] = ("I8",)
+    scale: tuple[str, ...] = _FLOATING
+
+
+_LINEAR = {
+    EVERYWHERE: _Format(),
+    "W8A8": _Format(_STATIC),
+    "W8A8_TIMESTEP": _Format(("weight_scale", *_STATIC)),
+    "W8A8_MXFP8": _Format(weight=("F8_E4M3",), scale=("U8",)),
+    "W4A4_DYNAMIC": _Format(),
+    "W4A4_MXFP4": _Format(weight=("F8_E4M3", "U8"), scale=("U8",)),
+    "W4A4_MXFP4_DUALSCALE": _Format(
+        ("weight_scale", "weight_dual_scale"), ("F8_E4M3", "U8"), ("U8",)
+    ),
+    "W8A16": _Format(),
+    "W4A16": _Format(),
 }
-_FP4 = ("F8_E4M3", "U8")  # widened, or two values in a byte
-_MX = {"W8A8_MXFP8": ("F8_E4M3",), "W4A4_MXFP4": _FP4, "W4A4_MXFP4_DUALSCALE": _FP4}
-_ATTENTION = (FP8_DYNAMIC, "MXFP8_DYNAMIC", "MXFP4_DYNAMIC")
+"""Algorithm of a linear layer -> how it is stored."""
+_ATTENTION = {  # algorithm of a self-attention -> whether it needs its rotations
+    FP8_DYNAMIC: True,
+    "MXFP8_DYNAMIC": True,
+    "MXFP4_DYNAMIC": False,
+}
+_KNOWN = (*_LINEAR, *_ATTENTION)
 _FLOAT = "FLOAT"  # excludes a layer, in this spelling only
 _UNQUANTISED = ("W16A16", "NO_QUANT")  # algorithms that quantise nothing
-_FLOATING = ("F32", "BF16", "F16")
 # Of a layer's entries, in the order of mindiesd's search.
 _SUFFIXES = (".linear.weight", ".weight", "", ".fa_q.scale", ".quant_type")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A quantised layer. tensors: "weight", "weight_scale", ... -> where each one is."""
+    """A quantised layer.
+
+    Attributes:
+        algorithm: A name such as "W8A8_DYNAMIC".
+        tensors: "weight", "weight_scale", ... -> the tensor in the export.
+    """
 
     algorithm: str
     tensors: dict[str, TensorInfo]
@@ -63,8 +90,12 @@ class Layer:
 class Export:
     """The quantised layers of one network.
 
-    linears: by layer name ("blocks.0.ffn.2"). attentions: self-attentions with rotations "q_rot"
-    and "k_rot", by block index. use_nz: see DESCRIPTIONS.
+    Attributes:
+        description: The JSON file.
+        weights: The safetensors file.
+        use_nz: An NPU keeps the weights in its NZ layout.
+        linears: Linear layers by name ("blocks.0.ffn.2").
+        attentions: Self-attentions with the rotations "q_rot" and "k_rot", by block index.
     """
 
     description: Path
@@ -75,7 +106,7 @@ class Export:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each linear layer as stored."""
+        """Returns the bytes of each linear layer as stored."""
         return {
             name: sum(info.nbytes for info in layer.tensors.values())
             for name, layer in self.linears.items()
@@ -84,7 +115,7 @@ class Export:
 
 @dataclass(frozen=True)
 class QuantisedDit:
-    """A folder of quantised weights; experts: by the checkpoint's names of its networks."""
+    """A folder of quantised weights, with an export for each network of the checkpoint."""
 
     folder: Path
     experts: dict[str, Export]
@@ -96,7 +127,7 @@ class QuantisedDit:
         return tuple(sorted({layer.algorithm for layer in layers}))
 
     def files(self) -> list[Path]:
-        """Descriptions and weights, in a fixed order."""
+        """Returns the descriptions and weight files in a fixed order."""
         exports = self.experts.values()
         return sorted(path for export in exports for path in (export.description, export.weights))
 
@@ -104,38 +135,48 @@ class QuantisedDit:
 def resolve(
     folder: Path, checkpoint: Checkpoint, *, device: str, dit_fsdp: bool, fa_quant: str | None
 ) -> QuantisedDit:
-    """What the folder brings for the checkpoint's networks.
+    """Finds what a folder brings for a checkpoint's networks.
 
-    device: --device; "auto" leaves its rules to `check_device`. Raises InputError for a folder that
-    is incomplete, of another network, or that this run cannot use; no weight is read.
+    Args:
+        folder: The exported folder.
+        checkpoint: The networks, and what the export leaves FLOAT.
+        device: The setting; the rules of "auto" are left to `check_device`.
+        dit_fsdp: The setting.
+        fa_quant: The setting.
+
+    Raises:
+        InputError: The folder is incomplete, of another network, or not for this run.
     """
     if checkpoint.folder is None:
-        raise InputError("`quant_dit_path` takes the rest from a checkpoint; add its `ckpt_dir`.")
+        why = "takes the rest from a checkpoint"
+        raise InputError("`quant_dit_path`", None, why, "add its `ckpt_dir`")
     if not is_folder(folder):
-        raise InputError(f"`quant_dit_path={folder}` is not a folder; give the exported folder.")
+        raise InputError("`quant_dit_path`", folder, "is not a folder", "give the exported folder")
     exports = {n: _read_export(folder / FOLDERS[n], dit) for n, dit in checkpoint.experts.items()}
     quantised = QuantisedDit(folder, exports)
     if dit_fsdp:
-        raise InputError(
-            "`dit_fsdp` shards parameters, and quantised weights are none; drop it, or drop "
-            "`quant_dit_path`."
-        )
+        why = "shards parameters, and quantised weights are none"
+        raise InputError("`dit_fsdp`", None, why, "drop it, or drop `quant_dit_path`")
     attentions = (layer for export in exports.values() for layer in export.attentions.values())
     others = {layer.algorithm for layer in attentions} - {FP8_DYNAMIC}
     if fa_quant is not None and others:
-        raise InputError(
-            f"{folder} quantises attention as {min(others)}, but `fa_quant={fa_quant}` is built "
-            f"for {FP8_DYNAMIC}; drop `fa_quant`, or export with {FP8_DYNAMIC}."
-        )
+        why = f"as {min(others)}, but `fa_quant={fa_quant}` is built for {FP8_DYNAMIC}"
+        remedy = f"drop `fa_quant`, or export with {FP8_DYNAMIC}"
+        raise InputError(f"{folder}", None, f"quantises attention {why}", remedy)
     if device != "auto":
         check_device(quantised, device)
     return quantised
 
 
 def check_device(quantised: QuantisedDit, device: str) -> None:
-    """device: the type, "cpu", "cuda" or "npu". InputError where the export cannot run on it.
+    """Refuses an export that a type of device cannot run; `wan.settings.devices` knows which NPU.
 
-    Which NPU it is, is for `wan.settings.devices`.
+    Args:
+        quantised: The export.
+        device: "cpu", "cuda" or "npu".
+
+    Raises:
+        InputError: An algorithm runs on NPUs only, or mindiesd would not read a file.
     """
     if device == "npu":
         for path in quantised.files():
@@ -143,46 +184,49 @@ def check_device(quantised: QuantisedDit, device: str) -> None:
         return
     for algorithm in quantised.algorithms:
         if algorithm != EVERYWHERE:
-            raise InputError(
-                f"{quantised.folder} holds {algorithm} weights, which run on NPUs only; use "
-                f"`device=npu`, or an export in {EVERYWHERE}."
-            )
+            why = f"holds {algorithm} weights, which run on NPUs only"
+            remedy = f"use `device=npu`, or an export in {EVERYWHERE}"
+            raise InputError(f"{quantised.folder}", None, why, remedy)
 
 
 def _check_mode(path: Path) -> None:
-    """mindiesd's rules for files it reads: no link, of the user or its group, not open to all."""
+    """Applies mindiesd's rules for files: no link, of the user or its group, not open to all."""
     if path.is_symlink():
-        raise InputError(
-            f"{path} is a symbolic link, which mindiesd does not read; put a copy there."
-        )
+        why = "is a symbolic link, which mindiesd does not read"
+        raise InputError(f"{path}", None, why, "put a copy there")
     status = path.stat()
     if os.geteuid() not in (0, status.st_uid) and os.getgid() != status.st_gid:
-        raise InputError(
-            f"{path} belongs to another user and group, whose files mindiesd does not read; "
-            f"run chown $(id -u) {path}."
-        )
-    if stat.S_IMODE(status.st_mode) & 0o777 & ~MODE:
-        raise InputError(
-            f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, but mindiesd reads files of mode "
-            f"{MODE:04o} or stricter only; run chmod {MODE:04o} {path}."
-        )
+        why = "belongs to another user and group, whose files mindiesd does not read"
+        raise InputError(f"{path}", None, why, f"run chown $(id -u) {path}")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o777 & ~MODE:
+        limit = f"mindiesd reads files of mode {MODE:04o} or stricter only"
+        remedy = f"run chmod {MODE:04o} {path}"
+        raise InputError(f"{path}", None, f"has mode {mode:04o}, but {limit}", remedy)
 
 
 def _read_export(folder: Path, dit: DitFiles) -> Export:
-    """What a folder holds for a network. InputError for all that is missing or does not fit."""
-    description = _description_file(folder)
+    """Reads what a folder holds for a network, and refuses what is missing or does not fit."""
+    description = next((folder / name for name in DESCRIPTIONS if (folder / name).is_file()), None)
+    if description is None:
+        _refuse_ranks(folder, "quant_model_description*")
+        names = (
+            f"{' or '.join(DESCRIPTIONS)} (two experts: in high_noise_model/ and low_noise_model/)"
+        )
+        why = "holds no description of quantised weights"
+        raise InputError(f"{folder}", None, why, f"expected {names}")
     entries = read_json(description)
     kind = entries.get("model_quant_type")
-    if kind not in (*_LINEAR, *_ATTENTION, "W16A16"):
-        said = "has no model_quant_type" if kind is None else f"has the model_quant_type {kind!r}"
-        raise InputError(
-            f"{description} {said}; known are {', '.join((*_LINEAR, *_ATTENTION))}: export again."
-        )
+    if kind not in (*_KNOWN, "W16A16"):
+        why = "has no model_quant_type" if kind is None else f"has the model_quant_type {kind!r}"
+        remedy = f"export again as one of {', '.join(_KNOWN)}"
+        raise InputError(f"{description}", None, why, remedy)
     _check_entries(description, entries, dit)
     weights = folder / f"quant_model_weight_{kind.lower()}.safetensors"
     if not weights.is_file():
         _refuse_ranks(folder, weights.stem)
-        raise InputError(f"{weights} is missing; copy or export it beside {description.name}.")
+        remedy = f"copy or export it beside {description.name}"
+        raise InputError(f"{weights}", None, "is missing", remedy)
     reader = _Reader(dit, description, entries, weights, safetensors_header(weights))
     linears = {n: layer for n in _linear_layers(dit) if (layer := reader.linear(n))}
     attentions = {
@@ -191,28 +235,15 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
         if (layer := reader.attention(name))
     }
     if not linears and not attentions:
-        raise InputError(f"{description} quantises no layer; drop `quant_dit_path`.")
+        raise InputError(f"{description}", None, "quantises no layer", "drop `quant_dit_path`")
     return Export(description, weights, DESCRIPTIONS[description.name], linears, attentions)
-
-
-def _description_file(folder: Path) -> Path:
-    for name in DESCRIPTIONS:
-        if (folder / name).is_file():
-            return folder / name
-    _refuse_ranks(folder, "quant_model_description*")
-    raise InputError(
-        f"{folder} holds no description of quantised weights; expected {' or '.join(DESCRIPTIONS)} "
-        "(two experts: in high_noise_model/ and low_noise_model/)."
-    )
 
 
 def _refuse_ranks(folder: Path, stem: str) -> None:
     for path in sorted(folder.glob(f"{stem}_*")):
         if re.search(r"_\d+$", path.stem):
-            raise InputError(
-                f"{path} is one rank's share of an export, which is not supported; export the "
-                "network whole."
-            )
+            why = "is one rank's share of an export, which is not supported"
+            raise InputError(f"{path}", None, why, "export the network whole")
 
 
 def _linear_layers(dit: DitFiles) -> list[str]:
@@ -224,7 +255,7 @@ def _self_attentions(dit: DitFiles) -> list[str]:
 
 
 def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles) -> None:
-    """Entries must name a layer of this network that can be quantised, and a known algorithm."""
+    """Refuses entries without a known algorithm, or of no layer that can be quantised so."""
     parts = [name.split(".") for name in dit.tensors]
     modules = {".".join(name[:end]) for name in parts for end in range(1, len(name))}
     linears, attentions = set(_linear_layers(dit)), set(_self_attentions(dit))
@@ -236,22 +267,19 @@ def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles)
         named = suffix or name in modules or (name in dit.tensors and name not in biases)
         if algorithm in (_FLOAT, *_UNQUANTISED) or not named:
             continue  # FLOAT needs nothing; other keys describe the export or its extra tensors
-        if algorithm not in (*_LINEAR, *_ATTENTION):
-            raise InputError(
-                f"{description} gives {key} the unknown algorithm {value!r}; known are "
-                f"{', '.join((*_LINEAR, *_ATTENTION))}."
-            )
-        if name not in modules and name not in dit.tensors:
-            raise InputError(
-                f"{description} quantises {name}, which {dit.folder} does not have; the export "
-                "belongs to another checkpoint."
-            )
-        if name not in (linears if algorithm in _LINEAR else linears | attentions):
-            kind = "linear layer" if algorithm in _LINEAR else "self-attention"
-            raise InputError(
-                f"{description} quantises {name} as {algorithm}, but it is no {kind}; export it as "
-                "FLOAT."
-            )
+        kind = "linear layer" if algorithm in _LINEAR else "self-attention"
+        if algorithm not in _KNOWN:
+            why = f"gives {key} the unknown algorithm {value!r}"
+            remedy = f"known are {', '.join(_KNOWN)}"
+        elif name not in modules and name not in dit.tensors:
+            why = f"quantises {name}, which {dit.folder} does not have"
+            remedy = "the export belongs to another checkpoint"
+        elif name not in (linears if algorithm in _LINEAR else linears | attentions):
+            why = f"quantises {name} as {algorithm}, but it is no {kind}"
+            remedy = "export it as FLOAT"
+        else:
+            continue
+        raise InputError(f"{description}", None, why, remedy)
 
 
 @dataclass(frozen=True)
@@ -265,13 +293,12 @@ class _Reader:
     tensors: Mapping[str, TensorInfo]  # of the weight file
 
     def algorithm(self, name: str) -> str | None:
-        """mindiesd's rule: FLOAT anywhere excludes a layer, else the first algorithm counts.
+        """Applies mindiesd's rule: FLOAT excludes a layer, else the first algorithm counts.
 
-        Algorithms are read in any case, FLOAT is not: "float" is no statement at all.
+        Algorithms are read in any case, FLOAT is not: "float" states nothing at all.
         """
         stated = [self.entries[name + s] for s in _SUFFIXES if name + s in self.entries]
-        words = [str(value).upper() for value in stated]
-        known = [word for word in words if word != _FLOAT]
+        known = [word for value in stated if (word := str(value).upper()) != _FLOAT]
         if _FLOAT in stated or not known or known[0] in _UNQUANTISED:
             return None
         return known[0]
@@ -281,62 +308,51 @@ class _Reader:
         if algorithm is None:
             return None
         if algorithm not in _LINEAR:
-            raise InputError(
-                f"{self.description} gives the linear layer {name} {algorithm}, an algorithm for "
-                "attention; export again."
-            )
+            why = f"gives the linear layer {name} {algorithm}, an algorithm for attention"
+            raise InputError(f"{self.description}", None, why, "export again")
         if keeps_fp32(f"{name}.weight"):
-            raise InputError(
-                f"{self.description} quantises {name}, which is computed in float32 here; export "
-                "it as FLOAT."
-            )
+            why = f"quantises {name}, which is computed in float32 here"
+            raise InputError(f"{self.description}", None, why, "export it as FLOAT")
         # A smoothed layer keeps its tensors one level deeper, beside the inputs' factors.
-        smooth = f"{name}.div.mul_scale"
+        form, smooth = _LINEAR[algorithm], f"{name}.div.mul_scale"
         prefix = f"{name}.linear" if smooth in self.tensors else name
-        parts = ("weight", *_LINEAR[algorithm])
+        parts = ("weight", *form.tensors)
         parts += ("bias",) if f"{name}.bias" in self.dit.tensors else ()
         tensors = {part: self.tensor(f"{prefix}.{part}") for part in parts}
         if prefix != name:
             tensors["mul_scale"] = self.tensor(smooth)
         rows, columns = self.dit.tensors[f"{name}.weight"].shape
-        self.check_linear(algorithm, tensors, rows, columns)
-        return Layer(algorithm, tensors)
-
-    def check_linear(
-        self, algorithm: str, tensors: Mapping[str, TensorInfo], rows: int, columns: int
-    ) -> None:
-        """What mindiesd takes. rows, columns: of the weight, which the checkpoint knows."""
-        weight, scale = tensors["weight"], tensors.get("weight_scale")
-        width = columns // 2 if weight.dtype == "U8" else columns
-        self.check(algorithm, weight, _MX.get(algorithm, ("I8",)), (rows, width))
-        if algorithm != EVERYWHERE:  # of the others' scales mindiesd tells no more than the dtype
-            if scale is not None:
-                self.check(algorithm, scale, ("U8",) if algorithm in _MX else _FLOATING)
-            return
-        self.check(algorithm, tensors["weight_scale"], _FLOATING, (rows,), (rows, 1))
+        width = columns // 2 if tensors["weight"].dtype == "U8" else columns
+        self.check(algorithm, tensors["weight"], form.weight, (rows, width))
+        # mindiesd tells the shapes of scales for one algorithm, and the dtypes for all.
+        known = algorithm == EVERYWHERE
+        if "weight_scale" in tensors:
+            shapes = ((rows,), (rows, 1)) if known else ()
+            self.check(algorithm, tensors["weight_scale"], form.scale, *shapes)
         for part, size in (("bias", rows), ("mul_scale", columns)):
-            if part in tensors:
+            if known and part in tensors:
                 self.check(algorithm, tensors[part], _FLOATING, (size,))
+        return Layer(algorithm, tensors)
 
     def attention(self, name: str) -> Layer | None:
         algorithm = self.algorithm(name)
         if algorithm not in _ATTENTION:
             return None
         size = self.dit.config["dim"] // self.dit.config["num_heads"]
-        parts: tuple[str, ...] = ("q_rot", "k_rot")
-        if algorithm == "MXFP4_DYNAMIC":  # the one whose rotations may be missing
-            parts = tuple(part for part in parts if f"{name}.{part}" in self.tensors)
-        tensors = {part: self.tensor(f"{name}.{part}") for part in parts}
+        names = {part: f"{name}.{part}" for part in ("q_rot", "k_rot")}
+        tensors = {
+            part: self.tensor(full)
+            for part, full in names.items()
+            if _ATTENTION[algorithm] or full in self.tensors
+        }
         for info in tensors.values():
             self.check(algorithm, info, _FLOATING, (size, size))
         return Layer(algorithm, tensors)
 
     def tensor(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise InputError(
-                f"{self.weights} lacks the tensor {name} that {self.description.name} asks for; "
-                "export the weights again."
-            )
+            why = f"lacks the tensor {name} that {self.description.name} asks for"
+            raise InputError(f"{self.weights}", None, why, "export the weights again")
         return self.tensors[name]
 
     def check(
@@ -344,8 +360,6 @@ class _Reader:
     ) -> None:
         if info.dtype not in dtypes or (shapes and info.shape not in shapes):
             wanted = " ".join((" or ".join(dtypes), *(str(list(shape)) for shape in shapes[:1])))
-            raise InputError(
-                f"{self.weights}: {info.name} is {info.dtype} {list(info.shape)}, but "
-                f"{algorithm} takes {wanted} there; the export belongs to another checkpoint, or "
-                "is damaged."
-            )
+            why = f"{info.dtype} {list(info.shape)}, but {algorithm} takes {wanted} there"
+            remedy = "the export belongs to another checkpoint, or is damaged"
+            raise InputError(f"{self.weights}: {info.name}", None, f"is {why}", remedy)
