@@ -48,18 +48,18 @@ _DTYPES = {
 }
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
-"""(name of a parameter, dtype in the file) -> dtype in memory."""
+"""Decides a parameter's dtype in memory from its name and its dtype in the file."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of one tensor come from, and what they become on their way.
+    """Where the values of one tensor come from, and what they become while they are loaded.
 
     Attributes:
-        dtype: as stored.
-        shape: as the network has it.
-        read: rows on the CPU, in any dtype; a few at a time are asked for, and copied.
-        mapped: what is read of the file, for reading ahead.
+        dtype: What the values are read as.
+        shape: The shape that the network has.
+        read: Returns rows on the CPU, in any dtype; the caller copies them.
+        mapped: The part of the file that is read, for reading ahead.
     """
 
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Source:
     mapped: Tensor | None = None
 
     def read_ahead(self) -> None:
-        """Have the system read all of it from the disk, soon, without waiting."""
+        """Asks the system to read all of it from the disk soon, and does not wait."""
         if self.mapped is not None:
             host.read_ahead_mapped(self.mapped.data_ptr(), self.mapped.nbytes)
 
@@ -80,14 +80,14 @@ class Sharding(Protocol):
     """Which rows of each parameter this process keeps (`wan.distributed.fsdp.Sharded`)."""
 
     def prepare(self, network: nn.Module) -> None:
-        """Shard a network that has its dtypes but no memory yet (meta device)."""
+        """Shards a network that has its dtypes but no memory yet (meta device)."""
 
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
-        """What this process keeps of a parameter, to be written to, and which rows that is."""
+        """Returns the tensor that this process keeps of a parameter, and which rows it has."""
 
 
 class Unsharded:
-    """One process keeps everything."""
+    """Every process keeps all rows."""
 
     def prepare(self, network: nn.Module) -> None:
         """Nothing is sharded."""
@@ -99,28 +99,27 @@ class Unsharded:
 UNSHARDED = Unsharded()
 N = TypeVar("N", bound=nn.Module)
 Adapt = Callable[[nn.Module, Sources], Sources]
-"""Changes a network on the meta device that fits its files, or what is read into it: gets it and a
-source for each of its tensors, and returns the sources of what is on the meta device afterwards
-(and perhaps of more). Quantised layers are one."""
+"""Changes a network on the meta device, or what is read into it: gets the network, which fits its
+files, and a source for each of its tensors, and returns the sources of what the network has on the
+meta device afterwards (and perhaps of more)."""
 
 
 def as_stored(_: nn.Module, sources: Sources) -> Sources:
-    """No adaptation."""
+    """Changes nothing: tensors are loaded as they are stored."""
     return sources
 
 
 @dataclass
 class Blueprint(Generic[N]):
-    """A network and its files: built to be compared with them, filled when it is needed.
+    """A network and its files; it is built, compared with the files, and loaded when it is needed.
 
-    The network that `check` built is the one that `load` fills and hands out; it then belongs to
-    the caller, and another `load` builds another one.
+    `load` returns the network that `check` has built, if it has; each further `load` builds one.
 
     Attributes:
-        label: what a progress bar calls it.
-        make: makes the network; called with the meta device as torch's default.
-        tensors: what the files hold, under the network's names.
-        origin: the file or folder, for messages.
+        label: What a progress bar calls the network.
+        make: Makes the network; torch's default device is then the meta device.
+        tensors: The tensors of the files, under the network's names.
+        origin: The file or folder, for messages.
     """
 
     label: str
@@ -130,7 +129,7 @@ class Blueprint(Generic[N]):
     _checked: N | None = field(default=None, init=False)
 
     def check(self) -> None:
-        """Compare the network with the files. InputError names the first tensor that differs."""
+        """Compares the network with the files; InputError names the first tensor that differs."""
         if self._checked is None:
             self._checked = self._built()
 
@@ -142,7 +141,7 @@ class Blueprint(Generic[N]):
         sharding: Sharding = UNSHARDED,
         adapt: Adapt = as_stored,
     ) -> N:
-        """The network for inference, with what this process keeps of its weights."""
+        """Returns the network for inference, with the weights that this process keeps."""
         network = self._built() if self._checked is None else self._checked
         self._checked = None
         sources = adapt(network, mapped(self.tensors))
@@ -159,7 +158,7 @@ class Blueprint(Generic[N]):
 
 
 def _compare(network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path) -> None:
-    """Names and shapes must be exactly the network's; a parameter of two names needs its first."""
+    """Refuses other names or shapes; of a parameter with two names, the first must be there."""
     expected = dict(network.named_parameters())
     known = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     unknown = [info.name for name, info in tensors.items() if name not in known]
@@ -169,14 +168,13 @@ def _compare(network: nn.Module, tensors: Mapping[str, TensorInfo], origin: Path
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise InputError(f"{origin} {kind} tensor {names[0]}{more}; download it again.")
+            why = f"{kind} tensor {names[0]}{more}"
+            raise InputError(f"{origin}", None, why, "download it again")
     for name, parameter in expected.items():
         info = tensors[name]
         if info.shape != tuple(parameter.shape):
-            raise InputError(
-                f"{info.file}: tensor {info.name} has shape {list(info.shape)}, the network asks "
-                f"for {list(parameter.shape)}; download it again."
-            )
+            why = f"has shape {list(info.shape)}, the network asks for {list(parameter.shape)}"
+            raise InputError(f"{info.file}: tensor {info.name}", None, why, "download it again")
 
 
 def fill(
@@ -188,9 +186,9 @@ def fill(
     label: str,
     sharding: Sharding = UNSHARDED,
 ) -> None:
-    """Give a network memory and values, for inference; what is not on the meta device stays.
+    """Gives memory and values to what a network has on the meta device, for inference.
 
-    Buffers keep their dtype and are whole everywhere.
+    Buffers keep their dtype, and every process keeps them whole.
     """
     for name, parameter in network.named_parameters():
         if parameter.is_meta:
@@ -223,13 +221,17 @@ def copy(
     rows: slice = slice(None),
     done: Callable[[int], object] = int,
 ) -> None:
-    """Rows of a source into the tensor that keeps them, a slice at a time.
+    """Copies rows of a source into the tensor that keeps them, a slice at a time.
 
-    done: is told the bytes of each slice.
+    Weights are never used where they are mapped: memory that PyTorch allocates is aligned, a
+    tensor in a file is not, and products of differently aligned weights may differ in the last
+    bit. The same tensors must give the same video from every file layout.
 
-    Always a copy: memory that PyTorch allocates is aligned, a tensor inside a mapped file is not,
-    and products of differently aligned weights may differ in the last bit. The same tensors must
-    give the same video from every file layout.
+    Args:
+        target: The tensor that keeps the rows.
+        source: Where the values come from.
+        rows: Which rows of the source.
+        done: Is called with the bytes of each slice.
     """
     start, stop, _ = rows.indices(source.shape[0])
     step = max(1, _SLICE // max(1, prod(source.shape[1:])))
@@ -243,10 +245,15 @@ def copy(
 
 
 def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
-    """The tensors of one network in a file or folder, under its names; no weight is read.
+    """Returns the tensors of one network in a file or folder; no weight is read.
 
-    path: a `.pth` of plain tensors (never unpickled as code), a `.safetensors` file, or a folder in
-    the layout of diffusers or transformers. Raises InputError for anything else.
+    Args:
+        path: A `.pth` of plain tensors (never unpickled as code), a `.safetensors` file, or a
+            folder in the layout of diffusers or transformers.
+        rename: Makes the network's name of a tensor.
+
+    Raises:
+        InputError: The path is something else, or damaged.
     """
     if path.suffix == ".pth":
         state = in_pth(path)
@@ -258,12 +265,12 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     else:
         found = (safetensors_header(path) if path.is_file() else folder_tensors(path)) or {}
     if not found:
-        raise InputError(f"{path} holds no weights; download them.")
+        raise InputError(f"{path}", None, "holds no weights", "download them")
     return network_tensors(found, rename)
 
 
 def in_safetensors(file: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:
-    """By their names there; not to be written to.
+    """Returns tensors by their names in a file, as views of mapped memory that must not be written.
 
     The format's own library maps it writable, which Linux refuses for a file larger than memory.
     """
@@ -280,35 +287,32 @@ def in_safetensors(file: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
 
 
 def in_pth(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file that holds nothing else, which is never run as code."""
+    """Returns all tensors of a file that holds nothing else, and which is never run as code."""
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
-        raise InputError(
-            f"{path} holds something other than weights and was not opened, because it could run "
-            "code; download it again."
-        ) from None
+        why = "holds something other than weights and was not opened, because it could run code"
+        raise InputError(f"{path}", None, why, "download it again") from None
     except Exception as error:  # torch raises half a dozen kinds for damaged files
-        reason = shown(error, str)
-        raise InputError(f"{path} cannot be read ({reason}); download it again.") from None
+        why = f"cannot be read ({shown(error, str)})"
+        raise InputError(f"{path}", None, why, "download it again") from None
+    entries: Iterable[tuple[Any, Any]]
     entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
     for name, value in entries:
-        if not (isinstance(name, str) and _is_plain(value)):
-            raise InputError(
-                f"{path} holds something other than weights ({shown(name, str)}); download it "
-                "again."
-            )
+        plain = isinstance(name, str) and type(value) in (Tensor, nn.Parameter)
+        # A view may ask for more memory than the file has.
+        if not (
+            plain
+            and value.layout == torch.strided
+            and value.untyped_storage().nbytes() >= value.nbytes
+        ):
+            why = f"holds something other than weights ({shown(name, str)})"
+            raise InputError(f"{path}", None, why, "download it again")
     return dict(entries)
 
 
-def _is_plain(value: Any) -> bool:
-    """A dense tensor whose memory is all there."""
-    dense = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-    return dense and value.untyped_storage().nbytes() >= value.nbytes
-
-
 def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """Where the values of these tensors are; each file is opened once."""
+    """Maps tensors into memory; each file is opened once."""
     by_file: dict[Path, list[str]] = {}
     for name, info in tensors.items():
         by_file.setdefault(info.file, []).append(name)
@@ -328,13 +332,13 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
 
 
 def _source(view: Tensor) -> Source:
-    """A view of a mapped file: only the rows that are asked for are read."""
+    """Makes a source of a view of a mapped file, which reads the rows that it is asked for."""
     view = view.reshape(1) if view.dim() == 0 else view
     return Source(view.dtype, tuple(view.shape), view.__getitem__, view)
 
 
 def _scaled(stored: Source, scale: Source) -> Source:
-    """FP8 values times their scale, one number or one for each row; float32."""
+    """Multiplies FP8 values by their scale, one number or one for each row, in float32."""
     factors, one = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
 
     def read(rows: slice) -> Tensor:
@@ -345,7 +349,7 @@ def _scaled(stored: Source, scale: Source) -> Source:
 
 
 def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """The buffers of layers that stay in FP8. kept: layer -> its weight."""
+    """Returns the buffers of the layers that stay in FP8, from layer -> its weight."""
     infos = {f"{layer}.weight": replace(info, scale=None) for layer, info in kept.items()}
     scales = {f"{layer}.weight_scale": info.scale for layer, info in kept.items()}
     sources = mapped(infos | {name: info for name, info in scales.items() if info is not None})
@@ -357,55 +361,50 @@ def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
 
 
 def merged(sources: Sources, loras: Sequence[Lora]) -> Sources:
-    """The files' values plus what the LoRAs add; float32 where something is."""
+    """Merges LoRAs into weights while they are loaded; float32 where something is added.
+
+    Tiles of rows begin at multiples of the tile, wherever a process's own rows begin, and are
+    summed in float64. So every sharding has the same bits: the exact sum, rounded once.
+    """
+    changes: dict[str, list[Change]] = {}
+    for lora in loras:
+        for name, added in lora.changes.items():
+            changes.setdefault(name, []).extend(added)
     infos = {
-        (info.file, info.name): info
-        for lora in loras
-        for changes in lora.changes.values()
-        for change in changes
+        f"{info.file}:{info.name}": info
+        for added in changes.values()
+        for change in added
         for info in (change.up, change.down, change.full)
         if info is not None
     }
-    keys = {f"{file}:{name}": info for (file, name), info in infos.items()}
-    read = mapped(keys)
-    added: dict[str, list[_Added]] = {}
-    for lora in loras:
-        for name, changes in lora.changes.items():
-            added.setdefault(name, []).extend(_Added(change, read) for change in changes)
-    return {**sources, **{name: _summed(sources[name], parts) for name, parts in added.items()}}
+    read = mapped(infos)
+
+    def values(info: TensorInfo, rows: slice) -> Tensor:
+        return read[f"{info.file}:{info.name}"].read(rows).to(torch.float64)
+
+    return {
+        **sources,
+        **{name: _summed(sources[name], added, values) for name, added in changes.items()},
+    }
 
 
-class _Added:
-    """What a file adds to a parameter, rows at a time."""
+def _summed(
+    base: Source, changes: Sequence[Change], values: Callable[[TensorInfo, slice], Tensor]
+) -> Source:
+    """values: Reads rows of a LoRA's tensor, in float64."""
 
-    def __init__(self, change: Change, read: Mapping[str, Source]) -> None:
-        self._factor = change.factor
-        found = [
-            None if info is None else read[f"{info.file}:{info.name}"]
-            for info in (change.up, change.down, change.full)
-        ]
-        self._up, self._down, self._full = found
-
-    def to(self, total: Tensor, rows: slice) -> None:
-        """Add to rows [rows, columns], float64."""
-        if self._full is not None:
-            full = self._full.read(rows).to(torch.float64)
-            total.add_(full.reshape(total.shape), alpha=self._factor)
-            return
-        assert self._up is not None and self._down is not None
-        up, down = self._up.read(rows), self._down.read(slice(None))
-        total.addmm_(
-            up.to(torch.float64).flatten(1), down.to(torch.float64).flatten(1), alpha=self._factor
-        )
-
-
-def _summed(base: Source, added: Sequence[_Added]) -> Source:
     def tile(start: int) -> Tensor:
         rows = slice(start, min(start + _TILE, base.shape[0]))
         kept = base.read(rows)
         total = kept.to(torch.float64, copy=True).reshape(kept.shape[0], -1)
-        for part in added:
-            part.to(total, rows)
+        for change in changes:
+            if change.full is not None:
+                full = values(change.full, rows)
+                total.add_(full.reshape(total.shape), alpha=change.factor)
+                continue
+            assert change.up is not None and change.down is not None
+            up, down = values(change.up, rows), values(change.down, slice(None))
+            total.addmm_(up.flatten(1), down.flatten(1), alpha=change.factor)
         return total.reshape(kept.shape)
 
     def read(rows: slice) -> Tensor:
@@ -418,20 +417,18 @@ def _summed(base: Source, added: Sequence[_Added]) -> Source:
 
 
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:
-    """The dtype each DiT parameter is kept in.
+    """Decides the dtype that each DiT parameter is kept in.
 
-    compute: dtype of the blocks' matrix products. What the official code computes in float32 stays
-    float32, unless convert_all asks for everything in `compute` (as the official
-    --convert_model_dtype does); it is then upcast when used.
+    Args:
+        compute: The dtype of the blocks' matrix products.
+        convert_all: Everything is kept in it, as `convert_model_dtype` asks. Otherwise what the
+            official code computes in float32 stays float32.
     """
     return lambda name, _: torch.float32 if keeps_fp32(name) and not convert_all else compute
 
 
 def int8_sources(export: Export, dtype: torch.dtype) -> dict[str, Source]:
-    """The buffers of the int8 layers that an export has instead of its linear layers.
-
-    dtype: what scales and biases are rounded to, as `wan.kernels.int8_linear` says.
-    """
+    """Returns the buffers of an export's int8 layers, scales and biases rounded to a dtype."""
     layers = export.linears.items()
     infos = {f"{name}.{part}": i for name, layer in layers for part, i in layer.tensors.items()}
     sources = mapped(infos)
@@ -444,7 +441,7 @@ def int8_sources(export: Export, dtype: torch.dtype) -> dict[str, Source]:
 
 
 def _rounded(stored: Source, dtype: torch.dtype) -> Source:
-    """A vector, or a column as a vector, rounded to a dtype."""
+    """Rounds a vector, or a column as a vector, to a dtype."""
     read = stored.read
     return Source(dtype, stored.shape[:1], lambda rows: read(rows).reshape(-1).to(dtype))
 
@@ -453,10 +450,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotations(quantised: QuantisedDit) -> dict[tuple[str, int], Rotation]:
-    """(expert, block index) -> the exported FP8 rotations of queries and keys, [D,D], on the CPU.
+    """Returns (expert, block index) -> the exported FP8 rotations of queries and keys, [D,D].
 
-    Empty for an export without entries for attention; else the export keeps the layers that are
-    absent in the run's dtype.
+    They are on the CPU. Without any entry for attention there are none; otherwise the layers that
+    have no entry are computed in the run's dtype.
     """
     layers = {
         (expert, index): layer.tensors
