@@ -1,4 +1,4 @@
-"""From a folder to tensors in a network: layout (what is there), files, keymaps, quantised, load.
+"""Reads checkpoints, LoRAs and quantised weights into networks; only `load` imports torch.
 
-Only `load` imports torch; nothing here knows a network's class.
+Nothing here knows the class of a network.
 """

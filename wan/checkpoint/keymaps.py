@@ -1,4 +1,4 @@
-"""What a tensor is called where: names of the official code, diffusers and transformers.
+"""Translates tensor names between the official code, diffusers and transformers.
 
 Each network has one table of (official, library) name parts. A part that starts with a dot is
 replaced anywhere in a name, any other only at its beginning; both end at a dot or with the name.
@@ -96,34 +96,34 @@ _VAE_NESTED: Rows = (
 
 
 def dit_official_name(name: str) -> str:
-    """The official name of a DiT tensor, from diffusers' name or a prefixed community one."""
+    """Returns the official name of a DiT tensor that has diffusers' name, or a prefix."""
     for prefix in ("net.", "model.", "diffusion_model."):  # net: training code's
         name = name.removeprefix(prefix)
     return _rename(name, _inverse(_DIT))
 
 
 def dit_diffusers_name(official: str) -> str:
-    """The name in diffusers' WanTransformer3DModel of an official DiT tensor."""
+    """Returns the name in diffusers' WanTransformer3DModel of an official DiT tensor."""
     return _rename(official, _DIT)
 
 
 def t5_transformers_name(official: str) -> str:
-    """The name in transformers' UMT5EncoderModel of an official text encoder tensor."""
+    """Returns the name in transformers' UMT5EncoderModel of an official text encoder tensor."""
     return _rename(official, _T5)
 
 
 def t5_official_name(name: str) -> str:
-    """The official name of a UMT5EncoderModel tensor."""
+    """Returns the official name of a UMT5EncoderModel tensor."""
     return _rename(name, _inverse(_T5))
 
 
 def vae_diffusers_name(official: str) -> str:
-    """The name in diffusers' AutoencoderKLWan of an official tensor of either VAE."""
+    """Returns the name in diffusers' AutoencoderKLWan of an official tensor of either VAE."""
     return _rename(official, _VAE_NESTED + _VAE_FLAT + _VAE)
 
 
 def vae_official_name(name: str, residual: bool) -> str:
-    """The official name of an AutoencoderKLWan tensor; `residual` (its config) is the 2.2 VAE."""
+    """Returns the official name of an AutoencoderKLWan tensor, of the 2.2 VAE if `residual`."""
     return _rename(name, _inverse((_VAE_NESTED if residual else _VAE_FLAT) + _VAE))
 
 

@@ -391,7 +391,7 @@ def merged(sources: Sources, loras: Sequence[Lora]) -> Sources:
 def _summed(
     base: Source, changes: Sequence[Change], values: Callable[[TensorInfo, slice], Tensor]
 ) -> Source:
-    """values: Reads rows of a LoRA's tensor, in float64."""
+    """Adds changes to a source; `values` reads rows of a LoRA's tensor in float64."""
 
     def tile(start: int) -> Tensor:
         rows = slice(start, min(start + _TILE, base.shape[0]))

@@ -117,7 +117,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Lora:
-    """A file and what it adds to one network. changes: parameter's name -> all that is added."""
+    """A file and what it adds to each parameter of one network."""
 
     file: Path
     strength: float
