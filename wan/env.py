@@ -86,19 +86,27 @@ def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def words(environ: Mapping[str, str] = os.environ) -> Words:
-    """The command line's words, in which a setting that a variable may have made names it."""
-    variables = {
-        flag: f"{name}={environ[name]}"
-        for flag, option in FLAGS.items()
-        for name, meanings in option.variables.items()
-        if meanings.get(environ.get(name, "")) is not None
-    }
+    """The command line's words, in which a setting that a variable may have made names it.
+
+    A setting with a value that the variable does not stand for is written without it.
+    """
 
     def setting(name: str, value: str | None) -> str:
         text = COMMAND_LINE.setting(name, value)
-        return f"{text} (or {variables[name]})" if name in variables else text
+        for variable, meanings in FLAGS[name].variables.items() if name in FLAGS else ():
+            meaning = meanings.get(environ.get(variable, ""))
+            if meaning is not None and (value is None or _says(meaning, value)):
+                return f"{text} (or {variable}={environ[variable]})"
+        return text
 
     return Words(setting)
+
+
+def _says(meaning: Any, value: str) -> bool:
+    """Whether a variable's setting is the value that a sentence writes, or has it in its list."""
+    if isinstance(meaning, tuple):
+        return any(part in meaning for part in value.split(","))
+    return str(meaning).lower() == value.lower()
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from wan.settings import flags, rules
-from wan.settings.errors import COMMAND_LINE, Words
+from wan import env
+from wan.cli.flags import parse
+from wan.cli.resolve import resolve
+from wan.settings import flags, rules, values
+from wan.settings.errors import COMMAND_LINE, InputError, Words
 from wan.settings.flags import DIFFUSERS, FLAGS, PYTHON
 from wan.settings.step_cache import POLICIES
 
@@ -115,3 +118,36 @@ def test_no_refusal_is_written_for_one_front_end_only() -> None:
         if name not in FLAGS
     }
     assert not named, "a setting that there is not"
+
+
+def test_a_value_is_written_as_it_was_typed() -> None:
+    """Its own backticks are no setting."""
+    error = InputError("`size`", "`frame_num`", "must be WIDTH*HEIGHT", "see `task`")
+    error.words = COMMAND_LINE
+    assert str(error) == "--size `frame_num` must be WIDTH*HEIGHT; see --task."
+
+
+def test_a_variable_is_named_where_it_says_what_the_sentence_says() -> None:
+    words = env.words({"ALGO": "1", "OVERLAP": "1", "ROPE_OPT": "1"})
+    assert words.render("`attention_algo=laser`") == "--attention_algo laser (or ALGO=1)"
+    assert words.render("`attention_algo=fused`") == "--attention_algo fused"
+    assert words.render("`fa_alltoall_overlap`") == "--fa_alltoall_overlap (or OVERLAP=1)"
+    assert words.render("`fused_ops=rope`") == "--fused_ops rope (or ROPE_OPT=1)"
+    assert words.render("`fused_ops=gelu`") == "--fused_ops gelu"
+    assert words.render("`fa_quant=fp8`") == "--fa_quant fp8"
+
+
+def test_steps_of_thousands_of_digits_are_refused() -> None:
+    for text in ("9" * 5000, "0-" + "9" * 5000):
+        with pytest.raises(InputError, match="write them from 0"):
+            values.steps("`trace_steps`", text)
+
+
+@pytest.mark.parametrize(
+    "given", ["--fused_ops=rope --fa_quant=fp8", "--attention_algo=laser --fused_ops=gelu"]
+)
+def test_a_plan_that_no_device_can_carry_out_is_refused(given: str) -> None:
+    """Each setting is of another device."""
+    asked = parse(["--plan", *given.split()])
+    with pytest.raises(InputError, match="this device is"):
+        resolve(asked, lambda *_: None, plan=True)

@@ -43,7 +43,9 @@ def resolve(given: Values, make_demo: Callable[[str, Path], None], plan: bool = 
             from wan.cli import extend_prompt
 
             extend_prompt.check(found.extension, found.image is not None)
-        if not plan and found.decode_latents is None:
+        if plan:
+            found.setup.check_plan()
+        elif found.decode_latents is None:
             memory.check(found.setup, found.request, env.local_world_size())
         check_trace(found.output, found.setup.execution.compile, found.request.sample_steps)
         return found

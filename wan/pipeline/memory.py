@@ -129,15 +129,14 @@ def _latents(request: Request) -> Usage:
 
 
 def planned_device(setup: Setup) -> Capabilities:
-    """What `device` and `chip` mean; "auto" is the first accelerator that can run the setup."""
+    """What `device` and `chip` mean; "auto": the first accelerator that can run it, else a CPU."""
     rows = devices.candidates(setup.execution.device, setup.chip)
-    for row in rows:
-        if setup.execution.device != "auto" or row.type != "cpu":
-            try:
-                setup.check_device(row)
-            except InputError:
-                continue
-            return row
+    for row in sorted(rows, key=lambda row: row.type == "cpu"):
+        try:
+            setup.check_device(row)
+        except InputError:
+            continue
+        return row
     return rows[-1]
 
 

@@ -18,6 +18,7 @@ from wan.checkpoint.quantised import QuantisedDit, check_device
 from wan.settings import attention, devices, parallel, rules, step_cache
 from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
+from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
@@ -97,6 +98,16 @@ class Setup:
     def check_device(self, device: Capabilities) -> None:
         """InputError for what only the device that was found can refuse."""
         self._check_on((device,))
+
+    def check_plan(self) -> None:
+        """InputError where no device that may be meant can run what is planned."""
+        rows = devices.candidates(self.execution.device, self.chip)
+        for row in rows:
+            try:
+                return self.check_device(row)
+            except InputError:
+                continue
+        self._check_on(rows)
 
     def check_request(self, request: Request) -> tuple[str, ...]:
         """Notices; InputError for what does not go with this video's steps and size."""

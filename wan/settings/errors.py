@@ -29,10 +29,11 @@ class Words:
     def render(self, text: str) -> str:
         """The text with every `name` and `name=value` in backticks written for this front end."""
 
-        def written(found: re.Match[str]) -> str:
-            return self.setting(self.names.get(found[1], found[1]), found[2])
+        return _REFERENCE.sub(lambda found: self.write(found[1], found[2]), text)
 
-        return _REFERENCE.sub(written, text)
+    def write(self, name: str, value: str | None = None) -> str:
+        """A setting, from its flag's name, as this front end writes it."""
+        return self.setting(self.names.get(name, name), value)
 
 
 def _keyword(name: str, value: str | None) -> str:
@@ -73,13 +74,16 @@ class InputError(ValueError):
         self.what, self.value, self.why, self.remedy = what, value, why, remedy
 
     def __str__(self) -> str:
-        subject = self.what
-        if self.value is not None:
-            is_setting = re.fullmatch(r"`\w+`", subject)
-            subject = f"{subject[:-1]}={self.value}`" if is_setting else f"{subject} {self.value}"
-        sentence = " ".join(part for part in (subject, self.why) if part)
-        sentence = "; ".join(part for part in (sentence, self.remedy) if part)
-        return self.words.render(sentence if sentence.endswith(".") else f"{sentence}.")
+        subject = self.words.render(self.what)
+        setting = re.fullmatch(r"`(\w+)`", self.what)
+        if self.value is not None and setting:  # a value's own backticks stay as they were typed
+            subject = self.words.write(setting[1], str(self.value))
+        elif self.value is not None:
+            subject = f"{subject} {self.value}"
+        sentence = " ".join(part for part in (subject, self.words.render(self.why)) if part)
+        remedy = self.words.render(self.remedy)
+        sentence = "; ".join(part for part in (sentence, remedy) if part)
+        return sentence if sentence.endswith(".") else f"{sentence}."
 
 
 @contextmanager

@@ -206,11 +206,11 @@ def listed(name: str, text: str) -> tuple[int, ...]:
     """Whole numbers written as in `0-5,8,11`, each once and rising."""
     found: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()) or part.strip().endswith("-"):
+        written = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip())
+        if written is None:
             remedy = "write them from 0, for example 0-5,8,11"
             raise InputError(name, why=f"has the steps {shown(text)}", remedy=remedy)
-        low, high = int(first), int(last or first)
+        low, high = int(written[1]), int(written[2] or written[1])
         if not low <= high < TRAIN_TIMESTEPS:
             remedy = f"they must rise and stay below {TRAIN_TIMESTEPS}"
             raise InputError(name, why=f"has the steps {low} to {high}", remedy=remedy)
