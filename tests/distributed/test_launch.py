@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as collectives
 
 from tests.conftest import slow
-from tests.dist import Ranks, launcher
+from tests.dist import Ranks, free_port, launcher
 from wan import device as devices
 from wan import host
 from wan.cli.failures import describe, say, terminable
@@ -186,6 +187,33 @@ def test_another_program_at_the_port() -> None:
     for why in ("cannot be opened", "cannot be reached"):
         (sentence,) = [line for line in said if why in line]
         assert f":{port}" in sentence and "--master_port" in sentence
+
+
+def unreachable() -> int:
+    """Rank 0 listens where the other does not find it, as behind a firewall."""
+    create = socket.create_server
+    socket.create_server = lambda *_, **__: create(("127.0.0.2", 0))  # type: ignore[assignment]
+    return start()
+
+
+def test_a_blocked_port_of_rank_0_is_refused_at_once() -> None:
+    with Ranks(launcher(2), unreachable) as ranks:
+        assert ranks.ended(30) == [2, 2], ranks.said()
+    (sentence,) = ranks.lines()
+    assert sentence.startswith(f"rank 1 on {socket.gethostname()}: Rank 0 at 127.0.0.1:")
+    assert sentence.endswith("(Connection refused); open the ports between the machines.")
+
+
+def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
+    """The store of torchrun's agent stays, and what a rank had refused is mended."""
+    port, patience = int(free_port()), timedelta(seconds=60)
+    store = collectives.TCPStore("127.0.0.1", port, None, True, patience, wait_for_workers=False)
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    with Ranks(launcher(2, **variables), differ, "refuses") as ranks:
+        assert ranks.ended(30) == [2, 2], ranks.said()
+    again = launcher(2, **variables, TORCHELASTIC_RESTART_COUNT="1")
+    with Ranks(again, agree) as ranks:
+        assert ranks.ended(30) == [0, 0], ranks.said()
 
 
 # How they end
@@ -404,15 +432,15 @@ def test_ranks_end_when_torchrun_is_killed(kind: str) -> None:
     assert torchrun.texts[0].count("cleaned up") == (2 if kind == "compute" else 0)
 
 
-def exchange_on() -> int:
-    """Exchange until somebody is lost; a rank that is silent for 5 s is."""
+def exchange_on(limit: int = 5) -> int:
+    """Exchange until somebody is lost; a rank that is silent for `limit` seconds is."""
 
     def work(_: int, team: Team) -> None:
         told(f"rank {rank()} is {os.getpid()}")
         while True:
             collect(team)
 
-    seconds = timedelta(seconds=5)
+    seconds = timedelta(seconds=limit)
     return start(lambda _: replace(prepared(), timeout=seconds), work)
 
 
@@ -426,6 +454,22 @@ def test_a_stopped_rank_is_named_and_ended(lost: int) -> None:
     assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 1, ranks.said()
     sentence = f"Rank {lost} has not answered for 5 s (--dist_timeout); the video was not written."
     assert ranks.lines() == [sentence] and "Traceback" not in ranks.said()
+
+
+@pytest.mark.slow
+def test_a_pause_of_all_ranks_is_no_silence() -> None:
+    """A scheduler may suspend a job; rank 0, which goes on first, has pinged the other before."""
+    with Ranks(launcher(2), exchange_on, 20) as ranks:
+        for number, process in reversed(list(enumerate(ranks.processes))):
+            ranks.until(number, f"rank {number} is ")
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(2)
+        time.sleep(20)
+        for process in ranks.processes:
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(2)
+        assert not ranks.lines(), ranks.said()
+        assert all(process.is_alive() for process in ranks.processes), ranks.said()
 
 
 if __name__ == "__main__":  # as a rank of torchrun's

@@ -49,8 +49,8 @@ _NEWS = 3.0  # seconds that the news of a lost rank may take after a collective 
 _GRACE = 8.0  # seconds in which the main thread should end after a rank was lost
 _ANSWER = 5.0  # seconds that the store gets for an answer
 _MARGIN = timedelta(seconds=10)  # so that a silent rank is named before a collective times out
-# A machine that acknowledges nothing for 10 s is lost.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 10_000}
+# A machine that acknowledges nothing for a minute is lost; a network may fail for some seconds.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 60_000}
 _KILLED = "ended unexpectedly (killed, or out of memory); the video was not written."
 _ORPHANED = "ended unexpectedly, because its torchrun did; the video was not written."
 
@@ -67,6 +67,7 @@ class RankEnv:
     port: int  # of the store
     torchrun: bool  # torchrun's agent is the parent process
     holds_store: bool  # this rank opens the store; under torchrun its agent does
+    attempt: str  # torchrun counts restarts, and its store keeps what earlier ranks have set
 
 
 def rank_env() -> RankEnv:
@@ -90,6 +91,7 @@ def rank_env() -> RankEnv:
         int(port),
         torchrun="TORCHELASTIC_RUN_ID" in os.environ,
         holds_store=rank == 0 and agent != "True",
+        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
 
 
@@ -144,14 +146,13 @@ def run(
         does not return: it ends its process.
     """
     env = rank_env()
-    voice = say if env.local_rank == 0 else _silent  # one rank per node speaks
+    voice = say if env.local_rank == 0 else lambda _: None  # one rank per node speaks
     try:
         store = _open_store(env, patience, voice)
     except StartError as reason:
         voice(str(reason))
         return reason.code
     watch = Watch(env, store, say)
-    code = 0
     try:
         prepared, seed = _Agreement(env, store, watch, patience, voice).reach(prepare, describe)
         watch.limit = prepared.timeout.total_seconds()
@@ -211,7 +212,7 @@ def _open_store(env: RankEnv, patience: Patience, say: Say) -> dist.Store:
     store = _within(patience.limit + _ANSWER, opened, store)
     notice.cancel()
     if isinstance(store, dist.Store):
-        return store
+        return dist.PrefixStore(f"attempt {env.attempt}", store)
     why = f"cannot be {'opened' if env.holds_store else 'reached'} ({str(store).splitlines()[0]})"
     remedy = "give the machine of rank 0 and a --master_port that is free and open there"
     raise StartError(where, None, why, remedy) from store
@@ -283,8 +284,7 @@ class _Agreement:
             return
         ready = f"prepared/{self.watch.own.node}"
         self._wait([ready])
-        error = self.store.get(ready).decode()
-        if error:
+        if error := self.store.get(ready).decode():
             raise InputError(error)
 
     def _wait(self, keys: list[str]) -> None:
@@ -351,12 +351,13 @@ class _Link:
     Attributes:
         peer: The other rank; None until it has introduced itself.
         open: The other rank has neither left nor ended.
-        pinged: When the ping was sent that is not answered yet.
+        answered: The other rank has answered the last ping.
+        silent: Seconds since the ping that is not answered yet.
     """
 
     def __init__(self, connection: socket.socket, peer: Peer | None = None) -> None:
         self.peer, self.open = peer, True
-        self.pinged: float | None = None
+        self.answered, self.silent = True, 0.0
         self._connection, self._file = connection, connection.makefile("rb")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
@@ -488,17 +489,21 @@ class Watch:
 
     def _beat(self) -> None:
         """Every second, look at torchrun and ping the ranks that have answered."""
+        before = time.monotonic()
         while True:
             # Only torchrun stays as long as its ranks; other launchers may start them and leave.
             if self._env.torchrun and os.getppid() != self._parent:
                 self._learn(self.own, _ORPHANED, False)
+            now = time.monotonic()
+            beat, before = min(now - before, 2 * _PING), now  # a pause of this rank is not theirs
             for link in list(self._links):
                 if link.peer is None or not link.open:
                     continue
-                if link.pinged is None:
-                    link.pinged = time.monotonic()
+                link.silent += beat
+                if link.answered:
+                    link.answered, link.silent = False, 0.0
                     link.send("ping")
-                elif time.monotonic() - link.pinged > self.limit:
+                elif link.silent > self.limit:
                     silent = f"has not answered for {self.limit:.0f} s (--dist_timeout)"
                     self._learn(link.peer, f"{silent}; the video was not written.", True)
             time.sleep(_PING)
@@ -512,7 +517,7 @@ class Watch:
             elif kind == "ping":
                 link.send("pong")
             elif kind == "pong":
-                link.pinged = None
+                link.answered = True
             elif kind == "left":
                 link.open = False
             elif kind == "lost":
@@ -544,8 +549,10 @@ class Watch:
             os._exit(1)
 
 
-def _in_thread(work: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=work, args=args, daemon=True).start()
+def _in_thread(work: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def _end(watch: Watch, error: BaseException, describe: Describe, say: Say) -> NoReturn:
@@ -585,15 +592,9 @@ def _within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
         with suppress(dist.DistError):
             answer[0] = ask()
 
-    thread = threading.Thread(target=wait, daemon=True)  # most requests know no timeout
-    thread.start()
-    thread.join(seconds)
+    _in_thread(wait).join(seconds)  # most requests know no timeout
     return answer[0]
 
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _silent(_: str) -> None:
-    pass
