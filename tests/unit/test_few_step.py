@@ -299,7 +299,10 @@ def test_the_folder_decides_which_image_model_it_is(tiny: Any, image_path: Path)
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("blocks.0.self_attn.gate_compress.weight", "video sparse attention, which is not supported"),
+        (
+            "blocks.0.self_attn.gate_compress.weight",
+            "video sparse attention, which is not supported",
+        ),
         ("time_embedding_r.0.weight", "a second timestep"),
     ],
 )
