@@ -250,13 +250,26 @@ def _decide(
         *map(options, (Attention, Parallel, StepCache))
     )
     values = {name: value for name, value in values.items() if name not in denoising}
-    path, channels = values["decode_latents"], latents_shape(values["decode_latents"])[0]
+    path = values["decode_latents"]
+    channels, frames, height, width = latents_shape(path)
     if channels != preset.latent_channels:
         raise InputError(
             f"{path} has {channels} channels",
             why=f"and the {preset.vae} VAE of this task decodes {preset.latent_channels}",
             remedy="give the `ckpt_dir` that the latents were made with",
         )
+    t, h, w = preset.vae_stride
+    stored = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
+    for name in stored.keys() & values.keys():
+        of_image = name == "size" and "image" in values  # whose aspect ratio decides
+        if values[name] != stored[name] and not of_image:
+            raise InputError(
+                str(path),
+                why=f"holds latents whose {name} is {stored[name]}, and its settings say "
+                f"{values[name]}",
+                remedy="take the file as generate.py wrote it",
+            )
+    values = stored | values
     if world > 1 and not values.get("vae_parallel"):
         raise InputError(
             "`decode_latents`",

@@ -535,7 +535,7 @@ def test_other_files_are_not_replaced(
 
 
 def test_decoding_refuses_what_it_would_ignore(
-    tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import save_file
 
@@ -548,6 +548,14 @@ def test_decoding_refuses_what_it_would_ignore(
     assert "has 48 channels and the 2.1 VAE of this task decodes 16" in refused(argv, capfd)
     save_file({"latents": torch.zeros(16, 0, 4, 4)}, path, metadata=metadata)
     assert "each at least 1" in refused(argv, capfd)
+    metadata["settings"] = json.dumps(settings | {"size": [64, 64], "frame_num": 9})
+    save_file({"latents": torch.zeros(16, 2, 8, 8)}, path, metadata=metadata)
+    assert "whose frame_num is 5, and its settings say 9" in refused(argv, capfd)
+    metadata["settings"] = json.dumps(settings)
+    save_file({"latents": torch.zeros(16, 2, 8, 8)}, path, metadata=metadata)
+    with monkeypatch.context() as patch:
+        patch.setattr("wan.host.available_memory", lambda: 1000)
+        assert "(decoding), and this machine has" in refused([*argv, "--device", "cpu"], capfd)
 
 
 INTERRUPTED = """

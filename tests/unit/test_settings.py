@@ -213,6 +213,24 @@ def test_latents_with_hostile_settings(value: str, tmp_path: Path) -> None:
         resolved("--decode_latents", path)
 
 
+@pytest.mark.parametrize("name", ["../../other/v.mp4", "/nowhere/v.mp4", "~/v.mp4", "C:\\v.mp4"])
+def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path, name: str) -> None:
+    """Their settings give the base name at most, which never is that of an existing file."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path / "x.safetensors"
+    settings = {"task": "t2v-A14B", "ckpt_dir": str(tiny("t2v-A14B")), "save_file": name}
+    metadata = {"settings": json.dumps(settings), "format": "pt"}
+    save_file({"latents": torch.zeros(16, 2, 8, 8)}, path, metadata=metadata)
+    assert resolved("--decode_latents", path).output.save_file == tmp_path / "v.mp4"
+    (tmp_path / "v.mp4").touch()
+    (tmp_path / "v-2.json").touch()
+    assert resolved("--decode_latents", path).output.save_file == tmp_path / "v-3.mp4"
+    given = tmp_path / "mine.mp4"
+    assert resolved("--decode_latents", path, "--save_file", given).output.save_file == given
+
+
 # Flag -> (a value that is not its default as text, the same read, flags that it goes with).
 TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
 EXTEND = ("--use_prompt_extend",)

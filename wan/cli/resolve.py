@@ -7,7 +7,9 @@ over a recipe, that over the checkpoint's generation_config.json, that over the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from itertools import count
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from wan import env, run
@@ -47,6 +49,11 @@ def resolve(given: Values, make_demo: Callable[[str, Path], None], plan: bool = 
             found.setup.check_plan()
         elif found.decode_latents is None:
             memory.check(found.setup, found.request, env.local_world_size())
+        else:  # an image's aspect ratio is in the latents only
+            _, _, height, width = latents_shape(found.decode_latents)
+            _, rows, columns = found.request.preset.vae_stride
+            request = replace(found.request, size=(width * columns, height * rows))
+            memory.check(found.setup, request, env.local_world_size(), "decoding")
         check_trace(found.output, found.setup.execution.compile, found.request.sample_steps)
         return found
 
@@ -87,6 +94,9 @@ def _recorded(flags: Values) -> dict[str, Any]:
         path = flags["decode_latents"]
         latents_shape(path)
         settings = safetensors_metadata(path, "settings")
+        if isinstance(settings, dict):  # the file's name may be used, but not where it would write
+            name = PureWindowsPath(str(settings.get("save_file", ""))).name or path.stem
+            settings = settings | {"save_file": str(_unused(path.parent / name))}
     else:
         return {}
     if not isinstance(settings, dict):
@@ -95,3 +105,10 @@ def _recorded(flags: Values) -> dict[str, Any]:
         if name in FLAGS and not FLAGS[name].record:
             raise InputError(f"{path}: {name}", why="is not part of a record", remedy="remove it")
     return read(settings, f"{path}: {{}}")
+
+
+def _unused(path: Path) -> Path:
+    """`path` as an mp4, or with a number where there is a video or record of that name."""
+    stems = (path.stem if n == 1 else f"{path.stem}-{n}" for n in count(1))
+    paths = (path.with_name(f"{stem}.mp4") for stem in stems)
+    return next(p for p in paths if not (p.exists() or p.with_suffix(".json").exists()))

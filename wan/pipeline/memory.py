@@ -253,7 +253,7 @@ def _stored(path: Path) -> int:
     return sum(info.nbytes for info in (folder_tensors(path) or {}).values())
 
 
-def check(setup: Setup, request: Request, ranks_here: int) -> None:
+def check(setup: Setup, request: Request, ranks_here: int, stage: str | None = None) -> None:
     """Refuse a run that needs more memory than is free, as far as both are known.
 
     Only torch can tell which device "auto" is. Such a run is refused where it fits on none of the
@@ -263,6 +263,7 @@ def check(setup: Setup, request: Request, ranks_here: int) -> None:
         setup: The checkpoint and the settings.
         request: The video.
         ranks_here: How many ranks share this machine's memory.
+        stage: The only stage of the run, a key of `stages`; None: all of them.
 
     Raises:
         InputError: For a run that does not fit.
@@ -272,31 +273,34 @@ def check(setup: Setup, request: Request, ranks_here: int) -> None:
         device_types = ("npu", "cpu")
     elif device_types == ("auto",):
         device_types = ("cuda", "cpu") if gpu_memory("free") else ("cpu",)
-    refusals = [_refusal(setup, request, ranks_here, device) for device in device_types]
+    refusals = [_refusal(setup, request, ranks_here, stage, device) for device in device_types]
     if refusals[0] is not None and None not in refusals:
         raise refusals[0]
 
 
-def _refusal(setup: Setup, request: Request, ranks_here: int, device: str) -> InputError | None:
+def _refusal(
+    setup: Setup, request: Request, ranks_here: int, only: str | None, device: str
+) -> InputError | None:
     """Why the run does not fit into the memory of this type of device; None where it may."""
     free = free_memory(device)
     if free is None:
         return None
-    stage, need = fullest(setup, request, ranks_here, device=device)
+    stage, need = fullest(setup, request, ranks_here, only, device=device)
     if need <= free:
         return None
     remedy = "choose a smaller `size` or `frame_num`"
     with suppress(InputError):  # a setting of the run may exclude it
-        _, less = fullest(setup, request, ranks_here, device=device, offload_model="block")
+        _, less = fullest(setup, request, ranks_here, only, device=device, offload_model="block")
         if less <= free:
             remedy = f"use `offload_model=block` ({less / 1e9:.1f} GB)"
     where = "this machine has" if device == "cpu" else "a GPU has"
     why = f"needs at least {need / 1e9:.1f} GB ({stage}), and {where} {free / 1e9:.1f} GB free"
-    return InputError("The run", why=why, remedy=f"{remedy}, or see what fits with `plan`")
+    remedy = f"{remedy}, or see what fits with `plan`" if only is None else "use a larger machine"
+    return InputError("The run", why=why, remedy=remedy)
 
 
 def fullest(
-    setup: Setup, request: Request, ranks_here: int = 1, **execution: Any
+    setup: Setup, request: Request, ranks_here: int = 1, only: str | None = None, **execution: Any
 ) -> tuple[str, int]:
     """The stage that is estimated to take the most, and its bytes.
 
@@ -306,6 +310,7 @@ def fullest(
         setup: The checkpoint and the settings.
         request: The video.
         ranks_here: How many ranks share the memory; on a CPU all of them denoise and one decodes.
+        only: The only stage of the run; None: all of them.
         **execution: Settings of `Execution` that differ from the run's.
     """
     setup = replace(setup, execution=replace(setup.execution, **execution))
@@ -313,8 +318,8 @@ def fullest(
     in_tiles = replace(setup, execution=tiles)
     needs = stages(setup, request, estimate(setup, request))
     needs["decoding"] = stages(in_tiles, request, estimate(in_tiles, request))["decoding"]
-    found = {name: usage.total() for name, usage in needs.items()}
-    if setup.execution.device == "cpu":
+    found = {name: usage.total() for name, usage in needs.items() if only in (None, name)}
+    if setup.execution.device == "cpu" and "denoising" in found:
         found["denoising"] *= ranks_here
     return max(found.items(), key=lambda item: item[1])
 
