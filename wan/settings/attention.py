@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from wan.modules.schedule import TokenPlan
 from wan.settings.errors import InputError
@@ -26,22 +24,7 @@ def _ops_of(device_type: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Attention:
-    """What an attention layer does with one chunk of heads.
-
-    Attributes:
-        attention_algo: The dense kernel of NPUs.
-        attention_backend: The dense kernel of CPUs and GPUs; "auto": the device's own.
-        fa_quant: "none" or "fp8".
-        quant_alltoall: FP8 tensors are exchanged.
-        use_rainfusion: Block-sparse attention (MindIE-SD's RainFusion) after the first steps.
-        rainfusion_type: A key of RAINFUSION.
-        sparsity: Share of each row's blocks that is left out, 0 <= sparsity < 1.
-        sparse_start_step: First sparse step; None: a quarter of the steps, see `start_step`.
-        mask_refresh_interval: Steps that a mask is used for.
-        fused_ops: Which of SMALL_OPS run as one kernel each; ("auto",): all of the device's.
-        fa_freq_cap: Clock in MHz around self-attention; None: not touched.
-        fa_freq_restore: Clock in MHz after it.
-    """
+    """What an attention layer does with one chunk of heads."""
 
     attention_algo: str = loading(
         DEFAULT,
@@ -148,132 +131,104 @@ class Attention:
 
 
 def check(attention: Attention, execution: Execution) -> None:
-    """InputError for settings that contradict each other."""
-    _refuse(_kernels(attention), _dense(attention, execution), _compiled(attention, execution))
-
-
-def check_layout(attention: Attention, parallel: Parallel, head_dim: int) -> None:
-    """InputError for what does not go with the ranks' layout or the network's heads."""
-    _refuse(_layout(attention, parallel, head_dim))
-
-
-def check_request(attention: Attention, parallel: Parallel, steps: int, tokens: int) -> None:
-    """InputError for what has no effect, or no kernel, with a request's steps and tokens."""
-    _refuse(_steps(attention, steps), _rows(attention, parallel, tokens))
-
-
-def _refuse(*refusals: Iterator[InputError]) -> None:
-    for refusal in chain(*refusals):
-        raise refusal
-
-
-def _kernels(attention: Attention) -> Iterator[InputError]:
-    kind = RAINFUSION[attention.rainfusion_type]
-    if attention.use_rainfusion and kind.absent:
+    """Raises InputError for settings that contradict each other."""
+    sparse, kind = attention.use_rainfusion, RAINFUSION[attention.rainfusion_type]
+    if sparse and kind.absent:
         known = either([row.name for row in RAINFUSION.values() if row.make])
         why = f"is not supported: {kind.absent}"
-        yield InputError("`rainfusion_type`", kind.name, why, f"use {known}")
+        raise InputError("`rainfusion_type`", kind.name, why, f"use {known}")
     if attention.quant_alltoall and not attention.fp8:
-        yield InputError("`quant_alltoall`", None, "exchanges FP8 tensors", "add `fa_quant=fp8`")
-    if attention.quant_alltoall and attention.use_rainfusion:
+        raise InputError("`quant_alltoall`", None, "exchanges FP8 tensors", "add `fa_quant=fp8`")
+    if attention.quant_alltoall and sparse:
         why = (
             "quantises before the exchange, but `use_rainfusion` plans its masks on unquantised "
             "tensors"
         )
-        yield InputError("`quant_alltoall`", None, why, "drop one of them")
-    if attention.fp8 and attention.use_rainfusion and not kind.has_fp8:
+        raise InputError("`quant_alltoall`", None, why, "drop one of them")
+    if attention.fp8 and sparse and not kind.has_fp8:
         with_fp8 = [f"`rainfusion_type={row.name}`" for row in RAINFUSION.values() if row.has_fp8]
         why = "has no FP8 kernel for `fa_quant=fp8`"
-        yield InputError("`rainfusion_type`", kind.name, why, f"use {either(with_fp8)}")
+        raise InputError("`rainfusion_type`", kind.name, why, f"use {either(with_fp8)}")
     cap, restore = attention.fa_freq_cap, attention.fa_freq_restore
     if cap is not None and cap > restore:
         why = f"lies above the {restore} MHz that are restored afterwards"
-        yield InputError("`fa_freq_cap`", cap, why, "lower it or give a higher `fa_freq_restore`")
+        raise InputError("`fa_freq_cap`", cap, why, "lower it or give a higher `fa_freq_restore`")
+    if attention.dense.name != DEFAULT:
+        _check_dense(attention, execution)
+    not_compiled = {
+        attention.dense.asked: attention.dense.member is not None,
+        "`fa_quant=fp8`": attention.fp8,
+        "`use_rainfusion`": sparse,
+        "`fa_freq_cap`": cap is not None,
+        "a list of `fused_ops`": not set(attention.fused_ops) <= {_AUTO},
+    }
+    for setting, asked in not_compiled.items():
+        if execution.compile and asked:
+            raise InputError("`compile`", None, f"does not work with {setting}", "drop one of them")
 
 
-def _dense(attention: Attention, execution: Execution) -> Iterator[InputError]:
-    """A dense kernel that is not the default excludes other kernels, and some precisions."""
+def _check_dense(attention: Attention, execution: Execution) -> None:
+    """Checks a dense kernel that is not the default, which excludes others and some dtypes."""
     row = attention.dense
-    if row.name == DEFAULT:
-        return
+    why, remedy = "", "drop one of them"
     if attention.attention_algo != DEFAULT and attention.attention_backend != _AUTO:
         why = f"and `attention_algo={attention.attention_algo}` both name the dense kernel"
-        yield InputError(row.asked, None, why, "drop one of them")
-    if attention.fp8:
-        why = "quantises by itself" if row.low_precision else "is another kernel"
-        yield InputError(row.asked, None, f"{why} and excludes `fa_quant=fp8`", "drop one of them")
-    if attention.use_rainfusion and attention.sparse_start_step == 0:
+    elif attention.fp8:
+        other = "quantises by itself" if row.low_precision else "is another kernel"
+        why = f"{other} and excludes `fa_quant=fp8`"
+    elif attention.use_rainfusion and attention.sparse_start_step == 0:
         why = "is the kernel of dense steps, and with `sparse_start_step=0` there are none"
-        yield InputError(row.asked, None, why, "drop one of them")
-    if execution.precision not in ("auto", *row.precisions):
+    elif execution.precision not in (_AUTO, *row.precisions):
         why = f"takes no `precision={execution.precision}`"
-        yield InputError(row.asked, None, why, f"use {either(row.precisions)}, or {_default(row)}")
+        remedy = f"use {either(row.precisions)}, or {_default(row)}"
+    if why:
+        raise InputError(row.asked, None, why, remedy)
 
 
 def _default(row: Dense) -> str:
-    """The setting that asks for the device's own kernel, by the flag of another one."""
+    """Returns the setting that asks for the device's own kernel, by the flag of another one."""
     return f"`{row.flag}={DEFAULT if row.flag == 'attention_algo' else _AUTO}`"
 
 
-def _compiled(attention: Attention, execution: Execution) -> Iterator[InputError]:
-    asked = {
-        attention.dense.asked: attention.dense.member is not None,
-        "`fa_quant=fp8`": attention.fp8,
-        "`use_rainfusion`": attention.use_rainfusion,
-        "`fa_freq_cap`": attention.fa_freq_cap is not None,
-        "a list of `fused_ops`": not set(attention.fused_ops) <= {"auto"},
-    }
-    for setting, is_asked in asked.items():
-        if execution.compile and is_asked:
-            yield InputError("`compile`", None, f"does not work with {setting}", "drop one of them")
-
-
-def _layout(attention: Attention, parallel: Parallel, head_dim: int) -> Iterator[InputError]:
+def check_layout(attention: Attention, parallel: Parallel, head_dim: int) -> None:
+    """Raises InputError for what does not go with the ranks' layout or the network's heads."""
     if attention.quant_alltoall and parallel.ulysses_size == 1:
         why = "makes all-to-all exchanges smaller, and there are none with `ulysses_size=1`"
-        yield InputError("`quant_alltoall`", None, why, "use a larger one or drop the flag")
+        raise InputError("`quant_alltoall`", None, why, "use a larger one or drop the flag")
     if attention.fp8 and head_dim & (head_dim - 1):
         why = (
             "rotates each head by a Hadamard matrix, whose size is a power of two, but here a head "
             f"has {head_dim} channels"
         )
-        yield InputError("`fa_quant=fp8`", None, why, "drop it")
+        raise InputError("`fa_quant=fp8`", None, why, "drop it")
     most = attention.dense.max_head
     if most is not None and head_dim > most:
         why = f"takes heads of at most {most} channels, not {head_dim}"
-        yield InputError(attention.dense.asked, None, why, f"use {_default(attention.dense)}")
+        raise InputError(attention.dense.asked, None, why, f"use {_default(attention.dense)}")
 
 
-def _steps(attention: Attention, steps: int) -> Iterator[InputError]:
-    if not attention.use_rainfusion:
-        return
+def check_request(attention: Attention, parallel: Parallel, steps: int, tokens: int) -> None:
+    """Raises InputError for what has no effect, or no kernel, with a video's steps and tokens."""
     start, refresh = attention.start_step(steps), attention.mask_refresh_interval
-    if start >= steps:
+    if attention.use_rainfusion and start >= steps:
         why = (
             f"would begin at step {start}, but there are {steps} (`sample_steps`), so it has no "
             "effect"
         )
-        yield InputError("`use_rainfusion`", None, why, "lower `sparse_start_step`")
-    if refresh > 1 and start == steps - 1:
+        raise InputError("`use_rainfusion`", None, why, "lower `sparse_start_step`")
+    if attention.use_rainfusion and refresh > 1 and start == steps - 1:
         why = f"has no effect, as only the last of {steps} steps is sparse"
         remedy = "give 1, or a lower `sparse_start_step`"
-        yield InputError("`mask_refresh_interval`", refresh, why, remedy)
-
-
-def _rows(attention: Attention, parallel: Parallel, tokens: int) -> Iterator[InputError]:
-    row, fewest = attention.dense, _fewest_queries(attention, parallel, tokens)
+        raise InputError("`mask_refresh_interval`", refresh, why, remedy)
+    row, ring = attention.dense, parallel.ring_size
+    plan = TokenPlan(tokens, parallel.sequence_size, attention.row_multiple(ring))
+    rows = plan.shard_len * parallel.ulysses_size  # of a rank's call, after the exchange
+    last = tokens - (-(-tokens // rows) - 1) * rows  # of the last rank that has any
+    fewest = max(last // parallel.mode.blocks, 1)
     if fewest < row.min_rows:
         why = (
             f"needs {row.min_rows} rows of queries and keys in each call, and a rank with "
-            f"`ring_size={parallel.ring_size}` and `comm_type={parallel.comm_type}` has one of "
+            f"`ring_size={ring}` and `comm_type={parallel.comm_type}` has one of "
             f"{fewest} x {tokens}"
         )
-        yield InputError(row.asked, None, why, f"use {_default(row)}")
-
-
-def _fewest_queries(attention: Attention, parallel: Parallel, tokens: int) -> int:
-    """Rows of the smallest dense attention call of a run."""
-    plan = TokenPlan(tokens, parallel.sequence_size, attention.row_multiple(parallel.ring_size))
-    rows = plan.shard_len * parallel.ulysses_size  # after the exchange
-    last = tokens - (-(-tokens // rows) - 1) * rows  # of the last rank that has any
-    return max(last // parallel.mode.blocks, 1)
+        raise InputError(row.asked, None, why, f"use {_default(row)}")

@@ -93,14 +93,7 @@ class Planning:
 
 @dataclass(frozen=True)
 class PromptExtension:
-    """The language model that extends prompts.
-
-    Attributes:
-        prompt_extend_method: "local_qwen" or "dashscope".
-        prompt_extend_model: A short name of `wan.cli.extend_prompt.LOCAL_MODELS`, a hub id or a
-            folder (local_qwen), or the service's model name (dashscope); None: the default.
-        prompt_extend_target_lang: "zh" or "en", the language of the answer.
-    """
+    """The language model that extends prompts."""
 
     use_prompt_extend: bool = command(False, switch, "let a language model write more")
     prompt_extend_method: str = command(
@@ -151,17 +144,7 @@ class Many:
 
 @dataclass(frozen=True)
 class Output:
-    """The files of a run.
-
-    Attributes:
-        save_file: The video (.mp4); the record and the latents stand beside it under its name.
-        fps: Frames per second of the file.
-        save_latents: The denoised latents stay on disk; otherwise they go with the written video.
-        trace: The folder of a schedule trace.
-        trace_steps: Which steps are traced; None: the second step of each expert.
-        trace_kernels: A profiler runs in the traced steps.
-        log_level: "info", or "debug": the order in the layers is printed.
-    """
+    """The files of a run. The record and the latents have the video's name and other endings."""
 
     save_file: Path = command(
         REQUIRED,

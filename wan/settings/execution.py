@@ -27,24 +27,7 @@ def buffers(device: str) -> int:
 
 @dataclass(frozen=True)
 class Execution:
-    """Device, dtypes and memory.
-
-    Attributes:
-        device: One of DEVICE_TYPES.
-        precision: One of PRECISIONS; "auto" is bf16 on accelerators, fp32 on the CPU.
-        convert_model_dtype: Stores all DiT weights in bf16, also what is computed in float32.
-        fp8_weights: One of FP8_WEIGHTS, of checkpoints that are in FP8; "auto" keeps them so where
-            that is possible.
-        offload_model: Which networks are in memory, and how much of each.
-        resident_blocks: With "block": how many blocks of a DiT stay on the device; None: as many as
-            fit into its free memory, on the CPU none.
-        t5_cpu: The text encoder runs on the CPU.
-        text_kv_cache: Keeps the text's keys and values over the steps.
-        compile: Compiles the transformer blocks.
-        vae_tiling: Decodes in tiles: less memory, not exact.
-        vae_parallel: All ranks encode and decode, each some rows.
-        vae_precision: One of VAE_PRECISIONS.
-    """
+    """Device, dtypes and memory."""
 
     device: str = loading(
         "auto", choice(*DEVICE_TYPES), "default auto", decoding=True, diffusers=True

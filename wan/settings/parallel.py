@@ -19,21 +19,7 @@ _SIZE = integer(1, 4096)
 
 @dataclass(frozen=True)
 class Parallel:
-    """A resolved topology: cfg_size x ring_size x ulysses_size ranks. `resolve` makes it.
-
-    Attributes:
-        world_size: Ranks in all.
-        cfg_size: 2 computes the two guidance branches on two halves of the ranks.
-        ring_size: Ranks that pass keys and values round.
-        ulysses_size: Ranks that exchange heads for tokens.
-        ring_type: One of RING_TYPES.
-        comm_type: A key of `wan.modules.schedule.MODES`.
-        fa_alltoall_overlap: Exchanges run under attention; replaces the mode.
-        chunks: Most head chunks of a call; None: as published.
-        dit_fsdp: The DiT's weights are sharded.
-        t5_fsdp: The text encoder's weights are sharded.
-        dist_timeout: Minutes that a rank waits for the others.
-    """
+    """A resolved topology: world_size = cfg_size x ring_size x ulysses_size; see `resolve`."""
 
     world_size: int = 1
     cfg_size: int = layout(

@@ -25,20 +25,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How noise becomes a video.
-
-    Attributes:
-        sample_solver: A key of SOLVERS.
-        sample_steps: The solver's steps.
-        sample_shift: The shift of the noise schedule.
-        timesteps: Of each step, falling; None: the solver's, from shift and number of steps.
-        boundary_step: How many steps the high-noise expert takes; None: as `boundary` says.
-        ode: rcm follows the flow instead of adding noise.
-        sigma_max: Noise-to-data ratio that rcm begins with; None: its authors'.
-        sample_guide_scale: (low noise, high noise); a single network uses the first.
-        base_seed: Non-negative.
-        noise_device: "cpu" or "device", where the noise is drawn.
-    """
+    """How noise becomes a video. Pairs of numbers are (low noise, high noise)."""
 
     sample_solver: str = option(
         "unipc",
