@@ -150,6 +150,9 @@ def _convert(path: Path, tensors: dict[str, TensorInfo], label: str, official: b
     def converted() -> Iterator[tuple[str, Tensor]]:
         for name, source in sources.items():
             values = source.read(slice(None)).to(_dtype(name, source.dtype))
+            if not bool(values.isfinite().all()):
+                why = "holds NaN or infinity, or overflows in bfloat16"
+                raise InputError(f"{tensors[name].file}: {name}", why=why, remedy="it is damaged")
             yield names[name], values.reshape(tensors[name].shape)
 
     write(path, form, converted(), f"converting {label}")
@@ -181,8 +184,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     parser.add_argument("--out", required=True, type=Path, help="a new folder, or one begun before")
     setup()
-    options: argparse.Namespace = parser.parse_args(argv)
     try:
+        options: argparse.Namespace = parser.parse_args(argv)
         given = {name: file for name in NETWORKS if (file := getattr(options, name)) is not None}
         print(convert(options.ckpt_dir, options.out, given))
     except InputError as error:

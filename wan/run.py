@@ -374,7 +374,7 @@ def generated_name(task: str, request: Request) -> str:
 
     The official name keeps `*`, quotes and line breaks; here letters, digits, `-` and `.` stay.
     """
-    words = re.sub(r"[^\w.-]+", "_", request.prompt).strip("_.")
+    words = re.sub(r"[^\w.-]+", "_", request.prompt[:200]).strip("_.")
     while len(words.encode("utf-8")) > 50:
         words = words[:-1]
     stamp = datetime.now().strftime("%Y%m%d_%H%M%S")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import imageio
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
 from wan.cli import main as generate
@@ -407,3 +409,60 @@ def test_unsaved_latents_do_not_stop_the_run(
     assert frames(tmp_path / "v.mp4").shape[0] == 5
     said = capfd.readouterr().out
     assert said.count("(no space left)") == 2 and "Decoding goes on from memory" in said
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_nan_makes_no_video(several: bool, tiny, tmp_path: Path, capfd) -> None:
+    """Overflowing weights end the run after its first step; the latents are kept."""
+    folder, out = shutil.copytree(tiny("t2v-1.3B"), tmp_path / "weights"), tmp_path / "v.mp4"
+    (file,) = folder.glob("diffusion*.safetensors")
+    weights = load_file(file)
+    weights["head.head.bias"][0] = float("inf")
+    save_file(weights, file)
+    asked = ["--prompt", "a", "--save_file", out]
+    if several:
+        line = json.dumps({"prompt": "a", "save_file": str(out)})
+        (tmp_path / "p.txt").write_text(f"{line}\n")
+        asked = ["--prompt_file", tmp_path / "p.txt"]
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", folder, *QUICK, *asked]
+    assert generate.main([str(word) for word in argv]) == 1
+    said = "".join(capfd.readouterr())
+    assert "NaN or infinite after step 1 of 2 (dit)" in said and not out.exists()
+    (kept,) = tmp_path.glob("v.*.latents.safetensors")
+    assert f"The broken latents are kept in {kept}." in said
+    assert generate.main(["--decode_latents", str(kept)]) == 2
+
+
+@pytest.mark.parametrize("broken", ["nan", "=1e6"])
+def test_a_lora_that_breaks_weights(broken: str, tiny, tmp_path: Path, capfd) -> None:
+    layer, down = "blocks.0.self_attn.q", torch.full((2, 96), 1e20)
+    if broken == "nan":
+        down[0, 0] = float("nan")
+    pair = {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": torch.full((96, 2), 1e20)}
+    save_file(pair, tmp_path / "x.safetensors")
+    one = f"{tmp_path}/x.safetensors{broken if broken[0] == '=' else ''}"
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *QUICK, "--lora", one]
+    assert generate.main([str(word) for word in (*argv, "--save_file", tmp_path / "v.mp4")]) == 2
+    assert "x.safetensors makes weights NaN or infinite" in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_current_folder_that_cannot_be_used(exists: bool, tiny, tmp_path: Path) -> None:
+    """Without --save_file the video belongs there; refused before any weight is read."""
+    argv = [sys.executable, str(REPO / "generate.py"), "--prompt", "a"]
+    argv += ["--ckpt_dir", str(tiny("t2v-A14B"))]
+    folder = "/sys" if exists else str(tmp_path / "gone")
+    said = "The current folder /sys cannot be written" if exists else "The current folder does not"
+    script = f"mkdir -p {folder} && cd {folder} && {'true' if exists else f'rmdir {folder}'} && "
+    done = subprocess.run(
+        ["sh", "-c", f"{script} exec {shlex.join(argv)}"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and said in done.stderr and "oading" not in done.stdout
+
+
+def test_a_closed_standard_output(tiny, tmp_path: Path) -> None:
+    argv = [sys.executable, str(REPO / "generate.py"), "--task", "t2v-1.3B", "--prompt", "a"]
+    argv += ["--ckpt_dir", str(tiny("t2v-1.3B")), *SMALL, "--save_file", str(tmp_path / "v.mp4")]
+    done = subprocess.run(["sh", "-c", f"exec {shlex.join(argv)} >&-"], capture_output=True)
+    assert done.returncode == 0 and (tmp_path / "v.mp4").stat().st_size

@@ -93,8 +93,24 @@ def test_what_a_line_may_not_say(line: str, sentence: str, tiny: Any, tmp_path: 
         resolved(write(tmp_path, line), *common)
 
 
+def test_a_line_that_the_system_refuses(tiny: Any, tmp_path: Path) -> None:
+    common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B"]
+    lines = [{"prompt": "a", "save_file": f"{tmp_path}/{'n' * 300}.mp4"}]
+    lines += [{"prompt": "a", "sample_shift": 5e-324, "sample_solver": "euler"}]
+    lines += [{"prompt": "a", "image": f"{'n' * 300}.png"}, {"prompt": "b " * 200_000}]
+    found = resolved(write(tmp_path, *map(json.dumps, lines)), *common)
+    for line, part in zip(
+        found.lines, ("has a name of 304 bytes", "from 0.001 to 1000", "image", ""), strict=True
+    ):
+        assert part in line.error and bool(part) == bool(line.error)
+
+
 def test_two_lines_do_not_write_one_file(tiny: Any, tmp_path: Path) -> None:
-    names = {"a": "same.mp4", "b": "of/../same.mp4", "c": "same.MP4"}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    same, linked = (str(tmp_path / name / "same.mp4") for name in ("folder", "link"))
+    names = {"a": same, "b": f"{tmp_path}/of/../folder/same.mp4", "c": linked}
+    names["d"] = same.replace(".mp4", ".MP4")
     lines = [json.dumps({"prompt": p, "save_file": name}) for p, name in names.items()]
     common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B"]
     found = resolved(write(tmp_path, *lines), *common)

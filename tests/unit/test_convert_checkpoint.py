@@ -109,9 +109,34 @@ def test_what_is_refused(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     for out in (tmp_path, tmp_path / "taken"):
         assert tool.main(["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(out)]) == 2
         assert "no unfinished conversion of this checkpoint; name" in capfd.readouterr().err
+    given = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(tmp_path / "new")]
+    for argv, part in (
+        ([], "required"),
+        ([*given, "--colour", "red"], "--colour is not a known flag"),
+        ([*given, "--dit", str(tmp_path / "none.pth")], "does not exist"),
+    ):
+        assert tool.main(argv) == 2
+        assert part in capfd.readouterr().err
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / tool.UNFINISHED).write_text('{"from": "another", "dtype": "bf16"}')
     assert tool.main(["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(begun)]) == 2
     assert tool.main(["--ckpt_dir", str(tmp_path / "no"), "--out", str(tmp_path / "new")]) == 2
     assert not (tmp_path / "new").exists() and os.listdir(begun) == [tool.UNFINISHED]
+
+
+def test_broken_weights_are_named(tiny, tmp_path: Path, capfd) -> None:
+    """NaN, and tensors of a .pth that have no values."""
+    folder = shutil.copytree(tiny("t2v-1.3B"), tmp_path / "checkpoint")
+    (file,) = folder.glob("diffusion*.safetensors")
+    weights = load_file(file)
+    argv = ["--ckpt_dir", str(folder), "--out", str(tmp_path / "new")]
+    meta = {name: value.to("meta") for name, value in weights.items()}
+    torch.save(meta, tmp_path / "x.pth")
+    assert tool.main([*argv, "--dit", str(tmp_path / "x.pth")]) == 2
+    assert "something other than weights (" in capfd.readouterr().err
+    assert not (tmp_path / "new").exists()
+    weights["blocks.0.ffn.0.bias"][0] = float("nan")
+    save_file(weights, file)
+    assert tool.main(argv) == 2
+    assert f"{file}: blocks.0.ffn.0.bias holds NaN or infinity" in capfd.readouterr().err

@@ -249,7 +249,7 @@ def test_strength_is_split_off_at_the_last_equals_sign() -> None:
     assert named("a=b.safetensors") == Named(Path("a=b.safetensors"))
     assert named("a=b.safetensors=0.25") == Named(Path("a=b.safetensors"), 0.25)
     assert named("a.safetensors=-1e-1") == Named(Path("a.safetensors"), -0.1)
-    with pytest.raises(InputError, match="strength inf; give a finite number"):
+    with pytest.raises(InputError, match="strength inf; give a number from"):
         named("a.safetensors=inf")
 
 
@@ -272,6 +272,7 @@ BAD: dict[str, tuple[dict[str, Tensor], str]] = {
     "vector": ({f"{Q}.lora_A.weight": A[0], f"{Q}.lora_B.weight": B[:, 0]}, "do not fit"),
     "alpha of two": (PAIR | {f"{Q}.alpha": torch.ones(2)}, "no single number"),
     "alpha nan": (PAIR | {f"{Q}.alpha": torch.tensor(float("nan"))}, "alpha of .* is nan"),
+    "alpha 1e38": (PAIR | {f"{Q}.alpha": torch.tensor(1e38)}, "alpha of .* is 9.99"),
     "lone alpha": ({f"{Q}.alpha": torch.tensor(1.0)}, "nothing that it belongs to"),
     "lone bias": ({f"{Q}.lora_B.bias": torch.ones(96)}, "nothing that it belongs to"),
     "int8": (PAIR | {f"{Q}.lora_up.weight": B.to(torch.int8)}, "stored as I8"),
@@ -295,6 +296,18 @@ BAD: dict[str, tuple[dict[str, Tensor], str]] = {
 }
 
 
+@pytest.mark.parametrize("alpha", [True, 10**400, "2", None])
+def test_a_strange_alpha_of_peft_metadata(alpha: Any, tiny: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    told = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": alpha})}
+    save_file(PAIR, path, metadata=told)
+    if alpha is None:
+        read(path, tiny("t2v-1.3B"))
+        return
+    with pytest.raises(InputError, match=r"has an alpha of .*; it is damaged"):
+        read(path, tiny("t2v-1.3B"))
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_files(case: str, tiny: Any, tmp_path: Path) -> None:
     tensors, sentence = BAD[case]
@@ -311,6 +324,7 @@ def test_bad_files(case: str, tiny: Any, tmp_path: Path) -> None:
         ({"lora": ("/nowhere/x.safetensors",)}, "does not exist"),
         ({"lora": ("FOLDER",)}, "does not exist or is no file"),
         ({"lora": ("TEXT.pt",)}, "no .safetensors file; convert it"),
+        ({"lora": ("TEXT.safetensors=1e308",)}, "has the strength 1e308; give a number from"),
         ({"lora": ("TEXT.safetensors",)}, "no whole safetensors file"),
         ({"lora_high_noise": ("TEXT.safetensors",)}, "has one network; use lora"),
         ({"lora_dir": "FOLDER"}, "has no high_noise_model.safetensors"),

@@ -253,6 +253,8 @@ def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 def check_complete(path: Path) -> Path:
     """Returns the path of a file, or refuses the file if it is not whole."""
+    if not path.is_file():
+        raise InputError(f"{path}", None, "does not exist or is no file", "give another one")
     if path.suffix == ".pth" and not zipfile.is_zipfile(path):  # a truncated one has lost its end
         why = "is not a complete PyTorch file, but truncated or corrupt"
         raise InputError(f"{path}", None, why, _AGAIN)

@@ -304,6 +304,7 @@ def in_pth(path: Path) -> dict[str, Tensor]:
         if not (
             plain
             and value.layout == torch.strided
+            and value.device.type == "cpu"
             and value.untyped_storage().nbytes() >= value.nbytes
         ):
             why = f"holds something other than weights ({shown(name, str)})"
@@ -405,6 +406,11 @@ def _summed(
             assert change.up is not None and change.down is not None
             up, down = values(change.up, rows), values(change.down, slice(None))
             total.addmm_(up.flatten(1), down.flatten(1), alpha=change.factor)
+        if not bool(total.float().isfinite().all()):
+            files = {str(info.file) for c in changes if (info := c.full or c.up) is not None}
+            why = "makes weights NaN or infinite"
+            remedy = "it is damaged, or its strength is too large"
+            raise InputError("LoRA", ", ".join(sorted(files)), why, remedy)
         return total.reshape(kept.shape)
 
     def read(rows: slice) -> Tensor:

@@ -26,6 +26,7 @@ from wan.checkpoint.files import (
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import Checkpoint
 from wan.settings.errors import InputError
+from wan.settings.values import shown
 
 
 class Naming(NamedTuple):
@@ -96,6 +97,7 @@ _UNSUPPORTED = {
 }
 _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _EXPERTS = ("high_noise", "low_noise")
+_MOST = 1e6  # of a strength or an alpha; what is larger is damaged and may overflow
 FLAGS = {
     "lora": "both",
     "lora_high_noise": "high_noise",
@@ -136,7 +138,7 @@ def named(text: str) -> Named:
     """Splits `FILE=STRENGTH` at its last "=", unless no number follows it.
 
     Raises:
-        InputError: The strength is infinite or no number ("nan").
+        InputError: The strength is "nan", infinite or absurdly large.
     """
     file, equals, tail = text.rpartition("=")
     try:
@@ -145,9 +147,9 @@ def named(text: str) -> Named:
         strength = None
     if strength is None:
         return Named(Path(text).expanduser())
-    if not math.isfinite(strength):
-        why = f"has the strength {tail}"
-        raise InputError("LoRA", file, why, "give a finite number")
+    if not abs(strength) <= _MOST:
+        why = f"has the strength {shown(tail)}"
+        raise InputError("LoRA", file, why, f"give a number from -{_MOST:g} to {_MOST:g}")
     return Named(Path(file).expanduser(), strength)
 
 
@@ -321,8 +323,10 @@ class _Reader:
             self.check_pair(up, down, f"{layer}.weight")
             rank = down.shape[0]
             alpha = rank if alpha is None else alpha
-            if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-                raise self.refusal(f"has an alpha of {layer} that is {alpha}", "it is damaged")
+            number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+            if not number or not abs(alpha) <= _MOST:
+                why = f"has an alpha of {layer} that is {shown(alpha)}"
+                raise self.refusal(why, "it is damaged")
             scale = alpha / (math.sqrt(rank) if stabilised else rank)
             yield f"{layer}.weight", Change(scale * self.strength, up=up, down=down)
         elif half := up or down:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from wan import env
-from wan.settings.errors import InputError, Terminated, WriteError, is_out_of_memory
+from wan.settings.errors import InputError, NotFiniteError, Terminated, WriteError, is_out_of_memory
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -22,7 +22,7 @@ def describe(error: BaseException) -> str | None:
     """One sentence for what a user can act upon; None for everything else, which is our defect."""
     if isinstance(error, InputError):
         error.words = env.words()
-    if isinstance(error, InputError | WriteError):
+    if isinstance(error, InputError | WriteError | NotFiniteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the video was not written."
@@ -57,7 +57,8 @@ def readable() -> Iterator[None]:
     """Who reads our output may leave early (`| head`); that is no failure."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed: `>&-`
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import wan
 from wan import env, log
 from wan.cli import failures, flags
+from wan.cli.output import check_current_folder, usable_paths
 from wan.cli.resolve import resolve
 from wan.cli.videos import Video
 from wan.log import logger
@@ -86,8 +87,10 @@ def generate(run: Run, team: Team | None = None) -> int:
 
 
 def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
-    given = flags.parse(argv)
-    try:
+    with usable_paths():
+        given = flags.parse(argv)
+        if not plan and "save_file" not in given:
+            check_current_folder()
         if "prompt_file" in given:
             if plan:
                 raise InputError("`plan` is about one video; drop `prompt_file`.")
@@ -97,9 +100,6 @@ def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
                 given, partial(resolve, make_demo=partial(_make_demo, once))
             )
         return resolve(given, partial(_make_demo, once), plan)
-    except OSError as error:  # a path that the system itself refuses: too long, no permission, ...
-        path = error.filename or "A path"
-        raise InputError(f"{path} cannot be used ({error.strerror}); give another one.") from error
 
 
 def _plan(argv: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from wan.log import logger
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Inputs, Pipeline
 from wan.run import Run
+from wan.settings.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +61,9 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
         job.video.keep(latents)
 
     def failed(job: LineJob, error: Exception) -> None:
-        if team is not None and not job.video.alone:
+        if isinstance(error, NotFiniteError):
+            job.video.keep(error.latents)
+        elif team is not None and not job.video.alone:
             raise error
         sentence = failures.describe(error)
         words = sentence or repr(error)

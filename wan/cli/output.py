@@ -14,8 +14,36 @@ from wan.checkpoint.files import read_json
 from wan.log import logger
 from wan.settings.command import Output
 from wan.settings.errors import InputError
+from wan.settings.values import shown
 
 
+@contextmanager
+def usable_paths() -> Iterator[None]:
+    """Refuses a path that the system itself refuses: too long, not permitted, a broken disk."""
+    try:
+        yield
+    except OSError as error:
+        what = "A path" if error.filename is None else shown(os.fsdecode(error.filename), str)
+        why = f"cannot be used ({error.strerror or error})"
+        raise InputError(what, why=why, remedy="give another one") from error
+
+
+def check_current_folder() -> None:
+    """Checks, on rank 0, that a video without a name of its own can be written here.
+
+    Raises:
+        InputError: The current folder is not there any more, or cannot be written.
+    """
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError as error:
+        remedy = "change into one that does"
+        raise InputError("The current folder", why="does not exist", remedy=remedy) from error
+    if env.rank() == 0:
+        _check_folder("The current folder", folder, folder, "give a `save_file` elsewhere")
+
+
+@usable_paths()
 def check_writable(path: Path) -> None:
     """Checks, on rank 0, that a path names an mp4 in a folder that exists or can be made.
 
@@ -29,10 +57,10 @@ def check_writable(path: Path) -> None:
         raise InputError(flag, path, "has no name before .mp4", "add one")
     if path.suffix.lower() != ".mp4":
         raise InputError(flag, path, "must end in .mp4, the only format written")
-    if path.is_dir():
-        raise InputError(flag, path, "is a folder", "add a file name")
     if (size := len(os.fsencode(path.name))) > 200:
         raise InputError(flag, None, f"has a name of {size} bytes; 200 are allowed", "shorten it")
+    if path.is_dir():
+        raise InputError(flag, path, "is a folder", "add a file name")
     record = path.with_suffix(".json")
     if record.exists() and "settings" not in read_json(record):
         why = f"would replace {record}, which is no record of generate.py"
@@ -62,7 +90,7 @@ def check_trace(output: Output, compiled: bool, steps: int) -> None:
         _check_folder("`trace`", output.trace, output.trace.absolute())
 
 
-def _check_folder(flag: str, path: Path, folder: Path) -> None:
+def _check_folder(flag: str, path: Path, folder: Path, remedy: str = "choose another one") -> None:
     """Checks that the folder, or the first one above it that exists, is writable."""
     while not folder.exists():
         folder = folder.parent
@@ -71,7 +99,7 @@ def _check_folder(flag: str, path: Path, folder: Path) -> None:
             pass
     except OSError as error:
         why = f"cannot be written: {folder} is not a writable folder ({error.strerror})"
-        raise InputError(flag, path, why, "choose another one") from error
+        raise InputError(flag, path, why, remedy) from error
 
 
 @contextmanager

@@ -44,8 +44,8 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
     for number, text in _texts(path):
         try:
             found.append(_line(number, text, shared, folder, resolve))
-        except InputError as error:
-            found.append(Line(number, None, str(failures.describe(error))))
+        except Exception as error:  # whatever it is concerns this line alone
+            found.append(Line(number, None, failures.describe(error) or repr(error)))
     found = _without_twins(found)
     first = next((line.run for line in found if line.run is not None), None)
     if first is None or all(line.error for line in found):
@@ -97,7 +97,8 @@ def _line(
     asked = {**_kept(shared, values), **values}
     run, error = resolve(asked).saved_to(path), ""
     if name is None:
-        slug = re.sub(r"[^\w-]+", "_", run.request.prompt.lower()).strip("_")
+        start = run.request.prompt[: 4 * _SLUG]  # of a long prompt
+        slug = re.sub(r"[^\w-]+", "_", start.lower()).strip("_")
         while len(slug.encode()) > _SLUG:
             slug = slug[:-1]
         run = run.saved_to(folder / f"{number:03d}_{slug.strip('_')}.mp4")
@@ -141,7 +142,7 @@ def _without_twins(found: list[Line]) -> list[Line]:
     for place, line in enumerate(found):
         if line.run is None or line.error:
             continue
-        path = Path(os.path.normpath(line.run.output.record.absolute()))  # of its record, too
+        path = Path(os.path.realpath(line.run.output.record))  # of its record, too
         if path in taken:
             name = line.run.output.save_file
             error = f"{name} is the video of line {taken[path]} already; give another save_file."

@@ -14,7 +14,7 @@ from typing import Any
 
 from wan import env, run
 from wan.checkpoint.files import read_json, safetensors_metadata
-from wan.cli.output import check_trace, check_writable
+from wan.cli.output import check_trace, check_writable, usable_paths
 from wan.pipeline import memory
 from wan.pipeline.video import latents_shape
 from wan.run import Run, Values
@@ -35,7 +35,7 @@ def resolve(given: Values, make_demo: Callable[[str, Path], None], plan: bool = 
     Raises:
         InputError: For everything that is wrong, in one sentence.
     """
-    with spoken(env.words()):
+    with spoken(env.words()), usable_paths():
         values = layered(given)
         check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
         if "save_file" in values and not plan:

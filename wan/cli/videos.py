@@ -20,6 +20,7 @@ from wan.log import logger
 from wan.pipeline import video
 from wan.run import Run
 from wan.settings import timesteps
+from wan.settings.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,21 +104,25 @@ class Video:
         """Writes the latents on the main rank, before anything after the long part can fail."""
         if not self._is_main:
             return
-        if not bool(latents.isfinite().all()):
-            logger.warning("The latents hold NaN or infinity, so the video will be broken.")
         self.latents_file = _first_written(
             self.run.output.unfinished(".latents.safetensors"),
             lambda path: video.save_latents(latents, path, self.run.settings),
             "denoised latents",
         )
-        if self.latents_file is None:
+        if not bool(latents.isfinite().all()):
+            logger.error("The broken latents are kept in %s.", self.latents_file)
+        elif self.latents_file is None:
             logger.error("Decoding goes on from memory: if it fails, the run is lost.")
 
     def _denoised(self) -> Tensor:
         run = self.run
         from wan.pipeline.pipeline import Inputs  # imports torch
 
-        latents = self._pipeline.latents(run.request, Inputs(run.image, run.last_image))
+        try:
+            latents = self._pipeline.latents(run.request, Inputs(run.image, run.last_image))
+        except NotFiniteError as error:
+            self.keep(error.latents)
+            raise
         self.keep(latents)
         return latents
 

@@ -21,6 +21,7 @@ from wan.cache.policy import Cache
 from wan.kernels.base import StepInfo
 from wan.log import progress
 from wan.pipeline.solvers import Draw, make_solver
+from wan.settings.errors import NotFiniteError
 from wan.settings.request import Request
 from wan.settings.timesteps import schedule
 
@@ -117,6 +118,9 @@ class Denoising:
             branches: Computes the two guidance branches.
             caches: Leaves parts of steps out.
             phases: The number of experts whose steps are taken; None: all that are left.
+
+        Raises:
+            NotFiniteError: The latents are, after the first or the last step.
         """
         first, *others = self.experts[:phases]
         left = self._plan.experts[self._done :]
@@ -132,7 +136,18 @@ class Denoising:
                 bar.set_postfix_str(said, refresh=False)
                 self._step(index, experts.get(name), branches, caches)
                 bar.update()
+                if index in (0, len(self._plan.experts) - 1):  # soon, and where steps could hide it
+                    self._check_finite(name)
         return self.latents
+
+    def _check_finite(self, expert: str) -> None:
+        if not bool(self.latents.isfinite().all()):
+            raise NotFiniteError(
+                f"The latents are NaN or infinite after step {self._done} of "
+                f"{len(self._plan.experts)} ({expert}), so no video is made; see whether weights "
+                "or a LoRA are damaged, or try another precision.",
+                self.latents,
+            )
 
     def _step(self, index: int, model: Denoiser, branches: Branches, caches: Cache | None) -> None:
         request, conditions = self.request, self._conditions

@@ -19,7 +19,6 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
 from wan.checkpoint.files import safetensors_header, whole_file
-from wan.log import logger
 from wan.settings.errors import InputError, WriteError
 
 if TYPE_CHECKING:
@@ -206,10 +205,14 @@ def latents_shape(path: Path) -> tuple[int, ...]:
 
 
 def load_latents(path: Path) -> Tensor:
-    """Reads latents [Z,f,h,w] float32 from a file that `latents_shape` accepts."""
+    """Reads latents [Z,f,h,w] float32 from a file that `latents_shape` accepts.
+
+    Raises:
+        InputError: There is no video in them.
+    """
     from safetensors.torch import load_file
 
     latents_Zfhw = load_file(path)["latents"]
     if not bool(latents_Zfhw.isfinite().all()):
-        logger.warning("%s holds NaN or infinity, so the video will be broken.", path)
+        raise InputError(str(path), None, "holds NaN or infinity", "make the latents again")
     return latents_Zfhw

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 _REFERENCE = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
@@ -98,6 +99,20 @@ def spoken(words: Words) -> Iterator[None]:
 
 class WriteError(OSError):
     """Says which file could not be written, why, and what to do. Exit code 1."""
+
+
+class NotFiniteError(ArithmeticError):
+    """Says after which step latents are NaN or infinite, of which no video can be made.
+
+    All ranks have the same latents and raise it together. Exit code 1.
+
+    Attributes:
+        latents: The latents after that step, float32 [Z,f,h,w].
+    """
+
+    def __init__(self, sentence: str, latents: Any) -> None:
+        super().__init__(sentence)
+        self.latents = latents
 
 
 class Terminated(BaseException):

@@ -44,7 +44,7 @@ class Sampling:
     )
     sample_shift: float = option(
         REQUIRED,
-        real(0, 1000, above=True),
+        real(0.001, 1000),
         "shift of the noise schedule",
         keyword="shift",
         diffusers="flow_shift",
