@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
 from PIL import Image
 
 from wan.pipeline import tiny
+from wan.settings.presets import PRESETS
 
 HEAD_DIMS = {"t2v-1.3B": 64, "t2v-A14B": 32, "i2v-A14B": 32, "ti2v-5B": 32}
 LARGE_TEXT = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 8, "num_heads": 16}
@@ -45,12 +46,9 @@ class Case:
         """The command line, with what it needs made in `folder`."""
         made = folder / f"{self.task}-{len(self.text)}"
         if not made.is_dir():
-            recipe = replace(tiny.TASKS[self.task], head_dim=HEAD_DIMS[self.task])
-            with (
-                patch.dict(tiny.TASKS, {self.task: recipe}),
-                patch.dict(tiny.TEXT_SIZES, self.text),
-            ):
-                tiny.make_checkpoint(self.task, made)
+            dim = PRESETS[self.task].num_heads * HEAD_DIMS[self.task]
+            with patch.dict(tiny.TEXT_SIZES, self.text):
+                tiny.make_checkpoint(self.task, made, sizes={"dim": dim, "ffn_dim": 2 * dim})
         argv = ["--plan", "--device", "cpu", "--task", self.task, "--ckpt_dir", str(made)]
         if self.image:
             Image.new("RGB", (512, 512)).save(folder / "image.png")

@@ -12,14 +12,15 @@ from pathlib import Path
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from wan.pipeline.tiny import DTYPES, TASKS, WRITERS, make_checkpoint
+from wan.pipeline.tiny import DTYPES, WRITERS, make_checkpoint
 from wan.settings.errors import InputError
+from wan.settings.presets import PRESETS
 
 
 def main(argv: list[str] | None = None) -> int:
     """0, or 2 with one sentence on stderr where the request is refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--task", required=True, choices=TASKS)
+    parser.add_argument("--task", required=True, choices=PRESETS)
     parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
     parser.add_argument("--layout", default="official", choices=WRITERS)
     parser.add_argument("--seed", default=0, type=int)

@@ -41,7 +41,9 @@ from wan.cli.flags import Parser
 from wan.kernels.fp8 import hadamard
 from wan.kernels.int8_linear import per_token
 from wan.log import setup
+from wan.settings.command import Loras
 from wan.settings.errors import InputError
+from wan.settings.fields import options
 from wan.settings.flags import read
 
 LINEAR = re.compile(r"(blocks\.\d+\.(?:(?:self|cross)_attn\.[qkvo]|ffn\.[02]))\.weight")
@@ -161,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ckpt_dir", required=True, type=_folder, help="a checkpoint folder")
     parser.add_argument("--out", required=True, type=_folder, help="a new or empty folder")
     parser.add_argument("--fa", choices=["fp8"], help="FP8 attention as well")
-    for name in lora.FLAGS:
+    for name in options(Loras):
         action = "store" if name == "lora_dir" else "append"
         parser.add_argument(f"--{name}", action=action, help="as of generate.py")
     setup()

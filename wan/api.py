@@ -27,7 +27,7 @@ _GUIDANCE = DefaultFloat(5.0)
 class WanT2V(Generator):
     """Text to video: t2v-A14B (two experts), or the dense Wan 2.1 networks."""
 
-    tasks = ("t2v-A14B", "t2v-14B")
+    kind = "t2v"
 
     def generate(
         self,
@@ -79,7 +79,7 @@ class WanT2V(Generator):
 class WanI2V(Generator):
     """Image to video: i2v-A14B, and of Wan2.1 i2v-14B and flf2v-14B; the folder decides."""
 
-    tasks = ("i2v-A14B", "i2v-14B", "flf2v-14B")
+    kind = "i2v"
 
     def generate(
         self,
@@ -116,7 +116,7 @@ class WanI2V(Generator):
 class WanTI2V(Generator):
     """Text, with or without a first image, to video: ti2v-5B."""
 
-    tasks = ("ti2v-5B",)
+    kind = "ti2v"
 
     def generate(
         self,

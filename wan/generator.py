@@ -15,7 +15,6 @@ from torch import Tensor
 from wan import device as devices
 from wan import env
 from wan.checkpoint.layout import Checkpoint, check_task, describe
-from wan.checkpoint.lora import FLAGS as LORA_FLAGS
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
@@ -26,8 +25,10 @@ from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
 from wan.run import ask, make_setup
+from wan.settings.command import Loras
 from wan.settings.errors import InputError, spoken
 from wan.settings.execution import OFFLOAD, Offload
+from wan.settings.fields import options
 from wan.settings.flags import KEYWORDS, PYTHON, for_loading, is_for, read
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request
@@ -58,9 +59,9 @@ class VideoCall(Job):
 
 
 class Generator:
-    """One checkpoint, ready for requests. `tasks`: a class's; the folder decides among them."""
+    """One checkpoint, ready for requests. Its folder decides among the tasks of its kind."""
 
-    tasks: tuple[str, ...]
+    kind: str
     generate: Any
 
     def __init__(
@@ -112,8 +113,9 @@ class Generator:
                 values["precision"] = "fp32"
             checkpoint = _with_files(_described(checkpoint_dir), self.config)
             sizes = checkpoint.experts.keys(), checkpoint.images
-            fitting = [t for t in self.tasks if ({*PRESETS[t].experts}, PRESETS[t].images) == sizes]
-            self._preset = PRESETS[(fitting or self.tasks)[0]]
+            own = [preset for preset in PRESETS.values() if preset.kind == self.kind]
+            fitting = [one for one in own if ({*one.experts}, one.images) == sizes]
+            self._preset = (fitting or own[:1])[-1]  # of Wan2.1's t2v networks, the larger one
             check_task(checkpoint, self._preset)
             world = _world(use_sp)
             self._setup, notices = make_setup(values, self._preset, checkpoint, world)
@@ -126,7 +128,7 @@ class Generator:
             self._team: Team | None = None
             if world > 1:
                 self._team = mesh.form(device, self._setup.parallel.sizes)
-            kept = ("noise_device", *LORA_FLAGS)
+            kept = ("noise_device", *options(Loras))
             self._values = {name: values[name] for name in kept if name in values}
             t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
             self._pipeline = build.pipeline(self._setup, device, self._team, t5_dtype=t5_dtype)

@@ -25,7 +25,7 @@ from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import parallel, recipes, step_cache
 from wan.settings.attention import Attention
-from wan.settings.command import Output, PromptExtension
+from wan.settings.command import Loras, Output, PromptExtension
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import options
@@ -166,7 +166,7 @@ class Run:
 
 
 def _shared(settings: Values) -> dict[str, Any]:
-    own = (*PATHS, *lora.FLAGS, "base_seed")
+    own = (*PATHS, *options(Loras), "base_seed")
     return {name: value for name, value in settings.items() if name not in own}
 
 
@@ -246,9 +246,7 @@ def _decide(
         setup, notices = make_setup(values, preset, checkpoint, world)
         request, more = ask(setup, values, image_size, defaults=defaults)
         return setup, request, (*notices, *more)
-    denoising = {*lora.FLAGS, "quant_dit_path"}.union(
-        *map(options, (Attention, Parallel, StepCache))
-    )
+    denoising = {"quant_dit_path"}.union(*map(options, (Loras, Attention, Parallel, StepCache)))
     values = {name: value for name, value in values.items() if name not in denoising}
     path = values["decode_latents"]
     channels, frames, height, width = latents_shape(path)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +28,10 @@ from tests.dist import run
 from tests.npu_sim.latents import composed, latents
 from tests.npu_sim.ranks import HEAD_DIM
 from wan.checkpoint.load import Source, as_stored
-from wan.pipeline import residency, tiny
+from wan.pipeline import residency
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.residency import streamed
+from wan.pipeline.tiny import make_checkpoint
 
 NPU = torch.device("npu", 0)
 
@@ -179,20 +179,12 @@ def test_blocks_may_end_amid_a_slab_of_host_memory() -> None:
     assert found[1].count("copy") > 3
 
 
-class Deep(tiny.TinyTask):
-    @property
-    def config(self) -> dict[str, Any]:
-        return super().config | {"num_layers": 5, "ffn_dim": 64}
-
-
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A t2v-A14B of five layers with heads that NPUs take."""
     out = tmp_path_factory.mktemp("deep") / "checkpoint"
-    sizes = replace(tiny.TASKS["t2v-A14B"], num_heads=4, head_dim=HEAD_DIM)
-    recipe = Deep(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
-    with mock.patch.dict(tiny.TASKS, {"t2v-A14B": recipe}):
-        return tiny.make_checkpoint("t2v-A14B", out)
+    sizes = {"num_heads": 4, "dim": 4 * HEAD_DIM, "num_layers": 5, "ffn_dim": 64}
+    return make_checkpoint("t2v-A14B", out, sizes=sizes)
 
 
 ASKED = "--task t2v-A14B --device npu --size 64*64 --frame_num 5 --sample_steps 3 --base_seed 7"

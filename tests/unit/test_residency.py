@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,9 +23,10 @@ from wan.checkpoint.load import Source, as_stored, fill
 from wan.cli import flags
 from wan.cli import main as generate
 from wan.cli.resolve import resolve
-from wan.pipeline import build, memory, tiny
+from wan.pipeline import build, memory
 from wan.pipeline.pipeline import Pipeline
 from wan.pipeline.residency import streamed
+from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
 from wan.planner.report import check
 from wan.run import Run
@@ -37,14 +38,6 @@ QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", 
 EXPERTS = ("high_noise", "low_noise")
 
 
-class Deep(tiny.TinyTask):
-    """A recipe whose DiT has as many layers as take turns in a buffer."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return super().config | {"num_layers": LAYERS}
-
-
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """deep(task): a random checkpoint of four layers. Do not write into it."""
@@ -52,10 +45,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(task: str) -> Path:
         if task not in made:
-            sizes = tiny.TASKS[task]
-            recipe = Deep(**{field.name: getattr(sizes, field.name) for field in fields(sizes)})
-            with mock.patch.dict(tiny.TASKS, {task: recipe}):
-                made[task] = tiny.make_checkpoint(task, root / task)
+            made[task] = make_checkpoint(task, root / task, sizes={"num_layers": LAYERS})
         return made[task]
 
     return make

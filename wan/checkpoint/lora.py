@@ -25,7 +25,9 @@ from wan.checkpoint.files import (
 )
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import Checkpoint
+from wan.settings.command import Loras
 from wan.settings.errors import InputError
+from wan.settings.fields import options
 from wan.settings.values import shown
 
 
@@ -98,13 +100,6 @@ _UNSUPPORTED = {
 _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _EXPERTS = ("high_noise", "low_noise")
 _MOST = 1e6  # of a strength or an alpha; what is larger is damaged and may overflow
-FLAGS = {
-    "lora": "both",
-    "lora_high_noise": "high_noise",
-    "lora_low_noise": "low_noise",
-    "lora_dir": "each",
-}
-"""Flag -> the network that its files change."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +149,15 @@ def named(text: str) -> Named:
 
 
 def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
-    """Returns the files of the settings FLAGS by the network they change, "both" for every one.
+    """Returns the files of the settings `Loras` by the network they change, "both" for every one.
 
     Raises:
         InputError: A folder of `lora_dir` lacks a file, or a strength is not finite.
     """
+    listed = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
     found = {
         network: tuple(named(text) for text in values.get(flag, ()))
-        for flag, network in FLAGS.items()
-        if flag != "lora_dir"
+        for network, flag in listed.items()
     }
     for expert in _EXPERTS if "lora_dir" in values else ():
         path = values["lora_dir"] / f"{expert}_model.safetensors"
@@ -175,12 +170,12 @@ def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
 
 
 def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
-    """Finds what the files of the settings FLAGS add to each network of a checkpoint.
+    """Finds what the files of the settings `Loras` add to each network of a checkpoint.
 
     Raises:
         InputError: A file does not fit the network, or cannot be read; or settings exclude LoRAs.
     """
-    files, given = named_files(values), [flag for flag in FLAGS if values.get(flag)]
+    files, given = named_files(values), [flag for flag in options(Loras) if values.get(flag)]
     if not given:
         return {}
     what = f"`{given[0]}`"

@@ -1,9 +1,9 @@
 """Writes complete checkpoint folders with tiny, randomly initialised networks.
 
 They serve runs without a checkpoint, tests and examples. Files and names are those of the published
-folders (official, or `*-Diffusers`); only the sizes differ. The networks make noise, but with sane
-statistics, so that a whole run can be checked. A seed gives the same tensors in both layouts and
-the same bytes in every run, and all values are exact in bfloat16.
+folders (official, or `*-Diffusers`), and so is the number of heads; the other sizes differ. The
+networks make noise, but with sane statistics, so that a whole run can be checked. A seed gives the
+same tensors in both layouts and the same bytes in every run, and all values are exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import string
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,11 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5Enco
 
 from wan.checkpoint import keymaps
 from wan.checkpoint.files import whole_folder
+from wan.checkpoint.layout import published
 from wan.modules.model import WanModel
 from wan.pipeline.vae import STATISTICS
 from wan.settings.errors import InputError
+from wan.settings.presets import PRESETS, Preset
 
 NamedTensors = OrderedDict[str, Tensor]
 """Tensors under official names."""
@@ -48,46 +49,7 @@ _VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder th
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
-CLIP_TOKENS = 257
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
-
-
-@dataclass(frozen=True)
-class TinyTask:
-    """The sizes of a task's networks. The head counts are the real ones, the head sizes are not."""
-
-    model_type: str
-    num_heads: int
-    head_dim: int
-    in_dim: int
-    out_dim: int
-    flow_shift: float = 3.0  # of the published diffusers scheduler; not the official default
-    boundary: float | None = None  # given where there are two experts
-    sharded: bool = True
-    images: int = 0  # the images that CLIP encodes
-
-    @property
-    def image_positions(self) -> int:
-        return 2 * CLIP_TOKENS if self.images == 2 else 0
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The DiT's config.json: the official keys, without those that the weights tell."""
-        dim = self.num_heads * self.head_dim
-        return {
-            "_class_name": "WanModel",
-            "_diffusers_version": "0.33.0",
-            "dim": dim,
-            "eps": 1e-6,
-            "ffn_dim": 2 * dim,
-            "freq_dim": 256,
-            "in_dim": self.in_dim,
-            "model_type": self.model_type,
-            "num_heads": self.num_heads,
-            "num_layers": 2,
-            "out_dim": self.out_dim,
-            "text_len": 512,
-        }
 
 
 CLIP_NAMES = (  # transformers' and the official part of a name
@@ -102,37 +64,41 @@ CLIP_NAMES = (  # transformers' and the official part of a name
     ("mlp.fc1", "mlp.0"),
     ("mlp.fc2", "mlp.2"),
 )
-TASKS = {
-    "t2v-A14B": TinyTask("t2v", 40, 6, 16, 16, boundary=0.875),
-    "i2v-A14B": TinyTask("i2v", 40, 6, 36, 16, boundary=0.9),
-    "ti2v-5B": TinyTask("ti2v", 24, 8, 48, 48, flow_shift=5.0),
-    "t2v-1.3B": TinyTask("t2v", 12, 8, 16, 16, sharded=False),
-    "i2v-14B": TinyTask("i2v", 40, 6, 36, 16, images=1),
-    "flf2v-14B": TinyTask("flf2v", 40, 6, 36, 16, images=2),
-}
+_STATED = (  # the official keys of a DiT's config.json, without those that the weights tell
+    *("dim", "eps", "ffn_dim", "freq_dim", "in_dim", "model_type", "num_heads", "num_layers"),
+    *("out_dim", "text_len"),
+)
 
 
 def make_checkpoint(
-    task: str, out: Path, *, layout: str = "official", seed: int = 0, dtype: str = "bf16"
+    task: str,
+    out: Path,
+    *,
+    layout: str = "official",
+    seed: int = 0,
+    dtype: str = "bf16",
+    sizes: Mapping[str, int] | None = None,
 ) -> Path:
     """Writes the checkpoint folder `out` and returns it.
 
     Args:
-        task: A key of `TASKS`.
+        task: A key of `PRESETS`.
         out: A folder that is absent or empty.
         layout: A key of `WRITERS`.
         seed: Of all random values.
         dtype: The dtype of the DiTs' files, a key of `DTYPES`.
+        sizes: Other sizes of the DiTs ("num_layers"), under the names of their constructor.
 
     Raises:
         InputError: A key is unknown, or `out` already holds something.
     """
-    for value, known in ((task, TASKS), (layout, WRITERS), (dtype, DTYPES)):
+    for value, known in ((task, PRESETS), (layout, WRITERS), (dtype, DTYPES)):
         if value not in known:
             remedy = f"choose one of {', '.join(known)}"
             raise InputError(repr(value), None, "is unknown here", remedy)
     with whole_folder(out) as unfinished:
-        WRITERS[layout](unfinished, RandomNetworks(TASKS[task], seed, DTYPES[dtype]))
+        networks = RandomNetworks(PRESETS[task], seed, DTYPES[dtype], sizes or {})
+        WRITERS[layout](unfinished, networks)
         write_json(unfinished / "generation_config.json", QUICK_RUN)
     return out
 
@@ -144,18 +110,23 @@ class RandomNetworks:
     CLIP's vision tower with its last block, which Wan leaves out.
     """
 
-    def __init__(self, task: TinyTask, seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, task: Preset, seed: int, dtype: torch.dtype, sizes: Mapping[str, int]
+    ) -> None:
         self.task, self.tokenizer = task, train_tokenizer()
-        vae: Any = {"z_dim": 16} if task.out_dim == 16 else {"decoder_base_dim": 10, **_VAE_22}
+        is_22 = task.vae == "2.2"
+        vae: Any = {"decoder_base_dim": 10, **_VAE_22} if is_22 else {"z_dim": 16}
         words = self.tokenizer.get_vocab_size()
-        official = {key: value for key, value in task.config.items() if key[0] != "_"}
+        dim = task.num_heads * task.tiny_head_dim
+        small = {"dim": dim, "ffn_dim": 2 * dim, "num_layers": 2, "text_dim": TEXT_SIZES["d_model"]}
         if task.images:
-            official |= {"image_dim": CLIP_DIM, "image_positions": task.image_positions}
+            small["image_dim"] = CLIP_DIM
+        self.config: dict[str, Any] = {**published(task).config, **small, **sizes}
         with torch.device("meta"):  # no memory and no time for weights that are replaced
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
             config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
             self.text_encoder: Any = UMT5EncoderModel(config)
-            dit = WanModel(**official, text_dim=TEXT_SIZES["d_model"])
+            dit = WanModel(**self.config)
             self.clip: Any = CLIPVisionModel(
                 CLIPVisionConfig(
                     hidden_size=CLIP_DIM,
@@ -168,10 +139,7 @@ class RandomNetworks:
                 )
             )
         random = torch.Generator().manual_seed(seed)
-        experts = 1 if task.boundary is None else 2
-        self.dit_states = [_draw(dit, str, random, dtype) for _ in range(experts)]
-        is_22 = self.vae.config.is_residual
-        self.vae_version = "2.2" if is_22 else "2.1"
+        self.dit_states = [_draw(dit, str, random, dtype) for _ in task.experts]
         vae_name = partial(keymaps.vae_official_name, residual=is_22)
         self.vae_state = _draw(self.vae, vae_name, random, torch.float32)
         self.text_state = _draw(self.text_encoder, keymaps.t5_official_name, random, torch.bfloat16)
@@ -239,11 +207,13 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
     names = ["."] if len(states) == 1 else ["high_noise_model", "low_noise_model"]
     for name, state in zip(names, states, strict=True):
         (folder / name).mkdir(exist_ok=True)
-        write_json(folder / name / "config.json", task.config)
+        told = {"_class_name": "WanModel", "_diffusers_version": "0.33.0"}
+        stated = {key: networks.config[key] for key in _STATED}
+        write_json(folder / name / "config.json", told | stated)
         _save_dit(folder / name, state, shards=2 if task.sharded else 1)
     if len(states) == 2:
         write_json(folder / "configuration.json", {"framework": "Pytorch"})
-    torch.save(networks.vae_state, folder / f"Wan{networks.vae_version}_VAE.pth")
+    torch.save(networks.vae_state, folder / f"Wan{task.vae}_VAE.pth")
     torch.save(networks.text_state, folder / "models_t5_umt5-xxl-enc-bf16.pth")
     if networks.clip_state:
         name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
@@ -289,21 +259,21 @@ def _save_dit(folder: Path, state: NamedTensors, shards: int) -> None:
 
 def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     """Writes the layout of diffusers by the libraries' own save_pretrained."""
-    task, states = networks.task, networks.dit_states
+    task, config, states = networks.task, networks.config, networks.dit_states
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
     for name, state in zip(names, states, strict=True):
         with torch.device("meta"):
             dit = diffusers.WanTransformer3DModel(
-                num_attention_heads=task.num_heads,
-                attention_head_dim=task.head_dim,
-                in_channels=task.in_dim,
-                out_channels=task.out_dim,
-                text_dim=TEXT_SIZES["d_model"],
-                ffn_dim=task.config["ffn_dim"],
-                num_layers=task.config["num_layers"],
-                image_dim=CLIP_DIM if task.images else None,
-                added_kv_proj_dim=task.config["dim"] if task.images else None,
-                pos_embed_seq_len=task.image_positions or None,
+                num_attention_heads=config["num_heads"],
+                attention_head_dim=config["dim"] // config["num_heads"],
+                in_channels=config["in_dim"],
+                out_channels=config["out_dim"],
+                text_dim=config["text_dim"],
+                ffn_dim=config["ffn_dim"],
+                num_layers=config["num_layers"],
+                image_dim=config["image_dim"] or None,
+                added_kv_proj_dim=config["dim"] if task.images else None,
+                pos_embed_seq_len=config["image_positions"] or None,
             )
         tensors = {keymaps.dit_diffusers_name(key): x for key, x in state.items()}
         _save_pretrained(folder / name, dit, tensors, task.sharded)
@@ -317,7 +287,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         state = networks.clip_state
         _save_pretrained(folder / "image_encoder", networks.clip, state, sharded=False)
     scheduler: Any = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=task.flow_shift
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=task.diffusers_shift
     )
     scheduler.save_pretrained(folder / "scheduler")
     network, absent = ["diffusers", "WanTransformer3DModel"], [None, None]
@@ -325,7 +295,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         "_class_name": "WanPipeline",
         "_diffusers_version": diffusers.__version__,
         "boundary_ratio": task.boundary,
-        "expand_timesteps": task.model_type == "ti2v",
+        "expand_timesteps": task.kind == "ti2v",
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
@@ -333,7 +303,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         "transformer_2": absent if task.boundary is None else network,
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
-    if task.model_type in ("i2v", "flf2v"):
+    if task.kind == "i2v":
         index["_class_name"] = "WanImageToVideoPipeline"
         clip = ["transformers", "CLIPVisionModel"] if task.images else absent
         index |= {"image_encoder": clip, "image_processor": absent}

@@ -15,15 +15,15 @@ from wan.settings import values
 from wan.settings.devices import CHIPS
 from wan.settings.errors import InputError
 from wan.settings.fields import REQUIRED, command, loading, option
-from wan.settings.presets import TASKS, UNSUPPORTED_TASKS
+from wan.settings.presets import PRESETS, UNSUPPORTED_TASKS
 from wan.settings.recipes import NAMES as RECIPES
 from wan.settings.values import Reader, choice, real, switch
 
 
 def _task(name: str, raw: Any) -> str:
     if raw in UNSUPPORTED_TASKS:
-        raise InputError(f"Task {raw} is not supported; available tasks: {', '.join(TASKS)}.")
-    return str(choice(*TASKS)(name, raw))
+        raise InputError(f"Task {raw} is not supported; available tasks: {', '.join(PRESETS)}.")
+    return str(choice(*PRESETS)(name, raw))
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Images:
 class Files:
     """The task, and the files that its networks are read from."""
 
-    task: str = command("t2v-A14B", Reader(_task, TASKS), "default t2v-A14B", keyword="class")
+    task: str = command(
+        "t2v-A14B", Reader(_task, tuple(PRESETS)), "default t2v-A14B", keyword="class"
+    )
     ckpt_dir: Path | None = command(
         None,
         values.path,
@@ -55,6 +57,15 @@ class Files:
     quant_dit_path: Path | None = loading(
         None, values.path, "folder of quantised DiT weights, used instead"
     )
+    recipe: str = option(
+        "auto", choice(*RECIPES), "of a distilled model; default auto: by file names"
+    )
+
+
+@dataclass(frozen=True)
+class Loras:
+    """LoRA and difference files, by the network that they change."""
+
     lora: tuple[str, ...] = loading(
         (), values.files, "FILE[=STRENGTH], merged into every expert; repeatable"
     )
@@ -66,9 +77,6 @@ class Files:
     )
     lora_dir: Path | None = loading(
         None, values.path, "folder with {high,low}_noise_model.safetensors"
-    )
-    recipe: str = option(
-        "auto", choice(*RECIPES), "of a distilled model; default auto: by file names"
     )
 
 

@@ -12,6 +12,7 @@ from wan.settings.command import (
     Evidence,
     Files,
     Images,
+    Loras,
     Many,
     Output,
     Planning,
@@ -27,7 +28,7 @@ from wan.settings.values import switch
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "what to generate": (Request, Images),
-    "checkpoint": (Files,),
+    "checkpoint": (Files, Loras),
     "sampling": (Sampling,),
     "device and memory": (Execution,),
     "attention": (Attention,),

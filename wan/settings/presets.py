@@ -1,9 +1,8 @@
-"""The tasks: architecture and sampling defaults of the published Wan checkpoints (numbers only)."""
+"""The tasks, one row each: sizes and sampling defaults of the published Wan checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 NEGATIVE_PROMPT = (
     "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，"
@@ -26,37 +25,58 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One task. Guidance scales are (low noise, high noise); a single network uses the first."""
+    """One task. The defaults are those of Wan2.1's networks of 14B parameters.
+
+    Attributes:
+        kind: "t2v", "i2v" or "ti2v", by what conditions the video. `wan.api` has a class for each.
+        folder: The name of the official checkpoint's folder.
+        experts: "high_noise" and "low_noise" where two networks share the steps, else "dit".
+        vae: The version of the VAE.
+        sample_guide_scale: (low noise, high noise). A single network takes the first.
+        boundary: The share of the training timesteps from which on the high-noise expert works.
+        images: How many images CLIP looks at.
+        small_shift: The `sample_shift` of 832*480 and 480*832, where it is another one.
+        diffusers_shift: `flow_shift` of the published scheduler of diffusers.
+        sharded: The published weights of a network are several files.
+        tiny_head_dim: Channels of a head in a tiny checkpoint, which has the real number of heads.
+    """
 
     task: str
-    kind: str  # "t2v", "i2v" or "ti2v": what conditions the video
-    folder: str  # the official checkpoint's folder name
-    experts: tuple[str, ...]
-    dim: int
-    ffn_dim: int
-    num_heads: int
-    num_layers: int
-    vae: str
-    vae_stride: tuple[int, int, int]
+    kind: str
+    folder: str
+    experts: tuple[str, ...] = ("dit",)
+    dim: int = 5120
+    ffn_dim: int = 13824
+    num_heads: int = 40
+    num_layers: int = 40
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    vae: str = "2.1"
     sample_steps: int
     sample_shift: float
-    sample_guide_scale: tuple[float, float]
-    boundary: float | None
-    size: tuple[int, int]
-    trained_sizes: tuple[str, ...]
+    sample_guide_scale: tuple[float, float] = (5.0, 5.0)
+    boundary: float | None = None
+    size: tuple[int, int] = (1280, 720)
+    trained_sizes: tuple[str, ...] = ("720*1280", "1280*720", "480*832", "832*480")
     frame_num: int = 81
     fps: int = 16
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-    images: int = 0  # that CLIP looks at
+    images: int = 0
     negative_prompt: str = NEGATIVE_PROMPT
-    small_shift: float | None = None  # sample_shift of 832*480 and 480*832, where another one
+    small_shift: float | None = None
+    diffusers_shift: float = 3.0
+    sharded: bool = True
+    tiny_head_dim: int = 6
 
     @property
     def prompt(self) -> str:
         """An example."""
         return EXAMPLE_PROMPTS[self.kind]
+
+    @property
+    def vae_stride(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video for one of the latents."""
+        return {"2.1": (4, 8, 8), "2.2": (4, 16, 16)}[self.vae]
 
     @property
     def latent_channels(self) -> int:
@@ -70,26 +90,7 @@ class Preset:
 
 
 _TWO = ("high_noise", "low_noise")
-_ONE = ("dit",)
-_A14B_SIZES = ("720*1280", "1280*720", "480*832", "832*480")
-_NET_14B: dict[str, Any] = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
-_VAE_21: dict[str, Any] = {"vae": "2.1", "vae_stride": (4, 8, 8)}
-_DENSE: dict[str, Any] = {
-    "experts": _ONE,
-    **_VAE_21,
-    "sample_guide_scale": (5.0, 5.0),
-    "boundary": None,
-}
-_WAN21: dict[str, Any] = {**_DENSE, "kind": "t2v", "sample_steps": 50, "sample_shift": 5.0}
-_IMAGE21: dict[str, Any] = {
-    **_DENSE,
-    "kind": "i2v",
-    **_NET_14B,
-    "size": (1280, 720),
-    "trained_sizes": _A14B_SIZES,
-}
-
-PRESETS: dict[str, Preset] = {
+PRESETS = {
     preset.task: preset
     for preset in (
         Preset(
@@ -97,94 +98,85 @@ PRESETS: dict[str, Preset] = {
             kind="t2v",
             folder="Wan2.2-T2V-A14B",
             experts=_TWO,
-            **_NET_14B,
-            **_VAE_21,
             sample_steps=40,
             sample_shift=12.0,
             sample_guide_scale=(3.0, 4.0),
             boundary=0.875,
-            size=(1280, 720),
-            trained_sizes=_A14B_SIZES,
         ),
         Preset(
             task="i2v-A14B",
             kind="i2v",
             folder="Wan2.2-I2V-A14B",
             experts=_TWO,
-            **_NET_14B,
-            **_VAE_21,
             sample_steps=40,
             sample_shift=5.0,
             sample_guide_scale=(3.5, 3.5),
             boundary=0.900,
-            size=(1280, 720),
-            trained_sizes=_A14B_SIZES,
         ),
         Preset(
             task="ti2v-5B",
             kind="ti2v",
             folder="Wan2.2-TI2V-5B",
-            experts=_ONE,
             dim=3072,
             ffn_dim=14336,
             num_heads=24,
             num_layers=30,
             vae="2.2",
-            vae_stride=(4, 16, 16),
             sample_steps=50,
             sample_shift=5.0,
-            sample_guide_scale=(5.0, 5.0),
-            boundary=None,
             size=(1280, 704),
             trained_sizes=("704*1280", "1280*704"),
             frame_num=121,
             fps=24,
+            diffusers_shift=5.0,
+            tiny_head_dim=8,
         ),
         Preset(
             task="t2v-1.3B",
+            kind="t2v",
             folder="Wan2.1-T2V-1.3B",
             dim=1536,
             ffn_dim=8960,
             num_heads=12,
             num_layers=30,
+            sample_steps=50,
+            sample_shift=5.0,
             size=(832, 480),
             trained_sizes=("480*832", "832*480"),
-            **_WAN21,
+            sharded=False,
+            tiny_head_dim=8,
         ),
         Preset(
             task="t2v-14B",
+            kind="t2v",
             folder="Wan2.1-T2V-14B",
-            **_NET_14B,
-            size=(1280, 720),
-            trained_sizes=_A14B_SIZES,
-            **_WAN21,
+            sample_steps=50,
+            sample_shift=5.0,
         ),
         Preset(
             task="i2v-14B",
+            kind="i2v",
             folder="Wan2.1-I2V-14B-720P",
             sample_steps=40,
             sample_shift=5.0,
             small_shift=3.0,
             images=1,
             negative_prompt=SHAKY + NEGATIVE_PROMPT,
-            **_IMAGE21,
         ),
         Preset(
             task="flf2v-14B",
+            kind="i2v",
             folder="Wan2.1-FLF2V-14B-720P",
             sample_steps=50,
             sample_shift=16.0,
             images=2,
             negative_prompt=CUTS + SHAKY + NEGATIVE_PROMPT,
-            **_IMAGE21,
         ),
     )
 }
 
 ALIASES = {"t2v-14B": "t2v-A14B", "i2v-14B": "i2v-A14B"}
 """Other names of the two-expert tasks. A folder with a single network makes them Wan2.1's."""
-
-TASKS = tuple(PRESETS)
 
 EXAMPLE_PROMPTS = {
     "t2v": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "
