@@ -164,8 +164,7 @@ def main() -> None:
                     times, told = block(share, LAYERS[MODES[0].name], options.seconds)
             else:
                 times, told = block(share, LAYERS[name], options.seconds)
-            series = None if told.series is None else told.series.record()
-            found[name].append({"layers": times, "power": told.record(), "series": series})
+            found[name].append({"layers": times, "power": told.record(), "series": told.series})
             middle = statistics.median(times[len(times) // 2 :])  # the clock has settled
             print(f"{name}: {1e3 * middle:.2f} ms a layer, {len(times)} layers. {told.line()}")
     base = _settled(found[MODES[0].name])

@@ -15,7 +15,7 @@ import pytest
 
 from tests.dist import Ranks, launcher
 from wan.cli import main as generate
-from wan.power import rapl
+from wan.power import meter, rapl
 from wan.power.meter import (
     Absent,
     Measured,
@@ -23,7 +23,6 @@ from wan.power.meter import (
     MeterError,
     PowerSource,
     Sample,
-    Series,
     combine,
 )
 
@@ -162,16 +161,16 @@ def test_a_failing_run_does_not_wait_for_the_meter() -> None:
     assert not [t for t in threading.enumerate() if t.name == "power meter"]
 
 
-def test_a_series_is_bounded() -> None:
-    series = Series(most=100)
-    for number in range(10_000):
-        series.add(Sample(float(number), time=float(number)))
-    times = [one.time for one in series.samples]
-    assert 50 <= len(times) <= 100 and times[0] == 0 and times[-1] > 9_700
-    steps = np.diff(np.array(times))
-    assert (steps == steps[0]).all() and [one.watts for one in series.samples] == times
-    assert {len(column) for column in series.record().values()} == {len(times)}
-    json.dumps(series.record(), allow_nan=False)
+def test_a_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long run, the record has evenly spaced readings, and the sums are those of all."""
+    monkeypatch.setattr(meter, "MOST_RECORDED", 100)
+    found = measured([Sample(float(t), time=float(t)) for t in range(10_001)])
+    assert found.series is not None and (found.peak_w, found.mean_w) == (10_000, 5_000)
+    seconds = found.series["seconds"]
+    assert 50 <= len(seconds) <= 100 and seconds[0] == 0 and seconds[-1] > 9_700
+    assert len({*np.diff(np.array(seconds))}) == 1 and found.series["watts"] == seconds
+    assert {len(column) for column in found.series.values()} == {len(seconds)}
+    json.dumps(found.series, allow_nan=False)
 
 
 def test_a_record_is_json() -> None:
@@ -321,11 +320,12 @@ def test_a_run_on_the_cpu(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert generate.main([*argv, "--power", "--save_file", str(out)]) == 0
     check_metered(out, capfd.readouterr().out)
     assert "power" not in json.loads(out.with_suffix(".json").read_text())["settings"]
-    latents = str(out.with_suffix(".latents.safetensors"))
-    assert generate.main(["--decode_latents", latents, "--power"]) == 0
-    check_metered(out, capfd.readouterr().out)
-    assert generate.main(["--decode_latents", latents]) == 0
-    assert "power" not in json.loads(out.with_suffix(".json").read_text())
+    argv = ["--decode_latents", str(out.with_suffix(".latents.safetensors"))]
+    metered, plain = tmp_path / "metered.mp4", tmp_path / "plain.mp4"
+    assert generate.main([*argv, "--power", "--save_file", str(metered)]) == 0
+    check_metered(metered, capfd.readouterr().out)
+    assert generate.main([*argv, "--save_file", str(plain)]) == 0
+    assert "power" not in json.loads(plain.with_suffix(".json").read_text())
     assert "Power" not in capfd.readouterr().out
 
 

@@ -1,6 +1,6 @@
-"""The power meter: readings of a device, taken by a thread beside the run, and what they tell.
+"""The power meter: a thread reads a device while it works, and the readings are summed up.
 
-Importing it imports no torch: the sources read the vendors' libraries and tools, beside PyTorch.
+Importing it imports no torch: the sources read the vendors' libraries and tools directly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import TracebackType
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from wan import host
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import Team
 
 PERIOD = 0.05  # seconds between two readings, where the source allows it
-MOST_KEPT = 1 << 16  # samples of a series: 55 minutes at 50 ms; then every second one goes
+MOST_RECORDED = 1 << 16  # rows of a series: 55 minutes at 50 ms
 
 
 class MeterError(Exception):
@@ -28,7 +29,7 @@ class MeterError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading; what the source cannot tell is None."""
+    """One reading. A value is None where the source does not have it."""
 
     watts: float | None = None
     joules: float | None = None  # of a counter, of which only differences count
@@ -42,7 +43,7 @@ class PowerSource(Protocol):
 
     name: str
     device: str = ""  # as the vendor's tools name it
-    power_is: str = ""  # what `Sample.watts` is, such as a mean of a second
+    power_is: str = ""  # how `Sample.watts` is measured, for example as the mean of a second
     period: float = 0.0  # fewest seconds between two readings
     limit_w: float | None = None
     rated_mhz: float | None = None  # the device's highest clock
@@ -59,7 +60,7 @@ class PowerSource(Protocol):
 
 
 class Absent(PowerSource):
-    """Stands for the meter of a device that has none."""
+    """The source of a device that has no meter."""
 
     name = "none"
 
@@ -70,90 +71,14 @@ class Absent(PowerSource):
         raise MeterError(self.why)
 
 
-class Series:
-    """Samples, and sums over the time between them, in which values run in straight lines.
-
-    Of a long run, samples further apart are kept; the sums are those of all samples.
-    """
-
-    def __init__(self, most: int = MOST_KEPT) -> None:
-        self.samples: list[Sample] = []
-        self.count, self.seconds = 0, 0.0
-        self.joules: float | None = None
-        self.peak_w: float | None = None
-        self.min_mhz: float | None = None
-        self.reasons: dict[str, float] = {}  # seconds
-        self._areas = {name: [0.0, 0.0] for name in ("watts", "mhz", "throttled")}
-        self._first: Sample | None = None
-        self._last: Sample | None = None
-        self._most, self._every = most, 1
-
-    def add(self, sample: Sample) -> None:
-        """Adds a sample; where only a counter tells its power, that since the last sample."""
-        first, last = self._first or sample, self._last
-        if last is not None and sample.time > last.time:
-            if sample.joules is not None and first.joules is not None:
-                self.joules = sample.joules - first.joules
-            if sample.watts is None and sample.joules is not None and last.joules is not None:
-                watts = (sample.joules - last.joules) / (sample.time - last.time)
-                sample = replace(sample, watts=watts)
-            for one in (last, sample):
-                self._weigh(one, (sample.time - last.time) / 2)
-            self.seconds = sample.time - first.time
-        self._first, self._last = first, sample
-        if sample.watts is not None:
-            self.peak_w = max(sample.watts, self.peak_w or 0.0)
-        if sample.mhz is not None:
-            self.min_mhz = sample.mhz if self.min_mhz is None else min(sample.mhz, self.min_mhz)
-        if self.count % self._every == 0:
-            self.samples.append(sample)
-        self.count += 1
-        if len(self.samples) > self._most:
-            self._every *= 2
-            del self.samples[1::2]
-
-    def mean(self, name: str) -> float | None:
-        """The mean over the time in which a value was told; of a single sample, its value."""
-        area, seconds = self._areas[name]
-        if seconds or self._last is None:
-            return area / seconds if seconds else None
-        return _values(self._last)[name]
-
-    def _weigh(self, sample: Sample, seconds: float) -> None:
-        for name, value in _values(sample).items():
-            if value is not None:
-                self._areas[name][0] += value * seconds
-                self._areas[name][1] += seconds
-        for reason in sample.reasons or ():
-            self.reasons[reason] = self.reasons.get(reason, 0.0) + seconds
-
-    def record(self) -> dict[str, list[Any]]:
-        """Returns columns of equal length for JSON; seconds count from the first sample."""
-        columns: dict[str, list[Any]] = {
-            "seconds": [round(one.time - self.samples[0].time, 4) for one in self.samples]
-        }
-        for name, digits in (("watts", 2), ("joules", 3), ("mhz", 1)):
-            told = [getattr(one, name) for one in self.samples]
-            columns[name] = [None if value is None else round(value, digits) for value in told]
-        reasons = [one.reasons for one in self.samples]
-        return columns | {
-            "reasons": [None if found is None else sorted(found) for found in reasons]
-        }
-
-
-def _values(sample: Sample) -> dict[str, float | None]:
-    throttled = None if sample.reasons is None else float(bool(sample.reasons))
-    return {"watts": sample.watts, "mhz": sample.mhz, "throttled": throttled}
-
-
 @dataclass(frozen=True)
 class Measured:
-    """What a meter has found from its start to its stop, or the meters of several devices."""
+    """What a meter measured from its start to its stop, or the meters of several devices."""
 
     source: str = "none"  # the interface that was read
     device: str = ""
-    machine: str = ""  # named so that no other has the name
-    covers: str = ""  # which part of a run was metered
+    machine: str = ""  # an identifier that no other machine has
+    covers: str = ""  # the part of a run that was metered
     why: str | None = None  # why nothing was measured; of several devices, why one was not
     power_is: str = ""
     period: float = 0.0  # seconds between two readings that were aimed at
@@ -163,7 +88,7 @@ class Measured:
     mean_w: float | None = None  # of several devices, their sum
     peak_w: float | None = None  # highest power of one device
     joules: float | None = None  # of several devices, their sum
-    joules_by: str = ""  # how the energy was found
+    joules_by: str = ""  # how the energy was measured
     mean_mhz: float | None = None
     min_mhz: float | None = None
     rated_mhz: float | None = None
@@ -173,10 +98,10 @@ class Measured:
     smoothing: dict[str, float] | None = None
     cpu_seconds: float = 0.0  # CPU time of metering, also in processes that it started
     parts: tuple[Measured, ...] = ()  # of several devices, each
-    series: Series | None = None  # of one device
+    series: dict[str, list[Any]] | None = None  # of one device: columns of equal length, for JSON
 
     def record(self) -> dict[str, Any]:
-        """Returns the result for JSON, without the series, which has a record of its own."""
+        """Returns the result for JSON, without the series."""
         if not self.samples:
             return {"source": self.source, "why": self.why}
         left_out = ("machine", "series", "parts", "reasons")
@@ -218,6 +143,63 @@ class Measured:
         return f"Power ({self.source}): {'; '.join(parts)}."
 
 
+def sum_up(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Returns the fields of `Measured` that follow from the readings of one device.
+
+    Between two readings, values are taken to run in straight lines; a mean is over the time in
+    which the value is known. An energy counter is believed more than the integral of power.
+
+    Args:
+        samples: At least one reading, with increasing times.
+    """
+    columns: dict[str, list[Any]] = {
+        one.name: [getattr(sample, one.name) for sample in samples] for one in fields(Sample)
+    }
+    times, counter = columns.pop("time"), columns["joules"]
+    seconds, joules, by = times[-1] - times[0], None, "energy counter"
+    spans = [until - since for since, until in pairwise(times)]
+    if seconds and None not in (counter[0], counter[-1]):
+        joules = counter[-1] - counter[0]
+        if not any(columns["watts"]):  # power is that since the last reading
+            gained = [b - a for a, b in pairwise(counter)]
+            columns["watts"] = [None, *(j / s for j, s in zip(gained, spans, strict=True))]
+    weights = [(before + after) / 2 for before, after in pairwise([0.0, *spans, 0.0])]
+    mean = partial(_mean, weights if seconds else [1.0])
+    mean_w, reasons = mean(columns["watts"]), columns["reasons"]
+    if joules is not None:
+        mean_w = joules / seconds
+    elif mean_w is not None and seconds:
+        joules, by = mean_w * seconds, "integral of power"
+    watts, mhz = ([x for x in columns[name] if x is not None] for name in ("watts", "mhz"))
+    every = -(-len(samples) // MOST_RECORDED)
+    recorded = {"seconds": [round(at - times[0], 4) for at in times]}
+    for name, digits in (("watts", 2), ("joules", 3), ("mhz", 1)):
+        recorded[name] = [None if x is None else round(x, digits) for x in columns[name]]
+    recorded["reasons"] = [None if held is None else sorted(held) for held in reasons]
+    return {
+        "seconds": seconds,
+        "samples": len(samples),
+        "mean_w": mean_w,
+        "peak_w": max(watts, default=None),
+        "joules": joules,
+        "joules_by": "" if joules is None else by,
+        "mean_mhz": mean(columns["mhz"]),
+        "min_mhz": min(mhz, default=None),
+        "throttled": mean([None if held is None else float(bool(held)) for held in reasons]),
+        "reasons": {
+            name: mean([float(name in (held or ())) for held in reasons])
+            for name in sorted(frozenset().union(*(held for held in reasons if held)))
+        },
+        "series": {name: column[::every] for name, column in recorded.items()},
+    }
+
+
+def _mean(weights: Sequence[float], values: Sequence[float | None]) -> float | None:
+    known = [(x, weight) for x, weight in zip(values, weights, strict=True) if x is not None]
+    whole = sum(weight for _, weight in known)
+    return sum(x * weight for x, weight in known) / whole if whole else None
+
+
 _TOGETHER: dict[str, Any] = {
     **dict.fromkeys(("samples", "failed", "mean_w", "joules"), sum),
     **dict.fromkeys(("period", "seconds", "peak_w", "rated_mhz", "limit_w"), max),
@@ -229,7 +211,7 @@ def combine(found: Sequence[Measured]) -> Measured:
     """Returns what all ranks have measured, together.
 
     A device that several ranks have metered (the CPU, a board of two NPUs) counts once, by the
-    longest of their measurements. Means are over the time of the devices that tell the value.
+    longest of their measurements. Means are over the time of the devices that have the value.
     """
     longest: dict[tuple[str, ...], Measured] = {}
     for one in sorted(found, key=lambda one: one.seconds):
@@ -239,21 +221,20 @@ def combine(found: Sequence[Measured]) -> Measured:
     why = next((one.why for one in found if not one.samples), None)
     if len(parts) < 2:
         return replace(parts[0], why=why) if parts else Measured(why=why)
+
+    mean = partial(_mean, [one.seconds for one in parts])
     together: dict[str, Any] = {}
     for name, take in _TOGETHER.items():
-        told = [value for one in parts if (value := getattr(one, name)) is not None]
-        together[name] = take(told) if told else None
-    for name in ("mean_mhz", "throttled"):
-        timed = [(v, one.seconds) for one in parts if (v := getattr(one, name)) is not None]
-        seconds = sum(s for _, s in timed)
-        together[name] = sum(v * s for v, s in timed) / seconds if seconds else None
-    whole = sum(one.seconds for one in parts)
+        known = [value for one in parts if (value := getattr(one, name)) is not None]
+        together[name] = take(known) if known else None
+    names = sorted({name for one in parts for name in one.reasons})
     return Measured(
         source=", ".join(dict.fromkeys(one.source for one in parts)),
         why=why,
+        mean_mhz=mean([one.mean_mhz for one in parts]),
+        throttled=mean([one.throttled for one in parts]),
         reasons={
-            name: sum(one.reasons.get(name, 0.0) * one.seconds for one in parts) / whole
-            for name in sorted({name for one in parts for name in one.reasons})
+            name: mean([one.reasons.get(name, 0.0) for one in parts]) or 0.0 for name in names
         },
         cpu_seconds=sum(one.cpu_seconds for one in found),
         parts=parts,
@@ -264,13 +245,12 @@ def combine(found: Sequence[Measured]) -> Measured:
 class Meter:
     """Reads a source every `period` seconds, or as often as it allows, from start to stop.
 
-    A reading that fails is counted and the next one tried: the run that is metered goes on,
-    whatever the meter meets.
+    A reading that fails is counted, and the next one is tried: the metered run goes on.
     """
 
     def __init__(self, source: PowerSource, period: float = PERIOD) -> None:
         self.source, self.period = source, max(period, source.period)
-        self.series = Series()
+        self._samples: list[Sample] = []
         self._failed, self._why = 0, "no reading was made"
         self._cpu_seconds = 0.0
         self._ended = threading.Event()
@@ -284,55 +264,35 @@ class Meter:
         self._thread.start()
 
     def stop(self) -> Measured:
-        """Takes the last reading and returns what was found; called again, the same."""
-        source, series = self.source, self.series
+        """Takes the last reading and returns what was measured; called again, the same."""
+        source = self.source
         if self._thread is not None:
             self._ended.set()
             self._thread.join()
             self._thread = None
             source.close()
-        if not series.count:
+        if not self._samples:
             return Measured(machine=host.machine(), why=self._why, failed=self._failed)
-        mean_w, joules, by = series.mean("watts"), series.joules, "energy counter"
-        if joules is not None:
-            mean_w = joules / series.seconds
-        elif mean_w is not None and series.seconds:
-            joules, by = mean_w * series.seconds, "integral of power"
         return Measured(
             source=source.name,
             device=source.device,
             machine=host.machine(),
             power_is=source.power_is,
             period=self.period,
-            seconds=series.seconds,
-            samples=series.count,
             failed=self._failed,
-            mean_w=mean_w,
-            peak_w=series.peak_w,
-            joules=joules,
-            joules_by="" if joules is None else by,
-            mean_mhz=series.mean("mhz"),
-            min_mhz=series.min_mhz,
             rated_mhz=source.rated_mhz,
             limit_w=source.limit_w,
-            throttled=series.mean("throttled"),
-            reasons={name: s / series.seconds for name, s in sorted(series.reasons.items())},
             smoothing=source.smoothing,
             cpu_seconds=self._cpu_seconds,
-            series=series,
+            **sum_up(self._samples),
         )
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.stop()
         self._ended.set()  # a run that fails does not wait for a last reading
 
@@ -347,7 +307,9 @@ class Meter:
 
     def _read(self) -> None:
         try:
-            self.series.add(self.source.read())
+            sample = self.source.read()
+            if not self._samples or sample.time > self._samples[-1].time:
+                self._samples.append(sample)
         except MeterError as reason:
             self._failed, self._why = self._failed + 1, str(reason)
         self._cpu_seconds = time.thread_time() + self.source.cpu_elsewhere

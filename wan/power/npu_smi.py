@@ -1,9 +1,10 @@
 """Power and clock of an Ascend NPU, from the vendor's command `npu-smi`.
 
-Words of the tool: a board ("NPU ID") carries one or two dies ("Chip ID") and a controller ("Mcu").
-A2: the die tells its power. A3: both dies tell that of their board; the table has it for the first
-one and "-" for the second. 300I Duo: only the controller tells it, and the table says "NA". A5: a
-board is a die, and the outputs name no Chip ID. Checked with outputs of npu-smi 20.2 to 26.0.
+In the tool's words a board ("NPU ID") carries one or two dies ("Chip ID") and a controller ("Mcu").
+On an A2 each die reports its power. On an A3 both dies report the power of their board; the table
+has it for the first die and "-" for the second. On a 300I Duo only the controller reports it, and
+the table has "NA". On an A5 a board is a die, and the outputs have no Chip ID. The parsers were
+checked with outputs of npu-smi 20.2 to 26.0.
 """
 
 from __future__ import annotations
@@ -11,111 +12,112 @@ from __future__ import annotations
 import re
 import resource
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from wan.power.meter import MeterError, PowerSource, Sample
 
 BELOW_RATED = "clock below the rated one"
-_PATIENCE = 10.0  # seconds for one answer, which usually takes less than a half
+_PATIENCE = 10.0  # seconds for one answer, which usually takes less than half a second
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-_POWER = ("NPU Real-time Power(W)", "Power Dissipation(W)")  # not the rated one
+_HEADINGS = re.compile(r"^\| NPU +Name +\| Health +\| Power\(W\) ", re.MULTILINE)
+_DIE = (
+    re.compile(  # the two lines of a die: board | health | power, and die | bus | use of its cores
+        r"^\| (\d+) [^|]*\|[^|]*\| (\S+) [^|]*\|\n\| \d+ [^|]*\| (?:NA|[^|]*:[^|]*) *\|[^|]*\|$",
+        re.MULTILINE | re.ASCII,
+    )
+)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a die is."""
 
     board: int
     die: int
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one output tells of a die, or of its board; None where it does not.
-
-    busy: The die's cores were in use.
-    """
+class Reading(NamedTuple):
+    """What one output reports of a die, or of its board; a value that it lacks is None."""
 
     watts: float | None = None
     mhz: float | None = None
     rated_mhz: float | None = None
-    busy: bool | None = None
+    busy: bool | None = None  # the die's cores were in use
 
 
 def places(text: str) -> dict[int, Place]:
-    """Of `npu-smi info -m`: PyTorch's number of each die -> where it is.
+    """Parses `npu-smi info -m`: PyTorch's number of each die -> where it is.
 
     Raises:
-        MeterError: Where the text holds no such table.
+        MeterError: The text holds no such table.
     """
-    lines = [re.split(r"\s{2,}", line.strip()) for line in _complete(text)]
-    heads = [number for number, line in enumerate(lines) if {"NPU ID", "Chip ID"} <= {*line}]
+    names: list[str] = []
     found = {}
-    for head in heads[:1]:
-        names = lines[head]
-        for line in lines[head + 1 :]:
-            row = dict(zip(names, line, strict=False))
-            board, die = _whole(row.get("NPU ID")), _whole(row.get("Chip ID"))
-            logic = _whole(row.get("Chip Logic ID", row.get("NPU ID")))  # an A5 names it so
-            if board is not None and die is not None and logic is not None:  # no controller
-                found[logic] = Place(board, die)
+    for line in _complete(text):
+        cells = re.split(r"\s{2,}", line)
+        if not names and {"NPU ID", "Chip ID"} <= {*cells}:
+            names = cells
+        row = dict(zip(names, cells, strict=False))
+        logic = row.get("Chip Logic ID", row.get("NPU ID"))  # an A5 names it so
+        board, die, index = (_whole(x) for x in (row.get("NPU ID"), row.get("Chip ID"), logic))
+        if board is not None and die is not None and index is not None:  # no controller
+            found[index] = Place(board, die)
     if not found:
-        raise MeterError(f"`npu-smi info -m` lists no NPU: {_begin(text)}")
+        raise MeterError(f"npu-smi info -m lists no NPU: {_begin(text)}")
     return found
 
 
 def powers(text: str) -> dict[int, list[float | None]]:
-    """Of `npu-smi info`: of each board, what the table has as the power of each of its dies.
+    """Parses `npu-smi info`: board -> what the table has as the power of each of its dies.
 
     Raises:
-        MeterError: Where the text holds no such table.
+        MeterError: The text holds no such table.
     """
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _table(text)]
-    column = next((n for n, cell in enumerate(rows[0]) if cell.startswith("Power(W)")), None)
+    lines = "\n".join(_complete(text))
+    headings = _HEADINGS.search(lines)
     found: dict[int, list[float | None]] = {}
-    for first, second in zip(rows[1:], rows[2:], strict=False):  # the two lines of a die
-        if column is None or len(first) != len(rows[0]) or len(second) != len(rows[0]):
-            continue
-        board = _whole("".join(first[0].split()[:1]))
-        if board is not None and not _bus(first[1]) and _bus(second[1]):
-            watts = _positive("".join(first[column].split()[:1]))
-            found.setdefault(board, []).append(watts)
+    for board, watts in _DIE.findall(lines, headings.end()) if headings else ():
+        found.setdefault(int(board), []).append(_positive(watts))
     if not found:
-        raise MeterError(f"`npu-smi info` shows no power of NPUs: {_begin(text)}")
+        raise MeterError(f"npu-smi info shows no power of NPUs: {_begin(text)}")
     return found
 
 
 def from_table(text: str, place: Place) -> Reading:
-    """Of `npu-smi info`: the power of a die, or of its board where only that is told.
+    """Parses `npu-smi info`: the power of a die, or of its board where only that is reported.
 
     Raises:
         MeterError: As `powers`, and where the table has neither.
     """
-    told = powers(text).get(place.board, [])
-    own = told[place.die : place.die + 1]
-    watts = next((watts for watts in (*own, *told) if watts is not None), None)
+    dies = powers(text).get(place.board, [])
+    watts = next((w for w in (*dies[place.die : place.die + 1], *dies) if w is not None), None)
     if watts is None:
-        raise MeterError(f"`npu-smi info` tells no power of NPU {place.board}")
-    return Reading(watts=watts)
+        raise MeterError(f"npu-smi info has no power of NPU {place.board}")
+    return Reading(watts)
 
 
 def from_fields(text: str, place: Place) -> Reading:
-    """Of `npu-smi info -t common -i BOARD` or `-t power`: blocks of "name : value" lines.
+    """Parses `npu-smi info -t common -i BOARD` or `-t power`: blocks of "name : value" lines.
 
     A block is a die's, with its Chip ID as the first or the last line, or the controller's.
 
     Raises:
-        MeterError: Where the text tells no power.
+        MeterError: The text holds no power.
     """
-    blocks = [_fields(block) for block in re.split(r"\n\s*\n", "\n".join(_complete(text)))]
+    blocks: list[dict[str, str]] = [{}]
+    for line in _complete(text):
+        name, colon, value = line.partition(":")
+        if colon:
+            blocks[-1][" ".join(name.split())] = value.strip()
+        elif not line:
+            blocks.append({})
     own = next((block for block in blocks if _whole(block.get("Chip ID")) == place.die), None)
-    if own is None:  # an A5 names none
-        own = next((b for b in blocks if "Chip ID" not in b and "Chip Name" not in b and _w(b)), {})
-    boards = (block for block in blocks if "Chip ID" not in block)  # the controller's
-    watts = next((w for block in (own, *boards) if (w := _w(block)) is not None), None)
+    boards = [block for block in blocks if "Chip ID" not in block and _watts(block) is not None]
+    if own is None:  # on an A5
+        own = next((block for block in boards if "Chip Name" not in block), {})
+    watts = next((w for block in (own, *boards) if (w := _watts(block)) is not None), None)
     if watts is None:
-        raise MeterError(f"npu-smi tells no power of NPU {place.board}: {_begin(text)}")
+        raise MeterError(f"npu-smi has no power of NPU {place.board}: {_begin(text)}")
     usage = _NUMBER.fullmatch(own.get("Aicore Usage Rate(%)", ""))
     return Reading(
         watts=watts,
@@ -125,46 +127,21 @@ def from_fields(text: str, place: Place) -> Reading:
     )
 
 
-def run(*arguments: str) -> str:
-    """What npu-smi answers. MeterError where it cannot be called or fails."""
-    command = f"`npu-smi {' '.join(arguments)}`"
-    try:
-        done = subprocess.run(
-            ["npu-smi", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_PATIENCE,
-            text=True,
-            errors="replace",
-        )
-    except FileNotFoundError as error:
-        raise MeterError(
-            "there is no npu-smi on the PATH; in a container, mount /usr/local/bin/npu-smi and "
-            "/usr/local/dcmi"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise MeterError(f"{command} has not answered within {_PATIENCE:g} s") from error
-    except OSError as error:
-        raise MeterError(f"{command} cannot be called ({error.strerror or error})") from error
-    if done.returncode != 0:
-        last = [line.strip() for line in done.stdout.splitlines() if line.strip()][-1:]
-        raise MeterError(f"{command} failed: {''.join(last) or f'exit code {done.returncode}'}")
-    return done.stdout
-
-
 class NpuSmi(PowerSource):
-    """One call of npu-smi per reading. Dies that are told one power are one device."""
+    """Calls npu-smi once for each reading. Dies that report one power are one device."""
 
     name = "npu-smi"
     power_is = "the tool's latest value"
     period = 1.0  # the tool refreshes no faster, and a call of it is a process
 
     def __init__(self, index: int) -> None:
-        """index: of the NPU among all that this process could see.
+        """Finds out which output of npu-smi has the power of an NPU.
+
+        Args:
+            index: The NPU's number among all of the machine.
 
         Raises:
-            MeterError: Where npu-smi is not there, may not be used, or tells no power.
+            MeterError: npu-smi is not there, may not be used, or reports no power.
         """
         self.cpu_elsewhere = 0.0
         found = places(self._answer("info", "-m"))
@@ -173,29 +150,25 @@ class NpuSmi(PowerSource):
         self._place = found[index]
         board = str(self._place.board)
         self.device = f"NPU {board}"
-        if self._alone():
+        try:
+            dies = powers(self._answer("info")).get(self._place.board, [])
+        except MeterError:
+            dies = []
+        if len(dies) > 1 and None not in dies:  # each has a power of its own
             self.device += f" die {self._place.die}"
+        refusals = []
         ways: tuple[tuple[Callable[[str, Place], Reading], tuple[str, ...]], ...] = (
             (from_fields, ("info", "-t", "common", "-i", board)),
             (from_fields, ("info", "-t", "power", "-i", board)),
             (from_table, ("info",)),
         )
-        refusals = []
         for self._parse, self._arguments in ways:
             try:
                 self.rated_mhz = self._reading().rated_mhz
                 return
             except MeterError as reason:
-                refusals.append(str(reason))
-        raise MeterError(refusals[0])
-
-    def _alone(self) -> bool:
-        """Whether the die's power is its own, though another die is on its board."""
-        try:
-            told = powers(self._answer("info")).get(self._place.board, [])
-        except MeterError:
-            return False
-        return len(told) > 1 and None not in told
+                refusals.append(reason)
+        raise refusals[0]
 
     def read(self) -> Sample:
         found, reasons = self._reading(), None
@@ -208,47 +181,52 @@ class NpuSmi(PowerSource):
         return self._parse(self._answer(*self._arguments), self._place)
 
     def _answer(self, *arguments: str) -> str:
+        """Returns what npu-smi prints; raises MeterError where it cannot be called or fails."""
+        command = " ".join(["npu-smi", *arguments])
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:
-            return run(*arguments)
+            done = subprocess.run(
+                ["npu-smi", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=_PATIENCE,
+                text=True,
+                errors="replace",
+            )
+        except FileNotFoundError as error:
+            raise MeterError(
+                "there is no npu-smi on the PATH; in a container, mount /usr/local/bin/npu-smi and "
+                "/usr/local/dcmi"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise MeterError(f"{command} has not answered within {_PATIENCE:g} s") from error
+        except OSError as error:
+            raise MeterError(f"{command} cannot be called ({error.strerror or error})") from error
         finally:
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             self.cpu_elsewhere += after.ru_utime - before.ru_utime
             self.cpu_elsewhere += after.ru_stime - before.ru_stime
+        if done.returncode != 0:
+            last = (done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
+            raise MeterError(f"{command} failed: {last.strip()}")
+        return done.stdout
 
 
-def _table(text: str) -> Sequence[str]:
-    """The lines of the table of NPUs without its rules, from its headings on."""
-    lines = [line.strip() for line in _complete(text) if line.strip().startswith("|")]
-    heads = [n for n, line in enumerate(lines) if "Health" in line and "Name" in line]
-    if not heads:
-        raise MeterError(f"`npu-smi info` shows no table of NPUs: {_begin(text)}")
-    ends = [n for n, line in enumerate(lines) if "Process" in line and n > heads[0]]
-    return lines[heads[0] : ends[0] if ends else None]
+def _complete(text: str) -> list[str]:
+    """Returns the lines that have their end: a value that is cut off would be another one."""
+    return [line.strip() for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _bus(cell: str) -> bool:
-    return ":" in cell or cell == "NA"
-
-
-def _complete(text: str) -> Sequence[str]:
-    """The lines that have their end: a value that is cut off would be another one."""
-    return text[: text.rfind("\n") + 1].splitlines()
-
-
-def _fields(block: str) -> Mapping[str, str]:
-    pairs = (line.split(":", 1) for line in block.splitlines() if ":" in line)
-    return {" ".join(name.split()): value.strip() for name, value in pairs}
-
-
-def _w(block: Mapping[str, str]) -> float | None:
-    return next((w for name in _POWER if (w := _positive(block.get(name, ""))) is not None), None)
+def _watts(block: Mapping[str, str]) -> float | None:
+    """Returns the power in a block; the rated power has another name and is not looked for."""
+    names = ("NPU Real-time Power(W)", "Power Dissipation(W)")
+    return next((w for name in names if (w := _positive(block.get(name, ""))) is not None), None)
 
 
 def _positive(text: str) -> float | None:
-    """A value above 0: virtual NPUs show 0 where they do not know it; others "-" or "NA"."""
-    found = _NUMBER.fullmatch(text)
-    return float(text) or None if found else None
+    """Returns a value above 0: virtual NPUs show 0 where they do not know it; others "-", "NA"."""
+    return float(text) or None if _NUMBER.fullmatch(text) else None
 
 
 def _whole(text: str | None) -> int | None:
@@ -256,6 +234,6 @@ def _whole(text: str | None) -> int | None:
 
 
 def _begin(text: str) -> str:
-    """How an answer that cannot be used begins, for a reason."""
+    """Returns how an answer that cannot be used begins, for an error."""
     lines = [line.strip() for line in text.splitlines() if line.strip().strip("+-=|")]
     return f"it says {lines[0][:60]!r}" if lines else "it says nothing"

@@ -25,16 +25,14 @@ REASONS = {  # bits of the "clocks event reasons" with which something lowers th
     0x200: "board limit",
     0x400: "reliability",
 }
-"""Not among them: idle, clocks that the user has set, sync boost, display."""
+"""Idle, clocks that the user has set, sync boost and display are not among them."""
 _UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by nvmlValueType_t
-_SMOOTHING = {  # of a GPU; library versions before 12.570 do not know these fields
+_SMOOTHING = {  # fields that library versions before 12.570 do not know
     "enabled": "ENABLED",
     "immediate_ramp_down": "IMM_RAMP_DOWN_ENABLED",
     "applied_floor": "APPLIED_TMP_FLOOR",
     "profile": "ACTIVE_PRESET_PROFILE",
-}
-_PROFILE = {  # of its active profile
-    "floor_percent": "PROFILE_PERCENT_TMP_FLOOR",
+    "floor_percent": "PROFILE_PERCENT_TMP_FLOOR",  # this and the next ones are of that profile
     "ramp_up_mw_per_s": "PROFILE_RAMP_UP_RATE",
     "ramp_down_mw_per_s": "PROFILE_RAMP_DOWN_RATE",
     "ramp_down_hysteresis_ms": "PROFILE_RAMP_DOWN_HYST_VAL",
@@ -121,8 +119,8 @@ class Nvml(PowerSource):
     def close(self) -> None:
         self._try(self._nvml.nvmlShutdown)
 
-    def _field(self, *field: int) -> float:
-        """Returns the value of a field: its number and, where it has one, its scope."""
+    def _field(self, *field: int) -> Any:
+        """Returns the value of a field, which has a number and perhaps a scope."""
         asked = [field if len(field) > 1 else field[0]]
         (value,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, asked)
         if value.nvmlReturn != self._nvml.NVML_SUCCESS:
@@ -138,18 +136,14 @@ class Nvml(PowerSource):
 
     def _power_smoothing(self) -> dict[str, float] | None:
         """Returns None before Blackwell, where it is not supported."""
-
-        def told(names: dict[str, str], *scope: int) -> dict[str, float]:
-            numbers = {
-                name: getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)
-                for name, constant in names.items()
-            }
-            asked = ((n, self._try(self._field, f, *scope)) for n, f in numbers.items() if f)
-            return {name: value for name, value in asked if value is not None}
-
-        found = told(_SMOOTHING)
-        if "profile" in found:
-            found |= told(_PROFILE, int(found["profile"]))
+        found: dict[str, float] = {}
+        for name, constant in _SMOOTHING.items():
+            field = [getattr(self._nvml, f"NVML_FI_PWR_SMOOTHING_{constant}", None)]
+            if constant.startswith("PROFILE_"):
+                field.append(found.get("profile"))
+            value = None if None in field else self._try(self._field, *field)
+            if value is not None:
+                found[name] = value
         return found if "enabled" in found else None
 
 

@@ -11,10 +11,9 @@ _CLOCKS = 8  # cores whose clock is read, at most: each is a question to the har
 
 
 class Rapl(PowerSource):
-    """Reads the sum of all packages, without the memory beside them.
+    """Reads the sum of all packages, without memory; there are no reasons for a lowered clock.
 
-    A package's counter starts again from 0 after some minutes. Reasons for a lowered clock are not
-    told.
+    A package's counter starts again from 0 after some minutes.
     """
 
     name = "RAPL"
@@ -34,9 +33,8 @@ class Rapl(PowerSource):
         self._counters = [Attribute(zone / "energy_uj") for zone in zones]
         self._ranges = [_number(zone / "max_energy_range_uj") or 0 for zone in zones]
         self._last, self._wrapped = [counter.read() for counter in self._counters], 0
-        limits = [_number(zone / "constraint_0_power_limit_uw") for zone in zones]  # the long term
-        told = [limit for limit in limits if limit]
-        self.limit_w = sum(told) / 1e6 if len(told) == len(zones) else None
+        limits = [_number(zone / "constraint_0_power_limit_uw") or 0 for zone in zones]  # long term
+        self.limit_w = sum(limits) / 1e6 if all(limits) else None
         policies = sorted((sys / "devices/system/cpu/cpufreq").glob("policy*"))
         policies = policies[:: -(-len(policies) // _CLOCKS) or 1]
         clocks = [policy / "scaling_cur_freq" for policy in policies]
@@ -66,7 +64,7 @@ class Attribute:
         except PermissionError as error:
             raise MeterError(
                 f"{path} may be read by root only: run as root, or allow it until the next start "
-                f"of the machine with `sudo chmod a+r {path}`"
+                f"of the machine with sudo chmod a+r {path}"
             ) from error
         except OSError as error:
             raise MeterError(f"{path} cannot be read ({error.strerror})") from error

@@ -192,7 +192,7 @@ def _record(one: Found, ratios: Mapping[str, Ratio], order: str) -> dict[str, An
         "ratio": asdict(ratios[name]) if name in ratios else None,
         "power": [found.record() for found in one.power],
         "series": [
-            [part.series.record() for part in (whole.parts or (whole,)) if part.series]
+            [part.series for part in (whole.parts or (whole,)) if part.series]
             for whole in one.power
         ],
         "peak_memory_bytes": one.peak_memory,
