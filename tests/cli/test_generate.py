@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
+from wan.checkpoint.files import process_name
 from wan.cli import main as generate
 from wan.cli.flags import parse
 from wan.cli.resolve import resolve
+from wan.pipeline import video
 
 REPO = Path(__file__).parents[2]
 SMALL = ["--size", "32*32", "--frame_num", "1", "--sample_steps", "1"]
@@ -466,3 +468,42 @@ def test_a_closed_standard_output(tiny, tmp_path: Path) -> None:
     argv += ["--ckpt_dir", str(tiny("t2v-1.3B")), *SMALL, "--save_file", str(tmp_path / "v.mp4")]
     done = subprocess.run(["sh", "-c", f"exec {shlex.join(argv)} >&-"], capture_output=True)
     assert done.returncode == 0 and (tmp_path / "v.mp4").stat().st_size
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_video_that_appears_meanwhile_is_kept(
+    existed: bool, tiny, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    out, count = tmp_path / "v.mp4", video._frames_in
+
+    def other_run(path: Path) -> int:
+        out.unlink(missing_ok=True)
+        out.write_text("another video")
+        return count(path)
+
+    if existed:
+        out.write_text("an older video")
+    with monkeypatch.context() as patch:
+        patch.setattr(video, "_frames_in", other_run)
+        run("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
+    assert out.read_text() == "another video" and not out.with_suffix(".json").exists()
+    assert f"{out} appeared during this run and is kept" in "".join(capfd.readouterr())
+    record = json.loads((tmp_path / "v-2.json").read_text())
+    assert record["settings"]["save_file"] == str(tmp_path / "v-2.mp4")
+    assert frames(tmp_path / "v-2.mp4").shape == (1, 32, 32, 3)
+
+
+def test_what_a_killed_run_left_is_removed(tiny, tmp_path: Path) -> None:
+    """By the run that makes the same video; what a living process has there stays."""
+    host = process_name().rpartition("-")[0]
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = [".{}-v.mp4", ".{}-v.json", "v.{}.latents.safetensors", ".{}-other.mp4"]
+    owners = [f"{host}-{dead.pid}", f"{host}-{os.getppid()}", f"elsewhere-{dead.pid}"]
+    for name in (name.format(owner) for name in names for owner in owners):
+        (tmp_path / name).write_text("unfinished")
+    out = tmp_path / "v.mp4"
+    run("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
+    left = {path.name for path in tmp_path.iterdir()} - {"v.mp4", "v.json"}
+    kept = {name.format(owner) for name in names for owner in owners[1:]}
+    assert left == kept | {names[3].format(owners[0])}

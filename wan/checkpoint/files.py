@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import stat
@@ -13,6 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -276,21 +278,55 @@ def fingerprint(paths: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def process_name() -> str:
+    """Names this process in temporary files, also where several machines share a folder."""
+    host = re.sub(r"\W+", "_", platform.node())[:30]
+    return f"{host or 'host'}-{os.getpid()}"
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a process of this machine that `process_name` named has ended."""
+    host, _, process = name.rpartition("-")
+    if not process.isdecimal() or host != process_name().rpartition("-")[0]:
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except (OverflowError, PermissionError):
+        pass
+    return False
+
+
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, place: Callable[[Path], object] | None = None) -> Iterator[Path]:
     """Yields a temporary name that becomes `path` when the block ends without an error.
 
     The name is absolute, hidden and ends as `path` does; missing folders are made. If the block
     ends otherwise, Ctrl-C included, no file stays behind and `path` is what it was before.
+
+    Args:
+        path: The file.
+        place: Gives the complete file its name in another way, from the temporary one.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    temporary = path.with_name(f".{process_name()}-{path.name}")
     try:
         yield temporary
-        temporary.replace(path)
+        if place is None:
+            temporary.replace(path)
+        else:
+            place(temporary)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """Yields a file's name, then those with -2, -3 and so on behind its stem."""
+    yield path
+    for number in count(2):
+        yield path.with_stem(f"{path.stem}-{number}")
 
 
 @contextmanager
@@ -304,7 +340,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         remedy = "name another folder or remove it"
         raise InputError(f"{path}", None, "exists and is not empty", remedy)
     path = path.absolute()
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    temporary = path.with_name(f".{process_name()}-{path.name}")
     temporary.mkdir(parents=True)
     try:
         yield temporary

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from wan import env, run
-from wan.checkpoint.files import read_json, safetensors_metadata
+from wan.checkpoint.files import numbered, read_json, safetensors_metadata
 from wan.cli.output import check_trace, check_writable, usable_paths
 from wan.pipeline import memory
 from wan.pipeline.video import latents_shape
@@ -96,7 +95,9 @@ def _recorded(flags: Values) -> dict[str, Any]:
         settings = safetensors_metadata(path, "settings")
         if isinstance(settings, dict):  # the file's name may be used, but not where it would write
             name = PureWindowsPath(str(settings.get("save_file", ""))).name or path.stem
-            settings = settings | {"save_file": str(_unused(path.parent / name))}
+            names = numbered((path.parent / name).with_suffix(".mp4"))
+            free = next(n for n in names if not (n.exists() or n.with_suffix(".json").exists()))
+            settings = settings | {"save_file": str(free)}
     else:
         return {}
     if not isinstance(settings, dict):
@@ -105,10 +106,3 @@ def _recorded(flags: Values) -> dict[str, Any]:
         if name in FLAGS and not FLAGS[name].record:
             raise InputError(f"{path}: {name}", why="is not part of a record", remedy="remove it")
     return read(settings, f"{path}: {{}}")
-
-
-def _unused(path: Path) -> Path:
-    """`path` as an mp4, or with a number where there is a video or record of that name."""
-    stems = (path.stem if n == 1 else f"{path.stem}-{n}" for n in count(1))
-    paths = (path.with_name(f"{stem}.mp4") for stem in stems)
-    return next(p for p in paths if not (p.exists() or p.with_suffix(".json").exists()))

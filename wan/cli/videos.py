@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -14,12 +17,13 @@ from typing import TYPE_CHECKING
 import wan
 from wan import host, log, trace
 from wan.checkpoint import lora
-from wan.checkpoint.files import whole_file
+from wan.checkpoint.files import is_left_over, numbered, process_name, whole_file
 from wan.cli.output import latents_survive
 from wan.log import logger
 from wan.pipeline import video
 from wan.run import Run
 from wan.settings import timesteps
+from wan.settings.command import Output
 from wan.settings.errors import NotFiniteError
 
 if TYPE_CHECKING:
@@ -57,6 +61,7 @@ class Video:
         self.run, self._pipeline, self._team, self._part = run, pipeline, team, part
         self.latents_file, self.alone = run.decode_latents, False
         self._is_main = team is None or team.is_main
+        self._replaced = _identity(run.output.save_file)
 
     def make(self, denoise: Callable[[], Tensor] | None = None) -> None:
         """Makes the video and its record.
@@ -105,7 +110,7 @@ class Video:
         if not self._is_main:
             return
         self.latents_file = _first_written(
-            self.run.output.unfinished(".latents.safetensors"),
+            _unfinished(self.run.output, ".latents.safetensors"),
             lambda path: video.save_latents(latents, path, self.run.settings),
             "denoised latents",
         )
@@ -167,13 +172,46 @@ class Video:
         if not self._is_main:
             self._pipeline.stream(latents, NoFrames(), part)
             return
-        file = video.video_file(output.save_file, output.fps)
+        file = video.video_file(output.save_file, output.fps, self._place)
         with latents_survive(self.latents_file), self._pipeline.stages("writing"), file as encoder:
             self._pipeline.stream(latents, encoder, part)
             power = None if meter is None else meter.stop()
         if self.run.decode_latents is None:
             self._put_latents_away()
         self._sum_up(self._save_record(encoder.size, power), power)
+        self._remove_left_over()
+
+    def _place(self, temporary: Path) -> None:
+        """Names the complete video; a file that came there since the start of the run is kept."""
+        path = self.run.output.save_file
+        if self._replaced is not None and _identity(path) == self._replaced:
+            temporary.replace(path)
+            return
+        for name in numbered(path):
+            try:
+                os.link(temporary, name)
+                break
+            except FileExistsError:
+                continue
+            except OSError:  # a file system without hard links
+                if not name.exists():
+                    temporary.replace(name)
+                    break
+        if name != path:
+            logger.warning("%s appeared during this run and is kept.", path)
+            self.run = self.run.saved_to(name)
+
+    def _remove_left_over(self) -> None:
+        """Removes what killed runs of this video have left in its folder."""
+        path = self.run.output.save_file.absolute()
+        stem, owner = re.escape(path.stem), r"([\w]+-\d+)"
+        hidden = re.compile(rf"\.{owner}-{stem}\.(mp4|json|\S+\.latents\.safetensors)")
+        latents = re.compile(rf"{stem}\.{owner}\.latents\.safetensors")
+        for found in path.parent.iterdir():
+            name = hidden.fullmatch(found.name) or latents.fullmatch(found.name)
+            if name is not None and is_left_over(name[1]):
+                found.unlink(missing_ok=True)
+                logger.info("Removed %s, which a run that was killed had left.", found)
 
     def _put_latents_away(self) -> None:
         """Keeps the latents under the video's name if that is asked for; else removes them."""
@@ -220,7 +258,7 @@ class Video:
             with whole_file(path) as temporary:
                 temporary.write_text(text, encoding="utf-8")
 
-        paths = (run.output.record, *run.output.unfinished(".json"))
+        paths = (run.output.record, *_unfinished(run.output, ".json"))
         return _first_written(paths, write, "record")
 
     def _sum_up(self, record: Path | None, power: Measured | None) -> None:
@@ -244,6 +282,21 @@ class NoFrames:
     def begin(self, size: tuple[int, int, int]) -> None: ...
 
     def put(self, frames_3FHW: Tensor) -> None: ...
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells whether a file is still the same; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _unfinished(output: Output, suffix: str) -> tuple[Path, Path]:
+    """Names that no other run has: beside the video, and in the folder for temporary files."""
+    beside = output.save_file.with_suffix(f".{process_name()}{suffix}")
+    return beside, Path(tempfile.gettempdir()) / beside.name
 
 
 def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: str) -> Path | None:

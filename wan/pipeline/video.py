@@ -11,7 +11,7 @@ import json
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
@@ -118,19 +118,22 @@ _WAITING = 8  # frames, at most
 
 
 @contextmanager
-def video_file(path: Path, fps: float) -> Iterator[Mp4Encoder]:
+def video_file(
+    path: Path, fps: float, place: Callable[[Path], object] | None = None
+) -> Iterator[Mp4Encoder]:
     """Gives an encoder for frames; afterwards the file is complete, or absent.
 
     Args:
         path: A name ending in .mp4; `~` is not expanded.
         fps: Frames per second.
+        place: As for `whole_file`.
 
     Raises:
         WriteError: Not every frame could be written; no file is left then.
     """
     own: BaseException | None = None
     try:
-        with whole_file(path) as temporary:
+        with whole_file(path, place) as temporary:
             encoder = Mp4Encoder(temporary, fps, path)
             try:
                 yield encoder

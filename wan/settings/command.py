@@ -5,8 +5,6 @@ Fields are flags, see `wan.settings.fields`.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,11 +201,6 @@ class Output:
     def latents(self) -> Path:
         """Where denoised latents are kept."""
         return self.save_file.with_suffix(".latents.safetensors")
-
-    def unfinished(self, suffix: str) -> tuple[Path, Path]:
-        """Names that no other run has: beside the video, and in the folder for temporary files."""
-        beside = self.save_file.with_suffix(f".{os.getpid()}{suffix}")
-        return beside, Path(tempfile.gettempdir()) / beside.name
 
 
 @dataclass(frozen=True)
