@@ -10,11 +10,11 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from wan import env
 from wan.cache import policy
@@ -28,7 +28,7 @@ from wan.settings.attention import Attention
 from wan.settings.command import Loras, Output, PromptExtension
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.fields import options
+from wan.settings.fields import fill, options
 from wan.settings.flags import FLAGS, read
 from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
@@ -39,7 +39,6 @@ from wan.settings.values import path as read_path
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-T = TypeVar("T")
 Values = Mapping[str, Any]
 """Checked settings under their flags' names, as `wan.settings.flags.read` returns them."""
 MAX_RANKS = 4096  # that --plan plans for
@@ -145,8 +144,7 @@ class Run:
             "skip_existing": self.skip_existing,
             "group_by_expert": self.group_by_expert,
         }
-        return {
-            **{f"--{name}": value for name, value in named.items()},
+        found = {f"--{name}": value for name, value in named.items()} | {
             "the content of --quant_dit_path": files and fingerprint(files.files()),
             "the curve of --step_cache": setup.policy and setup.policy.content,
             "the content of --lora": [
@@ -155,25 +153,22 @@ class Run:
                 for one in ones
             ],
             "the video's size": self.request.video_size,
-            **{
-                f"line {line.number} of --prompt_file": line.run
-                and (_digest(line.run.settings), line.draws or line.run.request.base_seed)
-                for line in self.lines
-            },
-            "the device": device,
-            "the checkpoint's content": fingerprint(setup.checkpoint.files()),
         }
+        for line in self.lines:
+            asked: Any = None
+            if line.run is not None:  # a few bytes stand for the settings of a line
+                text = json.dumps(_shared(line.run.settings), sort_keys=True, default=str)
+                digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+                asked = digest, line.draws or line.run.request.base_seed
+            found[f"line {line.number} of --prompt_file"] = asked
+        content = fingerprint(setup.checkpoint.files())
+        return found | {"the device": device, "the checkpoint's content": content}
 
 
 def _shared(settings: Values) -> dict[str, Any]:
+    """Leaves out what may differ between ranks: paths and the seed."""
     own = (*PATHS, *options(Loras), "base_seed")
     return {name: value for name, value in settings.items() if name not in own}
-
-
-def _digest(settings: Values) -> str:
-    """A few bytes for all shared settings, which ranks compare line by line."""
-    text = json.dumps(_shared(settings), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool = False) -> Run:
@@ -191,10 +186,12 @@ def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool =
     """
     task: str = values.get("task", "t2v-A14B")
     preset = PRESETS[ALIASES.get(task, task)]
-    world = _planned_world(values) if plan else env.world_size()
-    decodes = "decode_latents" in values
-    image = None if decodes else _image(values, preset, plan)
-    last_image = None if decodes else _read_image(values, "last_image")
+    world, decodes = env.world_size(), "decode_latents" in values
+    if plan and world == 1:
+        world = prod(values.get(name) or 1 for name in SIZES)
+        if world > MAX_RANKS:
+            raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
+    image, last_image = (None, None) if decodes else _images(values, preset, plan)
     size = None if image is None else image.size
     folder, is_demo = _checkpoint_folder(values, preset)
     if is_demo and (plan or not folder.is_dir()):
@@ -216,7 +213,7 @@ def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool =
         for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *looks):
             checkpoint.require(part)
     name = {"save_file": Path(generated_name(task, request)), "fps": preset.fps}
-    output = made(Output, name | defaults | {**values})
+    output = fill(Output, name | defaults | {**values})
     demo = folder if is_demo and not plan else None
     return Run(
         setup=setup,
@@ -224,7 +221,7 @@ def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool =
         output=output,
         image=image,
         last_image=last_image,
-        extension=made(PromptExtension, values) if values.get("use_prompt_extend") else None,
+        extension=fill(PromptExtension, values) if values.get("use_prompt_extend") else None,
         decode_latents=values.get("decode_latents"),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
         power=values.get("power", False),
@@ -251,29 +248,22 @@ def _decide(
     path = values["decode_latents"]
     channels, frames, height, width = latents_shape(path)
     if channels != preset.latent_channels:
-        raise InputError(
-            f"{path} has {channels} channels",
-            why=f"and the {preset.vae} VAE of this task decodes {preset.latent_channels}",
-            remedy="give the `ckpt_dir` that the latents were made with",
-        )
+        why = f"and the {preset.vae} VAE of this task decodes {preset.latent_channels}"
+        remedy = "give the `ckpt_dir` that the latents were made with"
+        raise InputError(f"{path} has {channels} channels", None, why, remedy)
     t, h, w = preset.vae_stride
     stored = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
     for name in stored.keys() & values.keys():
         of_image = name == "size" and "image" in values  # whose aspect ratio decides
         if values[name] != stored[name] and not of_image:
-            raise InputError(
-                str(path),
-                why=f"holds latents whose {name} is {stored[name]}, and its settings say "
-                f"{values[name]}",
-                remedy="take the file as generate.py wrote it",
-            )
+            why = f"holds latents whose {name} is {stored[name]}, and its settings say "
+            why, remedy = f"{why}{values[name]}", "take the file as generate.py wrote it"
+            raise InputError(str(path), None, why, remedy)
     values = stored | values
     if world > 1 and not values.get("vae_parallel"):
-        raise InputError(
-            "`decode_latents`",
-            why=f"runs on one process, but {world} were started",
-            remedy="start it without torchrun, or add `vae_parallel`",
-        )
+        why = f"runs on one process, but {world} were started"
+        remedy = "start it without torchrun, or add `vae_parallel`"
+        raise InputError("`decode_latents`", None, why, remedy)
     setup, _ = make_setup(values, preset, checkpoint, world)  # the notices are about the DiT
     request = make_request(preset, recipes.under(values, defaults), image_size)
     return setup, request, setup.check_request(request)
@@ -290,18 +280,14 @@ def make_setup(
         checkpoint: A checkpoint of the task.
         world: How many ranks share each video.
     """
-    execution, chip = made(Execution, values), values.get("chip")
+    execution, chip = fill(Execution, values), values.get("chip")
     if chip is not None:
         if execution.device not in ("auto", "npu"):
-            raise InputError(
-                "`chip`",
-                chip,
-                f"is an NPU, but not `device={execution.device}`",
-                "drop one of them",
-            )
+            why = f"is an NPU, but not `device={execution.device}`"
+            raise InputError("`chip`", chip, why, "drop one of them")
         execution = replace(execution, device="npu")
     topology, notices = parallel.resolve(values, world, checkpoint.heads)
-    attention = made(Attention, values)
+    attention = fill(Attention, values)
     exported = None
     if "quant_dit_path" in values:
         exported = quantised.resolve(
@@ -311,7 +297,7 @@ def make_setup(
             dit_fsdp=topology.dit_fsdp,
             fa_quant=attention.fa_quant if attention.fp8 else None,
         )
-    cache = made(StepCache, values)
+    cache = fill(StepCache, values)
     steps = policy.make(cache, preset, checkpoint.folder)
     loras = lora.resolve(values, checkpoint)
     parts = (execution, topology, attention, exported, chip, cache, steps, loras)
@@ -346,12 +332,6 @@ def ask(
     values = recipes.under(values, recipes.under(sampling, defaults or {}))
     request = make_request(setup.preset, values, image_size, boundary)
     return request, (*recipes.notices(recipe, request), *setup.check_request(request))
-
-
-def made(kind: Callable[..., T], values: Values) -> T:
-    """A dataclass whose fields are settings, from the values that are present."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: values[name] for name in names if name in values})
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
@@ -396,14 +376,6 @@ def _record(values: Values, setup: Setup, request: Request, output: Output) -> d
     }
 
 
-def _planned_world(values: Values) -> int:
-    """The ranks that torchrun started; else as many as the sizes ask for."""
-    started, asked = env.world_size(), prod(values.get(name) or 1 for name in SIZES)
-    if asked > MAX_RANKS:
-        raise InputError(f"The sizes make {asked} ranks", remedy=f"give at most {MAX_RANKS}")
-    return asked if started == 1 else started
-
-
 def _checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:
     """The checkpoint folder, and whether it is a demo's."""
     if "ckpt_dir" in values:
@@ -415,23 +387,22 @@ def _checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:
     return trained if trained.is_dir() else env.cache_dir() / f"demo-{preset.task}-v1", True
 
 
-def _image(values: Values, preset: Preset, plan: bool) -> Image | None:
-    """The image to start from."""
+def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, Image | None]:
+    """Reads the images to start from and to end with."""
     if "image" in values and preset.kind == "t2v":
         remedy = "use i2v-A14B or ti2v-5B, or drop the image"
         raise InputError("`task`", preset.task, "takes no `image`", remedy)
     if "image" not in values and preset.kind == "i2v" and not plan:
         raise InputError("`task`", preset.task, "starts from an image", "give one with `image`")
-    return _read_image(values, "image")
-
-
-def _read_image(values: Values, setting: str) -> Image | None:
-    """Reads the image that a setting names, if it is given."""
-    if setting not in values:
-        return None
+    if not {"image", "last_image"} & values.keys():
+        return None, None
     from wan.pipeline import images
 
-    return images.read(values[setting], setting)
+    first, last = (
+        images.read(values[name], name) if name in values else None
+        for name in ("image", "last_image")
+    )
+    return first, last
 
 
 def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:

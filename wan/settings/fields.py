@@ -8,13 +8,14 @@ them (`wan.settings.flags` gathers all).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from wan.settings.values import Reader
 
+T = TypeVar("T")
 REQUIRED = dataclasses.MISSING
 """The default of a setting that has none of its own, because the task's preset has it."""
 
@@ -75,13 +76,17 @@ command = partial(option, python=None)
 
 def options(kind: type) -> dict[str, Option]:
     """The settings that a dataclass declares itself, without those that it inherits."""
-    own = vars(kind).get("__annotations__", {})
-    return {
-        one.name: _named(one.metadata[Option], one.name)
-        for one in dataclasses.fields(kind)
-        if one.name in own and Option in one.metadata
-    }
+    own, found = vars(kind).get("__annotations__", {}), {}
+    for one in dataclasses.fields(kind):
+        if one.name in own and Option in one.metadata:
+            setting: Option = one.metadata[Option]
+            if setting.diffusers is True:
+                setting = dataclasses.replace(setting, diffusers=one.name)
+            found[one.name] = setting
+    return found
 
 
-def _named(one: Option, name: str) -> Option:
-    return dataclasses.replace(one, diffusers=name) if one.diffusers is True else one
+def fill(kind: Callable[..., T], values: Mapping[str, Any]) -> T:
+    """A dataclass whose fields are settings, from the values that are its own."""
+    names = {one.name for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from wan.modules.schedule import MODES, Mode, mode_of
 from wan.settings import rules
 from wan.settings.errors import InputError
-from wan.settings.fields import layout
+from wan.settings.fields import fill, layout
 from wan.settings.values import choice, integer, real, switch
 
 RING_TYPES = ("ring", "bidirectional")
@@ -94,9 +94,8 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
             contradict each other or have no effect.
     """
     cfg, ring, ulysses = _choose(values, world, heads)
-    rest = {f.name for f in fields(Parallel)} - {*SIZES, "world_size"}
-    chosen = {name: values[name] for name in rest if name in values}
-    parallel = Parallel(world, cfg, ring, ulysses, **chosen)
+    sizes = {"world_size": world, "cfg_size": cfg, "ring_size": ring, "ulysses_size": ulysses}
+    parallel = fill(Parallel, {**values, **sizes})
     _check_product(parallel, heads)
     others = {name: values.get(name) for name in ("compile", "t5_cpu", "vae_parallel")}
     more = {"heads": heads, "heads_of_a_rank": heads // ulysses, "given": values.keys()}

@@ -6,14 +6,14 @@ A policy decides which steps of a run are computed and which reuse what an earli
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wan.settings import rules
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
-from wan.settings.fields import loading
+from wan.settings.fields import fill, loading
 from wan.settings.parallel import Parallel
 from wan.settings.presets import TRAIN_TIMESTEPS
 from wan.settings.rules import Rule, conflict
@@ -222,10 +222,8 @@ def given(cache: StepCache) -> dict[str, Any]:
 
 def is_read(name: str, values: Mapping[str, Any]) -> bool:
     """Whether a setting has an effect beside the others; True for other subjects' settings."""
-    names = {field.name for field in fields(StepCache)}
-    cache = StepCache(**{key: value for key, value in values.items() if key in names})
     readers = _readers(name)
-    return not readers or cache.policy in readers
+    return not readers or fill(StepCache, values).policy in readers
 
 
 def check(cache: StepCache, parallel: Parallel, execution: Execution) -> None:
