@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
@@ -35,8 +35,8 @@ class Capabilities:
         sparse_precise: `inner_precise` of block-sparse attention; A5 takes 4 only.
         clock: Whether --fa_freq_cap can set it.
         compile: Whether --compile works.
-        weights: Quantised linear layers: names of algorithms, or families (`_family`). The
-            operators of MX formats exist on A5 only.
+        weights: Quantised linear layers: names of algorithms, or "integer" or "MX" for all of
+            such formats. The operators of MX formats exist on A5 only.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Capabilities:
 
     def has(self, row: KernelRow) -> bool:
         """Whether it has a kernel."""
-        return row.is_on(self.type, self.name)
+        return self.type in row.make and (self.type != "npu" or self.name in row.chips)
 
     def fused(self, attention: Attention, compiled: bool) -> tuple[str, ...]:
         """Which small operations run as one kernel each; compiled blocks are fused anyway."""
@@ -61,30 +61,24 @@ class Capabilities:
         return () if compiled else tuple(n for n, row in SMALL_OPS.items() if self.has(row))
 
 
-def _npu(name: str, socs: tuple[int, int], **differences: object) -> Capabilities:
-    usual: dict[str, object] = {
-        "methods_in": ("bf16",),
-        "clock": True,
-        "compile": False,
-        "weights": ("integer",),
-    }
-    return Capabilities(name, "npu", socs, **usual | differences)  # type: ignore[arg-type]
-
-
+_NPU: dict[str, Any] = {
+    "type": "npu",
+    "methods_in": ("bf16",),
+    "clock": True,
+    "compile": False,
+    "weights": ("integer",),
+}
 DEVICES = {
     device.name: device
     for device in (
         Capabilities("CPU", "cpu"),
         Capabilities("CUDA GPU", "cuda"),
-        _npu("A2", (220, 225), memory=64 * 10**9),
-        _npu("A3", (250, 255), memory=64 * 10**9),
-        _npu(
-            "A5",
-            (260, 260),
-            sparse_precise=4,
-            weights=("integer", "MX"),
+        Capabilities("A2", **_NPU, socs=(220, 225), memory=64 * 10**9),
+        Capabilities("A3", **_NPU, socs=(250, 255), memory=64 * 10**9),
+        Capabilities(
+            "A5", **_NPU | {"weights": ("integer", "MX")}, socs=(260, 260), sparse_precise=4
         ),
-        _npu("Duo", (200, 205), precisions=(), weights=()),
+        Capabilities("Duo", **_NPU | {"weights": ()}, socs=(200, 205), precisions=()),
     )
 }
 CHIPS = tuple(name for name, device in DEVICES.items() if device.type == "npu")
@@ -169,12 +163,20 @@ def _refusal(
 
 @dataclass(frozen=True)
 class _Wish:
-    """Something a run asks of its device: a subject of a sentence, and who can do it."""
+    """Something that a run asks of its device.
+
+    Attributes:
+        what: The subject of a sentence.
+        met: Which devices can do it.
+        instead: What to do where they cannot.
+        method: The device's `methods_in` are the dtypes that it takes.
+        precisions: The dtypes that it takes on every device.
+    """
 
     what: str
     met: Callable[[Capabilities], bool]
     instead: str = "drop it"
-    method: bool = False  # bound to `methods_in`
+    method: bool = False
     precisions: tuple[str, ...] = ("bf16", "fp32")
 
 
@@ -185,62 +187,44 @@ def _wishes(
     instead = f"use `attention_algo={DEFAULT}`"
     if dense.flag == "attention_backend":
         instead = "use `attention_backend=auto` (`attention_algo` names an NPU's own kernels)"
-    yield _Wish(dense.asked, partial(_has, dense), instead, precisions=dense.precisions)
+    yield _Wish(dense.asked, _having(dense), instead, precisions=dense.precisions)
     if attention.fp8:
-        yield _Wish("`fa_quant=fp8`", partial(_has, FP8), method=True)
+        yield _Wish("`fa_quant=fp8`", _having(FP8), method=True)
         what = f"`fa_quant=fp8` with heads of {head_dim} channels"
         yield _Wish(what, lambda row: row.type != "npu" or head_dim in FP8.heads)
     if attention.use_rainfusion:
-        sparse = RAINFUSION[attention.rainfusion_type]
-        others = [f"`rainfusion_type={n}`" for n, one in RAINFUSION.items() if one.make]
-        others.remove(f"`rainfusion_type={sparse.name}`")
-        yield _Wish(
-            "`use_rainfusion`",
-            lambda row: any(row.has(kind) for kind in RAINFUSION.values()),
-            method=True,
-        )
-        what = f"`rainfusion_type={sparse.name}`"
-        yield _Wish(what, partial(_has, sparse), f"use {either(others)}")
+        kinds = {f"`rainfusion_type={name}`": one for name, one in RAINFUSION.items() if one.make}
+        yield _Wish("`use_rainfusion`", lambda row: any(map(row.has, kinds.values())), method=True)
+        what = f"`rainfusion_type={attention.rainfusion_type}`"
+        sparse = kinds.pop(what)
+        yield _Wish(what, _having(sparse), f"use {either(list(kinds))}")
     for name in sorted({*attention.fused_ops} - {"auto"}):
-        met = partial(_has, SMALL_OPS[name])
-        yield _Wish(f"`fused_ops={name}`", met, f"leave {name} out")
+        yield _Wish(f"`fused_ops={name}`", _having(SMALL_OPS[name]), f"leave {name} out")
     if attention.fa_freq_cap is not None:
         yield _Wish("`fa_freq_cap`", lambda row: row.clock)
     if execution.compile:
         yield _Wish("`compile`", lambda row: row.compile)
-    yield from _offloads(execution, bool(weights))
+    offload = execution.offload_model
+    if offload == "cpu":
+        instead = "use `offload_model=false`, which keeps all networks in its memory"
+        yield _Wish("`offload_model=cpu`", lambda row: row.type != "cpu", instead)
+    if weights and not isinstance(offload, bool):
+        what = f"`offload_model={offload}` with `quant_dit_path`"
+        # mindiesd lays its weights out in its own ways.
+        yield _Wish(what, lambda row: row.type != "npu", "use `offload_model=true`")
     for name in weights:
+        # Integers, or floating point with a scale for each small group (MX).
+        formats = {name, "MX" if "_MXFP" in name else "integer"}
         yield _Wish(
             f"`quant_dit_path` with {name} weights",
-            lambda row, name=name: name in row.weights or _family(name) in row.weights,  # type: ignore[misc]
+            lambda row, formats=formats: not formats.isdisjoint(row.weights),  # type: ignore[misc]
             "use an export in W8A8_DYNAMIC",
             method=True,
         )
 
 
-def _has(kernel: KernelRow, row: Capabilities) -> bool:
-    return row.has(kernel)
-
-
-def _offloads(execution: Execution, quantised: bool) -> Iterator[_Wish]:
-    offload = execution.offload_model
-    if offload == "cpu":
-        yield _Wish(
-            "`offload_model=cpu`",
-            lambda row: row.type != "cpu",
-            "use `offload_model=false`, which keeps all networks in its memory",
-        )
-    if quantised and not isinstance(offload, bool):
-        yield _Wish(
-            f"`offload_model={offload}` with `quant_dit_path`",
-            lambda row: row.type != "npu",  # mindiesd lays its weights out in its own ways
-            "use `offload_model=true`",
-        )
-
-
-def _family(algorithm: str) -> str:
-    """Of a linear layer's format: integers, or floating point with scales per small group (MX)."""
-    return "MX" if "_MXFP" in algorithm else "integer"
+def _having(kernel: KernelRow) -> Callable[[Capabilities], bool]:
+    return lambda row: row.has(kernel)
 
 
 def _names(met: Callable[[Capabilities], bool]) -> list[str]:

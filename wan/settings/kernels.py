@@ -33,10 +33,6 @@ class KernelRow:
     chips: tuple[str, ...] = NPUS
     help: str = ""
 
-    def is_on(self, device_type: str, model: str) -> bool:
-        """Whether a device of this type, which is this model, has it."""
-        return device_type in self.make and (device_type != "npu" or model in self.chips)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(KernelRow):
