@@ -1,55 +1,102 @@
 #!/usr/bin/env python
-"""Write the table of all flags into docs/cli.md, from the fields of the settings.
+"""Write the tables of the documents that follow from tables of the package.
 
     python tools/flags_table.py
 
-The table stands between two markers; a test holds the page and the fields equal.
+Each stands between two markers of its page: all flags in docs/cli.md, dense kernels in
+docs/attention_backends.md, names in LoRA files in docs/few_step.md. A test holds pages and package
+equal.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from wan.settings.fields import Option, options
+from wan.checkpoint.lora import DIFFERENCES, NAMINGS
+from wan.settings.fields import options
 from wan.settings.flags import GROUPS
+from wan.settings.kernels import DENSE
 
-PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
-BEGIN = "<!-- all flags: written by tools/flags_table.py -->\n"
-END = "<!-- end of all flags -->\n"
+DOCS = Path(__file__).parents[1] / "docs"
+Row = tuple[str, ...]
 
 
-def table() -> str:
-    """The table in Markdown: a row for each flag, in the order of `--help`."""
-    lines = [
-        "| Flag | Meaning | Python | diffusers | in records |",
-        "|---|---|---|---|---|",
-    ]
+def flags() -> Iterable[Row]:
+    """Every flag, in the order of `--help`."""
+    yield "Flag", "Meaning", "Python", "diffusers", "in records"
     for title, kinds in GROUPS.items():
-        lines.append(f"| **{title}** | | | | |")
-        lines += [_row(name, flag) for kind in kinds for name, flag in options(kind).items()]
-    return "\n".join(lines) + "\n"
+        yield f"**{title}**", "", "", "", ""
+        for name, flag in (item for kind in kinds for item in options(kind).items()):
+            call = {"load": "constructor", "video": "`generate`", None: ""}[flag.python]
+            yield (
+                f"`--{name}`",
+                flag.help.replace("|", "\\|").replace("*", "\\*")
+                + "."
+                + "".join(f" Variable `{variable}`." for variable in flag.variables),
+                f"`{flag.keyword}`" if flag.keyword is not None else call,
+                "" if flag.diffusers is None else f"`{flag.diffusers}`",
+                "yes" if flag.record else "",
+            )
 
 
-def _row(name: str, flag: Option) -> str:
-    call = {"load": "constructor", "video": "`generate`", None: ""}[flag.python]
-    if flag.keyword is not None:
-        call = f"`{flag.keyword}`"
-    variables = "".join(f" Variable `{variable}`." for variable in flag.variables)
-    help_ = flag.help.replace("|", "\\|").replace("*", "\\*")
-    diffusers = "" if flag.diffusers is None else f"`{flag.diffusers}`"
-    record = "yes" if flag.record else ""
-    return f"| `--{name}` | {help_}.{variables} | {call} | {diffusers} | {record} |"
+def kernels() -> Iterable[Row]:
+    """The dense kernels that can be asked for by name."""
+    yield "Flag", "Value", "Devices", "Computes in", "Log-sum-exp", "Packages"
+    for row in DENSE.values():
+        devices = [d.upper() if d != "cuda" else "GPU" for d in row.make if d != "npu"]
+        devices += row.chips if "npu" in row.make else ()
+        dtypes = ", ".join(row.precisions)
+        yield (
+            f"`--{row.flag}`",
+            f"`{row.name}`",
+            ", ".join(devices),
+            f"{dtypes}, quantised" if row.low_precision else dtypes,
+            "yes" if row.has_lse else "",
+            ", ".join(("xfuser", *row.install) if row.member is not None else ()),
+        )
 
 
-def page(text: str) -> str:
-    """The page with the table between its markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+def namings() -> Iterable[Row]:
+    """What stands before and after a layer's name in a LoRA file."""
+    yield "Written by", "Before the layer's name", "After it"
+    for row in NAMINGS:
+        before = f"`{row.prefix}`" if row.prefix else ""
+        ends = [end for end in (row.down, row.up, row.bias) if end is not None]
+        yield row.program, before, ", ".join(f"`{end}`" for end in ends)
+    for part in dict.fromkeys(DIFFERENCES.values()):
+        ends = [end for end, other in DIFFERENCES.items() if other == part]
+        yield f"whole differences of the {part}", "", ", ".join(f"`{end}`" for end in ends)
+
+
+TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
+    ("cli.md", "all flags"): flags,
+    ("attention_backends.md", "dense kernels"): kernels,
+    ("few_step.md", "names in LoRA files"): namings,
+}
+"""Page and title of a table -> its rows, of which the first one is the head."""
+
+
+def page(name: str) -> str:
+    """The text of a page with its tables between their markers, as it should be."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    for (where, title), rows in TABLES.items():
+        if where == name:
+            begin = f"<!-- {title}: written by tools/flags_table.py -->\n"
+            end = f"<!-- end of {title} -->\n"
+            head, *others = rows()
+            lines = [f"| {' | '.join(row)} |" for row in (head, *others)]
+            lines.insert(1, "|" + "---|" * len(head))
+            before, _, rest = text.partition(begin)
+            _, _, after = rest.partition(end)
+            text = before + begin + "\n".join(lines) + "\n" + end + after
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page_name, _ in TABLES:
+        written = page(page_name)
+        (DOCS / page_name).write_text(written, encoding="utf-8")

@@ -104,10 +104,13 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
             is refused when the pipeline is called.
     """
     with spoken(DIFFUSERS):
-        long = {n if n in FLAGS else f"step_cache_{n}": v for n, v in parameters.items()}
-        for name in long.keys() - CACHE:
-            raise InputError(f"{name} is no parameter of a step cache; remove it.")
-        values = for_loading({**long, "step_cache": policy})
+        long: dict[str, Any] = {"step_cache": policy}
+        for name, value in parameters.items():
+            flag = name if name in FLAGS else f"step_cache_{name}"
+            if flag not in CACHE:
+                raise InputError(f"{name} is no parameter of a step cache; remove it.")
+            long[flag] = value
+        values = for_loading(long)
         before = hooks.session(_networks(pipe, ours=True))
         if before is not None and before.pipe is None:
             raise InputError("The network is parallelised alone; call parallelize_pipe instead.")

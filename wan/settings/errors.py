@@ -37,17 +37,9 @@ class Words:
         return self.setting(self.names.get(name, name), value)
 
 
-def _keyword(name: str, value: str | None) -> str:
-    return name if value is None else f"{name}={value}"
-
-
-def _flag(name: str, value: str | None) -> str:
-    return f"--{name}" if value is None else f"--{name} {value}"
-
-
-KEYWORDS = Words(_keyword)
-"""Of a Python call, with the flags' names."""
-COMMAND_LINE = Words(_flag)
+KEYWORDS = Words(lambda name, value: name if value is None else f"{name}={value}")
+"""Settings as in a Python call, with the flags' names."""
+COMMAND_LINE = Words(lambda name, value: f"--{name}" if value is None else f"--{name} {value}")
 
 
 class InputError(ValueError):

@@ -25,13 +25,11 @@ class KernelRow:
         name: A value of its flag.
         make: Type of a device -> what makes the kernel there.
         chips: The NPUs that have it, where `make` has one for NPUs.
-        help: A few words for `--help`; empty where the name says enough.
     """
 
     name: str
     make: Mapping[str, str]
     chips: tuple[str, ...] = NPUS
-    help: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

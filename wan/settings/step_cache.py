@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,9 @@ def _readers(parameter: str) -> list[str]:
     return [row.name for row in _ROWS if parameter in row.reads]
 
 
-def _policy(name: str, raw: Any) -> str:
+@Reader
+def policy(name: str, raw: Any) -> str:
+    """One of VALUES, with an argument for its placeholder."""
     word, _, argument = raw.partition(":") if isinstance(raw, str) else ("", "", "")
     row = POLICIES.get(word)
     if row is not None and row.argument is not None and ":" in raw:
@@ -119,23 +122,21 @@ def _policy(name: str, raw: Any) -> str:
     return str(raw)
 
 
-def _coefficients(name: str, raw: Any) -> tuple[float, ...]:
+@Reader
+def coefficients(name: str, raw: Any) -> tuple[float, ...]:
+    """Finite numbers with commas between them, or a list."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     try:
         found = tuple(float(part) for part in parts)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = ()
-    if not found or any(abs(value) == float("inf") or value != value for value in found):
+    if not found or not all(map(isfinite, found)):
         raise InputError(
             f"{name} is {shown(raw)}; give numbers with commas between them, highest power first."
         )
     return found
 
 
-policy = Reader(_policy)
-"""One of VALUES, with an argument for its placeholder."""
-coefficients = Reader(_coefficients)
-"""Numbers with commas between them, or a list."""
 _STEP = integer(0, TRAIN_TIMESTEPS)
 
 

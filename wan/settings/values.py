@@ -53,7 +53,9 @@ def either(words: Sequence[object]) -> str:
     return f"{', '.join(some)} or {last}" if some else last
 
 
-def _text(name: str, raw: Any) -> str:
+@Reader
+def text(name: str, raw: Any) -> str:
+    """Text that can be written in UTF-8."""
     if not isinstance(raw, str):
         raise InputError(name, shown(raw), "must be text")
     try:
@@ -63,22 +65,25 @@ def _text(name: str, raw: Any) -> str:
     return raw
 
 
-def _path(name: str, raw: Any) -> Path:
+@Reader
+def path(name: str, raw: Any) -> Path:
+    """A path; `~` is the home folder."""
     raw = str(raw) if isinstance(raw, Path) else raw
-    if not _text(name, raw).strip():
+    if not text(name, raw).strip():
         raise InputError(name, why="is empty", remedy="give a path, or leave it out")
     if "\0" in raw:
         raise InputError(name, why="holds a NUL character", remedy="give a path without it")
     return Path(os.path.expanduser(raw))  # Path's own fails for an unknown user
 
 
-def _files(name: str, raw: Any) -> tuple[str, ...]:
+@Reader
+def files(name: str, raw: Any) -> tuple[str, ...]:
     """Paths as text, perhaps with `=STRENGTH`; absolute, so that a record repeats them anywhere."""
     parts = raw if isinstance(raw, list | tuple) else [raw]
     if not parts:
         remedy = "give FILE or FILE=STRENGTH, or leave it out"
         raise InputError(name, why="is empty", remedy=remedy)
-    return tuple(str(_path(name, part).absolute()) for part in parts)
+    return tuple(str(path(name, part).absolute()) for part in parts)
 
 
 def _switch(name: str, raw: Any) -> bool:
@@ -91,9 +96,6 @@ def _switch(name: str, raw: Any) -> bool:
     raise InputError(name, shown(raw), "must be true or false")
 
 
-text = Reader(_text)
-path = Reader(_path)
-files = Reader(_files)
 switch = Reader(_switch, ("true", "false"))
 
 
@@ -192,7 +194,9 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
     return Reader(read)
 
 
-def _timesteps(name: str, raw: Any) -> tuple[float, ...]:
+@Reader
+def timesteps(name: str, raw: Any) -> tuple[float, ...]:
+    """`T1,T2,...`: the timestep that the model gets in each step."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     one = real(0, 1000, above=True)
     found = [one(name, part) for part in parts] if isinstance(parts, list | tuple) else []
@@ -218,7 +222,9 @@ def listed(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _frame_num(name: str, raw: Any) -> int:
+@Reader
+def frame_num(name: str, raw: Any) -> int:
+    """A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
     value = int(integer(1, 4093)(name, raw))
     below = (value - 1) // 4 * 4 + 1
     if value != below:
@@ -226,7 +232,9 @@ def _frame_num(name: str, raw: Any) -> int:
     return value
 
 
-def _size(name: str, raw: Any) -> tuple[int, int]:
+@Reader
+def size(name: str, raw: Any) -> tuple[int, int]:
+    """`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
     parts: Sequence[Any] = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
     try:
         width, height = (int(str(part)) for part in parts)
@@ -239,7 +247,9 @@ def _size(name: str, raw: Any) -> tuple[int, int]:
     return width, height
 
 
-def _guide_scale(name: str, raw: Any) -> tuple[float, float]:
+@Reader
+def guide_scale(name: str, raw: Any) -> tuple[float, float]:
+    """One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
     parts = raw.split(",") if isinstance(raw, str) else raw
     parts = parts if isinstance(parts, list | tuple) else [parts]
     if not 1 <= len(parts) <= 2:
@@ -248,17 +258,7 @@ def _guide_scale(name: str, raw: Any) -> tuple[float, float]:
     return one(name, parts[0]), one(name, parts[-1])
 
 
-def _steps(name: str, raw: Any) -> tuple[int, ...]:
-    return listed(name, _text(name, raw))
-
-
-steps = Reader(_steps)
-"""Sampling steps, as in `0-5,8,11`."""
-frame_num = Reader(_frame_num)
-"""A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
-size = Reader(_size)
-"""`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
-timesteps = Reader(_timesteps)
-"""`T1,T2,...`: what the model is told in each step."""
-guide_scale = Reader(_guide_scale)
-"""One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
+@Reader
+def steps(name: str, raw: Any) -> tuple[int, ...]:
+    """Sampling steps, as in `0-5,8,11`."""
+    return listed(name, text(name, raw))
