@@ -3,29 +3,39 @@
     torchrun --nproc_per_node=8 -m wan.power compare --out DIR -- ARGUMENTS OF generate.py
 
 Networks are loaded once and stay in memory. After a warm-up of both experts every variant makes the
-same video in every round, in random order, and its time is divided by the time of the baseline in
-the same round. Two controls show whether the rests help or the order of exchanges. A short traced
-run of each variant shows its order and the lengths of its rests.
+same video in every round, in random order. Its time is divided by the time of the baseline in the
+same round, so that slow drifts of the machine cancel. Two controls show whether the rests help or
+the order of exchanges. A short traced run of each variant shows its order and the lengths of its
+rests.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import statistics
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from wan import env, log
+import numpy as np
+
+from wan import __version__, env, host, log
+from wan.checkpoint.files import whole_file
 from wan.cli import main as command
 from wan.cli.flags import Parser, parse
 from wan.log import logger
 from wan.modules.schedule import MODES
+from wan.power import order
+from wan.power.meter import Measured
 from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.values import Reader, choice, integer
+from wan.trace import Event
 
 if TYPE_CHECKING:
     from wan.distributed.mesh import Team
@@ -40,7 +50,9 @@ _DECIDED = (
     *("comm_type", "chunks", "fa_alltoall_overlap", "power", "trace", "plan", "compile"),
     *("decode_latents", "from_json", "use_prompt_extend", "prompt_file", "skip_existing"),
 )
-"""Flags of generate.py that a comparison sets itself, or that do not go with it."""
+"""Flags of generate.py that a comparison sets itself, or that have no meaning in one."""
+FEWEST = 5  # rounds
+_RESAMPLES = 4000  # of the rounds, for an interval
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,12 @@ class Variant:
         """The name in files and folders."""
         return re.sub(r"[^a-z0-9]+", "_", self.name.lower()).strip("_")
 
+    @property
+    def flags(self) -> str:
+        """The flags of generate.py that choose this variant."""
+        more = "" if self.chunks is None else f" --chunks {self.chunks}"
+        return f"--comm_type {self.comm_type}{more}"
+
 
 def variants(modes: Sequence[int], chunks: Sequence[int]) -> list[Variant]:
     """The baseline, the modes, InsertComm with other numbers of chunks, and the controls."""
@@ -80,27 +98,34 @@ def variants(modes: Sequence[int], chunks: Sequence[int]) -> list[Variant]:
     return [*found, Variant("control: baseline, locked clock", 0, locked=True)]
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the comparison itself.
+@dataclass
+class Result:
+    """What was measured of a variant; lists have an element for each round.
 
     Attributes:
-        out: Folder of the results.
-        repeats: Number of rounds.
-        variants: What is compared, the baseline first.
-        order: Seed of the random order.
-        words: The command line, for the report.
+        variant: The variant.
+        seconds: Time of denoising.
+        steps: Seconds of each step.
+        power: Power of all ranks' devices together.
+        peak_memory: Bytes of the fullest device; None where they are not known.
+        schedule: What its traces show, in a sentence.
+        largest: Largest difference of a value of the video (0 to 255) from the baseline's; None
+            before they are compared.
+        psnr: PSNR of the video to the baseline's, dB.
     """
 
-    out: Path
-    repeats: int
-    variants: tuple[Variant, ...]
-    order: int
-    words: str
+    variant: Variant
+    seconds: list[float] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)
+    power: list[Measured] = field(default_factory=list)
+    peak_memory: int | None = None
+    schedule: str = "the baseline's"
+    largest: int | None = None
+    psnr: float = float("inf")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes are those of generate.py."""
+    """Returns an exit code, which is one of generate.py's."""
     log.setup(env.rank() == 0)
     options, arguments = _options(argv)
     given = parse(arguments)
@@ -125,34 +150,8 @@ def main(argv: Sequence[str]) -> int:
     return command.carry_out(arguments, partial(_compare, options))
 
 
-def _compare(options: Options, run: Run, team: Team | None) -> int:
-    assert team is not None
-    if run.setup.parallel.ulysses_size == 1:
-        raise InputError("`ulysses_size`", 1, "has no exchanges to compare", "give a larger one")
-    from wan.power.rounds import Rounds
-    from wan.power.summary import write
-
-    attention, compared = run.setup.attention, options.variants
-    if attention.quant_alltoall or attention.use_rainfusion:  # which go with a call's exchanges
-        logger.info("No run with rests alone: not with --quant_alltoall or --use_rainfusion.")
-        compared = tuple(variant for variant in compared if not variant.rests)
-    rounds = Rounds(run, team, compared, options.out)
-    rounds.prepare()
-    shuffled = random.Random(options.order)
-    for number in range(options.repeats):
-        order = shuffled.sample(rounds.variants, len(rounds.variants))
-        for variant in order:
-            seconds = rounds.measure(variant)
-            place = number + 1, options.repeats
-            logger.info("Round %d of %d, %s: %.2f s (measured).", *place, variant.name, seconds)
-    rounds.close()
-    if team.is_main:
-        write(options, run, rounds.found, team.device.name())
-    return 0
-
-
-def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """The options of the comparison, and the arguments of generate.py behind "--"."""
+def _options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Returns the options of the comparison, and the arguments of generate.py behind "--"."""
     own, behind = list(argv), []
     if "--" in argv:
         cut = own.index("--")
@@ -175,12 +174,247 @@ def _options(argv: Sequence[str]) -> tuple[Options, list[str]]:
         return tuple(dict.fromkeys(read(name, part) for part in listed.split(",")))
 
     chunks = each(integer(1, 4096), "--chunks", options.chunks) if options.chunks else ()
-    found = variants(each(choice(*MODES), "--modes", options.modes), chunks)
-    made = Options(
-        out=options.out,
-        repeats=integer(5, 10_000)("--repeats", options.repeats),
-        variants=tuple(found),
-        order=integer(0, 2**32)("--order", options.order),
-        words=f"compare {' '.join(argv)}",
-    )
-    return made, [*PRESETS.get(options.preset, ()), *behind]
+    options.variants = variants(each(choice(*MODES), "--modes", options.modes), chunks)
+    options.repeats = integer(FEWEST, 10_000)("--repeats", options.repeats)
+    options.order = integer(0, 2**32)("--order", options.order)
+    options.command = f"compare {' '.join(argv)}"
+    return options, [*PRESETS.get(options.preset, ()), *behind]
+
+
+def _compare(options: Namespace, run: Run, team: Team | None) -> int:
+    assert team is not None
+    if run.setup.parallel.ulysses_size == 1:
+        raise InputError("`ulysses_size`", 1, "has no exchanges to compare", "give a larger one")
+    from wan.power.rounds import Rounds
+
+    attention, compared = run.setup.attention, options.variants
+    if attention.quant_alltoall or attention.use_rainfusion:  # which need a call's exchanges
+        logger.info("No run with rests alone: not with --quant_alltoall or --use_rainfusion.")
+        compared = [variant for variant in compared if not variant.rests]
+    rounds = Rounds(run, team, compared, options.out)
+    rounds.prepare()
+    shuffled = random.Random(options.order)
+    for number in range(1, options.repeats + 1):
+        for result in shuffled.sample(rounds.results, len(rounds.results)):
+            seconds, name = rounds.measure(result), result.variant.name
+            logger.info(
+                "Round %d of %d, %s: %.2f s (measured).", number, options.repeats, name, seconds
+            )
+        if team.is_main:  # finished rounds outlive a kill
+            write(options, run, team.device.name(), rounds.results)
+    rounds.close()
+    if team.is_main:
+        chosen, reason = write(options, run, team.device.name(), rounds.results)
+        logger.info("%s (%s)", reason, chosen.flags)
+        logger.info("Report: %s", options.out / "report.md")
+    return 0
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time of a variant / time of the baseline: median over rounds, with its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def gain(self) -> str:
+        """The difference in per cent: "-12.3 % (-14.0 to -10.1)"."""
+        percent = [100 * (x - 1) for x in (self.median, self.low, self.high)]
+        return "{:+.1f} % ({:+.1f} to {:+.1f})".format(*percent)
+
+
+def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> Ratio:
+    """Returns the ratio of equal rounds; the interval is that of a bootstrap over the rounds."""
+    each = np.array(seconds) / np.array(baseline)
+    draws = np.random.default_rng(0).integers(len(each), size=(_RESAMPLES, len(each)))
+    low, high = np.percentile(np.median(each[draws], axis=1), [2.5, 97.5])
+    return Ratio(float(np.median(each)), float(low), float(high))
+
+
+def recommend(results: Sequence[Result]) -> tuple[Variant, str]:
+    """Returns the fastest mode whose whole interval lies below 1, else the baseline; and why.
+
+    Of modes whose intervals overlap, the simpler one is recommended.
+
+    Args:
+        results: What was measured, the baseline first.
+    """
+    baseline, *others = results
+    if len(baseline.seconds) < FEWEST:
+        return baseline.variant, f"Fewer than {FEWEST} rounds have ended, which decide nothing."
+    ratios = {one.variant: ratio(one.seconds, baseline.seconds) for one in others}
+    modes = {variant: found for variant, found in ratios.items() if not variant.is_control}
+    if not modes:
+        return baseline.variant, "No other mode was compared."
+    faster = {variant: found for variant, found in modes.items() if found.high < 1}
+    if not faster:
+        return baseline.variant, f"No gain on this machine: {_no_gain(baseline.power)}"
+    best = min(faster.values(), key=lambda found: found.median)
+    alike = [variant for variant, found in faster.items() if found.low <= best.high]
+    chosen = min(alike, key=lambda variant: (variant.chunks is not None, variant.comm_type))
+    gain, alone = ratios[chosen], next((ratios[one] for one in ratios if one.rests), None)
+    reason = f"{chosen.name}: {gain.gain} of the baseline's time. "
+    if alone is None:
+        return chosen, f"{reason}No control was run."
+    reason += f"Rests without exchanges between them: {alone.gain}, "
+    if alone.high < 1:
+        reason += "so it is the rests that help."
+    elif alone.low > gain.high:
+        reason += "so it is not the rests that help but the order of exchanges and attention."
+    else:
+        reason += "which does not show what helped."
+    return chosen, reason
+
+
+def _no_gain(baseline: Sequence[Measured]) -> str:
+    """Returns why no mode is faster, as far as the baseline's clock shows it."""
+    slower = "no mode is certainly faster than the baseline"
+    shares = [one.throttled for one in baseline if one.throttled is not None]
+    if not shares:
+        return f"{slower}; throttling could not be read here."
+    share = statistics.mean(shares)
+    if share < 0.01:
+        return f"{slower}, and the clock was never throttled, so that rests can save nothing."
+    names = sorted({name for one in baseline for name in one.reasons})
+    why = "rests are too short, or attention draws too much power"
+    if not any("power" in name for name in names):
+        why = "but not for power, so that rests cannot help"
+    return f"{slower}; the clock was throttled {share:.0%} of the time ({', '.join(names)}), {why}."
+
+
+def rests(events: Sequence[Event]) -> list[float]:
+    """Returns the seconds without attention between head chunks that follow in a layer."""
+    found, last = [], None
+    for event in events:
+        if event.kind != "attention":
+            continue
+        layer = tuple(event.facts.get(name) for name in ("step", "branch", "layer"))
+        chunk = event.facts.get("chunk")
+        if last is not None and last[0] == layer and last[1] != chunk:
+            found.append((event.begin - last[2]) / 1e9)
+        last = layer, chunk, event.end
+    return found
+
+
+def schedule(folder: Path, variant: Variant) -> str:
+    """Returns what the traces of a variant show, in a sentence."""
+    try:
+        ranks = order.read(folder)
+    except InputError as error:  # the ranks of another machine wrote theirs there
+        return f"not available ({error})"
+    gaps = [1e3 * gap for rank in ranks for gap in rests(rank.events)]
+    events = [event for rank in ranks for event in rank.events]
+    length, busy = (sum(e.length for e in events if e.kind == x) for x in ("step", "attention"))
+    between = f"rests in a layer {statistics.median(gaps):.3f} ms (median)" if gaps else "no rests"
+    duty = f"attention {busy / length:.0%} of a step; {between}"
+    if variant.rests:
+        return f"{duty}; a control, which follows no plan"
+    differences = (order.compare(rank.plan, rank.events).difference for rank in ranks)
+    return f"{next((one for one in differences if one), 'as planned')}; {duty}"
+
+
+def write(
+    options: Namespace, run: Run, device: str, results: Sequence[Result]
+) -> tuple[Variant, str]:
+    """Writes report.md and comparison.json; returns the recommendation.
+
+    Args:
+        options: Options of the comparison.
+        run: The video that was made.
+        device: Name of the device.
+        results: What was measured so far, the baseline first.
+    """
+    chosen, reason = recommend(results)
+    baseline, (cfg, ring, ulysses) = results[0], run.setup.parallel.sizes
+    machine = {
+        "device": device,
+        "host": host.cpu(),
+        "ranks": run.setup.parallel.world_size,
+        "layout": f"ulysses {ulysses} x ring {ring} x cfg {cfg}",
+        "wan": __version__,
+    }
+    found, rows, orders = {}, "", ""
+    for one in results:
+        against = None if one is baseline else ratio(one.seconds, baseline.seconds)
+        found[one.variant.name] = _record(one, against)
+        rows += f"| {' | '.join(_cells(one, against))} |\n"
+        orders += f"- {one.variant.name}: {one.schedule}\n"
+    advice = {"comm_type": chosen.comm_type, "chunks": chosen.chunks, "reason": reason}
+    record = {"command": options.command, "machine": machine, "settings": run.settings}
+    record |= {"recommended": advice, "variants": found}
+    with whole_file(options.out / "comparison.json") as path:
+        path.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
+    request = run.request
+    width, height = request.video_size
+    with whole_file(options.out / "report.md") as path:
+        path.write_text(
+            f"""# Comparison of the modes of FA_Power_Cap (measured)
+
+`python -m wan.power {options.command}`
+
+{request.preset.task}, {width}x{height}, {request.frame_num} frames, {request.sample_steps} steps; \
+{device} ({machine["host"]}), {machine["ranks"]} ranks ({machine["layout"]}); \
+{len(baseline.seconds)} rounds in random order; seconds of denoising; wan {__version__}.
+
+**{reason}**
+
+Recommended: `{chosen.flags}`
+
+| Variant | Seconds: median (range) | Against the baseline: median (95 %) | Power: mean W, J \
+| Clock: mean MHz, throttled | Peak memory, GiB | Video: largest difference, PSNR |
+|---|---|---|---|---|---|---|
+{rows}
+Order of exchanges and attention in two traced steps beside the timed runs (`python -m wan.power \
+report {options.out}/traces/NAME` draws them):
+
+{orders}
+The folder also has a video of each variant, and comparison.json with every round's times and \
+readings. How to read this: docs/measuring_power.md.
+""",
+            encoding="utf-8",
+        )
+    return chosen, reason
+
+
+def _record(one: Result, against: Ratio | None) -> dict[str, Any]:
+    return {
+        "seconds": one.seconds,
+        "steps": one.steps,
+        "ratio": None if against is None else asdict(against),
+        "power": [power.record() for power in one.power],
+        "series": [
+            [part.series for part in (power.parts or (power,)) if part.series]
+            for power in one.power
+        ],
+        "peak_memory_bytes": one.peak_memory,
+        "schedule": one.schedule,
+        "largest_difference": one.largest,
+        "psnr": None if one.psnr == float("inf") else one.psnr,
+    }
+
+
+def _cells(one: Result, against: Ratio | None) -> list[str]:
+    """Returns the row of a variant in the report."""
+
+    def medians(**forms: str) -> str:
+        cells = []
+        for name, form in forms.items():
+            values = [x for power in one.power if (x := getattr(power, name)) is not None]
+            cells.append(format(statistics.median(values), form) if values else "not available")
+        return ", ".join(dict.fromkeys(cells))
+
+    middle, least, most = (of(one.seconds) for of in (statistics.median, min, max))
+    video = "not compared yet"
+    if one.largest is not None:
+        video = f"{one.largest}, " + ("the same" if not one.largest else f"{one.psnr:.1f} dB")
+    return [
+        one.variant.name,
+        f"{middle:.2f} ({least:.2f} to {most:.2f})",
+        "" if against is None else against.gain,
+        medians(mean_w=".0f", joules=".0f"),
+        medians(mean_mhz=".0f", throttled=".0%"),
+        "not available" if one.peak_memory is None else f"{one.peak_memory / 2**30:.2f}",
+        "" if against is None else video,
+    ]

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wan import trace
-from wan.distributed.exchange import ALONE, all_to_all_4D
+from wan.distributed.exchange import ALONE, Group, all_to_all_4D
 from wan.distributed.mesh import Team
-from wan.kernels.base import StepInfo
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import SelfAttention
 from wan.modules.schedule import MODES, heads_per_chunk
 from wan.pipeline import build, video
 from wan.pipeline.pipeline import Inputs
-from wan.power.compare import Variant
-from wan.power.meter import Measured, Meter, MeterError, combine, source_of
+from wan.power.compare import Result, Variant, rests, schedule
+from wan.power.meter import Meter, MeterError, combine, source_of
 from wan.power.nvml import Lock
 from wan.power.recording import Recording, plan_of
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.request import Request
-from wan.trace import Event
-
-
-@dataclass
-class Found:
-    """What was measured of a variant; lists have an element for each round.
-
-    Attributes:
-        variant: Which.
-        seconds: Of denoising.
-        steps: Seconds of each step.
-        power: All ranks' meters together.
-        peak_memory: Bytes of the fullest device; None where that cannot be told.
-        folder: Its trace.
-        largest: Difference of a value of the video (0 to 255) from the baseline's.
-        psnr: Of the video to the baseline's, dB.
-    """
-
-    variant: Variant
-    seconds: list[float] = field(default_factory=list)
-    steps: list[list[float]] = field(default_factory=list)
-    power: list[Measured] = field(default_factory=list)
-    peak_memory: int | None = None
-    folder: Path | None = None
-    largest: int = 0
-    psnr: float = float("inf")
 
 
 class SideBySide:
@@ -66,15 +39,23 @@ class SideBySide:
     def __init__(self, layers: Mapping[str, SelfAttention], chosen: Callable[[], str]) -> None:
         self.layers, self.chosen = dict(layers), chosen
 
-    def __call__(self, *qkv_BsND: Tensor, **told: Any) -> Tensor:
-        return self.layers[self.chosen()](*qkv_BsND, **told)
+    def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
+        return self.layers[self.chosen()](*qkv_BsND, **context)
 
 
-def layer_of(variant: Variant, built: FAPowerCapAttention) -> FAPowerCapAttention:
-    """The layer of a variant, with the kernel, ring and methods of one that exists."""
+def layer_of(
+    variant: Variant, built: FAPowerCapAttention, group: Group = None
+) -> FAPowerCapAttention:
+    """Returns the layer of a variant, with the kernel, ring and methods of one that exists.
+
+    Args:
+        variant: What the layer belongs to.
+        built: The layer that exists.
+        group: The ranks that exchange heads; None: those of the layer that exists.
+    """
     return FAPowerCapAttention(
         comm_type=variant.comm_type,
-        ulysses_pg=built.ulysses_pg,
+        ulysses_pg=built.ulysses_pg if group is None else group,
         layer=built.layer,
         kernel=built.kernel,
         ring=built.ring,
@@ -87,9 +68,9 @@ def layer_of(variant: Variant, built: FAPowerCapAttention) -> FAPowerCapAttentio
 class Rests:
     """A control that has the rests of a chunked mode and the exchanges of the baseline.
 
-    The exchanges of all heads come first; then the chunks are attended to, with the device idle
-    between them; the results go back together. What is as fast as the chunked mode was sped up by
-    the rests themselves.
+    It exchanges all heads first. Then it attends to one head chunk after the other, and the device
+    is idle between them. The results go back together. If this is as fast as the chunked mode, the
+    rests themselves help.
 
     Args:
         built: The layer whose kernel, ring and group are used.
@@ -100,40 +81,24 @@ class Rests:
     def __init__(self, built: FAPowerCapAttention, chunks: int, rest: Callable[[], None]) -> None:
         self.group, self.world, self.chunks = built.ulysses_pg, built.world_size, chunks
         self.rest = rest
-        self._whole = FAPowerCapAttention(
-            comm_type=0,
-            ulysses_pg=ALONE,
-            layer=built.layer,
-            kernel=built.kernel,
-            ring=built.ring,
-            methods=built.methods,
-        )
+        self._alone = layer_of(Variant("a head chunk", 0), built, ALONE)
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        /,
-        *,
-        valid_len: int | None = None,
-        step: StepInfo | None = None,
-    ) -> Tensor:
-        """As `FAPowerCapAttention`."""
-        qkv_BShD = [all_to_all_4D(x, 2, 1, self.group) for x in (query, key, value)]
+    def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
+        """Takes and returns what `FAPowerCapAttention` does."""
+        qkv_BShD = [all_to_all_4D(x, 2, 1, self.group) for x in qkv_BsND]
         parts: list[Tensor] = []
         first = 0
-        for size in heads_per_chunk(query.shape[2], self.world, self.chunks):
+        for size in heads_per_chunk(qkv_BsND[0].shape[2], self.world, self.chunks):
             if parts:
                 self.rest()
             chunk = (x[:, :, first : first + size].contiguous() for x in qkv_BShD)
-            parts.append(self._whole(*chunk, valid_len=valid_len, step=step))
+            parts.append(self._alone(*chunk, **context))
             first += size
         return all_to_all_4D(torch.cat(parts, dim=2), 1, 2, self.group)
 
 
 class StepTimes(trace.Recorder):
-    """Only the lengths of whole steps."""
+    """Measures whole steps only, so that nothing waits for the device inside a timed run."""
 
     def __init__(self, clock: trace.Clock, count: int) -> None:
         super().__init__(range(count), clock, lambda _: None)
@@ -147,7 +112,7 @@ class StepTimes(trace.Recorder):
         self._ends.append((begin, self.clock.now()))
 
     def seconds(self) -> list[float]:
-        """To be called when the device has ended."""
+        """Returns the length of each step; the device's work must have ended."""
         return [(end() - begin()) / 1e9 for begin, end in self._ends]
 
 
@@ -155,7 +120,7 @@ class Rounds:
     """Makes the runs; every rank calls every method, in the same order.
 
     Args:
-        run: What is made; its attention is the baseline's.
+        run: The video that is made; its attention is the baseline's.
         team: The ranks.
         variants: What is compared, the baseline first.
         out: Folder of the results.
@@ -163,13 +128,12 @@ class Rounds:
 
     def __init__(self, run: Run, team: Team, variants: Sequence[Variant], out: Path) -> None:
         self._run, self._team, self._out = run, team, out
-        self.variants = list(variants)
-        self.found = {variant.name: Found(variant) for variant in variants}
-        self._latents: dict[str, Tensor] = {}
+        self.results = [Result(variant) for variant in variants]
+        self._latents: dict[Variant, Tensor] = {}
         if team.is_main:  # of an earlier comparison, perhaps with more ranks
             for file in (out / "traces").glob("*/rank*.json"):
                 file.unlink()
-        self._chosen, self._rest = self.variants[0].name, 0.0
+        self._chosen, self._rest = variants[0].name, 0.0
         self._lock: Lock | None = None
         self._pipeline = build.pipeline(run.setup, team.device, team, attention=self._beside)
         self._texts = self._pipeline.texts(run.request)
@@ -179,71 +143,71 @@ class Rounds:
         assert isinstance(built, FAPowerCapAttention), "there are exchanges"
         layers: dict[str, SelfAttention] = {}
         idle = self._team.device.idle
-        for variant in self.variants:
+        for variant in (result.variant for result in self.results):
             layers[variant.name] = layer_of(variant, built)
             if variant.rests:
                 layers[variant.name] = Rests(built, MODES[1].chunks, lambda: idle(self._rest))
         return SideBySide(layers, lambda: self._chosen)
 
     def prepare(self) -> None:
-        """Both experts' first steps with every layer, and a trace of each: no time counts yet."""
-        short = _short(self._run.request)
-        for variant in self.variants:
+        """Warms up every layer with a step of each expert, and traces it; no time counts yet."""
+        request, parallel = self._run.request, self._run.setup.parallel
+        two = len(set(timesteps.schedule(request).experts)) == 2
+        short = replace(
+            request,
+            timesteps=None if request.timesteps is None else request.timesteps[:2],
+            sample_steps=min(2, request.sample_steps),
+            boundary_step=1 if two else request.boundary_step,
+        )
+        device, rank, steps = self._team.device, self._team.rank, tuple(range(short.sample_steps))
+        for result in self.results:
+            variant = result.variant
             if variant.locked:  # its layer is the baseline's
                 continue
             self._chosen = variant.name
             self._denoise(short)
-            events = self._traced(variant, short, self._out / "traces" / variant.slug)
+            parallel = replace(parallel, comm_type=variant.comm_type, chunks=variant.chunks)
+            setup = replace(self._run.setup, parallel=parallel)
+            plan = plan_of(setup, short, steps, self._pipeline.merges, rank)
+            recording = Recording(plan, device, team=self._team)
+            with trace.recording(recording.recorder):
+                self._denoise(short)
+            about = {"device": device.name(), "kernel": self._pipeline.kernel}
+            recording.write(self._traces(variant), about | {"variant": variant.name})
             if variant.comm_type == 1 and not self._rest:
-                own = statistics.median(rests(events) or [0.0])
+                own = statistics.median(rests(recording.events) or [0.0])
                 self._rest = max(self._team.gather(own))  # the same on all ranks
                 logger.info("Rests of %s: %.3f ms (measured).", variant.name, 1e3 * own)
-        self._lock = self._lockable(short)
+        self._lock_clock(short)
+        dist.barrier()  # all ranks have written their traces
+        for result in self.results if self._team.is_main else ():
+            if not result.variant.locked:
+                result.schedule = schedule(self._traces(result.variant), result.variant)
 
-    def _lockable(self, short: Request) -> Lock | None:
-        """The clock of the baseline's mean, where every rank may lock it; else there is no such
-        variant."""
-        locked = [variant for variant in self.variants if variant.locked]
-        if not locked:
-            return None
-        self._chosen = self.variants[0].name
-        with Meter(source_of(self._team.device)) as meter:
+    def _traces(self, variant: Variant) -> Path:
+        return self._out / "traces" / variant.slug
+
+    def _lock_clock(self, short: Request) -> None:
+        """Prepares the control at the baseline's mean clock; drops it where a rank may not lock."""
+        device, why = self._team.device, ""
+        self._chosen = self.results[0].variant.name
+        with Meter(source_of(device)) as meter:
             self._denoise(short)
-            self._team.device.synchronize()
-        lock, why = None, ""
+            device.synchronize()
         try:
-            lock = Lock(self._team.device, meter.stop().mean_mhz)
-            with lock:
+            self._lock = Lock(device, meter.stop().mean_mhz)
+            with self._lock:
                 pass
         except MeterError as reason:
             why = str(reason)
         reasons = [reason for reason in self._team.gather(why) if reason]
-        if not reasons:
-            return lock
-        logger.info("No run with a locked clock: %s.", reasons[0])
-        self.variants = [variant for variant in self.variants if not variant.locked]
-        del self.found[locked[0].name]
-        return None
+        if reasons:
+            logger.info("No run with a locked clock: %s.", reasons[0])
+            self.results = [result for result in self.results if not result.variant.locked]
 
-    def _traced(self, variant: Variant, request: Request, folder: Path | None) -> list[Event]:
-        """What a run's layers do, step by step; written to a folder."""
-        parallel = replace(
-            self._run.setup.parallel, comm_type=variant.comm_type, chunks=variant.chunks
-        )
-        setup, steps = replace(self._run.setup, parallel=parallel), range(request.sample_steps)
-        plan = plan_of(setup, request, tuple(steps), self._pipeline.merges, self._team.rank)
-        recording = Recording(plan, self._team.device, team=self._team)
-        with trace.recording(recording.recorder):
-            self._denoise(request)
-        if folder is not None:
-            about = {"device": self._team.device.name(), "kernel": self._pipeline.kernel}
-            recording.write(folder, about | {"variant": variant.name})
-            self.found[variant.name].folder = folder
-        return recording.events
-
-    def measure(self, variant: Variant) -> float:
-        """One run of the whole request, metered; seconds of denoising."""
-        found, device = self.found[variant.name], self._team.device
+    def measure(self, result: Result) -> float:
+        """Makes one run of the whole request, metered; returns the seconds of denoising."""
+        variant, device = result.variant, self._team.device
         self._chosen = variant.name
         device.reset_peak_memory()
         steps = StepTimes(device.clock(), self._run.request.sample_steps)
@@ -254,62 +218,36 @@ class Rounds:
             latents = self._denoise(self._run.request)
             device.synchronize()
             seconds = time.perf_counter() - begun
-        self._latents.setdefault(variant.name, latents.cpu())
+        self._latents.setdefault(variant, latents.cpu())
         ranks = self._team.gather((seconds, meter.stop(), device.peak_memory()))
-        found.seconds.append(max(rank[0] for rank in ranks))
-        found.steps.append(steps.seconds())
-        found.power.append(combine([rank[1] for rank in ranks]))
+        result.seconds.append(max(rank[0] for rank in ranks))
+        result.steps.append(steps.seconds())
+        result.power.append(combine([rank[1] for rank in ranks]))
         peaks = [rank[2] for rank in ranks if rank[2] is not None]
-        found.peak_memory = max([*peaks, found.peak_memory or 0]) if peaks else None
-        return found.seconds[-1]
+        result.peak_memory = max([*peaks, result.peak_memory or 0]) if peaks else None
+        return result.seconds[-1]
 
     def _denoise(self, request: Request) -> Tensor:
         run = self._run
         return self._pipeline.latents(request, Inputs(run.image, run.last_image, *self._texts))
 
     def close(self) -> None:
-        """The main rank keeps a video of each variant and compares them; then ranks part."""
+        """Writes a video of each variant and compares it with the baseline's, on the main rank."""
         self._pipeline.experts.release()
         baseline: Tensor | None = None
-        for name, found in self.found.items():
-            frames = self._pipeline.decode(self._latents[name])
+        for result in self.results:
+            variant = result.variant
+            frames = self._pipeline.decode(self._latents[variant])
             if frames is None:
                 continue
-            path = self._out / f"{found.variant.slug}.mp4"
-            video.save_video(frames, path, self._run.output.fps)
+            video.save_video(frames, self._out / f"{variant.slug}.mp4", self._run.output.fps)
             levels = ((frames + 1) * 127.5).round_()
             baseline = levels if baseline is None else baseline
             if not bool(levels.isfinite().all()):
-                logger.warning("The video of %s holds NaN or infinity.", name)
+                logger.warning("The video of %s holds NaN or infinity.", variant.name)
                 continue
             difference = levels.sub(baseline).abs_()
-            found.largest = int(difference.max())
+            result.largest = int(difference.max())
             mean = float(difference.square_().mean())
-            found.psnr = 10 * float(np.log10(255**2 / mean)) if mean else float("inf")
+            result.psnr = 10 * math.log10(255**2 / mean) if mean else float("inf")
         self._team.close()
-
-
-def rests(events: Sequence[Event]) -> list[float]:
-    """Seconds without attention between consecutive head chunks of the same layer."""
-    found, last = [], None
-    for event in events:
-        if event.kind != "attention":
-            continue
-        here = tuple(event.facts.get(name) for name in ("step", "branch", "layer"))
-        chunk = event.facts.get("chunk")
-        if last is not None and last[0] == here and last[1] != chunk:
-            found.append((event.begin - last[2]) / 1e9)
-        last = here, chunk, event.end
-    return found
-
-
-def _short(request: Request) -> Request:
-    """Two steps, one of each expert where there are two."""
-    two = len(set(timesteps.schedule(request).experts)) == 2
-    listed = None if request.timesteps is None else request.timesteps[:2]
-    return replace(
-        request,
-        timesteps=listed,
-        sample_steps=min(2, request.sample_steps),
-        boundary_step=1 if two else request.boundary_step,
-    )
