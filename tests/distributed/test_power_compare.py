@@ -118,6 +118,17 @@ def test_a_whole_comparison(
     check(out, ranks, names)
 
 
+@pytest.mark.slow
+def test_finished_rounds_outlive_a_kill(tiny: Any, tmp_path: Path) -> None:
+    asked = ["compare", "--out", str(tmp_path), "--modes", "0", "--"]
+    asked += ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
+    with Ranks(launcher(2), main, asked) as processes:
+        processes.until(0, "Round 2 of 5", 240)
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert 1 <= len(found["variants"]["baseline"]["seconds"]) < 5
+    assert "rounds in random order" in (tmp_path / "report.md").read_text()
+
+
 def test_the_named_preset_is_that_of_mlperf() -> None:
     found = compare.parse(compare.PRESETS["mlperf"])
     assert (found["size"], found["frame_num"], found["sample_steps"]) == ((1280, 720), 81, 20)

@@ -55,9 +55,8 @@ class Recorded(PowerSource):
 
 def measured(samples: Sequence[Sample | None]) -> Measured:
     source = Recorded(samples)
-    meter = Meter(source, period=1e-4)
-    meter.start()
-    assert source.given.wait(60)
+    with Meter(source, period=1e-4) as meter:
+        assert source.given.wait(60)
     found = meter.stop()
     assert meter.stop() == found and source.closed == 1
     return found

@@ -127,7 +127,10 @@ class Result:
 def main(argv: Sequence[str]) -> int:
     """Returns an exit code, which is one of generate.py's."""
     log.setup(env.rank() == 0)
-    options, arguments = _options(argv)
+    cut = [*argv, "--"].index("--")
+    options, arguments = _options(argv[:cut]), list(argv[cut + 1 :])
+    options.command = f"compare {' '.join(argv)}"
+    arguments = [*PRESETS.get(options.preset, ()), *arguments]
     given = parse(arguments)
     for name in _DECIDED:
         if name in given:
@@ -150,12 +153,8 @@ def main(argv: Sequence[str]) -> int:
     return command.carry_out(arguments, partial(_compare, options))
 
 
-def _options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Returns the options of the comparison, and the arguments of generate.py behind "--"."""
-    own, behind = list(argv), []
-    if "--" in argv:
-        cut = own.index("--")
-        own, behind = own[:cut], own[cut + 1 :]
+def _options(argv: Sequence[str]) -> Namespace:
+    """Returns the options of the comparison itself, which stand before "--"."""
     parser = Parser(
         prog="wan.power compare",
         description=(__doc__ or "").splitlines()[0],
@@ -168,7 +167,7 @@ def _options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--chunks", metavar="LIST", help="also InsertComm in so many head chunks")
     parser.add_argument("--preset", choices=PRESETS, help="a published workload")
     parser.add_argument("--order", default="0", metavar="SEED", help="of the random order")
-    options = parser.parse_args(own)
+    options = parser.parse_args(argv)
 
     def each(read: Reader, name: str, listed: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(read(name, part) for part in listed.split(",")))
@@ -177,8 +176,7 @@ def _options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options.variants = variants(each(choice(*MODES), "--modes", options.modes), chunks)
     options.repeats = integer(FEWEST, 10_000)("--repeats", options.repeats)
     options.order = integer(0, 2**32)("--order", options.order)
-    options.command = f"compare {' '.join(argv)}"
-    return options, [*PRESETS.get(options.preset, ()), *behind]
+    return options
 
 
 def _compare(options: Namespace, run: Run, team: Team | None) -> int:

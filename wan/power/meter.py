@@ -243,7 +243,7 @@ def combine(found: Sequence[Measured]) -> Measured:
 
 
 class Meter:
-    """Reads a source every `period` seconds, or as often as it allows, from start to stop.
+    """Reads a source every `period` seconds, or as often as it allows, inside a `with` block.
 
     A reading that fails is counted, and the next one is tried: the metered run goes on.
     """
@@ -255,13 +255,6 @@ class Meter:
         self._cpu_seconds = 0.0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        if isinstance(self.source, Absent):
-            self._why = self.source.why
-            return
-        self._thread = threading.Thread(target=self._run, name="power meter", daemon=True)
-        self._thread.start()
 
     def stop(self) -> Measured:
         """Takes the last reading and returns what was measured; called again, the same."""
@@ -288,7 +281,11 @@ class Meter:
         )
 
     def __enter__(self) -> Self:
-        self.start()
+        if isinstance(self.source, Absent):
+            self._why = self.source.why
+            return self
+        self._thread = threading.Thread(target=self._run, name="power meter", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
