@@ -111,6 +111,7 @@ class Generator:
             values = for_loading({**settings, **flags, "convert_model_dtype": convert_model_dtype})
             if "precision" not in values and self.config.param_dtype == torch.float32:
                 values["precision"] = "fp32"
+            integer(0, 10**6)("`rank`", rank)  # else it has no effect, as documented
             checkpoint = _with_files(_described(checkpoint_dir), self.config)
             sizes = checkpoint.experts.keys(), checkpoint.images
             own = [preset for preset in PRESETS.values() if preset.kind == self.kind]
@@ -184,8 +185,8 @@ class Generator:
             )
             if grouped:
                 setup.check_grouping()
-            if isinstance(calls, str | Mapping):
-                raise InputError("calls is one call; give a list of calls.")
+            if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
+                raise InputError("calls", shown(calls), "is no list of calls", "give a list")
             asked = [self._asked(self._bound(call, shared), setup) for call in calls]
         return self._made(asked, offload, grouped)
 

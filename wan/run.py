@@ -132,6 +132,8 @@ class Run:
     def facts(self, device: str) -> dict[str, Any]:
         """What has to be equal on all ranks, under the names a user knows.
 
+        What tells a user nothing, such as a hash, stands in a dictionary.
+
         Args:
             device: The type of the rank's device.
         """
@@ -145,13 +147,12 @@ class Run:
             "group_by_expert": self.group_by_expert,
         }
         found = {f"--{name}": value for name, value in named.items()} | {
-            "the content of --quant_dit_path": files and fingerprint(files.files()),
-            "the curve of --step_cache": setup.policy and setup.policy.content,
-            "the content of --lora": [
-                (name, one.strength, fingerprint([one.file]))
+            "the content of --quant_dit_path": {"hash": files and fingerprint(files.files())},
+            "the curve of --step_cache": {"hash": setup.policy and setup.policy.content},
+            "the content of --lora": {
+                name: [(one.strength, fingerprint([one.file])) for one in ones]
                 for name, ones in setup.loras.items()
-                for one in ones
-            ],
+            },
             "the video's size": self.request.video_size,
         }
         for line in self.lines:
@@ -160,8 +161,8 @@ class Run:
                 text = json.dumps(_shared(line.run.settings), sort_keys=True, default=str)
                 digest = hashlib.sha256(text.encode()).hexdigest()[:16]
                 asked = digest, line.draws or line.run.request.base_seed
-            found[f"line {line.number} of --prompt_file"] = asked
-        content = fingerprint(setup.checkpoint.files())
+            found[f"line {line.number} of --prompt_file"] = {"hash": asked}
+        content = {"hash": fingerprint(setup.checkpoint.files())}
         return found | {"the device": device, "the checkpoint's content": content}
 
 
@@ -171,7 +172,12 @@ def _shared(settings: Values) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in own}
 
 
-def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool = False) -> Run:
+def resolve(
+    values: Values,
+    make_demo: Callable[[str, Path], None],
+    plan: bool = False,
+    describe: Callable[[Path], Checkpoint] = describe,
+) -> Run:
     """The run that settings ask for.
 
     Args:
@@ -179,9 +185,10 @@ def resolve(values: Values, make_demo: Callable[[str, Path], None], plan: bool =
         make_demo: make_demo(task, folder) writes a randomly initialised checkpoint; called only
             where no checkpoint is given and none has been made yet.
         plan: The run is only planned: its ranks need not exist, nothing is written, and without a
+        plan: The run is only planned: its ranks need not exist, nothing is written, and without a
             checkpoint the task's published sizes hold.
+        describe: Describes a checkpoint; many runs of one checkpoint may remember it.
 
-    Raises:
         InputError: For everything that is wrong, in one sentence.
     """
     task: str = values.get("task", "t2v-A14B")

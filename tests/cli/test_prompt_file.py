@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import slow
 from tests.dist import GENERATE, TORCHRUN, Ranks, launcher
+from wan.checkpoint.layout import describe
 from wan.cli import main as generate
 from wan.cli import prompt_file
 from wan.cli.flags import parse
@@ -278,3 +280,25 @@ def test_a_killed_run_is_continued_and_memory_stays(tiny: Any, tmp_path: Path) -
         if path.with_suffix(".mp4") not in made
     ]
     assert max(peaks) < 1.05 * peaks[0]
+
+
+def test_lines_read_the_checkpoint_once(tiny: Any, tmp_path: Path) -> None:
+    described: list[Path] = []
+
+    def counted(folder: Path) -> Any:
+        described.append(folder)
+        return describe(folder)
+
+    given = parse(["--prompt_file", str(write(tmp_path, *map(str, range(20))))])
+    given["ckpt_dir"] = tiny("t2v-A14B")
+    remembering = cache(counted)
+    found = prompt_file.resolved(
+        given, lambda one: resolve(one, lambda *_: None, describe=remembering)
+    )
+    assert len(found.lines) == 20 and described == [tiny("t2v-A14B")]
+
+
+def test_a_wrong_seed_is_called_as_it_was_written(tiny: Any, tmp_path: Path) -> None:
+    lines = ['{"prompt": "a", "seed": "x"}', "good"]
+    found = resolved(write(tmp_path, *lines), "--ckpt_dir", str(tiny("t2v-A14B")))
+    assert found.lines[0].error == "seed x must be a whole number."

@@ -83,7 +83,8 @@ def differ(what: str) -> int:
             raise InputError("--sample_steps is 0.")
         if rank() == 1 and what == "fails":
             raise TypeError("a defect")
-        return prepared({"--frame_num": 5 + (rank() if what == "fact" else 0)})
+        line = {"hash": rank() if what == "line" else 0}
+        return prepared({"--frame_num": 5 + (rank() if what == "fact" else 0), "line 2": line})
 
     return start(prepare)
 
@@ -92,6 +93,7 @@ def differ(what: str) -> int:
     ("what", "sentence", "code"),
     [
         ("fact", "rank 1 on HOST: --frame_num is 6, but 5 on rank 0; start all ranks alike.", 2),
+        ("line", "rank 1 on HOST: line 2 differs from that of rank 0; start all ranks alike.", 2),
         ("refuses", "rank 1 on HOST: There is no such folder.", 2),
         ("all refuse", "--sample_steps is 0.", 2),
         ("fails", "rank 1 on HOST: TypeError: a defect.", 1),

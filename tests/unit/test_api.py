@@ -6,6 +6,7 @@ import inspect
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -88,8 +89,9 @@ def test_many_videos(grouped: bool, tiny) -> None:
         ([{"input_prompt": "b", "offload_model": False}], {}, "offload_model holds for all calls"),
         (["a"], {"group_by_expert": True, "offload_model": False}, "group_by_expert has no effect"),
         (["a"], {"group_by_expert": "perhaps"}, "group_by_expert=perhaps"),
-        ("ab", {}, "give a list of calls"),
-        ({"input_prompt": "a"}, {}, "give a list of calls"),
+        ("ab", {}, "calls ab is no list of calls"),
+        ({"input_prompt": "a"}, {}, "is no list of calls"),
+        (None, {}, "calls None is no list of calls; give a list"),
         ([3], {}, "A call is 3"),
         ([{}], {}, "missing a required argument: 'input_prompt'"),
     ],
@@ -313,3 +315,18 @@ def test_folders_as_text_or_as_paths(tiny, tmp_path: Path) -> None:
         for path in (None, folder, str(folder))
     ]
     assert torch.equal(found[1], found[2]) and not torch.equal(found[0], found[1])
+
+
+def test_the_constructor_reads_the_rank(tiny) -> None:
+    with pytest.raises(InputError, match="rank=x must be a whole number"):
+        wan.WanT2V("t2v-A14B", tiny("t2v-A14B"), rank="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_timesteps_may_be_an_array(kind, tiny) -> None:
+    model, steps = wan.WanT2V("t2v-1.3B", tiny("t2v-1.3B")), [1000.0, 757.0]
+    small = {"size": (32, 32), "frame_num": 1, "seed": 1, "sample_solver": "euler"}
+    found = model.generate("a", timesteps=kind(steps), output_type="latent", **small)
+    assert torch.equal(
+        found, model.generate("a", timesteps=tuple(steps), output_type="latent", **small)
+    )

@@ -226,3 +226,9 @@ def test_two_experts_are_alike(tiny: Any, tmp_path: Path) -> None:
     shutil.rmtree(folder / "low_noise_model")
     shutil.copytree(tiny("i2v-A14B") / "low_noise_model", folder / "low_noise_model")
     assert "mixes networks of different tasks or sizes" in refusal(folder)
+
+
+def test_a_network_of_another_class(folder: Path) -> None:
+    set_config(folder, _class_name="VaceWanModel")
+    said = refusal(folder)
+    assert f"{folder / 'config.json'} is of the class VaceWanModel, which is not supported" in said

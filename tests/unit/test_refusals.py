@@ -151,3 +151,9 @@ def test_a_plan_that_no_device_can_carry_out_is_refused(given: str) -> None:
     asked = parse(["--plan", *given.split()])
     with pytest.raises(InputError, match="this device is"):
         resolve(asked, lambda *_: None, plan=True)
+
+
+def test_a_long_word_is_shortened() -> None:
+    path = "/" + "n" * 100_000
+    for error in (InputError("`save_file`", path), InputError(path, why=f"is not {path}")):
+        assert len(str(error)) < 400 and "(100001 long)" in str(error)

@@ -323,6 +323,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "window_size": (lambda value: value == [-1, -1], "[-1, -1], all of the video"),
     "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
 }
+_CLASSES = ("WanModel", "WanTransformer3DModel")  # of the official code and of diffusers
 _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
 
@@ -377,6 +378,9 @@ def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str
 def _stated(path: Path) -> dict[str, Any]:
     """Returns what an official or diffusers config.json says, under the official names."""
     raw = read_json(path)
+    if (kind := raw.get("_class_name", _CLASSES[0])) not in _CLASSES:
+        why = f"is of the class {shown(kind)}, which is not supported"
+        raise InputError(str(path), None, why, f"{' and '.join(_CLASSES)} are")
     if "num_attention_heads" in raw:
         for key in ("num_attention_heads", "attention_head_dim"):
             if type(raw.get(key)) is not int:

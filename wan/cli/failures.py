@@ -15,6 +15,8 @@ from typing import NoReturn
 from wan import env
 from wan.settings.errors import InputError, NotFiniteError, Terminated, WriteError, is_out_of_memory
 
+DECODING = "while the video was decoded"
+"""A note on errors of this stage."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -29,10 +31,10 @@ def describe(error: BaseException) -> str | None:
     if isinstance(error, Terminated):
         return "terminated; the video was not written."
     if is_out_of_memory(error):
-        return (
-            "Out of memory; choose a smaller --size or --frame_num, or use --offload_model block; "
-            "--plan says what a run needs."
-        )
+        remedy = "choose a smaller --size or --frame_num, or use --offload_model block"
+        if DECODING in getattr(error, "__notes__", ()):
+            remedy = "decode the kept latents with --vae_tiling, or on a machine with more memory"
+        return f"Out of memory; {remedy}; --plan says what a run needs."
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         where = "" if error.filename is None else f" where {error.filename} is written"
         return f"The disk is full{where}; make space and start again."

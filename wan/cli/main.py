@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
 from wan import env, log
+from wan.checkpoint.layout import describe
 from wan.cli import failures, flags
 from wan.cli.output import check_current_folder, usable_paths
 from wan.cli.resolve import resolve
@@ -97,7 +98,8 @@ def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
             from wan.cli import prompt_file
 
             return prompt_file.resolved(
-                given, partial(resolve, make_demo=partial(_make_demo, once))
+                given,
+                partial(resolve, make_demo=partial(_make_demo, once), describe=cache(describe)),
             )
         return resolve(given, partial(_make_demo, once), plan)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from wan import env
 from wan.checkpoint.files import read_json
+from wan.cli.failures import DECODING
 from wan.log import logger
 from wan.settings.command import Output
 from wan.settings.errors import InputError
@@ -107,7 +108,8 @@ def latents_survive(path: Path | None) -> Iterator[None]:
     """Says where the denoised latents are when decoding or writing fails."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        error.add_note(DECODING)
         if path is not None:
             command = f"python generate.py --decode_latents {shlex.quote(str(path))}"
             logger.error("The denoised latents are safe in %s; continue with: %s", path, command)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from wan.checkpoint.files import opened
 from wan.cli import failures
 from wan.cli.output import check_writable
+from wan.log import logger
 from wan.run import Line, Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_given, read
@@ -41,7 +43,11 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
             raise InputError(f"`{name}` is about one video; drop it or `prompt_file`.")
     shared = {name: value for name, value in given.items() if name not in _COMMAND}
     found: list[Line] = []
-    for number, text in _texts(path):
+    texts, said = _texts(path), time.monotonic()
+    for number, text in texts:
+        if time.monotonic() - said > 2:
+            said = time.monotonic()
+            logger.info("%d of %d lines are checked.", len(found), len(texts))
         try:
             found.append(_line(number, text, shared, folder, resolve))
         except Exception as error:  # whatever it is concerns this line alone
@@ -117,14 +123,13 @@ def _values(text: str) -> dict[str, Any]:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"it is no JSON object ({error}).") from error
-    if "seed" in raw:
-        if "base_seed" in raw:
-            raise InputError("seed and base_seed are the same; drop one.")
-        raw["base_seed"] = raw.pop("seed")
+    if {"seed", "base_seed"} <= raw.keys():
+        raise InputError("seed and base_seed are the same; drop one.")
     for name in raw:
         if name in FLAGS and not FLAGS[name].line:
             raise InputError(f"{name} holds for all lines; give `{name}` on the command line.")
-    values = read(raw, "{}")
+    seed = {"base_seed": FLAGS["base_seed"].read("seed", raw.pop("seed"))} if "seed" in raw else {}
+    values = read(raw, "{}") | seed
     check_given(values)
     return values
 

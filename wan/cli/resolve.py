@@ -12,7 +12,9 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from wan import env, run
+from wan.checkpoint import layout
 from wan.checkpoint.files import numbered, read_json, safetensors_metadata
+from wan.checkpoint.layout import Checkpoint
 from wan.cli.output import check_trace, check_writable, usable_paths
 from wan.pipeline import memory
 from wan.pipeline.video import latents_shape
@@ -23,13 +25,19 @@ from wan.settings.flags import FLAGS, check_needs, read
 from wan.settings.step_cache import is_read
 
 
-def resolve(given: Values, make_demo: Callable[[str, Path], None], plan: bool = False) -> Run:
+def resolve(
+    given: Values,
+    make_demo: Callable[[str, Path], None],
+    plan: bool = False,
+    describe: Callable[[Path], Checkpoint] = layout.describe,
+) -> Run:
     """The run that the given flags ask for.
 
     Args:
         given: As `wan.cli.flags.parse` returns them.
         make_demo: As for `wan.run.resolve`.
         plan: Likewise.
+        describe: Likewise.
 
     Raises:
         InputError: For everything that is wrong, in one sentence.
@@ -39,7 +47,7 @@ def resolve(given: Values, make_demo: Callable[[str, Path], None], plan: bool = 
         check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
         if "save_file" in values and not plan:
             check_writable(values["save_file"])
-        found = run.resolve(values, make_demo, plan)
+        found = run.resolve(values, make_demo, plan, describe)
         if found.extension is not None and env.rank() == 0:  # which alone runs the model
             from wan.cli import extend_prompt
 

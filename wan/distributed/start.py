@@ -327,7 +327,10 @@ def verdict(statements: Sequence[Statement]) -> str | None:
         for name in sorted(main.facts.keys() | statement.facts.keys()):
             ours, theirs = (s.facts.get(name, "not given") for s in (main, statement))
             if ours != theirs:
-                return f"{who}{name} is {theirs}, but {ours} on rank 0; start all ranks alike."
+                values = f"is {theirs}, but {ours} on rank 0"
+                if isinstance(ours, dict):
+                    values = "differs from that of rank 0"
+                return f"{who}{name} {values}; start all ranks alike."
     return None
 
 

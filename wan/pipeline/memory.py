@@ -10,9 +10,11 @@ Legend: C channels, F channels of the feed-forward, e bytes of an element in the
 from __future__ import annotations
 
 import subprocess
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -337,8 +339,14 @@ def free_memory(device_type: str) -> int | None:
 def gpu_memory(kind: str) -> list[int]:
     """Bytes of each NVIDIA GPU here, "free" or in "total", as `nvidia-smi` reports them.
 
-    Empty where there is no such program, no GPU, or no answer within five seconds.
+    Empty where there is no such program, no GPU, or no answer within five seconds. An answer holds
+    for ten seconds, because the lines of a prompt file ask one after the other.
     """
+    return _gpu_memory(kind, int(time.monotonic()) // 10)
+
+
+@lru_cache(maxsize=2)
+def _gpu_memory(kind: str, _: int) -> list[int]:
     command = ["nvidia-smi", f"--query-gpu=memory.{kind}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)

@@ -7,7 +7,9 @@ Legend: Z latent channels, f h w latent frames/height/width, F H W the video's.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import queue
 import signal
 import threading
@@ -84,6 +86,8 @@ class Mp4Encoder:
         code = self._process.wait()
         self._process = None
         if code < 0:
+            if -code == signal.SIGXFSZ:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             raise OSError(f"the encoder was ended by {signal.Signals(-code).name}")
         if code > 0:
             first = said.decode(errors="replace").strip().partition("\n")[0]
@@ -156,9 +160,13 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # None: what the encoder says
+        remedy = "free space there, or give" if full else "give"
+        if error.errno == errno.EFBIG:
+            remedy = "raise the shell's limit on the size of files (ulimit -f), or give"
         raise WriteError(
-            f"{path} could not be written ({error.strerror or error}); "
-            "free space there, or give another --save_file."
+            f"{path} could not be written ({error.strerror or error}); {remedy} another "
+            "--save_file."
         ) from error
 
 

@@ -67,16 +67,24 @@ class InputError(ValueError):
         self.what, self.value, self.why, self.remedy = what, value, why, remedy
 
     def __str__(self) -> str:
-        subject = self.words.render(self.what)
+        subject = _short(self.words.render(self.what))
         setting = re.fullmatch(r"`(\w+)`", self.what)
         if self.value is not None and setting:  # a value's own backticks stay as they were typed
-            subject = self.words.write(setting[1], str(self.value))
+            subject = self.words.write(setting[1], _short(str(self.value)))
         elif self.value is not None:
-            subject = f"{subject} {self.value}"
-        sentence = " ".join(part for part in (subject, self.words.render(self.why)) if part)
+            subject = f"{subject} {_short(str(self.value))}"
+        why = _short(self.words.render(self.why))
+        sentence = " ".join(part for part in (subject, why) if part)
         remedy = self.words.render(self.remedy)
         sentence = "; ".join(part for part in (sentence, remedy) if part)
         return sentence if sentence.endswith(".") else f"{sentence}."
+
+
+def _short(text: str) -> str:
+    """The text without the middle of words of hundreds of characters, as paths may be."""
+    return re.sub(
+        r"\S{400,}", lambda word: f"{word[0][:60]}...{word[0][-20:]} ({len(word[0])} long)", text
+    )
 
 
 @contextmanager

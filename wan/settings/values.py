@@ -197,6 +197,7 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
 @Reader
 def timesteps(name: str, raw: Any) -> tuple[float, ...]:
     """`T1,T2,...`: the timestep that the model gets in each step."""
+    raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
     parts = raw.split(",") if isinstance(raw, str) else raw
     one = real(0, 1000, above=True)
     found = [one(name, part) for part in parts] if isinstance(parts, list | tuple) else []
