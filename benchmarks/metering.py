@@ -2,12 +2,12 @@
 
     python benchmarks/metering.py --out metering.json
 
-Every source that this machine has is metered; and always "files", which is no meter: it reads as
-many of the kernel's files as RAPL and cpufreq do (energy of two packages, clocks of eight cores),
-taken from /proc, so that there is a figure where there are no counters. It tells no power.
+The program meters every source that this machine has. It also meters "files", which reads as many
+files of /proc as RAPL and cpufreq have for two packages and eight cores, so that there is a figure
+on machines without counters.
 
-A step is a number of matrix products. Rounds with and without the meter alternate. Of npu-smi, the
-time of its processes counts.
+A step is a number of matrix products. Rounds with and without the meter alternate. The CPU time of
+npu-smi's processes counts, too.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ def check(out: Path, ranks: int, names: list[str]) -> None:
         assert one["largest_difference"] <= (1 if name == "BlockAttn" else 0)
         planned = not name.startswith("control")
         assert one["schedule"].startswith("as planned") is planned
+        assert planned or "no rests" not in one["schedule"]
     assert len(list(out.glob("*.mp4"))) == len(names)
     report = (out / "report.md").read_text()
     assert all(f"| {name} |" in report for name in names) and "Recommended: `--comm_type" in report

@@ -302,15 +302,15 @@ def schedule(folder: Path, variant: Variant) -> str:
         ranks = order.read(folder)
     except InputError as error:  # the ranks of another machine wrote theirs there
         return f"not available ({error})"
-    gaps = [1e3 * gap for rank in ranks for gap in rests(rank.events)]
     events = [event for rank in ranks for event in rank.events]
     length, busy = (sum(e.length for e in events if e.kind == x) for x in ("step", "attention"))
-    between = f"rests in a layer {statistics.median(gaps):.3f} ms (median)" if gaps else "no rests"
-    duty = f"attention {busy / length:.0%} of a step; {between}"
+    duty = f"attention {busy / length:.0%} of a step"
     if variant.rests:
-        return f"{duty}; a control, which follows no plan"
+        return f"a control with InsertComm's rests, which follows no plan; {duty}"
+    gaps = [1e3 * gap for rank in ranks for gap in rests(rank.events)]
+    between = f"rests in a layer {statistics.median(gaps):.3f} ms (median)" if gaps else "no rests"
     differences = (order.compare(rank.plan, rank.events).difference for rank in ranks)
-    return f"{next((one for one in differences if one), 'as planned')}; {duty}"
+    return f"{next((one for one in differences if one), 'as planned')}; {duty}; {between}"
 
 
 def write(

@@ -68,7 +68,7 @@ class Nvml(PowerSource):
             uuid: The UUID, without a prefix.
 
         Raises:
-            MeterError: Where there is no library, no driver, no such GPU or nothing to read.
+            MeterError: There is no library, no driver, no such GPU, or nothing can be read.
         """
         self._nvml, self.device = _started(), f"GPU-{uuid}"
         try:

@@ -23,7 +23,7 @@ class Rapl(PowerSource):
         """Opens the files of a sysfs.
 
         Raises:
-            MeterError: Where there are no packages, or their energy may not be read.
+            MeterError: There are no packages, or their energy may not be read.
         """
         zones = sorted((sys / "class/powercap").glob("intel-rapl:*"))  # AMD's have this name, too
         zones = [zone for zone in zones if _text(zone / "name").startswith("package")]
