@@ -338,7 +338,9 @@ def ask(
     recipe, sampling = recipes.choose(name, [*folder, *sorted(weights)], files, setup.preset)
     values = recipes.under(values, recipes.under(sampling, defaults or {}))
     request = make_request(setup.preset, values, image_size, boundary)
-    return request, (*recipes.notices(recipe, request), *setup.check_request(request))
+    about_loras = lora.notices(setup.loras, setup.preset.kind, recipe is not None)
+    said = (*recipes.notices(recipe, request), *about_loras)
+    return request, (*said, *setup.check_request(request))
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -302,3 +302,22 @@ def test_a_wrong_seed_is_called_as_it_was_written(tiny: Any, tmp_path: Path) -> 
     lines = ['{"prompt": "a", "seed": "x"}', "good"]
     found = resolved(write(tmp_path, *lines), "--ckpt_dir", str(tiny("t2v-A14B")))
     assert found.lines[0].error == "seed x must be a whole number."
+
+
+def test_what_was_made_otherwise_is_made_again(tiny: Any, tmp_path: Path, capfd) -> None:
+    """--skip_existing holds the line against the record beside the video."""
+    out, same = tmp_path / "out", {"prompt": "a", "seed": 1, "save_file": "a.mp4"}
+    lines = [same, {"prompt": "b", "seed": 1, "save_file": "b.mp4"}, "drawn seed"]
+    common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B", *QUICK]
+    common += ["--save_file", str(out), "--skip_existing", "--prompt_file"]
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    assert generate.main([*common, str(write(tmp_path, *texts))]) == 0
+    first = {path.name: path.read_bytes() for path in out.glob("*.mp4")}
+    texts[1] = json.dumps({"prompt": "b", "seed": 2, "sample_steps": 3, "save_file": "b.mp4"})
+    capfd.readouterr()
+    assert generate.main([*common, str(write(tmp_path, *texts))]) == 0
+    said = capfd.readouterr().out
+    assert "b.mp4 is made again: it differs in sample_steps, base_seed" in said.replace("\n", "")
+    assert "1 video made; 2 there already" in said
+    again = {path.name: path.read_bytes() for path in out.glob("*.mp4")}
+    assert {name for name in first if first[name] != again[name]} == {"b.mp4"}

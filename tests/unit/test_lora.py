@@ -245,6 +245,37 @@ def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> No
         torch.testing.assert_close(changed.double(), exact, atol=1e-9, rtol=1.2e-7)
 
 
+def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None:
+    """Both files given with `lora`: their names say the expert."""
+    checkpoint, stem = describe(tiny("t2v-A14B")), tmp_path / "wan2.2_t2v_A14b_lora_rank64_1022"
+    shape = checkpoint.experts["low_noise"].tensors["blocks.0.self_attn.q.weight"].shape
+    down, up = pair(torch.Size(shape), 2, 0, torch.float32)
+    files = {
+        "high_noise": f"{stem}_high_noise.safetensors",
+        "low_noise": f"{stem}-LowNoise.safetensors",
+    }
+    for file in files.values():
+        save_file(
+            {"blocks.0.self_attn.q.lora_A.weight": down, "blocks.0.self_attn.q.lora_B.weight": up},
+            file,
+        )
+    found = lora.resolve({"lora": tuple(files.values())}, checkpoint)
+    assert {name: [str(one.file) for one in ones] for name, ones in found.items()} == {
+        name: [file] for name, file in files.items()
+    }
+    with pytest.raises(
+        InputError, match="says high_noise in its name; give it with lora_high_noise"
+    ):
+        lora.resolve({"lora_low_noise": (files["high_noise"],)}, checkpoint)
+    said = list(lora.notices(found, "t2v", distilled=True))
+    assert said == [f"LoRA of {n}: {files[n]}, strength 1, 1 layers." for n in found]
+    alone = lora.resolve({"lora": (files["high_noise"],)}, checkpoint)
+    assert "low_noise expert has no LoRA" in list(lora.notices(alone, "i2v", distilled=True))[-1]
+    assert (
+        "says t2v in its name, but the task is a i2v" in list(lora.notices(alone, "i2v", False))[-1]
+    )
+
+
 def test_strength_is_split_off_at_the_last_equals_sign() -> None:
     assert named("a=b.safetensors") == Named(Path("a=b.safetensors"))
     assert named("a=b.safetensors=0.25") == Named(Path("a=b.safetensors"), 0.25)

@@ -169,6 +169,53 @@ def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
     return found
 
 
+def _by_name(files: Mapping[str, tuple[Named, ...]]) -> dict[str, tuple[Named, ...]]:
+    """Gives each file whose name says an expert, as published pairs do, to that expert alone."""
+    found: dict[str, tuple[Named, ...]] = dict.fromkeys(files, ())
+    for network, ones in files.items():
+        for one in ones:
+            said = {expert for expert in _EXPERTS if _says(expert, one.file)}
+            if len(said) != 1:
+                found[network] += (one,)
+                continue
+            (expert,) = said
+            if network not in ("both", expert):
+                remedy = f"give it with `lora_{expert}`, or rename it"
+                why = f"says {expert} in its name"
+                raise InputError(f"`lora_{network}`", one.file, why, remedy)
+            found[expert] += (one,)
+    return found
+
+
+def _says(expert: str, file: Path) -> bool:
+    return re.search(expert.replace("_", "[-_ ]?"), file.stem, re.IGNORECASE) is not None
+
+
+def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> Iterator[str]:
+    """Yields what is merged into each network, and what is probably a mistake.
+
+    Args:
+        loras: As `resolve` returns them.
+        kind: That of the task, such as "t2v".
+        distilled: Whether a recipe of a distilled model is used.
+    """
+    for network, ones in loras.items():
+        for one in ones:
+            layers = len({name.rpartition(".")[0] for name in one.changes})
+            yield f"LoRA of {network}: {one.file}, strength {one.strength:g}, {layers} layers."
+    for file in dict.fromkeys(one.file for ones in loras.values() for one in ones):
+        said = re.findall(r"(?<![a-z])(?:ti2v|t2v|i2v|flf2v)(?![a-z])", file.stem.lower())
+        kinds = {kind, "flf2v"} if kind == "i2v" else {kind}
+        if said and not kinds & {*said}:
+            yield f"{file} says {said[0]} in its name, but the task is a {kind} one."
+    without = [network for network, ones in loras.items() if not ones]
+    if distilled and without and len(without) < len(loras):
+        yield (
+            f"The {without[0]} expert has no LoRA, but takes the few steps of a distilled model; "
+            f"give its file with `lora_{without[0]}`."
+        )
+
+
 def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Finds what the files of the settings `Loras` add to each network of a checkpoint.
 
@@ -189,6 +236,8 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
         flag = next(flag for flag in given if flag != "lora")
         why = "is for two experts, but this checkpoint has one network"
         raise InputError(f"`{flag}`", None, why, "use `lora`")
+    if "dit" not in checkpoint.experts:
+        files = _by_name(files)
     for expert in _EXPERTS:
         for one in files[expert]:
             reader = _Reader(one, checkpoint, expert)

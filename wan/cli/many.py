@@ -7,6 +7,7 @@ all ranks, and the same command with `--skip_existing` goes on.
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import statistics
@@ -14,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from wan.checkpoint.files import read_json
 from wan.cli import failures
 from wan.cli.videos import Video
 from wan.log import logger
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Inputs, Pipeline
-from wan.run import Run
-from wan.settings.errors import NotFiniteError
+from wan.run import Line, Run
+from wan.settings.errors import InputError, NotFiniteError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +52,9 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
             logger.error("Line %d is left out: %s", line.number, line.error)
     asked = {line.number: line.run for line in run.lines if line.run is not None}
     good = asked.keys() - set(refused)
-    chosen = {n for n in good if not (run.skip_existing and asked[n].output.save_file.exists())}
+    chosen = set(good)
+    if run.skip_existing and is_main:
+        chosen -= {line.number for line in run.lines if line.number in good and _is_there(line)}
     there = len(good) - len(chosen)
     if team is not None:  # the main rank alone looks at the folder
         chosen = team.value_from_main(chosen)
@@ -91,6 +95,27 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
         if is_main:
             _sum_up(made, sorted([*refused, *(job.number for job in jobs if job.failed)]), there)
     return bool(refused) or any(job.failed for job in jobs)
+
+
+def _is_there(line: Line) -> bool:
+    """Whether the video of a line is there, made with the same settings as its record says."""
+    assert line.run is not None
+    output = line.run.output
+    if not output.save_file.exists():
+        return False
+    try:
+        made = read_json(output.record)["settings"]
+    except (InputError, KeyError):
+        return True  # nothing is known of it
+    asked = json.loads(json.dumps(line.run.settings, default=str))
+    unknown = {name for name, value in asked.items() if value == "auto"}  # until it runs
+    free = unknown | {"save_file"} | ({"base_seed"} if line.draws else set())
+    changed = [n for n in asked if n not in free and asked[n] != made.get(n)]
+    changed += [n for n in made if n not in asked and n not in free]
+    if changed:
+        names = ", ".join(changed)
+        logger.info("%s is made again: it differs in %s.", output.save_file, names)
+    return not changed
 
 
 def _job(number: int, run: Run, pipeline: Pipeline, team: Team | None) -> LineJob:

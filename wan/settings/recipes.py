@@ -122,8 +122,9 @@ def notices(name: str | None, request: Request) -> tuple[str, ...]:
     listed = ",".join(map("{:g}".format, request.timesteps or ()))
     shift = "" if request.sample_solver == "rcm" else f", shift {request.sample_shift:g}"
     grid = f" at {listed}" if listed else shift
+    without = "" if request.guided else ", no guidance"
     found = [
-        f"Recipe {name}: {request.sample_solver}, {request.sample_steps} steps{grid}; "
+        f"Recipe {name}: {request.sample_solver}, {request.sample_steps} steps{grid}{without}; "
         "`recipe=none` takes the checkpoint's own defaults."
     ]
     if request.guided:
