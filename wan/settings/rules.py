@@ -25,17 +25,22 @@ class Rule:
 
     Attributes:
         conditions: What must hold, each as `name` (it is set) or `name=value`.
-        what: The refused setting, or what the sentence is about.
         why: The predicate of the sentence.
         remedy: What to do.
         when: What must hold besides.
+        subject: What the sentence is about; by default the setting of the first condition.
     """
 
     conditions: tuple[str, ...]
-    what: str
     why: str
-    remedy: str
+    remedy: str = "drop it"
     when: When | None = None
+    subject: str = ""
+
+    @property
+    def what(self) -> str:
+        """The subject of the sentence."""
+        return self.subject or f"`{self.conditions[0]}`"
 
     def applies(self, facts: Facts) -> bool:
         """Whether the facts are such a combination."""
@@ -54,33 +59,27 @@ def conflict(
     one: str, other: str, why: str = "", remedy: str = "drop one of them", when: When | None = None
 ) -> Rule:
     """Two settings that exclude each other."""
-    return Rule((one, other), f"`{one}`", why or f"does not work with `{other}`", remedy, when)
+    return Rule((one, other), why or f"does not work with `{other}`", remedy, when)
 
 
-def needs(one: str, other: str, why: str = "") -> Rule:
+def needs(one: str, other: str) -> Rule:
     """A setting that another one must accompany."""
     return Rule(
         (one,),
-        f"`{one}`",
-        why or f"has no effect without `{other}`",
-        f"add `{other}`, or drop `{one.partition('=')[0]}`",
+        f"has no effect without `{other}`",
+        f"add `{other}`, or drop `{one}`",
         lambda s: not _holds(other, vars(s)),
     )
 
 
-def no_effect(one: str, why: str, when: When, remedy: str = "drop it") -> Rule:
-    """A setting that would be accepted and change nothing."""
-    return Rule((one,), f"`{one}`", f"has no effect {why}", remedy, when)
-
-
 def check(rows: Iterable[Rule], facts: Facts) -> None:
-    """InputError for the first row that applies to the facts."""
+    """Raises InputError for the first row that applies to the facts."""
     for rule in rows:
         if rule.applies(facts):
             what, why, remedy = (
                 text.format_map(facts) for text in (rule.what, rule.why, rule.remedy)
             )
-            raise InputError(what, why=why, remedy=remedy)
+            raise InputError(what, None, why, remedy)
 
 
 GIVEN = (
@@ -90,14 +89,17 @@ GIVEN = (
         "names the dense kernel of NPUs, and `attention_backend` that of GPUs",
         "give one of them",
     ),
-    conflict("timesteps", "sample_shift", "says all steps", "drop it, or `sample_shift`"),
-    conflict("timesteps", "sample_steps", "says all steps", "drop it, or `sample_steps`"),
+    *(
+        conflict("timesteps", name, "says all steps", f"drop it, or `{name}`")
+        for name in ("sample_shift", "sample_steps")
+    ),
     conflict(
         "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
     ),
 )
 """Of the settings that are given together in one call."""
 
+_CHUNKS = "`chunks={chunks}`"
 LAYOUT = (
     conflict(
         "comm_type",
@@ -109,33 +111,32 @@ LAYOUT = (
     ),
     Rule(
         ("comm_type",),
-        # The first sentence is that of the published guide.
-        "comm_type optimization requires ulysses_size > 1. `comm_type={comm_type}`",
         "works on exchanges between ranks",
         "start with torchrun --nproc_per_node=2, or drop it",
         lambda s: s.comm_type > 0 and s.ulysses_size <= 1,
+        # The first sentence is that of the published guide.
+        "comm_type optimization requires ulysses_size > 1. `comm_type={comm_type}`",
     ),
-    no_effect(
-        "fa_alltoall_overlap",
-        "with `ulysses_size=1`, which has no all-to-all exchanges to hide",
-        lambda s: s.ulysses_size <= 1,
+    Rule(
+        ("fa_alltoall_overlap",),
+        "has no effect with `ulysses_size=1`, which has no all-to-all exchanges to hide",
         "use a larger one, or drop it",
+        lambda s: s.ulysses_size <= 1,
     ),
-    no_effect(
-        "ring_type",
-        "with `ring_size=1`",
-        lambda s: "ring_type" in s.given and s.ring_size == 1,
+    Rule(
+        ("ring_type",),
+        "has no effect with `ring_size=1`",
         "drop it, or use a larger ring",
+        lambda s: "ring_type" in s.given and s.ring_size == 1,
     ),
-    no_effect(
-        "dist_timeout",
-        "on one process",
-        lambda s: "dist_timeout" in s.given and s.world_size == 1,
+    Rule(
+        ("dist_timeout",),
+        "has no effect on one process",
+        when=lambda s: "dist_timeout" in s.given and s.world_size == 1,
     ),
     *(
         Rule(
             (name,),
-            f"`{name}`",
             f"{what}, but this is one process",
             "start it with torchrun, or drop it",
             lambda s: s.world_size == 1,
@@ -149,27 +150,27 @@ LAYOUT = (
     conflict(
         "t5_fsdp", "t5_cpu", "shards the text encoder over devices, and `t5_cpu` has it on one"
     ),
-    conflict(
-        "compile",
-        "ring_size",
+    Rule(
+        ("compile",),
         "does not work with `ring_size` above 1",
-        when=lambda s: s.ring_size > 1,
+        "drop one of them",
+        lambda s: s.ring_size > 1,
     ),
     conflict("compile", "fa_alltoall_overlap"),
     Rule(
         ("chunks",),
-        "`chunks={chunks}`",
         "divides the heads of `comm_type=1`, `comm_type=2` and `fa_alltoall_overlap`",
         "add one of them, or drop it",
         lambda s: not (s.comm_type or s.fa_alltoall_overlap),
+        _CHUNKS,
     ),
     Rule(
         ("chunks",),
-        "`chunks={chunks}`",
         "is more than the {heads_of_a_rank} of {heads} heads that a rank has with "
         "`ulysses_size={ulysses_size}`",
         "give 1 to {heads_of_a_rank}, or a smaller `ulysses_size`",
         lambda s: s.chunks > s.heads_of_a_rank,
+        _CHUNKS,
     ),
 )
 """Of the ranks' layout; `given`: the names of the settings that were given."""
@@ -190,7 +191,6 @@ SETTINGS = (
     *(
         Rule(
             ("fp8_weights=keep",),
-            "`fp8_weights=keep`",
             f"cannot be: {why}",
             "use `fp8_weights=upcast`, or drop it",
             when,
@@ -206,10 +206,10 @@ SETTINGS = (
     *(
         Rule(
             ("offload_model", name),
-            "`offload_model={offload_model}`",
             f"copies weights from host memory or files, but `{name}` {what}",
             "drop one of them",
             when,
+            "`offload_model={offload_model}`",
         )
         for name, what, when in (
             ("dit_fsdp", "shards the DiT over the devices", _OFFLOADS),
@@ -221,7 +221,11 @@ SETTINGS = (
 """Of what a pipeline is built for."""
 
 GROUPING = (
-    no_effect("group_by_expert", "on {task}, which has one expert", lambda s: s.experts == 1),
+    Rule(
+        ("group_by_expert",),
+        "has no effect on {task}, which has one expert",
+        when=lambda s: s.experts == 1,
+    ),
     conflict(
         "group_by_expert",
         "offload_model=False",
@@ -239,33 +243,31 @@ GROUPING = (
 REQUEST = (needs("resident_blocks", "offload_model=block"),)
 """Of what a pipeline is built for, with a video."""
 
+_BOUNDARY_STEP = "`boundary_step={boundary_step}`"
 SCHEDULE = (
     Rule(
         ("timesteps",),
-        "`timesteps`",
         "has no effect on `sample_solver={sample_solver}`, whose steps come from `sample_shift`",
         "use euler, dmd or rcm, or drop `timesteps`",
         lambda s: not s.solver.free,
     ),
     Rule(
         ("sample_solver=rcm",),
-        "`sample_solver=rcm`",
         "has at most 4 steps, and there are {sample_steps}",
         "add `sample_steps=4`, or give `timesteps`",
         lambda s: s.timesteps is None and s.sample_steps > 4,
     ),
     Rule(
         ("sample_solver=rcm", "sigma_max"),
-        "`sigma_max={sigma_max:g}`",
         "is not above rcm's second level of 14.1 (tan 1.5)",
         "give more than 14.2",
         lambda s: s.timesteps is None and s.sample_steps > 1 and s.sigma_max <= 14.2,
+        "`sigma_max={sigma_max:g}`",
     ),
     conflict("sigma_max", "timesteps", "has no effect with `timesteps`"),
     *(
         Rule(
             (name,),
-            f"`{name}`",
             "belongs to `sample_solver=rcm`, but it is {sample_solver}",
             f"drop `{name}`",
             lambda s: s.sample_solver != "rcm",
@@ -274,17 +276,16 @@ SCHEDULE = (
     ),
     Rule(
         ("boundary_step",),
-        "`boundary_step={boundary_step}`",
         "has no effect, as the task has one network",
-        "drop it",
-        lambda s: s.boundary is None,
+        when=lambda s: s.boundary is None,
+        subject=_BOUNDARY_STEP,
     ),
     Rule(
         ("boundary_step",),
-        "`boundary_step={boundary_step}`",
         "is more than the {sample_steps} steps",
         "lower it",
         lambda s: s.boundary_step > s.sample_steps,
+        _BOUNDARY_STEP,
     ),
 )
 """Of one video's sampling."""
@@ -292,24 +293,24 @@ SCHEDULE = (
 ENDS = (
     Rule(
         ("ends",),
-        "`last_image`",
         "is not for the task {task}",
         "use i2v-A14B or flf2v-14B, or drop it",
         lambda s: s.preset.kind != "i2v" or s.preset.images == 1,
+        "`last_image`",
     ),
     Rule(
         ("ends",),
-        "`last_image`",
         "needs a video of more than one frame",
         "give a larger `frame_num`",
         lambda s: s.frame_num == 1,
+        "`last_image`",
     ),
     Rule(
         ("image_size",),
-        "The task {task}",
         "ends with an image",
         "add `last_image`",
         lambda s: s.preset.images == 2 and not s.ends,
+        "The task {task}",
     ),
 )
 """Of one video's images."""
