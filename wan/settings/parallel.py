@@ -93,16 +93,33 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
         InputError: For sizes that do not fit, with sizes that would, and for flags that
             contradict each other or have no effect.
     """
-    cfg, ring, ulysses = _choose(values, world, heads)
+    cfg, ring, ulysses = (values.get(name) for name in SIZES)
+    cfg = 1 if cfg is None else cfg
+    ranks = max(world // cfg, 1)
+    if ulysses is None:
+        rest = max(ranks // (ring or 1), 1)
+        ulysses = max(u for u in range(1, rest + 1) if rest % u == 0 and heads % u == 0)
+    if ring is None:
+        ring = max(ranks // ulysses, 1)
+    shown, product = size_flags(cfg, ring, ulysses), cfg * ring * ulysses
+    if world == 1 and product > 1:
+        why = f"needs {product} ranks, but this is one process"
+        remedy = f"start it with torchrun --nproc_per_node={product}, or drop the sizes"
+        raise InputError(shown, None, why, remedy)
+    if heads % ulysses:
+        why = f"does not divide the model's {heads} heads"
+        raise InputError(f"`ulysses_size={ulysses}`", None, why, _legal_words(world, heads))
+    if product != world:
+        why = f"makes {product} ranks, but {world} were started"
+        raise InputError(shown, None, why, _legal_words(world, heads))
     sizes = {"world_size": world, "cfg_size": cfg, "ring_size": ring, "ulysses_size": ulysses}
     parallel = fill(Parallel, {**values, **sizes})
-    _check_product(parallel, heads)
     others = {name: values.get(name) for name in ("compile", "t5_cpu", "vae_parallel")}
     more = {"heads": heads, "heads_of_a_rank": heads // ulysses, "given": values.keys()}
     rules.check(rules.LAYOUT, {**vars(parallel), **others, **more})
     notices = []
     if world > 1 and ("ulysses_size" not in values or ("ring_size" not in values and ring > 1)):
-        notices.append(f"Chosen: {size_flags(cfg, ring, ulysses)} for {world} ranks.")
+        notices.append(f"Chosen: {shown} for {world} ranks.")
     if parallel.mode.chunks > 1 and heads == ulysses:
         notices.append(
             "Each rank has one head, so there is one head chunk and nothing to interleave; "
@@ -116,11 +133,9 @@ def check_guidance(parallel: Parallel, scales: tuple[float, float], heads: int) 
     if parallel.cfg_size == 1 or 1 not in scales:
         return ()
     if scales == (1, 1):
-        raise InputError(
-            "`cfg_size=2`",
-            why="computes two guidance branches, but with guidance 1 there is only one",
-            remedy=_legal_words(parallel.world_size, heads, (1,)),
-        )
+        why = "computes two guidance branches, but with guidance 1 there is only one"
+        remedy = _legal_words(parallel.world_size, heads, (1,))
+        raise InputError("`cfg_size=2`", None, why, remedy)
     expert = "low" if scales[0] == 1 else "high"
     return (
         f"Guidance is 1 for the {expert}-noise expert: in its steps both halves of `cfg_size=2` "
@@ -132,41 +147,6 @@ def size_flags(cfg: int, ring: int, ulysses: int) -> str:
     """The settings of a topology, in backticks."""
     parts = [f"`cfg_size={cfg}`"] if cfg != 1 else []
     return " ".join([*parts, f"`ring_size={ring}`", f"`ulysses_size={ulysses}`"])
-
-
-def _choose(values: Mapping[str, Any], world: int, heads: int) -> tuple[int, int, int]:
-    cfg, ring, ulysses = (values.get(name) for name in SIZES)
-    cfg = 1 if cfg is None else cfg
-    ranks = max(world // cfg, 1)
-    if ulysses is None:
-        rest = max(ranks // (ring or 1), 1)
-        ulysses = max(u for u in range(1, rest + 1) if rest % u == 0 and heads % u == 0)
-    if ring is None:
-        ring = max(ranks // ulysses, 1)
-    return cfg, ring, ulysses
-
-
-def _check_product(parallel: Parallel, heads: int) -> None:
-    cfg, ring, ulysses = parallel.sizes
-    world, product = parallel.world_size, cfg * ring * ulysses
-    if world == 1 and product > 1:
-        raise InputError(
-            size_flags(cfg, ring, ulysses),
-            why=f"needs {product} ranks, but this is one process",
-            remedy=f"start it with torchrun --nproc_per_node={product}, or drop the sizes",
-        )
-    if heads % ulysses:
-        raise InputError(
-            f"`ulysses_size={ulysses}`",
-            why=f"does not divide the model's {heads} heads",
-            remedy=_legal_words(world, heads),
-        )
-    if product != world:
-        raise InputError(
-            size_flags(cfg, ring, ulysses),
-            why=f"makes {product} ranks, but {world} were started",
-            remedy=_legal_words(world, heads),
-        )
 
 
 def _legal_words(world: int, heads: int, cfgs: tuple[int, ...] = (1, 2)) -> str:

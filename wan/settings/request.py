@@ -135,12 +135,8 @@ class Request(Sampling):
     def __post_init__(self) -> None:
         preset, (low, high) = self.preset, self.sample_guide_scale
         if self.boundary is None and low != high:
-            raise InputError(
-                "`sample_guide_scale`",
-                f"{low:g},{high:g}",
-                f"has two numbers, but {preset.task} has one network",
-                "give one number",
-            )
+            why = f"has two numbers, but {preset.task} has one network"
+            raise InputError("`sample_guide_scale`", f"{low:g},{high:g}", why, "give one number")
         _check_size(preset, self.video_size, self.frame_num)
         facts = {"task": preset.task, "solver": SOLVERS[self.sample_solver], **vars(self)}
         rules.check((*rules.SCHEDULE, *rules.ENDS), facts)
@@ -229,13 +225,11 @@ def _check_size(preset: Preset, size: Size, frame_num: int) -> None:
     grid = _token_grid(preset, size, frame_num)
     for axis, tokens in zip(("frames", "height", "width"), grid, strict=True):
         if tokens > MAX_POSITIONS:
-            raise InputError(
-                "`size`",
-                f"{width}*{height}",
+            why = (
                 f"with {frame_num} frames makes {tokens} tokens along {axis}, and the network has "
-                f"{MAX_POSITIONS} positions",
-                "choose a smaller video",
+                f"{MAX_POSITIONS} positions"
             )
+            raise InputError("`size`", f"{width}*{height}", why, "choose a smaller video")
 
 
 def size_from_area(preset: Preset, image: Size, area: int) -> Size:
