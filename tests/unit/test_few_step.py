@@ -134,7 +134,6 @@ def test_experts_by_step() -> None:
     assert schedule(request("i2v-A14B", **four)).high_noise_steps == 3
     two = schedule(request("i2v-A14B", **four, boundary_step=2))
     assert two.experts == ("high_noise", "high_noise", "low_noise", "low_noise")
-    assert two.scales == (1, 1, 0, 0)
     assert schedule(request(**four, boundary_step=0)).high_noise_steps == 0
     assert schedule(request(**four, boundary_step=4)).high_noise_steps == 4
 

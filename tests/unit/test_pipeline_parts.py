@@ -122,12 +122,12 @@ def test_official_share_of_the_experts(task: str, solver: str, high: int) -> Non
     preset = PRESETS[task]
     _, timesteps = sigma_table(solver, 40, preset.sample_shift)
     names = [expert_at(int(t), preset.boundary) for t in timesteps]
-    assert names == [("high_noise", 1)] * high + [("low_noise", 0)] * (40 - high)
+    assert names == ["high_noise"] * high + ["low_noise"] * (40 - high)
 
 
 def test_boundary_itself_is_high_noise() -> None:
-    assert expert_at(875, 0.875) == ("high_noise", 1) and expert_at(874, 0.875) == ("low_noise", 0)
-    assert expert_at(999, None) == ("dit", 0)
+    assert expert_at(875, 0.875) == "high_noise" and expert_at(874, 0.875) == "low_noise"
+    assert expert_at(999, None) == "dit"
 
 
 @pytest.mark.parametrize("branches", [None, lambda branch: (branch("cond"), branch("uncond"))])

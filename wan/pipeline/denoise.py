@@ -151,7 +151,7 @@ class Denoising:
 
     def _step(self, index: int, model: Denoiser, branches: Branches, caches: Cache | None) -> None:
         request, conditions = self.request, self._conditions
-        name, scale = self._plan.experts[index], self._plan.scales[index]
+        name, (low, high) = self._plan.experts[index], request.sample_guide_scale
         timestep, grid = self._timesteps[index], request.grid
         step = StepInfo(index, request.sample_steps, "cond", name, grid, prod(grid))
         branch = partial(
@@ -161,7 +161,7 @@ class Denoising:
         with trace.step(index, name):  # loading is no part of it
             guided = guide(
                 branch,
-                request.sample_guide_scale[scale],
+                high if name == "high_noise" else low,
                 branches if guidance is None else partial(guidance, index, branches),
             )
             made = self._solver.step(guided, timestep.float(), self.latents, return_dict=False)[0]

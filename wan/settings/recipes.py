@@ -17,23 +17,19 @@ _LIGHTX2V: dict[str, Any] = {"sample_solver": "euler", "sample_steps": 4, "sampl
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a distilled model samples; all of them without guidance.
+    """How a distilled model samples, beside that all of them do without guidance.
 
     Attributes:
         values: Flags and what they are set to.
-        tasks: That it was published for.
-        weights: A checkpoint folder, or weight file in it, of such a name is surely one.
-        loras: The same of a LoRA file, its folder, or the one around that.
+        tasks: The tasks that it was published for.
+        weights: Matches the name of a checkpoint's folder, or of a weight file in it.
+        loras: Matches the name of a LoRA file with its two innermost folders.
     """
 
     values: Mapping[str, Any]
     tasks: tuple[str, ...]
     weights: str | None = None
     loras: str | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {**self.values, "sample_guide_scale": (1.0, 1.0)}
 
 
 RECIPES = {
@@ -94,25 +90,21 @@ def choose(
     if asked == "auto":
         own = [path.name for path in weights]
         added = ["/".join(path.absolute().parts[-3:]) for path in loras]
-        found = (
-            key
-            for key, recipe in RECIPES.items()
-            if preset.task in recipe.tasks
-            and (_any(recipe.weights, own) or _any(recipe.loras, added))
-        )
-        name = next(found, None)
+        name = None
+        for key, recipe in RECIPES.items():
+            patterns = [(recipe.weights, one) for one in own]
+            patterns += [(recipe.loras, one) for one in added]
+            found = any(pattern and re.search(pattern, one) for pattern, one in patterns)
+            if found and preset.task in recipe.tasks:
+                name = key
+                break
     if name is None or name == "none":
         return None, {}
     recipe = RECIPES[name]
     if preset.task not in recipe.tasks:
-        raise InputError(
-            f"`recipe={name}` is for {', '.join(recipe.tasks)}, not for {preset.task}; drop it."
-        )
-    return name, recipe.settings
-
-
-def _any(pattern: str | None, names: Iterable[str]) -> bool:
-    return pattern is not None and any(re.search(pattern, name) for name in names)
+        why = f"is for {', '.join(recipe.tasks)}, not for {preset.task}"
+        raise InputError("`recipe`", name, why, "drop it")
+    return name, {**recipe.values, "sample_guide_scale": (1.0, 1.0)}
 
 
 def notices(name: str | None, request: Request) -> tuple[str, ...]:

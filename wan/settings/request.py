@@ -137,7 +137,7 @@ class Request(Sampling):
         if self.boundary is None and low != high:
             why = f"has two numbers, but {preset.task} has one network"
             raise InputError("`sample_guide_scale`", f"{low:g},{high:g}", why, "give one number")
-        _check_size(preset, self.video_size, self.frame_num)
+        self._check_size()
         facts = {"task": preset.task, "solver": SOLVERS[self.sample_solver], **vars(self)}
         rules.check((*rules.SCHEDULE, *rules.ENDS), facts)
 
@@ -174,7 +174,28 @@ class Request(Sampling):
     @property
     def grid(self) -> tuple[int, int, int]:
         """Tokens along frame, height and width."""
-        return _token_grid(self.preset, self.video_size, self.frame_num)
+        (_, *sides), patch = self.latent_shape, self.preset.patch_size
+        frames, height, width = (side // one for side, one in zip(sides, patch, strict=True))
+        return frames, height, width
+
+    def _check_size(self) -> None:
+        """Width and height must be whole tokens, and no axis longer than the positions."""
+        preset, (width, height) = self.preset, self.video_size
+        multiple, size = preset.size_multiple, f"{width}*{height}"
+        if width % multiple or height % multiple:
+            sides = (max(multiple, round(n / multiple) * multiple) for n in (width, height))
+            near = "*".join(map(str, sides))
+            why = (
+                f"is not in multiples of {multiple}, as width and height must be for {preset.task}"
+            )
+            raise InputError("`size`", size, why, f"try {near}")
+        for axis, tokens in zip(("frames", "height", "width"), self.grid, strict=True):
+            if tokens > MAX_POSITIONS:
+                why = (
+                    f"with {self.frame_num} frames makes {tokens} tokens along {axis}, and the "
+                    f"network has {MAX_POSITIONS} positions"
+                )
+                raise InputError("`size`", size, why, "choose a smaller video")
 
 
 def make_request(
@@ -207,29 +228,6 @@ def make_request(
     if preset.boundary is not None and boundary is not None:
         chosen["boundary"] = boundary
     return Request(**chosen | {"preset": preset, "image_size": image_size})
-
-
-def _token_grid(preset: Preset, size: Size, frame_num: int) -> tuple[int, int, int]:
-    (width, height), (t, h, w), (p, q, r) = size, preset.vae_stride, preset.patch_size
-    return ((frame_num - 1) // t + 1) // p, height // h // q, width // w // r
-
-
-def _check_size(preset: Preset, size: Size, frame_num: int) -> None:
-    """Width and height must be whole tokens, and no axis longer than the network's positions."""
-    width, height = size
-    multiple = preset.size_multiple
-    if width % multiple or height % multiple:
-        near = "*".join(str(max(multiple, round(n / multiple) * multiple)) for n in size)
-        why = f"is not in multiples of {multiple}, as width and height must be for {preset.task}"
-        raise InputError("`size`", f"{width}*{height}", why, f"try {near}")
-    grid = _token_grid(preset, size, frame_num)
-    for axis, tokens in zip(("frames", "height", "width"), grid, strict=True):
-        if tokens > MAX_POSITIONS:
-            why = (
-                f"with {frame_num} frames makes {tokens} tokens along {axis}, and the network has "
-                f"{MAX_POSITIONS} positions"
-            )
-            raise InputError("`size`", f"{width}*{height}", why, "choose a smaller video")
 
 
 def size_from_area(preset: Preset, image: Size, area: int) -> Size:

@@ -24,13 +24,11 @@ class Schedule:
         sigmas: [N+1], falling, the last one 0.
         timesteps: [N], what the model is told.
         experts: [N], the network of each step.
-        scales: [N], which of the guidance scales (low, high noise) each step takes.
     """
 
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]
     experts: tuple[str, ...]
-    scales: tuple[int, ...]
 
     @property
     def high_noise_steps(self) -> int:
@@ -39,26 +37,24 @@ class Schedule:
 
 
 def schedule(request: Request, steps: int | None = None) -> Schedule:
-    """Of a video. steps: in place of the request's own number."""
+    """The levels of a video; steps: replaces the request's own number of them."""
     solver = request.sample_solver
     count = request.sample_steps if steps is None else steps
     if request.timesteps is not None:
         levels = [timestep / TRAIN_TIMESTEPS for timestep in request.timesteps]
         told = request.timesteps
-    elif solver == "rcm":
-        levels = rcm_sigmas(count, request.first_sigma)
+    elif solver == "rcm":  # arXiv:2510.08431: tan of an angle is the noise-to-data ratio
+        angles = (atan(request.first_sigma), *RCM_ANGLES[: count - 1])
+        levels = [sin(angle) / (sin(angle) + cos(angle)) for angle in angles]
         told = tuple(TRAIN_TIMESTEPS * sigma for sigma in levels)
     else:
         levels = sigmas(solver, count, request.sample_shift)
         told = timesteps(solver, levels)
-    rows = [
-        expert_at(timestep, request.boundary)
-        if request.boundary_step is None
-        else (("high_noise", 1) if index < request.boundary_step else ("low_noise", 0))
-        for index, timestep in enumerate(told)
-    ]
-    experts, scales = zip(*rows, strict=True)
-    return Schedule((*levels, 0.0), told, experts, scales)
+    experts = [expert_at(timestep, request.boundary) for timestep in told]
+    if request.boundary_step is not None:
+        high = request.boundary_step
+        experts = ["high_noise" if i < high else "low_noise" for i in range(len(told))]
+    return Schedule((*levels, 0.0), told, tuple(experts))
 
 
 def sigmas(solver: str, steps: int, shift: float) -> list[float]:
@@ -74,19 +70,8 @@ def timesteps(solver: str, levels: list[float]) -> tuple[float, ...]:
     return tuple(map(int, told)) if SOLVERS[solver].whole else tuple(told)
 
 
-def rcm_sigmas(steps: int, first: float) -> list[float]:
-    """rCM's levels [N] (arXiv:2510.08431): tan t is the noise-to-data ratio of a TrigFlow.
-
-    first: that ratio of the first level (`sigma_max` there).
-    """
-    angles = (atan(first), *RCM_ANGLES[: steps - 1])
-    return [sin(angle) / (sin(angle) + cos(angle)) for angle in angles]
-
-
-def expert_at(timestep: float, boundary: float | None) -> tuple[str, int]:
-    """The network for a timestep and the index of its guidance scale."""
+def expert_at(timestep: float, boundary: float | None) -> str:
+    """The network for a timestep; boundary: as in `Request`."""
     if boundary is None:
-        return "dit", 0
-    if timestep >= boundary * TRAIN_TIMESTEPS:
-        return "high_noise", 1
-    return "low_noise", 0
+        return "dit"
+    return "high_noise" if timestep >= boundary * TRAIN_TIMESTEPS else "low_noise"
