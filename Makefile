@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all test-npu test-xfuser check clean
+.PHONY: setup demo test test-all test-versions test-npu test-xfuser check clean
 
 setup: $(VENV)/.run
 
@@ -20,6 +20,10 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "not alone" $(PYTEST_FLAGS)
 	$(BIN)/python -m pytest -m alone $(PYTEST_FLAGS)
+
+# With the oldest and the newest packages of the declared ranges; a table at the end.
+test-versions: | $(VENV)/bin/python
+	$(BIN)/python tools/test_versions.py
 
 # The Ascend code, with the real mindiesd, on a CPU that stands in for the NPU.
 test-npu: $(VENV)/.dev $(VENV)/.npu_sim
@@ -41,13 +45,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: its exact version decides which of its builds the rest is resolved with.
-$(VENV)/.run: requirements.txt pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet "$$(grep -o '^torch==[0-9.]*' requirements.txt)"
-	$(BIN)/python -m pip install --quiet -e .
+$(VENV)/.run: requirements.txt constraints.txt pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.run
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -r requirements-dev.txt
 	touch $@
 
 # Without what they depend on: torch-npu itself needs CANN, the NPU's own software.

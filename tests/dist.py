@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing as mp
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -158,6 +159,8 @@ class Ranks:
         codes = [process.exitcode for process in self.processes]
         running = None in codes or any(reader.is_alive() for reader in self._readers)
         assert not running, f"still running after {timeout} s\n{self.said()}"
+        # gloo of torch 2.8 reports its links on the standard output.
+        self.texts = [re.sub(r"(?m)^\[Gloo\] .*\n", "", text) for text in self.texts]
         return codes
 
     def lines(self, prefix: str = "generate.py: ") -> list[str]:

@@ -1,6 +1,6 @@
 """The private functions of PyTorch that `wan` uses, each with the reason why no public one serves.
 
-All were checked with torch 2.13.
+Checked with the range of torch in `requirements.txt`; a variant says which versions need it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,12 +35,41 @@ def all_to_all_in_graph(send: Tensor, group: dist.ProcessGroup | None) -> Tensor
     return functional.all_to_all_single(send, None, None, group)
 
 
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set a group's timeout.
+def all_gather(received: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:
+    """`dist.all_gather_single`, which earlier versions know as `all_gather_into_tensor`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, send, group)
 
-    DeviceMesh makes groups with PyTorch's default timeout, and no public function changes it.
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set a group's timeout; up to 2.13 no public function does it.
+
+    DeviceMesh makes groups with PyTorch's default timeout.
     """
-    _set_pg_timeout(timeout, group)
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout, group)
+
+
+def device_mesh(
+    device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...], options: Any = None
+) -> DeviceMesh:
+    """`init_device_mesh`, with a backend's options for the groups of all axes.
+
+    2.8 has no public argument for the options. Up to 2.9 a mesh finds the joined axes of an equal
+    mesh made before it, the groups of which may have ended.
+    """
+    earlier: Any = torch.distributed.device_mesh._mesh_resources
+    if torch.__version__ < "2.9":
+        earlier.mesh_dim_group_options |= dict.fromkeys(range(len(axes)), (None, options))
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+        earlier.mesh_dim_group_options.clear()
+    else:
+        override = None if options is None else dict.fromkeys(axes, options)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes, backend_override=override)
+    if torch.__version__ < "2.10":
+        earlier.root_to_flatten_mapping.pop(mesh, None)
+        earlier.flatten_name_to_root_dims.pop(mesh, None)
+    return mesh
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -110,6 +138,11 @@ def set_up_compiler() -> None:
     config.cpp.vec_isa_ok = True  # g++ knows AVX: the trials take longer than the functions
 
 
+def recompiling(limit: int) -> AbstractContextManager[None]:
+    """Let a function be compiled for so many shapes; 2.8 has the public setting not yet."""
+    return torch._dynamo.config.patch(recompile_limit=limit)
+
+
 def times_changed(x: Tensor) -> int:
     """How often a tensor was written in place; 0 in inference mode, which does not count.
 
@@ -120,11 +153,13 @@ def times_changed(x: Tensor) -> int:
 
 def fake_process_group(rank: int, ranks: int) -> None:
     """Make a default group that sends nothing, for a plan; no public backend takes meta tensors."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not hasattr(dist.Backend, "PLANNED"):
-        types = ["cpu", "meta"]
-        dist.Backend.register_backend("planned", _create_fake_pg, extended_api=True, devices=types)
+        fake, types = dist.Backend._plugins["FAKE"], ["cpu", "meta"]
+        dist.Backend.register_backend(
+            "planned", fake.creator_fn, extended_api=fake.extended_api, devices=types
+        )
     dist.init_process_group("planned", store=FakeStore(), rank=rank, world_size=ranks)
 
 
@@ -155,6 +190,18 @@ def _own(network: nn.Module) -> list[Tensor]:
     """This rank's tensors. The public `DTensor.to_local` would need a slow import."""
     tensors = [*network.parameters(), *network.buffers()]
     return [getattr(x, "_local_tensor", x) for x in tensors]
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation returns, also an exchange of meta tensors, for which 2.8 has no kernels.
+
+    The kernel for the CPU asks the group, and that of a plan sends nothing.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if func.namespace != "c10d" or has_kernel(func.name(), "Meta"):
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
 class WithoutData(TorchFunctionMode):
@@ -211,7 +258,7 @@ class Live(TorchDispatchMode):
         module.register_forward_hook(lambda *_: self._within.remove(part))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _called(func, args, kwargs or {})
         for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(x, Tensor) and x.device.type == self.device:
                 self._follow(getattr(x, "_local_tensor", x).untyped_storage())  # of a DTensor

@@ -218,7 +218,7 @@ def _ask_local(question: Question, model: str | None, seed: int, device: str) ->
     text = _generate(question, source, seed, place)
     gc.collect()  # the model is unreachable now, but reference cycles keep it until collected
     if place.type != "cpu":
-        torch.accelerator.empty_cache()
+        torch.get_device_module(place).empty_cache()
     return _nonempty(text)
 
 

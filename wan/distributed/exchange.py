@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan import trace
+from wan import torch_private, trace
 from wan.distributed import compiled
 
 
@@ -137,7 +137,7 @@ def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
     """[B,s,...] of every rank -> [B,S,...], in the order of the ranks. Any dtype."""
     out = torch.empty(group_size(group), *x.shape, dtype=x.dtype, device=x.device)
     received, send = as_bytes(out).flatten(0, 1), as_bytes(x.contiguous())
-    dist.all_gather_single(received, send, process_group(group))
+    torch_private.all_gather(received, send, process_group(group))
     return out.movedim(0, 1).flatten(1, 2)
 
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from wan import host, torch_private
 from wan.device import Device
@@ -68,7 +68,7 @@ class Team:
                 continue
             sent = torch.zeros(ranks, device=self.device.torch_device)
             dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-            dist.all_gather_single(torch.empty_like(sent), sent[:1], group)
+            torch_private.all_gather(torch.empty_like(sent), sent[:1], group)
             if axes == ("ring",):
                 right, left = (rank + 1) % ranks, (rank - 1) % ranks
                 each = ((dist.isend, sent, right), (dist.irecv, torch.empty_like(sent), left))
@@ -121,7 +121,7 @@ class Team:
         group = self.group("cfg")
         own = branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
         both = torch.empty(2, *own.shape, dtype=own.dtype, device=own.device)
-        dist.all_gather_single(both.flatten(0, 1), own, group)
+        torch_private.all_gather(both.flatten(0, 1), own, group)
         return both[0], both[1]
 
     def agree(self, sums: Tensor, threshold: float) -> bool:
@@ -158,13 +158,12 @@ class Team:
 def form(device: Device, sizes: tuple[int, int, int], timeout: timedelta | None = None) -> Team:
     """The mesh of (cfg, ring, ulysses) sizes over a process group that exists."""
     axes = ("cfg", "ring", "ulysses")
-    override: Any = None
+    first = None
     if device.type == "cuda":
         # What runs beside attention must not queue behind all of its blocks. An axis as large as
         # the world gets a communicator of its own, too: FSDP's gathers use the world's.
         first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        override = dict.fromkeys(axes, first)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=axes, backend_override=override)
+    mesh = torch_private.device_mesh(device.type, sizes, axes, first)
     return Team(mesh, device, dist.get_rank(), timeout)
 
 

@@ -9,16 +9,22 @@ Legend: B batch, S tokens, N heads, D head size; q, k in block masks: blocks of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from wan import torch_private
 from wan.kernels.base import Payload, Target
 from wan.kernels.rainfusion_masks import kept_first
 from wan.settings.numerics import Q_ROWS
 
 _SHAPES = 256  # more than any process has
+# torch 2.8 cannot leave out the blocks that only gradients need.
+_CAN_LEAVE_OUT = "compute_q_blocks" in signature(BlockMask.from_kv_blocks).parameters
+_WITHOUT_GRADIENTS: dict[str, Any] = {"compute_q_blocks": False} if _CAN_LEAVE_OUT else {}
 
 
 class FlexBlocks:
@@ -56,7 +62,7 @@ def compiled_for_each_shape(
     compiled = torch.compile(function, fullgraph=True, **how)  # type: ignore[call-overload]
 
     def call(*args: object, **kwargs: object) -> Tensor:
-        with torch.compiler.config.patch(recompile_limit=_SHAPES):  # type: ignore[attr-defined]
+        with torch_private.recompiling(_SHAPES):
             return compiled(*args, **kwargs)
 
     return call
@@ -82,5 +88,5 @@ def flex_mask(mask_BNqk: Tensor, queries: int, keys: int, k_rows: int) -> BlockM
         BLOCK_SIZE=(Q_ROWS, k_rows),
         mask_mod=seen,
         seq_lengths=(queries, keys),
-        compute_q_blocks=False,  # for gradients only
+        **_WITHOUT_GRADIENTS,
     )

@@ -77,7 +77,9 @@ def quantise(x_BSND: Tensor, rows: int) -> Payload:
     x_BkrND = pad_rows(x_BSND.float(), -tokens % rows).unflatten(1, (-1, rows))
     scale = x_BkrND.abs().amax(dim=(2, 4), keepdim=True) / E4M3_MAX
     scale = torch.where(scale > 0, scale, 1.0)
-    values = (x_BkrND / scale).to(torch.float8_e4m3fn).flatten(1, 2)[:, :tokens]
+    # A subnormal scale is rounded so much that values exceed 448, of which torch 2.8 makes NaN.
+    values = (x_BkrND / scale).clamp_(-E4M3_MAX, E4M3_MAX)
+    values = values.to(torch.float8_e4m3fn).flatten(1, 2)[:, :tokens]
     return Payload(values, scale.squeeze(2), rows)
 
 

@@ -1,0 +1,87 @@
+"""`make test-versions`: the default tests with the oldest and the newest packages of the ranges.
+
+    python tools/test_versions.py [oldest] [newest] [--folder .venv/versions] [--processes auto]
+
+"oldest" has every package of requirements.txt at its lower bound, "newest" at the newest release
+below its upper bound. Each has a virtual environment of its own, which is kept for the next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+from xml.etree import ElementTree
+
+REPO = Path(__file__).resolve().parent.parent
+SHOWN = ("torch", "diffusers", "transformers", "numpy")
+COUNTS = ("passed", "failed", "skipped")
+VERSION = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
+
+
+def requirements(which: str) -> str:
+    """requirements.txt, for "oldest" with "==A" in the place of ">=A,<B"."""
+    text = (REPO / "requirements.txt").read_text()
+    return re.sub(r">=([0-9.]+),<[0-9.]+", r"==\1", text) if which == "oldest" else text
+
+
+def installed(which: str, folder: Path) -> Path:
+    """The Python of an environment, which has what its tests need."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    listed = folder / "requirements.txt"
+    listed.write_text(requirements(which))
+    command: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--upgrade"]
+    subprocess.run([*command, "-r", listed, "-r", REPO / "requirements-dev.txt"], check=True)
+    return python
+
+
+def tested(python: Path, folder: Path, processes: str) -> dict[str, int]:
+    """Numbers of tests that passed, failed and were skipped."""
+    report = folder / "tests.xml"
+    report.unlink(missing_ok=True)
+    options = ["-m", "not slow", "-n", processes, "--dist", "loadgroup", f"--junitxml={report}"]
+    more = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    subprocess.run([python, "-m", "pytest", *options], cwd=REPO, env=os.environ | more)
+    suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None, "pytest's report has its suite"
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    skipped = int(suite.attrib["skipped"])
+    passed = int(suite.attrib["tests"]) - failed - skipped
+    return dict(zip(COUNTS, (passed, failed, skipped), strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("environments", nargs="*", help="oldest, newest; both if none is given")
+    parser.add_argument("--folder", type=Path, default=REPO / ".venv" / "versions")
+    parser.add_argument("--processes", default="auto", help="of pytest (-n)")
+    options = parser.parse_args()
+    environments = options.environments or ["oldest", "newest"]
+    if unknown := set(environments) - {"oldest", "newest"}:
+        parser.error(f"there is no environment {', '.join(sorted(unknown))}")
+    rows, failed = [("", *SHOWN, *COUNTS, "seconds")], 0
+    for which in environments:
+        folder = options.folder / which
+        python = installed(which, folder)
+        asked = [str(python), "-c", VERSION, *SHOWN]
+        versions = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+        started = time.monotonic()
+        counts = tested(python, folder, options.processes)
+        numbers = [str(counts[name]) for name in COUNTS]
+        rows.append((which, *versions, *numbers, f"{time.monotonic() - started:.0f}"))
+        failed += counts["failed"]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
