@@ -17,14 +17,21 @@ from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.run import Run
 from wan.settings.attention import Attention
+from wan.settings.devices import CHIPS
+from wan.settings.kernels import RAINFUSION, SMALL_OPS, dense_names
+from wan.settings.values import either
 
 __all__ = ["no_weights"]  # a fixture that holds for every test here, too
 
 FP8 = ["--fa_quant", "fp8"]
 RAIN = ["--use_rainfusion"]
+BACKENDS = "must be auto, " + either(dense_names("attention_backend"))
 LASER = ["--attention_algo", "laser"]
 ALONE = {
-    "algorithm": (["--attention_algo", "nonsense"], "must be fused or laser"),
+    "algorithm": (
+        ["--attention_algo", "nonsense"],
+        f"must be {either(dense_names('attention_algo'))}",
+    ),
     "dtype": (["--fa_quant", "int8"], "must be fp8 or none"),
     "sparsity 1": ([*RAIN, "--sparsity", "1"], "at least 0 and below 1"),
     "sparsity negative": ([*RAIN, "--sparsity", "-0.1"], "at least 0 and below 1"),
@@ -32,7 +39,7 @@ ALONE = {
     "sparsity words": ([*RAIN, "--sparsity", "much"], "must be a number"),
     "first sparse step": ([*RAIN, "--sparse_start_step", "-1"], "from 0 to 1000"),
     "no refresh": ([*RAIN, "--mask_refresh_interval", "0"], "from 1 to 1000"),
-    "RainFusion v4": ([*RAIN, "--rainfusion_type", "v4"], "must be v1, v2 or v3"),
+    "RainFusion v4": ([*RAIN, "--rainfusion_type", "v4"], f"must be {either([*RAINFUSION])}"),
     "RainFusion v1": ([*RAIN, "--rainfusion_type", "v1"], "v1 is not supported"),
     "sparsity alone": (["--sparsity", "0.5"], "--sparsity has no effect without --use_rainfusion"),
     "start alone": (["--sparse_start_step", "3"], "no effect without --use_rainfusion"),
@@ -71,9 +78,9 @@ ALONE = {
     ),
     "unknown backend": (
         ["--attention_backend", "flash_9"],
-        "must be auto, sdpa, cudnn, sdpa_fl",
+        BACKENDS,
     ),
-    "sparse backend": (["--attention_backend", "aiter_sparge"], "must be auto, sdpa, cudnn"),
+    "sparse backend": (["--attention_backend", "aiter_sparge"], BACKENDS),
     "two kernels": (
         ["--attention_backend", "sage", "--attention_algo", "fused"],
         "names the dense kernel of NPUs, and --attention_backend",
@@ -107,7 +114,7 @@ ALONE = {
         ["--attention_backend", "flash", "--compile"],
         "--compile does not work with --attention_backend flash; drop one",
     ),
-    "unknown operation": (["--fused_ops", "rope,softmax"], "rope,rms_norm,layer_norm,scale_shift"),
+    "unknown operation": (["--fused_ops", "rope,softmax"], ",".join(SMALL_OPS)),
     "no operation": (["--fused_ops", ""], "must be auto, none, or some of"),
     "operations of other devices": (
         ["--fused_ops", "rope,gelu"],
@@ -142,7 +149,7 @@ ALONE = {
     "quantised nothing": (["--quant_dit_path", " "], "is empty; give a path"),
 }
 PLANNED = {
-    "chip": (["--chip", "A9"], "must be A2, A3, A5 or Duo"),
+    "chip": (["--chip", "A9"], f"must be {either(CHIPS)}"),
     "chip on CUDA": (["--chip", "A2", "--device", "cuda"], "drop one of them"),
     "FP8 on an A2": (["--chip", "A2", *FP8], "--fa_quant fp8 needs a CPU, CUDA GPU or A5; this"),
     "laser on an A5": (

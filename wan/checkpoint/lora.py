@@ -99,6 +99,7 @@ _UNSUPPORTED = {
 }
 _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _EXPERTS = ("high_noise", "low_noise")
+_FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
 _MOST = 1e6  # of a strength or an alpha; what is larger is damaged and may overflow
 
 
@@ -154,10 +155,9 @@ def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
     Raises:
         InputError: A folder of `lora_dir` lacks a file, or a strength is not finite.
     """
-    listed = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
     found = {
         network: tuple(named(text) for text in values.get(flag, ()))
-        for network, flag in listed.items()
+        for network, flag in _FLAGS.items()
     }
     for expert in _EXPERTS if "lora_dir" in values else ():
         path = values["lora_dir"] / f"{expert}_model.safetensors"
@@ -180,9 +180,9 @@ def _by_name(files: Mapping[str, tuple[Named, ...]]) -> dict[str, tuple[Named, .
                 continue
             (expert,) = said
             if network not in ("both", expert):
-                remedy = f"give it with `lora_{expert}`, or rename it"
+                remedy = f"give it with `{_FLAGS[expert]}`, or rename it"
                 why = f"says {expert} in its name"
-                raise InputError(f"`lora_{network}`", one.file, why, remedy)
+                raise InputError(f"`{_FLAGS[network]}`", one.file, why, remedy)
             found[expert] += (one,)
     return found
 

@@ -89,7 +89,7 @@ def _argument(name: str, flag: Option) -> dict[str, Any]:
     """What argparse is told of a flag, whose value `Option.read` reads."""
     choices = flag.read.choices
     shown = name.rsplit("_", 1)[-1].upper() if choices is None else "{" + ",".join(choices) + "}"
-    told: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar or shown}
+    told: dict[str, Any] = {"help": flag.help, "metavar": shown}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}
     if flag.read is values.files:

@@ -27,7 +27,6 @@ class Option:
     Attributes:
         read: Reads and checks its value.
         help: One line for `--help` and the documents; it says the default.
-        metavar: Stands for its value there; None: the reader's choices, or the name's last word.
         record: Whether the JSON record repeats it, which whatever changes the video needs.
         needs: The setting without which it has no effect.
         python: Which call of the Python classes takes it: "load" for the constructor, "video" for
@@ -44,7 +43,6 @@ class Option:
 
     read: Reader
     help: str
-    metavar: str | None = None
     record: bool = True
     needs: str | None = None
     python: Literal["load", "video"] | None = "video"
