@@ -24,7 +24,7 @@ from wan.distributed.exchange import Group, process_group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.schedule import MODES, OVERLAP, Mode, head_ranges
+from wan.settings.schedule import MODES, OVERLAP, Mode, head_ranges
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from benchmarks import common
 from wan import device as devices
 from wan import host
 from wan.device import Device
-from wan.power.meter import PERIOD, Absent, Measured, Meter, PowerSource, Sample, source_of
-from wan.power.rapl import Attribute
+from wan.evidence.meter import PERIOD, Absent, Measured, Meter, PowerSource, Sample, source_of
+from wan.evidence.rapl import Attribute
 
 
 class Files(PowerSource):

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from benchmarks import common
 from wan.device import Device, resolve
+from wan.evidence.meter import Measured, Meter, MeterError, source_of
+from wan.evidence.nvml import Lock
 from wan.kernels.base import Kernel, Target
 from wan.kernels.select import dense
-from wan.modules.schedule import MODES, near_even, q_ranges
-from wan.power.meter import Measured, Meter, MeterError, source_of
-from wan.power.nvml import Lock
 from wan.settings.attention import Attention
+from wan.settings.schedule import MODES, near_even, q_ranges
 
 RANKS = 4
 

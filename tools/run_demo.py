@@ -20,7 +20,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(REPO))
 
 from tools import contact_sheet  # noqa: E402
-from wan.modules.schedule import MODES  # noqa: E402
+from wan.settings.schedule import MODES  # noqa: E402
 
 PROMPTS = (
     "a large red triangle moves right on a brown background",

@@ -14,8 +14,8 @@ import pytest
 
 from tests.dist import REPO
 from tests.pipelines import on_cpu
-from wan.modules.schedule import MODES
 from wan.pipeline import images, video
+from wan.settings.schedule import MODES
 
 SCRIPTS = ("infer_t2v.sh", "infer_i2v.sh")
 

@@ -20,7 +20,7 @@ from tests.dist import run
 from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
 from wan.kernels.base import Kernel
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules.schedule import TokenPlan
+from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 

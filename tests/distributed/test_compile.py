@@ -21,7 +21,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
 from wan.modules.interfaces import Collaborators
 from wan.modules.rope import rope_table
-from wan.modules.schedule import MODES
+from wan.settings.schedule import MODES
 
 pytestmark = pytest.mark.dist
 

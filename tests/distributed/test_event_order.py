@@ -29,7 +29,7 @@ from wan.kernels.fp8 import DequantisedAttention, Fp8Attention, Fp8Quantiser, Ro
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.modules.schedule import TokenPlan, heads_per_chunk, q_ranges
+from wan.settings.schedule import TokenPlan, heads_per_chunk, q_ranges
 
 pytestmark = pytest.mark.dist
 

@@ -22,11 +22,11 @@ from wan import device as devices
 from wan import host
 from wan.cli.failures import describe, say, terminable
 from wan.distributed.mesh import Team
-from wan.distributed.start import PATIENT, Once, Patience, Prepared, run
+from wan.distributed.start import Once, Patience, Prepared, run
 from wan.settings.errors import InputError
 
 pytestmark = pytest.mark.dist
-IMPATIENT = Patience(first=0.5, every=0.5, limit=2)
+PATIENT, IMPATIENT = Patience(), Patience(first=0.5, every=0.5, limit=2)
 
 
 def rank() -> int:

@@ -23,13 +23,13 @@ from tests.distributed.topology import ROWS, Topology, attention_layer, topologi
 from wan.checkpoint.layout import describe
 from wan.device import resolve
 from wan.kernels.base import StepInfo
-from wan.modules.schedule import TokenPlan
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import PRESETS
+from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 

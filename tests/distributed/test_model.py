@@ -20,7 +20,7 @@ from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.modules.schedule import MODES
+from wan.settings.schedule import MODES
 
 pytestmark = pytest.mark.dist
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch.profiler import profile
 
 from tests import dist
-from wan.modules.schedule import MODES
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel, check_guidance, resolve
+from wan.settings.schedule import MODES
 
 pytestmark = pytest.mark.dist
 HEADS, TOKENS = 12, 36  # of the grid below; not divisible by 8

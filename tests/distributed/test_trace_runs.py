@@ -23,15 +23,15 @@ from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan import trace
 from wan.cli import main as generate
 from wan.distributed.tokens import ShardedTokens
+from wan.evidence.order import Plan, Trace
 from wan.kernels.base import Method
 from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
 from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.schedule import Event, Mode, heads_per_chunk
 from wan.power.__main__ import main as power
-from wan.power.order import Plan, Trace
 from wan.power.report import RankReport, analyse
+from wan.settings.schedule import Event, Mode, heads_per_chunk
 from wan.trace import HostClock, Recorder
 
 pytestmark = pytest.mark.dist

@@ -18,7 +18,7 @@ from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.base import Kernel, Method
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.schedule import MODES, OVERLAP, Mode
+from wan.settings.schedule import MODES, OVERLAP, Mode
 
 ROWS: dict[str, Mode] = {str(comm_type): row for comm_type, row in MODES.items()}
 ROWS["overlap"] = OVERLAP

@@ -17,10 +17,10 @@ from wan.cli.resolve import resolve
 from wan.device import Device
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
-from wan.modules import schedule
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs, Pipeline
 from wan.run import Run
+from wan.settings import schedule
 
 SMALL = ("--size", "208*176", "--frame_num", "9")  # 3 x 11 x 13 tokens: no number of ranks fits
 WIDE = ("--size", "1024*512", "--frame_num", "1")  # 2048 tokens

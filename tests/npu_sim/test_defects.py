@@ -27,8 +27,8 @@ from tests.npu_sim.ranks import KINDS, Grid, Kind, arranged, layer_of, step_info
 from tests.npu_sim.ranks import composed as parts_of
 from wan.kernels.base import StepInfo
 from wan.modules.model import WanModel
-from wan.modules.schedule import TokenPlan
 from wan.settings.attention import Attention
+from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 

@@ -30,8 +30,8 @@ from wan.kernels import rainfusion as sparse
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
-from wan.modules.schedule import TokenPlan, heads_per_chunk
 from wan.settings.numerics import keeps_fp32
+from wan.settings.schedule import TokenPlan, heads_per_chunk
 
 pytestmark = pytest.mark.dist
 

@@ -30,7 +30,7 @@ from tests.npu_sim.ranks import (
     layer_of,
     step_info,
 )
-from wan.modules.schedule import TokenPlan
+from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 

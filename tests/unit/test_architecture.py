@@ -13,46 +13,28 @@ import pytest
 REPO = Path(__file__).parents[2]
 FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
 
-METERS = [f"wan.power.{name}" for name in ("meter", "nvml", "npu_smi", "rapl")]
-# Module or folder -> what of `wan` it may import. The longest match counts.
-MAY_IMPORT = {
-    "generate": "wan.__main__",
-    "wan": "wan",  # api, generator and __main__
-    "wan.cli": "wan",
-    "wan.planner": "wan",
-    "wan.pipeline": "wan.pipeline wan.cache wan.checkpoint wan.modules wan.kernels wan.vae "
-    "wan.settings wan.device wan.host wan.log wan.torch_private wan.trace",
-    "wan.pipeline.build": "wan",
-    "wan.checkpoint": "wan.checkpoint wan.settings wan.host wan.log",
-    "wan.cache": "wan.cache wan.settings wan.checkpoint.files wan.kernels.base wan.modules.model "
-    "wan.modules.interfaces wan.trace",
-    "wan.modules": "wan.modules wan.settings wan.kernels.base wan.kernels.sdpa wan.torch_private "
-    "wan.trace",
-    "wan.modules.attnlayer": "wan.modules wan.distributed wan.kernels.base wan.kernels.sdpa "
-    "wan.trace",
-    "wan.vae": "wan.vae wan.settings",
-    "wan.vae.sharded": "wan.vae wan.settings wan.distributed.exchange",
-    "wan.kernels": "wan.kernels wan.settings wan.device wan.log wan.torch_private wan.trace",
-    "wan.distributed": "wan.distributed wan.settings wan.device wan.host wan.torch_private "
-    "wan.modules.schedule wan.trace",
-    "wan.settings": "wan.settings wan.modules.schedule",
-    "wan.configs": "wan.settings",
-    "wan.device": "wan.settings wan.host wan.trace",
-    **dict.fromkeys(METERS, "wan.power.meter wan.host"),
-    "wan.power.meter": "wan.host wan.power.nvml wan.power.npu_smi wan.power.rapl",
-    **dict.fromkeys(
-        ("wan.modules.schedule", "wan.host", "wan.log", "wan.torch_private", "wan.trace"), ""
-    ),
-}
-BUILDERS = {
-    *(
-        "wan.generator",
-        "wan.cli.main",
-        "wan.diffusers.session",
-        "wan.planner.measure",
-        "wan.planner.report",
-        "wan.power.rounds",
-    )
+# Folders and files of wan/: each imports those of the rows above it, and no other one of its row.
+LAYERS = (
+    "settings host log trace torch_private",
+    "configs env device checkpoint",
+    "kernels distributed",
+    "modules vae",
+    "cache",
+    "pipeline",
+    "run evidence",
+    "planner generator diffusers",
+    "api cli",
+    "power __main__",
+)
+ROW = {name: row for row, names in enumerate(LAYERS) for name in names.split()}
+METERS = " ".join(f"wan.evidence.{name}" for name in ("meter", "nvml", "npu_smi", "rapl"))
+# Part of wan -> the only modules outside it that may import it.
+ONLY_FOR = {
+    "wan.distributed": "wan.modules.attnlayer wan.vae.sharded wan.pipeline wan.generator wan.cli "
+    "wan.planner wan.diffusers wan.power",
+    "wan.pipeline.build": "wan.generator wan.cli.main wan.diffusers.session wan.planner.measure "
+    "wan.planner.report wan.power.rounds",
+    "wan.evidence": "wan.cli.videos wan.power",
 }
 WITHOUT_TORCH = (
     "generate",
@@ -64,11 +46,11 @@ WITHOUT_TORCH = (
     "wan.host",
     "wan.log",
     "wan.trace",
-    "wan.modules.schedule",
-    *METERS,
+    *METERS.split(),
     *(f"wan.checkpoint.{name}" for name in ("files", "layout", "keymaps", "lora", "quantised")),
     *(f"wan.pipeline.{name}" for name in ("setup", "memory", "images", "video")),
-    *(f"wan.power.{name}" for name in (*("predict", "order", "recording", "report", "timeline"),)),
+    *(f"wan.evidence.{name}" for name in ("order", "recording")),
+    *(f"wan.power.{name}" for name in ("predict", "report", "timeline")),
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
@@ -78,7 +60,7 @@ ONLY_IN = {
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
-    "pynvml": "wan.power.nvml",
+    "pynvml": "wan.evidence.nvml",
 }
 # Longer than 70 lines, and why.
 LONG_FUNCTIONS = {
@@ -128,12 +110,16 @@ def under(name: str, prefixes: str) -> bool:
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_imports(path: Path) -> None:
     name, imported = module(path), imports(path)
-    rule = MAY_IMPORT[max((key for key in MAY_IMPORT if under(name, key)), key=len)]
-    own = {other for other in imported if other.split(".")[0] == "wan"} - {name, "wan"}
-    assert not {other for other in own if not under(other, rule)}
+    own = {other for other in imported if other.startswith("wan.")}
+    if name not in ("generate", "wan"):
+        part = name.split(".")[1]
+        others = {other for other in own if other.split(".")[1] != part}
+        assert not {other for other in others if ROW[other.split(".")[1]] >= ROW[part]}
+    for inner, users in ONLY_FOR.items():
+        assert under(name, f"{inner} {users}") or not {i for i in own if under(i, inner)}
+    if under(name, METERS):
+        assert not {other for other in own if not under(other, f"wan.host {METERS}")}
     assert not {i for i in imported if i.split(".")[0] in ("tools", "tests", "examples")}
-    if "wan.pipeline.build" in own:
-        assert name in BUILDERS
     for library, users in ONLY_IN.items():
         assert under(name, users) or not {i for i in imported if under(i, library)}
     if under(name, " ".join(WITHOUT_TORCH)):

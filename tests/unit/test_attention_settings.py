@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.modules import schedule
-from wan.modules.schedule import MODES, TokenPlan
 from wan.settings import attention as subject
-from wan.settings import values
+from wan.settings import schedule, values
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.kernels import DENSE, RAINFUSION, dense_names
 from wan.settings.numerics import LASER_ROWS
 from wan.settings.parallel import Parallel
+from wan.settings.schedule import MODES, TokenPlan
 
 LASER = Attention(attention_algo="laser")
 ATTENTIONS = st.builds(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from wan import host
-from wan.power import npu_smi
-from wan.power.meter import MeterError
-from wan.power.npu_smi import Place, Reading
+from wan.evidence import npu_smi
+from wan.evidence.meter import MeterError
+from wan.evidence.npu_smi import Place, Reading
 
 FIXTURES = Path(__file__).parent / "fixtures" / "npu_smi"
 POWERS: dict[str, dict[int, list[float | None]]] = {

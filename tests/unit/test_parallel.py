@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan.distributed import ring
-from wan.modules.schedule import MODES
 from wan.settings.errors import COMMAND_LINE, InputError
 from wan.settings.parallel import RING_TYPES, Parallel, check_guidance, legal, resolve
+from wan.settings.schedule import MODES
 
 BOTH = (3.0, 4.0)
 

@@ -18,7 +18,6 @@ from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.device import resolve as device
 from wan.distributed import mesh
-from wan.modules.schedule import MODES
 from wan.pipeline import build, memory
 from wan.pipeline.denoise import Conditions, Denoising
 from wan.pipeline.pipeline import Inputs
@@ -26,6 +25,7 @@ from wan.planner.measure import Planner
 from wan.planner.report import check, lines
 from wan.run import Run
 from wan.settings.errors import InputError
+from wan.settings.schedule import MODES
 from wan.torch_private import Live
 
 GB = 1e9

@@ -15,8 +15,8 @@ import pytest
 
 from tests.dist import Ranks, launcher
 from wan.cli import main as generate
-from wan.power import meter, rapl
-from wan.power.meter import (
+from wan.evidence import meter, rapl
+from wan.evidence.meter import (
     Absent,
     Measured,
     Meter,

@@ -13,15 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.dist import REPO
 from wan.cli import flags
-from wan.modules import schedule
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
 from wan.modules.interfaces import Collaborators
-from wan.modules.schedule import MODES, OVERLAP, TokenPlan
 from wan.planner.measure import Planner
 from wan.power import predict
 from wan.power.__main__ import main
 from wan.power.predict import Constants, Workload
 from wan.run import resolve
+from wan.settings import schedule
+from wan.settings.schedule import MODES, OVERLAP, TokenPlan
 
 SIZES = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "text_len": 512}
 PUBLISHED_WORK = Workload(TokenPlan(147_600, 4), SIZES, ulysses=4, ring=1, layers=160)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wan.evidence.meter import Measured
 from wan.power.compare import Result, Variant, ratio, recommend, rests, variants
-from wan.power.meter import Measured
 from wan.trace import Event
 
 BASE, INSERT, BLOCK, RESTS, _ = variants((0, 1, 2), ())

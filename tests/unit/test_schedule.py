@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.modules.schedule import (
+from wan.settings.schedule import (
     MODES,
     OVERLAP,
     Event,

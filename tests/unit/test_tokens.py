@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan.distributed.ring import RING_TYPES, Merged, hops
-from wan.modules.schedule import TokenPlan
+from wan.settings.schedule import TokenPlan
 
 CALM = settings(deadline=None)  # the machine may be busy
 PLANS = st.builds(

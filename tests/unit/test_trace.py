@@ -16,10 +16,10 @@ from PIL import Image
 
 from wan import trace
 from wan.cli import main as generate
-from wan.power import order
+from wan.evidence import order
+from wan.evidence.order import Plan, Trace
+from wan.evidence.recording import nth_steps
 from wan.power.__main__ import main as power
-from wan.power.order import Plan, Trace
-from wan.power.recording import nth_steps
 from wan.power.report import EDGES, analyse
 from wan.settings.errors import InputError
 from wan.trace import Event, HostClock, Recorder

@@ -21,8 +21,8 @@ from tests.distributed.topology import ROWS, Topology, attention_layer, topologi
 from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, registered
 from tests.xfuser.ranks import kernel as loaded
 from wan.kernels.xfuser import XfuserKernel
-from wan.modules import schedule
-from wan.modules.schedule import TokenPlan
+from wan.settings import schedule
+from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
 TOKENS = (67, 9)

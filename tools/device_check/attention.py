@@ -33,11 +33,11 @@ from wan.kernels import select
 from wan.kernels.base import Kernel, Target
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.schedule import MODES, OVERLAP
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
 from wan.settings.kernels import DENSE
 from wan.settings.parallel import Parallel
+from wan.settings.schedule import MODES, OVERLAP
 
 QKV = tuple[Tensor, Tensor, Tensor]
 

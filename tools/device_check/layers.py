@@ -39,9 +39,9 @@ from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.modules.model import WanModel
-from wan.modules.schedule import MODES, OVERLAP
 from wan.pipeline import build
 from wan.settings.parallel import Parallel, legal
+from wan.settings.schedule import MODES, OVERLAP
 
 HEADS = 40
 LATE = 2.0  # seconds; with --full longer than HCCL waits for a link by default

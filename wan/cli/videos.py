@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wan.distributed.mesh import Team
+    from wan.evidence.meter import Measured, VideoMeter
     from wan.pipeline.pipeline import Pipeline
-    from wan.power.meter import Measured, VideoMeter
 
 
 class Video:
@@ -73,7 +73,7 @@ class Video:
         run, pipeline = self.run, self._pipeline
         meter: AbstractContextManager[VideoMeter | None] = nullcontext()
         if run.power:
-            from wan.power.meter import VideoMeter
+            from wan.evidence.meter import VideoMeter
 
             whole = run.decode_latents is None
             meter = VideoMeter(
@@ -138,7 +138,7 @@ class Video:
         if folder is None and not run.verbose:
             yield
             return
-        from wan.power.recording import Recording, nth_steps, plan_of
+        from wan.evidence.recording import Recording, nth_steps, plan_of
 
         experts = timesteps.schedule(run.request).experts
         steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()

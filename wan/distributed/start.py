@@ -122,15 +122,12 @@ class Patience:
     limit: float = 600
 
 
-PATIENT = Patience()
-
-
 def run(
     prepare: Callable[[Once], Prepared[T]],
     work: Callable[[T, Team], int],
     describe: Describe,
     say: Say,
-    patience: Patience = PATIENT,
+    patience: Patience = Patience(),
 ) -> int:
     """Prepare on every rank, agree with the others, and work together.
 
@@ -327,10 +324,9 @@ def verdict(statements: Sequence[Statement]) -> str | None:
         for name in sorted(main.facts.keys() | statement.facts.keys()):
             ours, theirs = (s.facts.get(name, "not given") for s in (main, statement))
             if ours != theirs:
-                values = f"is {theirs}, but {ours} on rank 0"
-                if isinstance(ours, dict):
-                    values = "differs from that of rank 0"
-                return f"{who}{name} {values}; start all ranks alike."
+                told = f"is {theirs}, but {ours} on rank 0"
+                told = "differs from that of rank 0" if isinstance(ours, dict) else told
+                return f"{who}{name} {told}; start all ranks alike."
     return None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wan import trace
 from wan.distributed.exchange import Group, all_gather_tokens, group_rank, group_size
-from wan.modules.schedule import TokenPlan
+from wan.settings.schedule import TokenPlan
 
 Grid = tuple[int, int, int]
 

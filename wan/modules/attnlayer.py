@@ -24,8 +24,8 @@ from wan.distributed.exchange import Group, Pending, group_rank, group_size, sta
 from wan.distributed.ring import Ring
 from wan.kernels.base import QKV, AttendRows, Kernel, Method, Payload, StepInfo
 from wan.kernels.sdpa import SdpaKernel
-from wan.modules import schedule
-from wan.modules.schedule import Range
+from wan.settings import schedule
+from wan.settings.schedule import Range
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 

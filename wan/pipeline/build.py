@@ -33,7 +33,6 @@ from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
 from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens, SelfAttention
 from wan.modules.model import WanModel
-from wan.modules.schedule import heads_per_chunk
 from wan.modules.small_ops import BlockOps, as_written
 from wan.pipeline import memory, text, vae
 from wan.pipeline.decoding import Codec, MakeRows
@@ -44,6 +43,7 @@ from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel
+from wan.settings.schedule import heads_per_chunk
 
 if TYPE_CHECKING:
     from wan.distributed.exchange import Group

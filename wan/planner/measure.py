@@ -27,13 +27,13 @@ from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select
 from wan.modules.model import WanModel
-from wan.modules.schedule import TokenPlan
 from wan.pipeline import adapt, build, clip, memory, text, vae
 from wan.pipeline.memory import NetworkSize, Sizes, Usage
 from wan.pipeline.setup import Setup
 from wan.planner import operators
 from wan.settings.parallel import Parallel
 from wan.settings.request import Request
+from wan.settings.schedule import TokenPlan
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
 from wan.vae import tiles
 

@@ -1,1 +1,1 @@
-"""Evidence of FA_Power_Cap: meters, schedule reports, comparisons of modes, predictions."""
+"""What evidence shows of FA_Power_Cap: reports, comparisons of modes, predictions."""

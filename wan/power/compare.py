@@ -28,12 +28,12 @@ from wan import __version__, env, host, log
 from wan.checkpoint.files import whole_file
 from wan.cli import main as command
 from wan.cli.flags import Parser, parse
+from wan.evidence import order
+from wan.evidence.meter import Measured
 from wan.log import logger
-from wan.modules.schedule import MODES
-from wan.power import order
-from wan.power.meter import Measured
 from wan.run import Run
 from wan.settings.errors import InputError
+from wan.settings.schedule import MODES
 from wan.settings.values import Reader, choice, integer
 from wan.trace import Event
 

@@ -20,11 +20,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from wan.cli.flags import Parser
-from wan.modules.schedule import MODES, OVERLAP, Mode, TokenPlan, heads_per_chunk, q_ranges
 from wan.run import Run, resolve
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
 from wan.settings.presets import ALIASES
+from wan.settings.schedule import MODES, OVERLAP, Mode, TokenPlan, heads_per_chunk, q_ranges
 from wan.settings.values import real
 
 PUBLISHED_RUN: dict[str, Any] = {

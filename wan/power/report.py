@@ -22,10 +22,10 @@ from typing import Any
 
 from wan.checkpoint.files import whole_file
 from wan.cli.flags import Parser
-from wan.modules.schedule import heads_per_chunk
+from wan.evidence.order import Comparison, Trace, compare, read
 from wan.power import timeline
-from wan.power.order import Comparison, Trace, compare, read
 from wan.settings.errors import InputError
+from wan.settings.schedule import heads_per_chunk
 from wan.trace import Event
 
 PARTS = {  # of a step -> kinds of ranges

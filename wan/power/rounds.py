@@ -18,19 +18,19 @@ from torch import Tensor
 from wan import trace
 from wan.distributed.exchange import ALONE, Group, all_to_all_4D
 from wan.distributed.mesh import Team
+from wan.evidence.meter import Meter, MeterError, combine, source_of
+from wan.evidence.nvml import Lock
+from wan.evidence.recording import Recording, plan_of
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import SelfAttention
-from wan.modules.schedule import MODES, heads_per_chunk
 from wan.pipeline import build, video
 from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Result, Variant, rests, schedule
-from wan.power.meter import Meter, MeterError, combine, source_of
-from wan.power.nvml import Lock
-from wan.power.recording import Recording, plan_of
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.request import Request
+from wan.settings.schedule import MODES, heads_per_chunk
 
 
 class SideBySide:

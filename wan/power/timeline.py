@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.files import whole_file
-from wan.power.order import Trace
+from wan.evidence.order import Trace
 from wan.settings.errors import InputError
 from wan.trace import Event
 

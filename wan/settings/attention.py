@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wan.modules.schedule import TokenPlan
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import layout, loading
@@ -12,6 +11,7 @@ from wan.settings.kernels import DEFAULT, DENSE, RAINFUSION, SMALL_OPS, Dense, d
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
 from wan.settings.presets import TRAIN_TIMESTEPS
+from wan.settings.schedule import TokenPlan
 from wan.settings.values import choice, either, integer, real, some_of, switch
 
 _MHZ = integer(100, 4000)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wan.modules.schedule import MODES, Mode, mode_of
 from wan.settings import rules
 from wan.settings.errors import InputError
 from wan.settings.fields import fill, layout
+from wan.settings.schedule import MODES, Mode, mode_of
 from wan.settings.values import choice, integer, real, switch
 
 RING_TYPES = ("ring", "bidirectional")

@@ -1,6 +1,6 @@
 """The order of exchanges and attention in a layer: as planned, as recorded, and compared.
 
-The plan is derived from `wan.modules.schedule` and the sizes of a run alone, never from what ran.
+The plan is derived from `wan.settings.schedule` and the sizes of a run alone, never from what ran.
 A trace is the file of one rank with the plan and what was recorded, in the JSON that Chrome and
 Perfetto show.
 """
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from wan.checkpoint.files import whole_file
-from wan.modules.schedule import Mode, TokenPlan, head_ranges, mode_of, q_ranges, valid_rows
 from wan.settings.errors import InputError
 from wan.settings.numerics import Q_ROWS
+from wan.settings.schedule import Mode, TokenPlan, head_ranges, mode_of, q_ranges, valid_rows
 from wan.trace import PLACES, Event, label
 
 Item = tuple[int, str]

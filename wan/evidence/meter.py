@@ -337,9 +337,9 @@ class VideoMeter(Meter):
 
 def source_of(device: Device) -> PowerSource:
     """Returns the source of a device's readings; `Absent`, with the reason, where it has none."""
-    from wan.power.npu_smi import NpuSmi
-    from wan.power.nvml import Nvml
-    from wan.power.rapl import Rapl
+    from wan.evidence.npu_smi import NpuSmi
+    from wan.evidence.nvml import Nvml
+    from wan.evidence.rapl import Rapl
 
     try:
         if device.type == "cuda":

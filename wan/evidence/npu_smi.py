@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from wan.power.meter import MeterError, PowerSource, Sample
+from wan.evidence.meter import MeterError, PowerSource, Sample
 
 BELOW_RATED = "clock below the rated one"
 _PATIENCE = 10.0  # seconds for one answer, which usually takes less than half a second

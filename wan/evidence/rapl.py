@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from wan.power.meter import MeterError, PowerSource, Sample
+from wan.evidence.meter import MeterError, PowerSource, Sample
 
 _CLOCKS = 8  # cores whose clock is read, at most: each is a question to the hardware
 

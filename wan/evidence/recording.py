@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
+from wan.evidence import order
+from wan.evidence.order import Plan, Trace
 from wan.log import logger
 from wan.pipeline.setup import Setup
-from wan.power import order
-from wan.power.order import Plan, Trace
 from wan.settings import timesteps
 from wan.settings.request import Request
 from wan.trace import Event, Recorder

@@ -1,0 +1,1 @@
+"""What a run records of itself, on request: readings of power, and the order in its layers."""
