@@ -68,7 +68,8 @@ def times(count: int) -> np.ndarray:
 
 
 def area(values: np.ndarray, at: np.ndarray) -> float:
-    return float(np.trapezoid(values, at))
+    """The integral by trapezoids, which NumPy 1 and 2 name differently."""
+    return float(((values[1:] + values[:-1]) / 2 * np.diff(at)).sum())
 
 
 def test_constant_power() -> None:
