@@ -22,7 +22,10 @@ SIMPLE = {
     "unknown task": (["--task", "t2v-99B"], "must be t2v-A14B"),
     "task not built: speech": (["--task", "s2v-14B"], "s2v-14B is not supported"),
     "task not built: animate": (["--task", "animate-14B"], "animate-14B is not supported"),
-    "unknown flag": (["--promt", "x"], "--promt is not a known flag; --help"),
+    "unknown flag": (["--promt", "x"], "--promt is not a known flag; did you mean --prompt?"),
+    "other tools' flag": (["--height=3"], "--height is not a known flag; did you mean --size?"),
+    "keyword": (["--sampling_steps", "3"], "did you mean --sample_steps?"),
+    "no such flag": (["--qqqqq", "x"], "--qqqqq is not a known flag; --help all lists them"),
     "abbreviated flag": (["--prom", "x"], "--prom is not a known flag"),
     "flag without value": (["--prompt"], "--prompt needs a value"),
     "size words": (["--size", "large"], "must be WIDTH*HEIGHT"),
@@ -41,10 +44,10 @@ SIMPLE = {
     "steps negative": (["--sample_steps", "-4"], "from 1 to 1000"),
     "steps huge": (["--sample_steps", "5000"], "from 1 to 1000"),
     "steps words": (["--sample_steps", "many"], "whole number"),
-    "shift zero": (["--sample_shift", "0"], "above 0"),
-    "shift negative": (["--sample_shift", "-5"], "above 0"),
+    "shift zero": (["--sample_shift", "0"], "from 0.001 to 1000"),
+    "shift negative": (["--sample_shift", "-5"], "from 0.001 to 1000"),
     "shift nan": (["--sample_shift", "nan"], "must be a number"),
-    "shift infinite": (["--sample_shift", "inf"], "above 0"),
+    "shift infinite": (["--sample_shift", "inf"], "from 0.001 to 1000"),
     "scale zero": (["--sample_guide_scale", "0"], "above 0"),
     "scale negative": (["--sample_guide_scale", "-1"], "above 0"),
     "scale nan in pair": (["--sample_guide_scale", "3,nan"], "must be a number"),
@@ -170,7 +173,7 @@ def refused(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     assert generate.main(argv) == 2
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("generate.py: "), lines
-    assert lines[0].endswith((".", "!")) and "Traceback" not in lines[0]
+    assert lines[0].endswith((".", "?", "!")) and "Traceback" not in lines[0]
     return lines[0]
 
 

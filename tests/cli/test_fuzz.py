@@ -72,7 +72,7 @@ def attack(draw: random.Random, folder: Path) -> bool:
             prompt_file.resolved(given, planned)
     except InputError as error:
         text = str(error)
-        assert text.endswith((".", "!")) and len(text) < 5000, text
+        assert text.endswith((".", "?", "!")) and len(text) < 5000, text
         return False
     return True
 

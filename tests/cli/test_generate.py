@@ -320,10 +320,17 @@ def test_compiled_blocks_give_the_same_latents(tiny, tmp_path: Path) -> None:
     torch.testing.assert_close(eager, compiled, atol=1e-4, rtol=0)
 
 
+def test_help_begins_with_the_flags_of_every_day(capfd) -> None:
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) < 50 and "--prompt" in "".join(lines) and "--sigma_max" not in "".join(lines)
+
+
 def test_help_is_light(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom wan.cli.main import main\n"
-        "try: main(['--help'])\nfinally: print(*sys.modules)"
+        "try: main(['--help', 'all'])\nfinally: print(*sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -335,12 +342,12 @@ def test_help_is_light(tmp_path: Path) -> None:
     )
     words = " ".join(done.stdout.split())
     for shown in (
-        "--sample_guide_scale SCALE one number",
+        "--sample_guide_scale X[,X] one number",
         "--comm_type {0,1,2} 0: baseline",
         "--sample_solver {unipc,dpm++,euler,dmd,rcm}",
         "--cfg_size {1,2}",
         "--rainfusion_type {v1,v2,v3}",
-        "--use_rainfusion [{true,false}]",
+        "--use_rainfusion block-sparse",
         "--task {t2v-A14B,",
     ):
         assert shown in words

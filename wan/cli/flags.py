@@ -7,9 +7,12 @@ record, that over the checkpoint's generation_config.json, that over the task's 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from wan.settings import values
@@ -42,15 +45,41 @@ REFUSED = {
 _COMPLAINTS = (  # argparse's words -> ours
     (r"argument (--\S+): ignored explicit argument .*", r"\1 takes no value."),
     (r"argument (--\S+): expected .*", r"\1 needs a value; --help lists the flags."),
-    (r"unrecognized arguments: (--\S+).*", r"\1 is not a known flag; --help lists the flags."),
     (r"unrecognized arguments: (.*)", r"\1 belongs to no flag; --help lists the flags."),
 )
+_ELSEWHERE = {  # names that other tools have
+    **{flag.keyword: name for name, flag in FLAGS.items() if flag.keyword},
+    **{flag.diffusers: name for name, flag in FLAGS.items() if isinstance(flag.diffusers, str)},
+    **dict.fromkeys(("steps", "infer_steps", "num_steps"), "sample_steps"),
+    **dict.fromkeys(("height", "width", "resolution"), "size"),
+    **dict.fromkeys(("frames", "video_length"), "frame_num"),
+    **dict.fromkeys(("output", "out", "output_path", "output_dir", "save_path"), "save_file"),
+    **dict.fromkeys(("cfg", "cfg_scale", "guidance"), "sample_guide_scale"),
+    **dict.fromkeys(("model", "model_path", "checkpoint"), "ckpt_dir"),
+    **dict.fromkeys(("lora_path", "lora_weights"), "lora"),
+}
+_EXAMPLES = """three commands:
+  %(prog)s --task t2v-A14B --ckpt_dir ./Wan2.2-T2V-A14B --prompt "A red fox in the snow"
+  %(prog)s --task i2v-A14B --ckpt_dir ./Wan2.2-I2V-A14B --image cat.jpg --plan
+  torchrun --nproc_per_node=8 generate.py --ckpt_dir ./Wan2.2-T2V-A14B --dit_fsdp --comm_type 1
+
+A switch alone is true; "--power false" takes back what a record or a variable says.
+"""
 
 
 class Parser(argparse.ArgumentParser):
     """Raises InputError instead of printing its usage and ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch(r"unrecognized arguments: --([^\s=]+).*", message, re.DOTALL)
+        if unknown is not None:
+            own = [option.removeprefix("--") for option in self._option_string_actions]
+            near = difflib.get_close_matches(unknown[1], own, 1)
+            meant = _ELSEWHERE.get(unknown[1].replace("-", "_"))
+            meant = meant if meant in own else next(iter(near), None)
+            what = f"--{unknown[1]} is not a known flag; "
+            hint = "--help all lists them" if meant is None else f"did you mean --{meant}"
+            raise InputError(what + hint + ("?" if meant else "."))
         for theirs, ours in _COMPLAINTS:
             if re.fullmatch(theirs, message, re.DOTALL):
                 raise InputError(re.sub(theirs, ours, message, flags=re.DOTALL))
@@ -65,30 +94,60 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
         name = argument.removeprefix("--").split("=")[0]
         if argument.startswith("--") and name in REFUSED:
             raise InputError(f"`{name}`", why=f"is not available: {REFUSED[name]}")
+    if {"-h", "--help"} & {*arguments}:
+        _parser(everything="all" in arguments).print_help()
+        raise SystemExit(0)
     found = read(vars(_parser().parse_args(arguments)))
     check_needs({name: found[name] for name in found if "plan" in (name, FLAGS[name].needs)})
     check_given(found)
     return found
 
 
-def _parser() -> Parser:
+def _parser(everything: bool = True) -> Parser:
+    """The parser of all flags; `everything`: whether its help lists more than the common ones."""
+    program = Path(sys.argv[0]).name
     result = Parser(
-        prog="generate.py",
+        prog=_PROGRAMS.get(program, "python generate.py"),
+        usage="%(prog)s [flags]",
         description="Generate a video with Wan2.2 from a text prompt, an image, or both.",
+        epilog=_EXAMPLES,
+        formatter_class=_Help,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        add_help=False,
     )
+    some = result.add_argument_group("flags of every day (--help all: all of them)")
     for title, kinds in GROUPS.items():
-        group = result.add_argument_group(title)
+        group = result.add_argument_group(title) if everything else some
         for name, flag in (item for kind in kinds for item in options(kind).items()):
-            group.add_argument(f"--{name}", **_argument(name, flag))
+            told = _argument(name, flag)
+            if not everything and not flag.common:
+                told["help"] = argparse.SUPPRESS
+            group.add_argument(f"--{name}", **told)
     return result
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Writes a switch without its two values."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(100, shutil.get_terminal_size()[0]))
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == "?" and action.metavar == _SWITCH:
+            return ""
+        return super()._format_args(action, default_metavar)
+
+
+_SWITCH = "{true,false}"
+_PROGRAMS = {"__main__.py": "python -m wan", "wan-generate": "wan-generate"}
 
 
 def _argument(name: str, flag: Option) -> dict[str, Any]:
     """What argparse is told of a flag, whose value `Option.read` reads."""
     choices = flag.read.choices
-    shown = name.rsplit("_", 1)[-1].upper() if choices is None else "{" + ",".join(choices) + "}"
+    listed = "{" + ",".join(choices or ()) + "}"
+    shown = flag.read.metavar if choices is None or len(listed) > 70 else listed
     told: dict[str, Any] = {"help": flag.help, "metavar": shown}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}

@@ -349,13 +349,13 @@ def read(folder: Path) -> list[Trace]:
         InputError: The folder has none, or not all, or files that are no traces or of other runs.
     """
     if not folder.is_dir():
-        raise InputError(str(folder), None, "is no folder", "give the one that --trace named")
+        raise InputError(str(folder), None, "is no folder", "give the one that `trace` named")
     ranks = sorted(
         int(match[1]) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))
     )
     if not ranks:
         raise InputError(
-            str(folder), None, "holds no rank0.json", "give the folder that --trace named"
+            str(folder), None, "holds no rank0.json", "give the folder that `trace` named"
         )
     first = _read(file_of(folder, ranks[0]))
     lacking = sorted(set(range(first.plan.world)) - set(ranks))

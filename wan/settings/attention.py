@@ -14,7 +14,7 @@ from wan.settings.presets import TRAIN_TIMESTEPS
 from wan.settings.schedule import TokenPlan
 from wan.settings.values import choice, either, integer, real, some_of, switch
 
-_MHZ = integer(100, 4000)
+_MHZ = integer(100, 4000, "MHZ")
 _AUTO = "auto"
 
 

@@ -34,6 +34,7 @@ class Images:
         "image to start from (i2v: needed, ti2v: optional)",
         keyword="img",
         diffusers=True,
+        common=True,
     )
     last_image: Path | None = option(None, values.path, "image to end with (i2v)", diffusers=True)
 
@@ -43,7 +44,7 @@ class Files:
     """The task, and the files that its networks are read from."""
 
     task: str = command(
-        "t2v-A14B", Reader(_task, tuple(PRESETS)), "default t2v-A14B", keyword="class"
+        "t2v-A14B", Reader(_task, tuple(PRESETS)), "default t2v-A14B", keyword="class", common=True
     )
     ckpt_dir: Path | None = command(
         None,
@@ -51,6 +52,7 @@ class Files:
         "checkpoint folder; default ./Wan2.2-..., else a demo",
         decoding=True,
         keyword="checkpoint_dir",
+        common=True,
     )
     quant_dit_path: Path | None = loading(
         None, values.path, "folder of quantised DiT weights, used instead"
@@ -65,7 +67,7 @@ class Loras:
     """LoRA and difference files, by the network that they change."""
 
     lora: tuple[str, ...] = loading(
-        (), values.files, "FILE[=STRENGTH], merged into every expert; repeatable"
+        (), values.files, "FILE[=STRENGTH], merged into every expert; repeatable", common=True
     )
     lora_high_noise: tuple[str, ...] = loading(
         (), values.files, "likewise, into the high-noise expert"
@@ -83,7 +85,11 @@ class Planning:
     """What is said of a run without running it."""
 
     plan: bool = command(
-        False, switch, "print exchanges and memory of the run, and do not run", record=False
+        False,
+        switch,
+        "print exchanges and memory of the run, and do not run",
+        record=False,
+        common=True,
     )
     device_memory: float | None = command(
         None,
@@ -134,7 +140,7 @@ class Many:
     """The videos of a prompt file."""
 
     prompt_file: Path | None = command(
-        None, values.path, "a prompt or JSON object per line", record=False
+        None, values.path, "a prompt or JSON object per line", record=False, common=True
     )
     skip_existing: bool = command(
         False, switch, "leave out videos that are there already", record=False, needs="prompt_file"
@@ -158,6 +164,7 @@ class Output:
         "path of the mp4; default: a name from task and prompt",
         decoding=True,
         line=True,
+        common=True,
     )
     fps: float = command(
         REQUIRED,

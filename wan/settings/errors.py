@@ -77,7 +77,7 @@ class InputError(ValueError):
         sentence = " ".join(part for part in (subject, why) if part)
         remedy = self.words.render(self.remedy)
         sentence = "; ".join(part for part in (sentence, remedy) if part)
-        return sentence if sentence.endswith(".") else f"{sentence}."
+        return sentence if sentence.endswith((".", "?")) else f"{sentence}."
 
 
 def _short(text: str) -> str:

@@ -43,7 +43,12 @@ class Execution:
         "auto", choice(*FP8_WEIGHTS), "an FP8 checkpoint stays FP8, or not (auto)"
     )
     offload_model: Offload = option(
-        True, OFFLOAD, "true (default): one network in memory at a time", line=False, decoding=True
+        True,
+        OFFLOAD,
+        "true (default): one network in memory at a time",
+        line=False,
+        decoding=True,
+        common=True,
     )
     resident_blocks: int | None = layout(
         None, integer(0, 1000), "blocks that --offload_model block keeps"
@@ -60,7 +65,7 @@ class Execution:
         False, switch, "decode in tiles: less memory, not exact", decoding=True
     )
     vae_parallel: bool = layout(
-        False, switch, "encode and decode on all ranks, exactly", decoding=True
+        False, switch, "encode and decode on all ranks, exactly", decoding=True, common=True
     )
     vae_precision: str = loading(
         "fp32", choice(*VAE_PRECISIONS), "fp32 (default) or bf16", decoding=True

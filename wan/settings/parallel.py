@@ -29,7 +29,7 @@ class Parallel:
         1, _SIZE, "ranks that pass K/V round; default: what ulysses leaves", diffusers=True
     )
     ulysses_size: int = layout(
-        1, _SIZE, "ranks that exchange heads; default: as many as fit", diffusers=True
+        1, _SIZE, "ranks that exchange heads; default: as many as fit", diffusers=True, common=True
     )
     ring_type: str = layout("ring", choice(*RING_TYPES), "default ring", diffusers=True)
     comm_type: int = layout(
@@ -37,6 +37,7 @@ class Parallel:
         choice(*MODES),
         ", ".join(f"{key}: {mode.name}" for key, mode in MODES.items()) + " (default 0)",
         diffusers="comm_type",
+        common=True,
     )
     chunks: int | None = layout(
         None, _SIZE, "most head chunks, to search for the best (published: 10)", diffusers=True
@@ -49,7 +50,7 @@ class Parallel:
         variables={"OVERLAP": {"0": False, "1": True}},
     )
     t5_fsdp: bool = layout(False, switch, "shard the text encoder")
-    dit_fsdp: bool = layout(False, switch, "shard the DiT")
+    dit_fsdp: bool = layout(False, switch, "shard the DiT", common=True)
     dist_timeout: float = layout(30.0, real(0, 10080, above=True), "minutes to wait for ranks (30)")
 
     @property

@@ -41,6 +41,7 @@ class Sampling:
         keyword="sampling_steps",
         diffusers="num_inference_steps",
         checkpoint=True,
+        common=True,
     )
     sample_shift: float = option(
         REQUIRED,
@@ -70,6 +71,7 @@ class Sampling:
         keyword="guide_scale",
         diffusers="guidance_scale",
         checkpoint=True,
+        common=True,
     )
     base_seed: int = option(
         REQUIRED,
@@ -77,6 +79,7 @@ class Sampling:
         "negative (default): a random one",
         keyword="seed",
         diffusers="generator",
+        common=True,
     )
     noise_device: str = loading(
         "cpu",
@@ -108,6 +111,7 @@ class Request(Sampling):
         keyword="input_prompt",
         diffusers=True,
         checkpoint=True,
+        common=True,
     )
     negative_prompt: str = option(
         REQUIRED,
@@ -116,6 +120,7 @@ class Request(Sampling):
         keyword="n_prompt",
         diffusers=True,
         checkpoint=True,
+        common=True,
     )
     size: Size = option(
         REQUIRED,
@@ -123,9 +128,15 @@ class Request(Sampling):
         "WIDTH*HEIGHT; with an image its area counts",
         diffusers=True,
         checkpoint=True,
+        common=True,
     )
     frame_num: int = option(
-        REQUIRED, readers.frame_num, "frames, 4n+1", diffusers="num_frames", checkpoint=True
+        REQUIRED,
+        readers.frame_num,
+        "frames, 4n+1",
+        diffusers="num_frames",
+        checkpoint=True,
+        common=True,
     )
     boundary: float | None
     image_size: Size | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def _readers(parameter: str) -> list[str]:
     return [row.name for row in _ROWS if parameter in row.reads]
 
 
-@Reader
+@partial(Reader, metavar="POLICY")
 def policy(name: str, raw: Any) -> str:
     """One of VALUES, with an argument for its placeholder."""
     word, _, argument = raw.partition(":") if isinstance(raw, str) else ("", "", "")
@@ -122,7 +123,7 @@ def policy(name: str, raw: Any) -> str:
     return str(raw)
 
 
-@Reader
+@partial(Reader, metavar="X,X,...")
 def coefficients(name: str, raw: Any) -> tuple[float, ...]:
     """Finite numbers with commas between them, or a list."""
     parts = raw.split(",") if isinstance(raw, str) else raw
@@ -145,7 +146,7 @@ class StepCache:
     """A policy and its parameters; every policy has its own default where that is None."""
 
     step_cache: str = loading(
-        "none", policy, f"{either(VALUES)} (default none)", diffusers="policy"
+        "none", policy, f"{either(VALUES)} (default none)", diffusers="policy", common=True
     )
     step_cache_threshold: float | None = loading(
         None,

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ class Reader:
         read: Gets the value's name as refusals write it (`frame_num` in backticks, or a file and
             its key) and the raw value; returns the checked one or raises InputError.
         choices: The words that are allowed, for `--help`; None where any text may be right.
+        metavar: Stands for the value in `--help`, where the choices are none or too many.
     """
 
     read: Callable[[str, Any], Any]
     choices: tuple[str, ...] | None = None
+    metavar: str = "NAME"
 
     def __call__(self, name: str, raw: Any) -> Any:
         return self.read(name, raw)
@@ -53,7 +56,7 @@ def either(words: Sequence[object]) -> str:
     return f"{', '.join(some)} or {last}" if some else last
 
 
-@Reader
+@partial(Reader, metavar="TEXT")
 def text(name: str, raw: Any) -> str:
     """Text that can be written in UTF-8."""
     if not isinstance(raw, str):
@@ -65,7 +68,7 @@ def text(name: str, raw: Any) -> str:
     return raw
 
 
-@Reader
+@partial(Reader, metavar="PATH")
 def path(name: str, raw: Any) -> Path:
     """A path; `~` is the home folder."""
     raw = str(raw) if isinstance(raw, Path) else raw
@@ -76,7 +79,7 @@ def path(name: str, raw: Any) -> Path:
     return Path(os.path.expanduser(raw))  # Path's own fails for an unknown user
 
 
-@Reader
+@partial(Reader, metavar="FILE[=STRENGTH]")
 def files(name: str, raw: Any) -> tuple[str, ...]:
     """Paths as text, perhaps with `=STRENGTH`; absolute, so that a record repeats them anywhere."""
     parts = raw if isinstance(raw, list | tuple) else [raw]
@@ -149,7 +152,7 @@ def some_of(*allowed: str) -> Reader:
     return Reader(read)
 
 
-def integer(minimum: int, maximum: int) -> Reader:
+def integer(minimum: int, maximum: int, metavar: str = "N") -> Reader:
     """A whole number in [minimum, maximum]."""
 
     def read(name: str, raw: Any) -> int:
@@ -161,7 +164,7 @@ def integer(minimum: int, maximum: int) -> Reader:
             raise InputError(name, shown(raw), f"must be from {minimum} to {maximum}")
         return value
 
-    return Reader(read)
+    return Reader(read, metavar=metavar)
 
 
 def real(minimum: float, maximum: float, *, above: bool = False, below: bool = False) -> Reader:
@@ -191,10 +194,10 @@ def real(minimum: float, maximum: float, *, above: bool = False, below: bool = F
             raise InputError(name, shown(raw), f"must be {allowed}")
         return value
 
-    return Reader(read)
+    return Reader(read, metavar="X")
 
 
-@Reader
+@partial(Reader, metavar="T1,T2,...")
 def timesteps(name: str, raw: Any) -> tuple[float, ...]:
     """`T1,T2,...`: the timestep that the model gets in each step."""
     raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
@@ -223,7 +226,7 @@ def listed(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-@Reader
+@partial(Reader, metavar="4N+1")
 def frame_num(name: str, raw: Any) -> int:
     """A frame count 4n+1: the VAE turns the first frame, then every four, into one latent frame."""
     value = int(integer(1, 4093)(name, raw))
@@ -233,7 +236,7 @@ def frame_num(name: str, raw: Any) -> int:
     return value
 
 
-@Reader
+@partial(Reader, metavar="W*H")
 def size(name: str, raw: Any) -> tuple[int, int]:
     """`W*H` in pixels (also `WxH`), or [W, H] from JSON."""
     parts: Sequence[Any] = re.split(r"[*xX]", raw) if isinstance(raw, str) else raw
@@ -248,7 +251,7 @@ def size(name: str, raw: Any) -> tuple[int, int]:
     return width, height
 
 
-@Reader
+@partial(Reader, metavar="X[,X]")
 def guide_scale(name: str, raw: Any) -> tuple[float, float]:
     """One number for both experts, or `LOW,HIGH` (low-noise expert first, as officially)."""
     parts = raw.split(",") if isinstance(raw, str) else raw
@@ -259,7 +262,7 @@ def guide_scale(name: str, raw: Any) -> tuple[float, float]:
     return one(name, parts[0]), one(name, parts[-1])
 
 
-@Reader
+@partial(Reader, metavar="0-5,8")
 def steps(name: str, raw: Any) -> tuple[int, ...]:
     """Sampling steps, as in `0-5,8,11`."""
     return listed(name, text(name, raw))
