@@ -14,7 +14,7 @@ its step and no more.
 from __future__ import annotations
 
 import argparse
-import json
+import pickle
 import shutil
 import sys
 import tempfile
@@ -28,7 +28,7 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.device_check import steps as report
-from tools.device_check.process import Bed, DeviceError
+from tools.device_check.process import Bed, DeviceError, Job
 from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, Facts, Outcome, Step
 from wan import env
 from wan.cli.failures import terminable
@@ -95,19 +95,18 @@ def _check(options: argparse.Namespace, steps: list[Step]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="wan-check-"))
     done: list[report.Done] = []
     try:
-        with Bed({"device": options.device, "index": local, "world": world}) as bed:
+        with Bed(options.device, local, world) as bed:
             facts, about = _opened(bed, peers)
             if peers.rank == 0:
                 print(f"{facts.name}, {world} rank{'s' * (world > 1)}", flush=True)
             for index, step in enumerate(steps):
-                job = {"work": step.work, "index": index, "limit": step.limit}
-                job |= {"full": options.full, "folder": str(folder)}
-                own = _own(bed, peers, facts, step, job, first_here=local == 0)
+                job = Job(step, index, options.full, folder, step.together(facts))
+                own = _own(bed, peers, facts, job, first_here=local == 0)
                 outcomes = peers.merged(index, own, step.limit)
                 # The worker is ended after the others have been told: they would only see a lost
                 # connection. A process group ends with its step, and an error of a device may stay
                 # with its process.
-                if own.verdict == WRONG or step.together(facts):
+                if own.verdict == WRONG or job.together:
                     bed.clear()
                 done.append((step, joined(outcomes), outcomes))
                 if peers.rank == 0:
@@ -138,16 +137,13 @@ def _opened(bed: Bed, peers: Alone) -> tuple[Facts, dict[str, Any]]:
     return worker.facts, about
 
 
-def _own(
-    bed: Bed, peers: Alone, facts: Facts, step: Step, job: dict[str, Any], first_here: bool
-) -> Outcome:
+def _own(bed: Bed, peers: Alone, facts: Facts, job: Job, first_here: bool) -> Outcome:
     """The outcome of a step on this rank. first_here: it is the first rank of its machine."""
-    missing = step.missing(facts, job["full"])
+    missing = job.step.missing(facts, job.full)
     if missing is not None:
         return Outcome(ABSENT, words=missing)
-    job["together"] = step.together(facts)
-    if job["together"]:
-        return bed.run(job, lambda: peers.others_failed(job["index"]))
+    if job.together:
+        return bed.run(job, lambda: peers.others_failed(job.index))
     if facts.type == "cpu" and not first_here:
         return Outcome(ABSENT)  # the ranks of a machine share its CPU
     return bed.run(job)
@@ -198,12 +194,12 @@ class Ranks(Alone):
     def merged(self, index: int, own: Outcome, limit: float) -> list[Outcome]:
         if own.words and not own.words.startswith(ENDED):  # this rank has left the others alone
             self._store.set(f"failed/{index}", f"{ENDED} rank {self.rank} has")
-        self._store.set(f"outcome/{index}/{self.rank}", json.dumps(asdict(own)))
+        self._store.set(f"outcome/{index}/{self.rank}", pickle.dumps(own).hex())
         keys = [f"outcome/{index}/{rank}" for rank in range(self.world)]
         self._wait(keys, max(0.0, limit - own.seconds) + GRACE)
         lost = Outcome(WRONG, words="the rank has not answered; it may be lost")
         return [
-            report.outcome_from(json.loads(self._store.get(key)))
+            pickle.loads(bytes.fromhex(self._store.get(key).decode()))
             if self._store.check([key])
             else lost
             for key in keys

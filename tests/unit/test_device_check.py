@@ -28,8 +28,6 @@ from tools.device_check.steps import (
     Step,
     chosen,
     line,
-    line_from,
-    outcome_from,
     table,
     worst,
 )
@@ -188,15 +186,6 @@ def test_figures_are_judged() -> None:
         == SLOW
     )
     assert worst([OK, ABSENT]) == OK and worst([SLOW, WRONG, OK]) == WRONG and worst([]) == ABSENT
-
-
-def test_lines_survive_being_sent() -> None:
-    from dataclasses import asdict
-
-    sent = Line("a", WRONG, (Figure("x", math.inf, "", 1.0), Figure("kernel", "flash")), "why")
-    assert line_from(json.loads(json.dumps(asdict(sent)))) == sent
-    outcome = Outcome(WRONG, 1.5, (sent,), "words", "tail")
-    assert outcome_from(json.loads(json.dumps(asdict(outcome)))) == outcome
 
 
 def test_ranks_are_joined() -> None:

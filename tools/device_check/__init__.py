@@ -1,5 +1,4 @@
-"""The device check, read downwards: `command` (the story), `steps` (the list and what a step says),
-`supervise` (a step in a process that may hang or crash), `agree` (ranks), `worker` (that process),
-`report` (table, JSON). `bench` has what steps measure with; the other files are the steps, one
-subject each. Steps use the classes of `wan` that a run uses, never versions of their own.
+"""The device check: `steps` (the table of steps and the report), `process` (a step in a process of
+its own, which may hang or crash), `bench` (what steps measure with). The other files are the steps,
+one subject each. Steps use the classes of `wan` that a run uses, never versions of their own.
 """

@@ -1,23 +1,25 @@
-"""Steps 2, 3, 6: dense kernels, their log-sum-exp, merging, and the modes on one device.
+"""Steps 2, 3, 6, 7: dense kernels, their log-sum-exp, merging, the modes on one device, and methods
+that change results (FP8, RainFusion, int8 weights) against references on the host.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from math import prod
 
 import torch
-from torch import Tensor
-from torch.autograd import DeviceType
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import common
-from tools.device_check.bench import HEAD, LIMITS, Bench, Exact, exact
+from tools.device_check.bench import HEAD, LIMITS, Bench, Exact, distance, exact, sampled
 from tools.device_check.steps import (
     Figure,
     Measured,
@@ -30,26 +32,90 @@ from tools.device_check.steps import (
 from wan.distributed.exchange import ALONE
 from wan.distributed.ring import Merged
 from wan.kernels import select
-from wan.kernels.base import Kernel, Target
+from wan.kernels.base import Kernel, Payload, StepInfo, Target
+from wan.kernels.fp8 import Fp8Quantiser, Rotations, hadamard, sylvester
+from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.npu import linear as npu_linear
+from wan.kernels.rainfusion_masks import plan
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
+from wan.settings import devices
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
+from wan.settings.execution import Execution
 from wan.settings.kernels import DENSE
+from wan.settings.numerics import KV_ROWS, Q_ROWS
 from wan.settings.parallel import Parallel
 from wan.settings.schedule import MODES, OVERLAP
 
 QKV = tuple[Tensor, Tensor, Tensor]
+Shape = tuple[int, int, int]  # queries, keys, heads
 
 TEXT = 512  # keys of cross-attention
 LSE_LIMIT = 5e-3
 LEAST_SHARE = 0.35  # of the rate of a matrix product, for a large call
 LONG = (75_600, 37_800, 32_760)  # 720p, the half of it on each of a ring of two, 480p
 _PYTORCH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+QUANTISED = 3e-2  # queries are rotated in 16 bits there and here, and then rounded to 3 bits
+FROM_EXACT = 0.2  # what FP8 may cost, in relative rms
+MASKS = 1.0  # percent of blocks that may be chosen otherwise, close to the threshold
+INT8 = 8e-3  # of a row: one rounding of the result to bfloat16
+
+V3 = Attention(use_rainfusion=True, rainfusion_type="v3", sparse_start_step=0)
+METHODS = {
+    "FP8": Attention(fa_quant="fp8"),
+    "RainFusion v2": replace(V3, rainfusion_type="v2"),
+    "RainFusion v3": V3,
+    "RainFusion v3 in FP8": replace(V3, fa_quant="fp8"),
+}
 
 
-def shapes(bench: Bench) -> list[tuple[int, int, int]]:
-    """(queries, keys, heads) of the calls, the hardest first."""
+@dataclass(frozen=True)
+class Call:
+    """One attention call, its reference, and the kernels that a run may use for it here.
+
+    Attributes:
+        what: The shape and the dtype as text.
+        qkv: q, k, v [1,S,N,D].
+        reference: Sampled rows of the result in float64.
+        kernels: --attention_algo or --attention_backend -> what makes that kernel.
+    """
+
+    bench: Bench
+    what: str
+    qkv: QKV
+    reference: Exact
+    kernels: dict[str, Callable[[], Kernel]]
+
+    def time_and_kernel(self, run: Callable[..., Tensor], least: float | None) -> list[Figure]:
+        """Error, time, rate and the name of the device's kernel. least: share of a product."""
+        q, k, _ = self.qkv
+        far = self.reference.error(run(*self.qkv))
+        taken = self.bench.seconds(lambda: run(*self.qkv))
+        rate = 4 * q.numel() * k.shape[1] / taken
+        product, _ = self.bench.rates(q.dtype)
+        return [
+            error(far, LIMITS[q.dtype]),
+            milliseconds(taken),
+            Figure("rate", rate / 1e12, "TFLOP/s"),
+            share("of a product's rate", rate / product, least),
+            Figure("kernel", _name(self.bench, lambda: run(*self.qkv))),
+        ]
+
+
+def calls(bench: Bench, shapes: list[Shape]) -> Iterator[Call]:
+    """The calls of these shapes, in every dtype of the device."""
+    for dtype in bench.dtypes:
+        kernels = _kernels(bench, dtype)
+        for queries, keys, heads in shapes:
+            qkv = bench.qkv(queries, keys, heads, dtype)
+            noun = "head" if heads == 1 else "heads"
+            what = f"{queries} x {keys}, {heads} {noun}, {str(dtype).removeprefix('torch.')}"
+            yield Call(bench, what, qkv, exact(*qkv), kernels)
+
+
+def _shapes(bench: Bench) -> list[Shape]:
+    """The hardest first."""
     if not bench.large:
         laser = [(2100, 2100, 1)] if bench.device.type == "npu" else []
         return [(1000, 1000, 5), (1000, 1000, 1), (1000, TEXT, 2), *laser]
@@ -57,122 +123,59 @@ def shapes(bench: Bench) -> list[tuple[int, int, int]]:
     return [*found, (LONG[0], TEXT, 40)]
 
 
-def kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
-    """The kernels that a run may use here, by their --attention_algo or --attention_backend."""
-    found = {}
-    for name, row in DENSE.items():
-        needs = ("xfuser", *row.modules) if row.member is not None else ()
-        if bench.device.can.has(row) and all(find_spec(module.split(".")[0]) for module in needs):
-            found[name] = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
-
+def _kernels(bench: Bench, dtype: torch.dtype) -> dict[str, Callable[[], Kernel]]:
     def made(attention: Attention) -> Kernel:
         try:
             return select.dense(attention, Target(bench.device, HEAD, dtype))
         except InputError as error:
             raise UnavailableError(str(error)) from error
 
-    return {name: partial(made, attention) for name, attention in found.items()}
+    found: dict[str, Callable[[], Kernel]] = {}
+    for name, row in DENSE.items():
+        needs = ("xfuser", *row.modules) if row.member is not None else ()
+        if bench.device.can.has(row) and all(find_spec(module.split(".")[0]) for module in needs):
+            attention = replace(Attention(), **{row.flag: name})  # type: ignore[arg-type]
+            found[name] = partial(made, attention)
+    return found
 
 
-def dense(bench: Bench) -> Measured:
-    """Every kernel and PyTorch backend on every shape: error, time, name of the kernel."""
-    for dtype in bench.dtypes:
-        for shape in shapes(bench):
-            qkv = bench.qkv(*shape, dtype=dtype)
-            reference, short = exact(*qkv), _named(shape, dtype)
-            for name, make in kernels(bench, dtype).items():
-                yield f"{short}, {name}", partial(_kernel, bench, name, make, qkv, reference)
-            for backend in _PYTORCH if bench.device.type == "cuda" else ():
-                what = f"{short}, {backend.name.lower()}"
-                yield what, partial(_backend, bench, backend, qkv, reference)
-
-
-def _named(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
-    queries, keys, heads = shape
-    noun = "head" if heads == 1 else "heads"
-    return f"{queries} x {keys}, {heads} {noun}, {str(dtype).removeprefix('torch.')}"
-
-
-def _kernel(
-    bench: Bench, name: str, make: Callable[[], Kernel], qkv: QKV, reference: Exact
-) -> list[Figure]:
-    """A large call far below the rate of a matrix product counts as slow."""
-    row, rows = DENSE[name], min(x.shape[1] for x in qkv)
-    if rows < row.min_rows:
-        raise UnavailableError(f"it takes {row.min_rows} rows or more")
-    if qkv[0].dtype == torch.float32 and "fp32" not in row.precisions:
-        raise UnavailableError("it takes 16-bit tensors")
-    least = LEAST_SHARE if bench.large and qkv[1].shape[1] > TEXT else None
-    return _attended(bench, make(), qkv, reference, least)
-
-
-def _backend(bench: Bench, backend: SDPBackend, qkv: QKV, reference: Exact) -> list[Figure]:
-    """One of PyTorch's backends, even if a run would not use it; its rate is not judged."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return SdpaKernel()(q, k, v)
-
-    return _attended(bench, attend, qkv, reference, None)
-
-
-def _attended(
-    bench: Bench, attend: Callable[..., Tensor], qkv: QKV, reference: Exact, least: float | None
-) -> list[Figure]:
-    q, k, _ = qkv
-    far = reference.error(attend(*qkv))
-    taken = bench.seconds(lambda: attend(*qkv))
-    rate = 4 * q.numel() * k.shape[1] / taken
-    product, _ = bench.rates(q.dtype)
-    return [
-        error(far, LIMITS[q.dtype]),
-        milliseconds(taken),
-        Figure("rate", rate / 1e12, "TFLOP/s"),
-        share("of a product's rate", rate / product, least),
-        Figure("kernel", kernel_name(bench, lambda: attend(*qkv))),
-    ]
-
-
-def kernel_name(bench: Bench, run: common.Run) -> str:
+def _name(bench: Bench, run: common.Run) -> str:
     """The longest kernel on CUDA; on a CPU the innermost operation of PyTorch."""
     if bench.device.type == "npu":
         return "see step npu"
     on_gpu = bench.device.type == "cuda"
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    with profile(activities=[activity], acc_events=True) as trace:
-        run()
-        common.synchronize(bench.place)
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    events = [e for e in trace.profiler.kineto_results.events() if e.device_type() == kind]
-    names = [e for e in events if on_gpu or "attention" in e.name()]
+    names = [e for e in bench.events(run) if on_gpu or "attention" in e.name()]
     if not names:
         return "not known"
     inner = max(names, key=lambda e: e.duration_ns() if on_gpu else e.start_ns())
     return str(inner.name())[:80]
 
 
-def lse(bench: Bench) -> Measured:
-    """The log-sum-exp of every kernel that returns one, against logsumexp in float64."""
-    for dtype in bench.dtypes:
-        for shape in [s for s in shapes(bench) if s[2] in (5, 1)]:
-            qkv = bench.qkv(*shape, dtype=dtype)
-            reference = exact(*qkv)
-            for name, make in kernels(bench, dtype).items():
-                what = f"{_named(shape, dtype)}, {name}"
-                yield what, partial(_with_lse, bench, make, qkv, reference)
+def dense(bench: Bench) -> Measured:
+    """Every kernel and PyTorch backend on every shape: error, time, name of the kernel.
 
+    A large call far below the rate of a matrix product is slow. PyTorch's backends are measured
+    even where a run would not use them, and their rate is not judged.
+    """
 
-def _with_lse(bench: Bench, make: Callable[[], Kernel], qkv: QKV, reference: Exact) -> list[Figure]:
-    kernel = _returning_lse(make)
-    out, sums = kernel.with_lse(*qkv)
-    alone, both = (bench.seconds(partial(run, *qkv)) for run in (kernel, kernel.with_lse))
-    return [
-        error(reference.error(out), LIMITS[out.dtype]),
-        error(reference.lse_error(sums), LSE_LIMIT, "error of the log-sum-exp"),
-        milliseconds(both),
-        Figure("times the result alone", both / alone),
-        Figure("kernel", kernel_name(bench, lambda: kernel.with_lse(*qkv))),
-    ]
+    def measure(call: Call, name: str) -> list[Figure]:
+        row, (q, k, _) = DENSE[name], call.qkv
+        if min(q.shape[1], k.shape[1]) < row.min_rows:
+            raise UnavailableError(f"it takes {row.min_rows} rows or more")
+        if q.dtype == torch.float32 and "fp32" not in row.precisions:
+            raise UnavailableError("it takes 16-bit tensors")
+        least = LEAST_SHARE if bench.large and k.shape[1] > TEXT else None
+        return call.time_and_kernel(call.kernels[name](), least)
+
+    def by_backend(call: Call, backend: SDPBackend) -> list[Figure]:
+        with sdpa_kernel(backend):
+            return call.time_and_kernel(SdpaKernel(), None)
+
+    for call in calls(bench, _shapes(bench)):
+        for name in call.kernels:
+            yield f"{call.what}, {name}", partial(measure, call, name)
+        for backend in _PYTORCH if bench.device.type == "cuda" else ():
+            yield f"{call.what}, {backend.name.lower()}", partial(by_backend, call, backend)
 
 
 def _returning_lse(make: Callable[[], Kernel]) -> Kernel:
@@ -182,61 +185,69 @@ def _returning_lse(make: Callable[[], Kernel]) -> Kernel:
     return kernel
 
 
+def lse(bench: Bench) -> Measured:
+    """The log-sum-exp of every kernel that returns one, against logsumexp in float64."""
+
+    def measure(call: Call, make: Callable[[], Kernel]) -> list[Figure]:
+        kernel, qkv = _returning_lse(make), call.qkv
+        out, sums = kernel.with_lse(*qkv)
+        alone, both = (bench.seconds(partial(run, *qkv)) for run in (kernel, kernel.with_lse))
+        return [
+            error(call.reference.error(out), LIMITS[out.dtype]),
+            error(call.reference.lse_error(sums), LSE_LIMIT, "error of the log-sum-exp"),
+            milliseconds(both),
+            Figure("times the result alone", both / alone),
+            Figure("kernel", _name(bench, lambda: kernel.with_lse(*qkv))),
+        ]
+
+    for call in calls(bench, [shape for shape in _shapes(bench) if shape[2] in (5, 1)]):
+        for name, make in call.kernels.items():
+            yield f"{call.what}, {name}", partial(measure, call, make)
+
+
 def merge(bench: Bench) -> Measured:
     """The memory of a call with its log-sum-exp, and keys in 2 and 4 parts merged."""
-    tokens, heads = (LONG[0], 5) if bench.large else (1000, 5)
-    for dtype in bench.dtypes:
-        qkv = bench.qkv(tokens, tokens, heads, dtype)
-        reference = exact(*qkv)
-        for name, make in kernels(bench, dtype).items():
-            short = f"{_named((tokens, tokens, heads), dtype)}, {name}"
-            yield f"{short}: memory", partial(_memory, bench, make, qkv)
+
+    def memory(call: Call, make: Callable[[], Kernel]) -> list[Figure]:
+        kernel = _returning_lse(make)
+        kernel.with_lse(*call.qkv)
+        held = bench.peak(lambda: kernel.with_lse(*call.qkv))
+        # The result alone is 1; copies of q, k, v would be 3 more.
+        times = [] if held is None else [Figure("times q", held / call.qkv[0].nbytes)]
+        return [gigabytes("held", held), *times]
+
+    def merged(call: Call, make: Callable[[], Kernel], count: int) -> list[Figure]:
+        kernel, total, (q, k, v) = _returning_lse(make), Merged(), call.qkv
+        for piece in zip(k.tensor_split(count, 1), v.tensor_split(count, 1), strict=True):
+            total.add(*kernel.with_lse(q, *piece))
+        return [error(call.reference.error(total.result()), LIMITS[q.dtype])]
+
+    tokens = LONG[0] if bench.large else 1000
+    for call in calls(bench, [(tokens, tokens, 5)]):
+        for name, make in call.kernels.items():
+            yield f"{call.what}, {name}: memory", partial(memory, call, make)
             for count in (2, 4):
-                yield (
-                    f"{short}: {count} parts merged",
-                    partial(_merged, make, qkv, reference, count),
-                )
-
-
-def _memory(bench: Bench, make: Callable[[], Kernel], qkv: QKV) -> list[Figure]:
-    kernel = _returning_lse(make)
-    kernel.with_lse(*qkv)
-    held = bench.peak(lambda: kernel.with_lse(*qkv))
-    figures = [gigabytes("held", held)]
-    if held is not None:  # the result alone is 1; copies of q, k, v would be 3 more
-        figures.append(Figure("times q", held / qkv[0].nbytes))
-    return figures
-
-
-def _merged(make: Callable[[], Kernel], qkv: QKV, reference: Exact, count: int) -> list[Figure]:
-    kernel, total = _returning_lse(make), Merged()
-    q, k, v = qkv
-    for k_piece, v_piece in zip(k.tensor_split(count, 1), v.tensor_split(count, 1), strict=True):
-        total.add(*kernel.with_lse(q, k_piece, v_piece))
-    return [error(reference.error(total.result()), LIMITS[q.dtype])]
+                what = f"{call.what}, {name}: {count} parts merged"
+                yield what, partial(merged, call, make, count)
 
 
 def modes(bench: Bench) -> Measured:
     """The attention layer in every mode on this device alone: the same result, in what time?"""
     tokens, heads = (LONG[0], 40) if bench.large else (1000, 12)
-    dtype = bench.dtypes[0]
-    qkv = bench.qkv(tokens, tokens, heads, dtype)
-    reference, make = exact(*qkv), kernels(bench, dtype)["fused"]
+    call = next(calls(bench, [(tokens, tokens, heads)]))
+    limit = LIMITS[bench.dtypes[0]]
     first: tuple[Tensor, float] | None = None  # result and seconds of mode 0
 
     def measure(mode: int, overlap: bool) -> list[Figure]:
         nonlocal first
-        layer = FAPowerCapAttention(Parallel(comm_type=mode), ALONE, overlap, kernel=make())
-        out = layer(*qkv)
-        taken = bench.seconds(partial(layer, *qkv))
+        kernel = call.kernels["fused"]()
+        layer = FAPowerCapAttention(Parallel(comm_type=mode), ALONE, overlap, kernel=kernel)
+        out, taken = layer(*call.qkv), bench.seconds(partial(layer, *call.qkv))
         base, base_taken = first = first or (out, taken)
+        far = float((out - base).abs().max() / base.abs().max())
         return [
-            error(reference.error(out), LIMITS[dtype]),
-            error(
-                float((out - base).abs().max() / base.abs().max()),
-                LIMITS[dtype],
-                "largest distance from mode 0",
-            ),
+            error(call.reference.error(out), limit),
+            error(far, limit, "largest distance from mode 0"),
             milliseconds(taken),
             Figure("times mode 0", taken / base_taken),
         ]
@@ -244,3 +255,99 @@ def modes(bench: Bench) -> Measured:
     ways = [(row.name, mode, False) for mode, row in MODES.items()]
     for name, mode, overlap in [*ways, (OVERLAP.name, 0, True)]:
         yield f"{name}, {tokens} tokens, {heads} heads", partial(measure, mode, overlap)
+
+
+def methods(bench: Bench) -> Measured:
+    """Each method of attention that changes results: the right blocks, the right values?"""
+    grid, heads = ((21, 45, 80), 5) if bench.large else ((3, 10, 20), 2)
+    tokens, dtype = prod(grid), bench.dtypes[0]
+    q, k, v = bench.qkv(tokens, tokens, heads, dtype)
+    random = torch.Generator().manual_seed(2)
+    trend = torch.randn(1, tokens // Q_ROWS + 1, heads, HEAD, generator=random)
+    rows = trend.repeat_interleave(Q_ROWS, 1)[:, :tokens].to(bench.place, dtype)
+    qkv = q + rows, k + rows, v  # blocks differ, so that it is clear which ones matter
+    for name, attention in METHODS.items():
+        what = f"{name}, {tokens} tokens, {heads} heads"
+        yield what, partial(_method, bench, attention, qkv, grid)
+
+
+def _method(
+    bench: Bench, attention: Attention, qkv: QKV, grid: tuple[int, int, int]
+) -> list[Figure]:
+    q, k, v = qkv
+    dtype = q.dtype
+    precision = "fp32" if dtype == torch.float32 else "bf16"
+    devices.check((bench.device.can,), attention, Execution(precision=precision), HEAD)
+    chosen = select.select(attention, Target(bench.device, HEAD, dtype), {})
+    step = StepInfo(0, 4, "cond", "dit", grid, prod(grid), layer=0)
+
+    def attend() -> Tensor:
+        given = Payload(q), Payload(k), Payload(v)
+        return chosen.methods[0].prepare(*given, step)(given[0], 0)
+
+    out, seen, figures = attend(), None, list[Figure]()
+    if attention.use_rainfusion:
+        k_rows = KV_ROWS if attention.fp8 else Q_ROWS
+        here, on_host = (
+            plan(a, b, grid, attention.sparsity, 0, k_rows).cpu()
+            for a, b in ((q, k), (q.cpu(), k.cpu()))
+        )
+        differing = 100 * float((here != on_host).float().mean())
+        figures.append(Figure("blocks chosen otherwise than on the CPU", differing, "%", MASKS))
+
+        def seen(head: int, row: int) -> Tensor:
+            return here[0, head, row // Q_ROWS].repeat_interleave(k_rows)[: k.shape[1]]
+
+    limit, rounded = LIMITS[dtype], qkv
+    if attention.fp8:  # what FP8 leaves of q, k, v, by our reference on the host
+        limit = limit if dtype == torch.float32 else QUANTISED
+        fp8 = Fp8Quantiser(Rotations(HEAD, sylvester if attention.use_rainfusion else hadamard))
+        parts = fp8.q(q.cpu(), None), fp8.k(k.cpu(), None), fp8.v(v.cpu())
+        q_fp8, k_fp8, v_fp8 = (x.dequantised(torch.float32) for x in parts)
+        rounded = q_fp8, k_fp8, v_fp8
+        far = exact(*qkv, seen).rms(out)
+        figures.append(error(far, FROM_EXACT, "distance from unquantised"))
+    figures.insert(0, error(exact(*rounded, seen).error(out), limit))
+    return [*figures, bench.time(attend), Figure("kernel", chosen.describe())]
+
+
+def int8(bench: Bench) -> Measured:
+    """A linear layer with int8 weights, against our reference on the host: every bit is defined."""
+    rows, inputs, outputs = (75_600, 5120, 13_824) if bench.large else (500, 512, 384)
+
+    def measure() -> list[Figure]:
+        dtype, random = torch.bfloat16, torch.Generator().manual_seed(3)
+        tensors = {
+            "layer.weight": torch.randint(-127, 128, (outputs, inputs), generator=random).char(),
+            "layer.weight_scale": torch.rand(outputs, 1, generator=random) / 300,
+            "layer.bias": torch.randn(outputs, generator=random),
+        }
+        reference = W8A8Linear(*tensors.values(), dtype=dtype)
+        layer: nn.Module = W8A8Linear(*tensors.values(), dtype=dtype).to(bench.place)
+        if bench.device.type == "npu":
+            layer = _by_mindiesd(bench, tensors, dtype)
+        x, some = bench.randn(rows, inputs, dtype=dtype), sampled(rows)
+        far = distance(layer(x)[some], reference(x[some].cpu()).double())
+        taken = bench.seconds(lambda: layer(x))
+        plain = nn.Linear(inputs, outputs, device=bench.place, dtype=dtype)
+        ratio = taken / bench.seconds(lambda: plain(x))
+        return [error(far, INT8), milliseconds(taken), Figure("times a bfloat16 layer", ratio)]
+
+    yield f"W8A8, {rows} x {inputs} -> {outputs}", measure
+
+
+def _by_mindiesd(bench: Bench, tensors: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """The same layer as an export that mindiesd reads. It takes no file that others may write."""
+    name = "W8A8_DYNAMIC"
+    description = bench.folder / f"quant_model_description_{name.lower()}.json"
+    description.write_text(json.dumps({"model_quant_type": name, "layer.weight": name}))
+    weights = bench.folder / f"quant_model_weight_{name.lower()}.safetensors"
+    save_file(tensors, weights)
+    for path in (description, weights):
+        path.chmod(0o640)
+    outputs, inputs = tensors["layer.weight"].shape
+    network = nn.ModuleDict({"layer": nn.Linear(inputs, outputs, device="meta")})
+    npu_linear.quantise(
+        network, description, ["layer"], use_nz=False, dtype=dtype, device=bench.place
+    )
+    return network["layer"]

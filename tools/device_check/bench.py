@@ -18,9 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import common
-from tools.device_check.steps import Facts
+from tools.device_check.process import Job
+from tools.device_check.steps import Facts, Figure, milliseconds
 from wan.device import Device
 from wan.distributed import start
 from wan.distributed.mesh import Team
@@ -77,11 +80,26 @@ class Bench:
         run()
         return statistics.median(common.seconds(run, self.place) for _ in range(rounds))
 
+    def time(self, run: common.Run, name: str = "time") -> Figure:
+        """`seconds` as a figure."""
+        return milliseconds(self.seconds(run), name)
+
     def peak(self, run: common.Run) -> int | None:
         """The most bytes that a run allocates at one time; None where they are not counted."""
         on_host = not self.large
         found = common.peak_bytes(run, torch.device("cpu") if on_host else self.place)
         return found or None
+
+    def events(self, run: common.Run) -> list[Any]:
+        """What PyTorch's profiler saw during a run, on CUDA or on the CPU."""
+        on_gpu = self.device.type == "cuda"
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        with profile(activities=[activity], acc_events=True) as trace:
+            run()
+            common.synchronize(self.place)
+        kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        events = trace.profiler.kineto_results.events()
+        return [event for event in events if event.device_type() == kind]
 
     def rates(self, dtype: torch.dtype) -> tuple[float, float]:
         """Operations per second of a large matrix product, and its error; measured once."""
@@ -102,15 +120,15 @@ def _large(device: Device) -> bool:
     return torch.empty(1, device=device.torch_device).device.type != "cpu"
 
 
-def prepare(device: Device, job: dict[str, Any]) -> Bench:
+def prepare(device: Device, job: Job) -> Bench:
     """The argument of a job's step. The ranks that carry it out together form a group here."""
     team = None
-    if job["together"]:
-        here, limit = start.rank_env(), timedelta(seconds=job["limit"])
+    if job.together:
+        here, limit = start.rank_env(), timedelta(seconds=job.step.limit)
         store = dist.TCPStore(here.address, here.port, wait_for_workers=False)
-        own = dist.PrefixStore(f"step/{job['index']}", store)
+        own = dist.PrefixStore(f"step/{job.index}", store)
         team = start.join(own, here, device, (1, 1, here.world), limit)
-    return Bench(device, team, job["full"], _large(device), Path(job["folder"]))
+    return Bench(device, team, job.full, _large(device), job.folder)
 
 
 @cache

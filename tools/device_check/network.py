@@ -1,4 +1,5 @@
-"""Steps 4 and 5: two layers of a published network, as they are and compiled.
+"""Steps 4, 5, 11, 12: two layers of a published network: as they are, compiled, on several ranks in
+every mode, in a ring, for a minute of each mode, and with sharded weights.
 
 Legend: B batch, S tokens, N heads, D head size, C channels.
 """
@@ -6,33 +7,30 @@ Legend: B batch, S tokens, N heads, D head size, C channels.
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks import common
-from tools.device_check.bench import Bench, distance
-from tools.device_check.steps import (
-    SLOW,
-    Figure,
-    Measured,
-    absent,
-    error,
-    gigabytes,
-    line,
-    milliseconds,
-    share,
-)
+from tools.device_check import steps
+from tools.device_check.bench import Bench, distance, ranks_text
+from tools.device_check.steps import SLOW, Figure, Measured, error, gigabytes, line, milliseconds
 from wan.checkpoint.layout import published
-from wan.checkpoint.load import dit_dtypes
+from wan.checkpoint.load import UNSHARDED, Source, dit_dtypes, fill
+from wan.distributed import mesh
+from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team
+from wan.distributed.ring import RING_TYPES
 from wan.kernels.base import Kernel, StepInfo, Target
 from wan.kernels.select import Selected, select
-from wan.modules.interfaces import Collaborators, LocalAttention
 from wan.modules.model import WanModel
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
@@ -40,106 +38,117 @@ from wan.planner.measure import Planner
 from wan.settings.attention import Attention
 from wan.settings.devices import CHIPS
 from wan.settings.execution import Execution
-from wan.settings.parallel import Parallel
+from wan.settings.parallel import Parallel, legal
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
+from wan.settings.schedule import MODES, OVERLAP
+
+Grid = tuple[int, int, int]
+Weights = dict[str, Tensor]
 
 LAYERS = 2
 LIMIT = 2e-2  # of the whole result in bfloat16 against float32, in relative rms
 COMPILED_LIMIT = 1e-2  # of the same in bfloat16, other roundings
 PLAN = 1.1  # most that is measured, over what was planned
 SMALL = (3, 8, 12)  # a grid of tokens that a host computes in float32, too
+FORWARDS = 20
+LOOP = 60.0  # seconds of each mode
+WINDOW = 10.0  # at the beginning and the end of a minute that are compared
+GROWN = 1.05  # most memory after many forwards, over that after the second
+POWER = "nothing here measures them yet; read `nvidia-smi dmon` or `npu-smi` beside this step"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a forward: latents [C,F,H,W], timestep [1], text [tokens, C], token grid."""
+
+    x: Tensor
+    t: Tensor
+    text: Tensor
+    grid: Grid
+
+    def call(self, model: WanModel) -> Tensor:
+        """The velocity."""
+        step = StepInfo(0, 40, "cond", "dit", self.grid, prod(self.grid))
+        return model([self.x], self.t, [self.text], prod(self.grid), step=step)[0]
 
 
 @dataclass(frozen=True)
 class Case:
     """Two layers of a network of published width, and a video for them."""
 
+    bench: Bench
     setup: Setup
     request: Request
 
     @property
-    def config(self) -> dict[str, object]:
+    def config(self) -> dict[str, Any]:
         """What makes the network."""
         return {**self.setup.checkpoint.config, "num_layers": LAYERS}
 
+    @property
+    def selected(self) -> Selected:
+        """The kernels that a run would use."""
+        target = Target(self.bench.device, 128, torch.bfloat16)
+        return select(self.setup.attention, target, {})
 
-def case(bench: Bench, parallel: Parallel | None = None) -> Case:
+    def weights(self) -> Weights:
+        """Random ones on the device, the same on every rank: norms about 1, biases about 0."""
+        with torch.device("meta"):
+            parameters = WanModel(**self.config).named_parameters()
+        dtype_of, found = dit_dtypes(torch.bfloat16, False), Weights()
+        torch.manual_seed(0)
+        for name, given in parameters:
+            values = self.bench.randn(*given.shape, dtype=dtype_of(name, given.dtype))
+            is_matrix = given.dim() > 1
+            found[name] = values.mul_(given[0].numel() ** -0.5 if is_matrix else 0.02)
+            if not is_matrix and "norm" in name and "weight" in name:
+                found[name] += 1
+        return found
+
+    def empty(self, team: Team | None = None, selected: Selected | None = None) -> WanModel:
+        """The network composed as for a run, without weights. selected: kernels in place of it."""
+        shared = build.collaborators(self.setup, selected or self.selected, team)
+        with torch.device("meta"):
+            return WanModel(**self.config, collaborators=shared)
+
+    def model(self, weights: Weights, selected: Selected | None = None) -> WanModel:
+        """The network with these weights, on one device."""
+        return _with(self.empty(selected=selected), weights)
+
+    def on_ranks(self, parallel: Parallel, weights: Weights, team: Team | None = None) -> WanModel:
+        """The network of a rank. team: the ranks of this topology; formed where it is None."""
+        if team is None and self.bench.team is not None:
+            team = mesh.form(self.bench.device, parallel.sizes)
+        setup = replace(self.setup, parallel=parallel)
+        return _with(replace(self, setup=setup).empty(team), weights)
+
+    def inputs(self, grid: Grid | None = None) -> Inputs:
+        """Random latents and text, the same on every rank. grid: tokens along each axis."""
+        grid = grid or self.request.grid
+        config, random = self.config, torch.Generator().manual_seed(1)
+        sizes = [n * p for n, p in zip(grid, self.setup.preset.patch_size, strict=True)]
+        x = torch.randn(config["in_dim"], *sizes, generator=random)
+        text = torch.randn(config["text_len"], config["text_dim"], generator=random)
+        text = text.to(self.bench.place, torch.bfloat16)
+        return Inputs(x.to(self.bench.place), torch.tensor([500.0]), text, grid)
+
+
+def case(bench: Bench) -> Case:
     """The 14B at 720p x 81 frames in bfloat16; on a CPU the 1.3B and a small video."""
     preset = PRESETS["t2v-A14B" if bench.large else "t2v-1.3B"]
     kind, name = bench.device.type, bench.device.can.name
-    setup = Setup(
-        preset,
-        published(preset),
-        Execution(device=kind, precision="bf16", text_kv_cache=False),
-        Parallel() if parallel is None else parallel,
-        Attention(),
-        chip=name if name in CHIPS else None,
-    )
+    execution = Execution(device=kind, precision="bf16", text_kv_cache=False)
+    chip = name if name in CHIPS else None
+    setup = Setup(preset, published(preset), execution, Parallel(), Attention(), chip=chip)
     size, frames = ((1280, 720), 81) if bench.large else ((192, 128), 9)
     values = {"size": size, "frame_num": frames, "prompt": "", "base_seed": 0}
-    return Case(setup, make_request(preset, values))
+    return Case(bench, setup, make_request(preset, values))
 
 
-def selected(bench: Bench, of: Case) -> Selected:
-    """What a run would take."""
-    return select(of.setup.attention, Target(bench.device, 128, torch.bfloat16), {})
-
-
-def network(bench: Bench, of: Case, team: Team | None = None) -> WanModel:
-    """Random weights, the same on every rank, composed as for a run."""
-    shared = build.collaborators(of.setup, selected(bench, of), team)
-    return with_weights(bench, of, shared)
-
-
-def with_weights(bench: Bench, of: Case, shared: Collaborators) -> WanModel:
-    """As `network`, of other collaborators."""
-    with torch.device("meta"):
-        model = WanModel(**of.config, collaborators=shared)  # type: ignore[arg-type]
-    dtype_of, random = dit_dtypes(torch.bfloat16, False), torch.Generator().manual_seed(0)
-    drawn = {
-        name: 0.02 * torch.randn(parameter.shape[-1], generator=random)
-        for name, parameter in model.named_parameters()
-    }
-    model = model.to_empty(device=bench.place).eval().requires_grad_(False)
-    torch.manual_seed(0)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype_of(name, parameter.dtype))
-        if parameter.dim() == 1:  # biases, and weights of norms about 1
-            values = drawn[name] + (1.0 if "norm" in name and "weight" in name else 0.0)
-            parameter.copy_(values)
-        else:
-            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    return model
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of a forward."""
-
-    x: Tensor
-    t: Tensor
-    text: Tensor
-    grid: tuple[int, int, int]
-
-    def call(self, model: WanModel) -> Tensor:
-        """The velocity."""
-        step = StepInfo(0, 40, "cond", "dit", self.grid, prod(self.grid))
-        found = model([self.x], self.t, [self.text], prod(self.grid), step=step)
-        return found[0]
-
-    def on_host(self) -> Inputs:
-        return replace(self, x=self.x.cpu(), text=self.text.cpu())
-
-
-def inputs(bench: Bench, of: Case, grid: tuple[int, int, int]) -> Inputs:
-    """Random latents and text, the same on every rank. grid: tokens along each axis."""
-    config, random = of.setup.checkpoint.config, torch.Generator().manual_seed(1)
-    sizes = [n * p for n, p in zip(grid, of.setup.preset.patch_size, strict=True)]
-    x = torch.randn(config["in_dim"], *sizes, generator=random)
-    text = torch.randn(config["text_len"], config["text_dim"], generator=random)
-    text = text.to(bench.place, torch.bfloat16)
-    return Inputs(x.to(bench.place), torch.tensor([500.0]), text, grid)
+def _with(model: WanModel, weights: Weights) -> WanModel:
+    model.load_state_dict(weights, assign=True)
+    return model.eval().requires_grad_(False)
 
 
 def apart(found: Tensor, want: Tensor) -> float:
@@ -152,13 +161,12 @@ class _Recorded:
 
     can_return_lse = False
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.name, self._kernel, self.keeps = kernel.name, kernel, True
-        self.calls: list[common.Call] = []
+    def __init__(self, kernel: Kernel, calls: list[common.Call]) -> None:
+        self.name, self._kernel, self._calls, self.keeps = kernel.name, kernel, calls, True
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
         if self.keeps:
-            self.calls.append((self._kernel, (q_BSND, k_BSND, v_BSND)))
+            self._calls.append((self._kernel, (q_BSND, k_BSND, v_BSND)))
         return self._kernel(q_BSND, k_BSND, v_BSND)
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
@@ -168,53 +176,45 @@ class _Recorded:
 def forward(bench: Bench) -> Measured:
     """Error against the host in float32, memory against the plan, time of products, host waits."""
     of = case(bench)
-    model = network(bench, of)
-    what = f"against float32 on the host, {prod(SMALL)} tokens"
-    yield what, partial(_on_host, bench, of, model)
-    given = inputs(bench, of, of.request.grid)
-    tokens = f"{prod(given.grid)} tokens"
-    yield f"memory beside weights, {tokens}", partial(_memory, bench, of, model, given)
-    del model
-    yield f"time, {tokens}", partial(_time, bench, of, given)
+    weights, given = of.weights(), of.inputs()
+    model, tokens = of.model(weights), f"{prod(given.grid)} tokens"
+
+    def on_host() -> list[Figure]:
+        small = of.inputs(SMALL)
+        with torch.device("meta"):
+            plain = WanModel(**of.config)
+        plain = _with(plain, {name: x.cpu().float() for name, x in weights.items()})
+        want = replace(small, x=small.x.cpu(), text=small.text.cpu().float()).call(plain)
+        return [error(apart(small.call(model), want), LIMIT)]
+
+    def memory() -> list[Figure]:
+        """The first forward, which makes what is kept (the rotary table), as the plan counts it."""
+        held = bench.peak(lambda: given.call(model))
+        (planned, *_) = Planner(of.setup, of.request).forwards(of.setup.parallel)
+        most = (planned.size.activations + planned.size.kept).total()
+        figures = [gigabytes("planned", most), gigabytes("measured", held)]
+        if held is not None:
+            figures.append(Figure("measured / planned", held / most, "", PLAN))
+        return figures
+
+    yield f"against float32 on the host, {prod(SMALL)} tokens", on_host
+    yield f"memory beside weights, {tokens}", memory
+    yield f"time, {tokens}", partial(_time, of, weights, given)
     if bench.device.type == "cuda":
-        yield "host waits", partial(_waits, bench, of, given)
+        yield "host waits", partial(_waits, model, given)
     else:
-        yield absent("host waits", "only CUDA can tell")
+        yield steps.absent("host waits", "only CUDA can tell")
 
 
-def _on_host(bench: Bench, of: Case, model: WanModel) -> list[Figure]:
-    given = inputs(bench, of, SMALL)
-    with torch.device("meta"):
-        plain = WanModel(**of.config)  # type: ignore[arg-type]
-    weights = {name: x.cpu().float() for name, x in model.state_dict().items()}
-    plain.load_state_dict(weights, assign=True)
-    there = given.on_host()
-    want = replace(there, text=there.text.float()).call(plain.eval())
-    return [error(apart(given.call(model), want), LIMIT)]
-
-
-def _memory(bench: Bench, of: Case, model: WanModel, given: Inputs) -> list[Figure]:
-    """The first forward, which makes what is kept (the rotary table), as the plan counts it."""
-    held = bench.peak(lambda: given.call(model))
-    (planned, *_) = Planner(of.setup, of.request).forwards(of.setup.parallel)
-    most = (planned.size.activations + planned.size.kept).total()
-    figures = [gigabytes("planned", most), gigabytes("measured", held)]
-    if held is not None:
-        figures.append(Figure("measured / planned", held / most, "", PLAN))
-    return figures
-
-
-def _time(bench: Bench, of: Case, given: Inputs) -> list[Figure]:
+def _time(of: Case, weights: Weights, given: Inputs) -> list[Figure]:
     """A forward and its products alone, in turn: what is not a product is the rest."""
-    kinds = selected(bench, of)
-    kernel, text = _Recorded(kinds.dense), _Recorded(kinds.text)
-    shared = build.collaborators(of.setup, kinds, None)
-    shared = replace(shared, attention=lambda _: LocalAttention(kernel), kernel=text)
-    model = with_weights(bench, of, shared)
+    selected, calls = of.selected, list[common.Call]()
+    kernels = [_Recorded(kernel, calls) for kernel in (selected.dense, selected.text)]
+    model = of.model(weights, replace(selected, dense=kernels[0], text=kernels[1]))
     with torch.compiler.set_stance("force_eager"), common.RecordProducts() as record:
         given.call(model)
-    kernel.keeps = text.keeps = False
-    calls = [*kernel.calls, *text.calls]
+    for kernel in kernels:
+        kernel.keeps = False
     flops = sum(2 * x.numel() * len(weight) for _, (x, weight, *_) in record.linear)
     flops += sum(4 * q.numel() * k.shape[1] for _, (q, k, _) in calls)
     runs: dict[str, common.Run] = {
@@ -222,47 +222,45 @@ def _time(bench: Bench, of: Case, given: Inputs) -> list[Figure]:
         "linear": lambda: common.replay(record.linear),
         "attention": lambda: common.replay(calls),
     }
-    times = common.interleave(runs, 3, bench.place)
+    times = common.interleave(runs, 3, of.bench.place)
     taken, products, attention = (statistics.median(times[name]) for name in runs)
-    rate, _ = bench.rates(torch.bfloat16)
+    rate, _ = of.bench.rates(torch.bfloat16)
     return [
         milliseconds(taken / LAYERS, "a layer"),
-        share("linear layers", products / taken),
-        share("attention", attention / taken),
-        share("all else", 1 - (products + attention) / taken),
+        steps.share("linear layers", products / taken),
+        steps.share("attention", attention / taken),
+        steps.share("all else", 1 - (products + attention) / taken),
         Figure("rate", flops / taken / 1e12, "TFLOP/s"),
-        share("of a product's rate", flops / taken / rate),
+        steps.share("of a product's rate", flops / taken / rate),
     ]
 
 
-def _waits(bench: Bench, of: Case, given: Inputs) -> list[Figure]:
+def _waits(model: WanModel, given: Inputs) -> list[Figure]:
     """Every place where the host waits for the GPU raises an error; the loop should have none."""
-    model = network(bench, of)
     given.call(model)
     torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
+    before, waits = torch.cuda.get_sync_debug_mode(), list[Figure]()
     torch.cuda.set_sync_debug_mode("error")
     try:
         given.call(model)
     except RuntimeError as found:
-        first = Figure("the first", str(found).splitlines()[0])
-        return [Figure("of a forward", 1, "", 0, verdict=SLOW), first]
+        waits.append(Figure("the first", str(found).splitlines()[0]))
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    return [Figure("of a forward", 0, "", 0, verdict=SLOW)]
+    return [Figure("of a forward", len(waits), "", 0, verdict=SLOW), *waits]
 
 
 def compiled(bench: Bench) -> Measured:
     """Blocks compiled as --compile does: graphs, another length, error, milliseconds."""
     of = case(bench)
-    eager, fast = network(bench, of), network(bench, of)
+    weights = of.weights()
+    eager, fast = of.model(weights), of.model(weights)
     for block in fast.blocks:
         block.compile()
     f, h, w = of.request.grid
-    grids = [(f, h, w), (f, h - 1, w), (f - 1, h, w)]
     counters.clear()
-    for number, grid in enumerate(grids):
-        given = inputs(bench, of, grid)
+    for grid in ((f, h, w), (f, h - 1, w), (f - 1, h, w)):
+        given = of.inputs(grid)
         taken = common.seconds(partial(given.call, fast), bench.place)
         far = apart(given.call(fast), given.call(eager))
         yield line(
@@ -271,18 +269,157 @@ def compiled(bench: Bench) -> Measured:
             Figure("first call", taken, "s"),
             Figure("graphs so far", counters["stats"]["unique_graphs"]),
         )
-        if number == 0:
-            times = [bench.seconds(partial(given.call, model)) for model in (eager, fast)]
-            yield line(
-                "time",
-                milliseconds(times[1] / LAYERS, "a layer"),
-                Figure("times eager", times[1] / times[0]),
-            )
+        if grid == (f, h, w):
+            plain, quick = (bench.seconds(partial(given.call, model)) for model in (eager, fast))
+            ratio = Figure("times eager", quick / plain)
+            yield line("time", milliseconds(quick / LAYERS, "a layer"), ratio)
     # One for a block's first length, and one for all others.
+    graphs = Figure("in all", counters["stats"]["unique_graphs"], "", 2, verdict=SLOW)
     breaks = sum(counters["graph_break"].values())
-    graphs = counters["stats"]["unique_graphs"]
-    yield line(
-        "graphs",
-        Figure("in all", graphs, "", 2, verdict=SLOW),
-        Figure("breaks", breaks, "", 0, verdict=SLOW),
-    )
+    yield line("graphs", graphs, Figure("breaks", breaks, "", 0, verdict=SLOW))
+
+
+def topologies(bench: Bench, heads: int) -> list[Parallel]:
+    """All of them with --full, else those of one sequence: all Ulysses, mixed, all ring."""
+    world, found = dist.get_world_size(), []
+    for cfg, ring, ulysses in legal(world, heads):
+        if cfg == 1 or (bench.full and ring * ulysses > 1):
+            kinds = RING_TYPES[: 1 if ring == 1 or not bench.full else None]
+            found += [Parallel(world, cfg, ring, ulysses, ring_type=kind) for kind in kinds]
+    return found if bench.full or len(found) <= 3 else [found[0], found[len(found) // 2], found[-1]]
+
+
+def layers(bench: Bench) -> Measured:
+    """Two layers on every topology in every mode, against one device; milliseconds of a layer."""
+    of = case(bench)
+    weights, given = of.weights(), of.inputs()
+    model = of.model(weights)
+    want = given.call(model).cpu()
+    alone = bench.seconds(lambda: given.call(model), 1)
+    yield line("one device", milliseconds(alone / LAYERS, "a layer"))
+    for parallel in topologies(bench, of.setup.checkpoint.heads):
+        team = mesh.form(bench.device, parallel.sizes)
+        ways = {MODES[0].name: parallel}
+        if parallel.ulysses_size > 1:
+            ways = {row.name: replace(parallel, comm_type=mode) for mode, row in MODES.items()}
+            ways[OVERLAP.name] = replace(parallel, fa_alltoall_overlap=True)
+        ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
+        for name, way in ways.items():
+            model = of.on_ranks(way, weights, team)
+            run = partial(given.call, model)
+            far, held = apart(run(), want), bench.peak(run)
+            dist.barrier()
+            taken = bench.seconds(run)
+            yield line(
+                f"{ranks_text(way.sizes)}{ring}, {name}",
+                error(far, LIMIT, "error against one device"),
+                milliseconds(taken / LAYERS, "a layer"),
+                Figure("of one device's time", 100 * taken / alone, "%"),
+                gigabytes("memory", held),
+            )
+    if bench.device.type == "cuda":
+        yield "exchanges of mode 1", partial(_in_one_stream, of, given, weights)
+    else:
+        yield steps.absent("gaps between kernels", "only CUDA's profiler is read")
+
+
+def _in_one_stream(of: Case, given: Inputs, weights: Weights) -> list[Figure]:
+    """In mode 1 exchanges and attention must follow each other: one stream, and a gap between."""
+    world = dist.get_world_size()
+    model = of.on_ranks(Parallel(world, 1, 1, world, comm_type=1), weights)
+    given.call(model)
+    events = of.bench.events(lambda: given.call(model))
+    sent = [e for e in events if "nccl" in e.name().lower()]
+    flash = [e for e in events if any(x in e.name() for x in ("flash", "fmha", "sdpa"))]
+    if not sent or not flash:
+        raise steps.UnavailableError("the profiler names no such kernels")
+    streams = {e.device_resource_id() for e in (*sent, *flash)}
+    flash.sort(key=lambda e: e.start_ns())
+    gaps = [
+        (b.start_ns() - a.start_ns() - a.duration_ns()) / 1e6
+        for a, b in zip(flash, flash[1:], strict=False)
+    ]
+    return [
+        Figure("streams", len(streams), "", 1, verdict=SLOW),
+        Figure("median gap between attention kernels", sorted(gaps)[len(gaps) // 2], "ms"),
+    ]
+
+
+def ring(bench: Bench) -> Measured:
+    """Memory of one ring over many forwards: blocks that were passed on must be freed."""
+    of, world, count = case(bench), dist.get_world_size(), FORWARDS if bench.large else 3
+    weights, given = of.weights(), of.inputs()
+
+    def repeated(model: WanModel) -> list[Figure]:
+        """The host runs ahead of the device, as in a sampling loop."""
+
+        def many() -> None:
+            for _ in range(count):
+                given.call(model)
+
+        held, more = bench.peak(lambda: given.call(model)), bench.peak(many)
+        figures = [gigabytes("one forward", held), gigabytes(f"{count} forwards", more)]
+        if held is not None and more is not None:
+            figures.append(Figure("ratio", more / held, "", GROWN, verdict=SLOW))
+        return figures
+
+    for kind in RING_TYPES:
+        model = of.on_ranks(Parallel(world, 1, world, 1, ring_type=kind), weights)
+        yield f"{kind} of {world}", partial(repeated, model)
+
+
+def loops(bench: Bench) -> Measured:
+    """A minute of each mode: does the device slow down, and in which mode does it not?"""
+    of = case(bench)
+    weights, given = of.weights(), of.inputs()
+    world = 1 if bench.team is None else dist.get_world_size()
+    for mode, row in MODES.items():
+        model = of.on_ranks(Parallel(world, 1, 1, world, comm_type=mode), weights)
+        yield line(row.name, *_minute(bench, model, given))
+    yield steps.absent("power and clock", POWER)
+
+
+def _minute(bench: Bench, model: WanModel, given: Inputs) -> list[Figure]:
+    """All ranks make as many forwards; the first tells the others when to stop."""
+    given.call(model)
+    start, times = time.perf_counter(), list[float]()
+    goes_on = torch.ones(1, device=bench.place)
+    while bool(goes_on):
+        times.append(common.seconds(lambda: given.call(model), bench.place))
+        goes_on.fill_(time.perf_counter() - start < LOOP)
+        if bench.team is not None:
+            dist.broadcast(goes_on, src=0)
+    first, last = _mean_within(times, WINDOW), _mean_within(times[::-1], WINDOW)
+    return [
+        Figure("forwards", len(times)),
+        milliseconds(first / LAYERS, "a layer at first"),
+        milliseconds(last / LAYERS, "a layer at last"),
+        Figure("last / first", last / first),
+    ]
+
+
+def _mean_within(times: list[float], seconds: float) -> float:
+    """Of the first forwards, as many as end within this time."""
+    kept = [taken for taken, end in zip(times, accumulate(times), strict=True) if end <= seconds]
+    return statistics.mean(kept or times[:1])
+
+
+def fsdp(bench: Bench) -> Measured:
+    """Sharded weights against whole ones: not one bit may differ."""
+    of = case(bench)
+    given = of.inputs((5, 16, 16) if bench.large else SMALL)
+    weights = {name: x.cpu() for name, x in of.weights().items()}
+    stored = {name: Source(x.dtype, tuple(x.shape), x.__getitem__) for name, x in weights.items()}
+
+    def differ(convert: bool) -> list[Figure]:
+        assert bench.team is not None, "the step is carried out together"
+        outs, dtype_of = [], dit_dtypes(torch.bfloat16, convert)
+        sharding = Sharded(bench.team.world_mesh(), lambda network: network.blocks)
+        for where in (UNSHARDED, sharding):
+            model, place = of.empty(), bench.place
+            fill(model, stored, device=place, dtype_of=dtype_of, label="DiT", sharding=where)
+            outs.append(given.call(model).cpu())
+        return [Figure("values that differ", int((outs[0] != outs[1]).sum()), "", 0)]
+
+    yield "float32 and bfloat16", partial(differ, False)
+    yield "--convert_model_dtype", partial(differ, True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tools.device_check.attention import LONG
 from tools.device_check.bench import HEAD, LIMITS, Bench, exact
-from tools.device_check.network import apart, case, inputs, network
+from tools.device_check.network import apart, case
 from tools.device_check.steps import (
     SLOW,
     Figure,
@@ -98,7 +98,7 @@ def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str) -> li
 def _fallbacks(bench: Bench) -> list[Figure]:
     """Operators that torch-npu has no kernel for run on the host, which waits for each."""
     of = case(bench)
-    model, given = network(bench, of), inputs(bench, of, (3, 8, 12))
+    model, given = of.model(of.weights()), of.inputs((3, 8, 12))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         given.call(model)
@@ -118,7 +118,7 @@ def _kernels(bench: Bench) -> list[Figure]:
     if profiler is None:
         raise UnavailableError("torch-npu has no profiler here")
     of = case(bench)
-    model, given = network(bench, of), inputs(bench, of, of.request.grid)
+    model, given = of.model(of.weights()), of.inputs()
     given.call(model)
     folder = bench.folder / "profile"
     with profiler.profile(

@@ -4,9 +4,8 @@ One worker carries out one step after the other. It is replaced when a step did 
 for each step that all ranks carry out together. Its output goes to a file; the end of that file is
 part of the report of a step that failed.
 
-As a program (`python -m tools.device_check.process FD`) this module is the worker. It reads jobs as
-lines of JSON from its input: first {"device", "index", "world"}, answered by the facts or a
-refusal, then a job for each step, answered by its lines as they come and by how the step ended.
+A worker is sent jobs. To each job it answers with the lines of its step as they come, and with an
+`_End` that says how the step ended.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import json
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -27,20 +24,22 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tools.device_check.steps import (
     ABSENT,
+    OK,
     WRONG,
     Facts,
     Line,
     Outcome,
+    Step,
     UnavailableError,
     absent,
     line,
-    line_from,
     worst,
 )
 from wan.settings.errors import InputError, is_out_of_memory
@@ -52,7 +51,24 @@ _POLL = 0.1
 _TAIL = 4000  # characters
 _LAST_WORDS = 0.5  # seconds in which a hanging worker writes its stacks
 
-Job = dict[str, Any]
+
+@dataclass(frozen=True)
+class Job:
+    """A step that a worker carries out. together: with the workers of all other ranks."""
+
+    step: Step
+    index: int
+    full: bool
+    folder: Path
+    together: bool
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a step ended: OK, or not available or wrong for the reason in `words`."""
+
+    verdict: str
+    words: str = ""
 
 
 class DeviceError(Exception):
@@ -60,43 +76,48 @@ class DeviceError(Exception):
 
 
 class Worker:
-    """A process that holds the device. hello: its first message.
+    """A process that holds the device.
+
+    Args:
+        kind: The device, as of --device.
+        index: The number of the device on this machine.
+        world: The number of ranks.
 
     Raises:
         InputError: If the device is refused.
         DeviceError: If the process does not start.
     """
 
-    def __init__(self, hello: Job) -> None:
+    def __init__(self, kind: str, index: int, world: int) -> None:
         self._written = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the worker)
-        self._answers, theirs = os.pipe()
-        self._rest = b""
+        self._pipe, theirs = Pipe()
         paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+        program = f"from {__name__} import serve; serve({theirs.fileno()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(theirs)],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-c", program],
+            stdin=subprocess.DEVNULL,
             stdout=self._written,
             stderr=subprocess.STDOUT,
-            pass_fds=(theirs,),
+            pass_fds=[theirs.fileno()],
             start_new_session=True,  # so that its children are killed with it
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
-        os.close(theirs)
+        theirs.close()
         try:
-            self._send(hello)
+            self._send((kind, index, world))
             deadline = time.monotonic() + START
             while (answer := self._answer()) is None:
-                ended = self._process.poll() is not None
-                if ended or time.monotonic() > deadline:
-                    why = self._why() if ended else f"no answer within {START:.0f} s"
-                    raise DeviceError(f"the device's process did not start: {why}\n{self._tail()}")
-            if "refused" in answer:
-                raise InputError(answer["refused"])
+                if time.monotonic() > deadline:
+                    raise self._not_started(f"no answer within {START:.0f} s")
+            if isinstance(answer, InputError):
+                raise answer
+            if isinstance(answer, _End):
+                raise self._not_started(answer.words)
         except BaseException:
             self.end()
             raise
-        self.facts = Facts(**answer["facts"])
-        self.environment: dict[str, Any] = answer["environment"]
+        self.facts: Facts = answer[0]
+        self.environment: dict[str, Any] = answer[1]
 
     def run(self, job: Job, stop: Callable[[], str | None]) -> Outcome:
         """Carry out a step. The worker must be ended where the outcome is WRONG.
@@ -105,26 +126,22 @@ class Worker:
         """
         start, lines = time.monotonic(), list[Line]()
 
-        def outcome(verdict: str, words: str = "", tail: str = "") -> Outcome:
-            return Outcome(verdict, time.monotonic() - start, tuple(lines), words, tail)
+        def outcome(end: _End, tail: Callable[[], str]) -> Outcome:
+            verdict = end.verdict if end.verdict == WRONG else worst(one.verdict for one in lines)
+            said = tail() if end.verdict == WRONG else ""
+            return Outcome(verdict, time.monotonic() - start, tuple(lines), end.words, said)
 
         self._send(job)
         while True:
-            answer = self._answer()
-            if answer is not None and "line" in answer:
-                lines.append(line_from(answer["line"]))
-            elif answer is not None and "absent" in answer:
-                return outcome(worst([ABSENT, *(one.verdict for one in lines)]), answer["absent"])
-            elif answer is not None and "failed" in answer:
-                return outcome(WRONG, answer["failed"], self._tail())
+            answer, limit = self._answer(), job.step.limit
+            if isinstance(answer, Line):
+                lines.append(answer)
             elif answer is not None:
-                return outcome(worst(one.verdict for one in lines))
-            elif self._process.poll() is not None:
-                return outcome(WRONG, self._why(), self._tail())
+                return outcome(answer, self._tail)
             elif (why := stop()) is not None:
-                return outcome(WRONG, why, self._stacks())
-            elif time.monotonic() - start > job["limit"]:
-                return outcome(WRONG, f"it did not end within {job['limit']:g} s", self._stacks())
+                return outcome(_End(WRONG, why), self._stacks)
+            elif time.monotonic() - start > limit:
+                return outcome(_End(WRONG, f"it did not end within {limit:g} s"), self._stacks)
 
     def end(self) -> None:
         """Kill the worker and its children. One that the driver holds back is left behind."""
@@ -132,42 +149,35 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        os.close(self._answers)
+        self._pipe.close()
         self._written.close()
 
-    def _send(self, job: Job) -> None:
-        assert self._process.stdin is not None
+    def _send(self, message: object) -> None:
         with contextlib.suppress(BrokenPipeError):  # a worker that has ended is noticed on reading
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
+            self._pipe.send(message)
 
-    def _answer(self) -> dict[str, Any] | None:
-        """The next answer; None if there is none yet, or no more."""
-        while b"\n" not in self._rest:
-            if not select.select([self._answers], [], [], _POLL)[0]:
+    def _answer(self) -> Any:
+        """The next answer, an `_End` where the process has ended; None if there is none yet."""
+        alive = self._process.poll() is None
+        with contextlib.suppress(EOFError, ConnectionError):
+            if self._pipe.poll(_POLL):
+                return self._pipe.recv()
+            if alive:
                 return None
-            more = os.read(self._answers, 1 << 16)
-            if not more:
-                time.sleep(_POLL)  # the worker has closed its end and is ending
-                return None
-            self._rest += more
-        first, _, self._rest = self._rest.partition(b"\n")
-        return dict(json.loads(first))
-
-    def _why(self) -> str:
-        code = self._process.poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        code = self._process.returncode
         if code is not None and code < 0:
-            return f"its process was ended by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code}"
+            return _End(WRONG, f"its process was ended by {signal.Signals(-code).name}")
+        return _End(WRONG, f"its process ended with exit code {code}")
+
+    def _not_started(self, why: str) -> DeviceError:
+        return DeviceError(f"the device's process did not start: {why}\n{self._tail()}")
 
     def _stacks(self) -> str:
         """The output with the stack of each thread, which faulthandler writes even in a hang."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-            time.sleep(_LAST_WORDS)
+        self._process.send_signal(signal.SIGUSR1)
+        time.sleep(_LAST_WORDS)
         return self._tail()
 
     def _tail(self) -> str:
@@ -176,10 +186,10 @@ class Worker:
 
 
 class Bed:
-    """Keeps a worker as long as its steps end well. Used as a context. hello: as for `Worker`."""
+    """Keeps a worker as long as its steps end well. Used as a context. given: as for `Worker`."""
 
-    def __init__(self, hello: Job) -> None:
-        self._hello, self._failures = hello, 0
+    def __init__(self, *given: Any) -> None:
+        self._given, self._failures = given, 0
         self._worker: Worker | None = None
 
     def __enter__(self) -> Bed:
@@ -194,7 +204,7 @@ class Bed:
             raise DeviceError(f"the device could not be opened {TRIES} times in a row")
         if self._worker is None:
             self._failures += 1
-            self._worker = Worker(self._hello)
+            self._worker = Worker(*self._given)
             self._failures = 0
         return self._worker
 
@@ -206,7 +216,7 @@ class Bed:
 
     def run(self, job: Job, stop: Callable[[], str | None] = lambda: None) -> Outcome:
         """Carry out one step, in a fresh process if the ranks carry it out together."""
-        if job["together"]:
+        if job.together:
             self.clear()
         try:
             return self.worker().run(job, stop)
@@ -215,49 +225,53 @@ class Bed:
             return Outcome(WRONG, 0.0, (), words, tail)
 
 
-def serve(answers: TextIO) -> None:
-    """Answer jobs until the input ends."""
-    jobs: queue.Queue[Job] = queue.Queue()
-    threading.Thread(target=_read, args=(jobs,), daemon=True).start()
-
-    def answer(**value: Any) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    hello = jobs.get()
+def serve(fd: int) -> None:
+    """The worker: open the device and carry out jobs until the supervising process is gone."""
+    faulthandler.enable()  # a crash writes its stack
+    faulthandler.register(signal.SIGUSR1)
+    pipe, jobs = Connection(fd), queue.Queue[Any]()
+    threading.Thread(target=_read, args=(pipe, jobs), daemon=True).start()
+    kind, index, world = jobs.get()
     import torch
 
     from tools.device_check import bench, machine
     from wan.device import resolve
 
     try:
-        device = resolve(hello["device"], hello["index"])
+        device = resolve(kind, index)
     except InputError as error:
-        answer(refused=str(error))
+        pipe.send(InputError(str(error)))
         return
     torch.set_grad_enabled(False)
-    facts = bench.facts(device, hello["world"])
-    answer(facts=asdict(facts), environment=machine.environment(device))
+    pipe.send((bench.facts(device, world), machine.environment(device)))
     while True:
-        job = jobs.get()
-        module, _, function = job["work"].partition(":")
+        job: Job = jobs.get()
+        module, _, function = job.step.work.partition(":")
         module = module if "." in module else f"{__package__}.{module}"
+        end = _End(OK)
         try:
             made = bench.prepare(device, job)
             for one in getattr(importlib.import_module(module), function)(made):
-                answer(line=asdict(one if isinstance(one, Line) else measured(*one)))
+                pipe.send(one if isinstance(one, Line) else _measured(*one))
         except (UnavailableError, InputError) as error:
-            answer(absent=str(error))
+            end = _End(ABSENT, str(error))
         except BaseException as error:
             traceback.print_exc()
-            answer(**{"absent" if is_out_of_memory(error) else "failed": _sentence(error)})
-        else:
-            answer(done=True)
+            end = _End(ABSENT if is_out_of_memory(error) else WRONG, _sentence(error))
+        pipe.send(end)
         gc.collect()
         device.empty_cache()
 
 
-def measured(what: str, measure: Callable[[], Any]) -> Line:
+def _read(pipe: Connection, jobs: queue.Queue[Any]) -> None:
+    """Read the jobs. When they end the supervising process is gone, and this one ends."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            jobs.put(pipe.recv())
+    os._exit(0)
+
+
+def _measured(what: str, measure: Callable[[], Any]) -> Line:
     """One measurement of a step. If it fails, the others are still made."""
     try:
         return line(what, *measure())
@@ -273,16 +287,3 @@ def _sentence(failure: BaseException) -> str:
     """The type of an error and the first line of its message."""
     first = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {first[0][:300]}" if first else type(failure).__name__
-
-
-def _read(jobs: queue.Queue[Job]) -> None:
-    """Read the input. When it ends the supervising process is gone, and this one ends."""
-    for text in sys.stdin:
-        jobs.put(json.loads(text))
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    faulthandler.enable()  # a crash writes its stack
-    faulthandler.register(signal.SIGUSR1)
-    serve(os.fdopen(int(sys.argv[1]), "w"))

@@ -15,7 +15,7 @@ import math
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,16 +137,6 @@ class Outcome:
     tail: str = ""
 
 
-def line_from(stored: Mapping[str, Any]) -> Line:
-    """A line that was sent as JSON."""
-    return Line(**{**stored, "figures": tuple(Figure(**figure) for figure in stored["figures"])})
-
-
-def outcome_from(stored: Mapping[str, Any]) -> Outcome:
-    """An outcome that was sent as JSON."""
-    return Outcome(**{**stored, "lines": tuple(map(line_from, stored["lines"]))})
-
-
 @dataclass(frozen=True)
 class Facts:
     """The properties of a device that decide which steps apply.
@@ -179,7 +169,7 @@ class Step:
         limit: The seconds after which the step counts as hanging.
         ranks: "one": each device alone; "several": all ranks together, not available for one
             process; "any": together where there are several ranks.
-        needs: Returns why the step does not apply to a device, or None.
+        needs: "compile": a device on which blocks can be compiled; "npu": an NPU; "": any device.
         only_full: Whether the step needs --full.
     """
 
@@ -189,7 +179,7 @@ class Step:
     work: str
     limit: float
     ranks: str = "one"
-    needs: Callable[[Facts], str | None] = lambda _: None
+    needs: str = ""
     only_full: bool = False
 
     def missing(self, facts: Facts, full: bool) -> str | None:
@@ -198,19 +188,13 @@ class Step:
             return "one process; start it with torchrun --nproc_per_node=2 or more"
         if self.only_full and not full:
             return "takes minutes; add --full"
-        return self.needs(facts)
+        if self.needs == "npu" and facts.type != "npu":
+            return f"about NPUs, and the device is {facts.type}"
+        return facts.compile if self.needs == "compile" else None
 
     def together(self, facts: Facts) -> bool:
         """Whether all ranks carry out the step as one group."""
         return facts.world > 1 and self.ranks != "one"
-
-
-def _compiles(facts: Facts) -> str | None:
-    return facts.compile
-
-
-def _npu(facts: Facts) -> str | None:
-    return None if facts.type == "npu" else f"about NPUs, and the device is {facts.type}"
 
 
 STEPS = (
@@ -219,21 +203,21 @@ STEPS = (
     Step(2, "lse", "attention with its log-sum-exp", "attention:lse", 300),
     Step(3, "merge", "memory of the log-sum-exp, merging", "attention:merge", 300),
     Step(4, "forward", "two DiT layers of real width", "network:forward", 400),
-    Step(5, "compiled", "the same, compiled", "network:compiled", 600, needs=_compiles),
+    Step(5, "compiled", "the same, compiled", "network:compiled", 600, needs="compile"),
     Step(6, "modes", "modes 0, 1, 2 and overlap alone", "attention:modes", 300),
-    Step(7, "methods", "FP8, RainFusion", "methods:methods", 400),
-    Step(7, "int8", "int8 weights", "methods:int8", 200),
+    Step(7, "methods", "FP8, RainFusion", "attention:methods", 400),
+    Step(7, "int8", "int8 weights", "attention:int8", 200),
     Step(8, "vae", "VAE, encoding and decoding", "autoencoder:vae", 600),
     Step(9, "loading", "weights from files", "files:loading", 400),
     Step(9, "readahead", "weights read ahead", "files:readahead", 200),
     Step(9, "experts", "experts switched", "files:experts", 300),
-    Step(10, "groups", "exchanges between ranks", "layers:groups", 400, "several"),
-    Step(10, "slow-rank", "one rank is late", "layers:slow_rank", 400, "several"),
-    Step(11, "layers", "layers in every mode", "layers:layers", 600, "several"),
-    Step(11, "ring", "memory of a ring", "layers:ring", 300, "several"),
-    Step(11, "loops", "a minute of each mode", "layers:loops", 500, "any", only_full=True),
-    Step(12, "fsdp", "sharded weights", "layers:fsdp", 300, "several"),
-    Step(12, "npu", "what differs on NPUs", "npu:npu", 300, needs=_npu),
+    Step(10, "groups", "exchanges between ranks", "exchange:groups", 400, "several"),
+    Step(10, "slow-rank", "one rank is late", "exchange:slow_rank", 400, "several"),
+    Step(11, "layers", "layers in every mode", "network:layers", 600, "several"),
+    Step(11, "ring", "memory of a ring", "network:ring", 300, "several"),
+    Step(11, "loops", "a minute of each mode", "network:loops", 500, "any", only_full=True),
+    Step(12, "fsdp", "sharded weights", "network:fsdp", 300, "several"),
+    Step(12, "npu", "what differs on NPUs", "npu:npu", 300, needs="npu"),
 )
 
 

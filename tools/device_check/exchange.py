@@ -1,0 +1,112 @@
+"""Step 10: exchanges between ranks, and a rank that comes late to the first one.
+
+Legend: s this rank's tokens, N all heads, D head size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import common
+from tools.device_check.bench import HEAD, Bench, ranks_text
+from tools.device_check.steps import Figure, Line, Measured, line, milliseconds
+from wan.distributed import mesh
+from wan.distributed.exchange import Group, all_gather_tokens, all_to_all_4D, group_rank, group_size
+from wan.distributed.ring import RING_TYPES, Ring
+from wan.settings.parallel import legal
+
+HEADS = 40
+LATE = 2.0  # seconds; with --full longer than HCCL waits for a link by default
+LATE_FULL = 130.0
+AXES = (("ulysses",), ("ring",), ("cfg",), ("ring", "ulysses"))
+
+
+def groups(bench: Bench) -> Measured:
+    """All-to-all, all-gather and P2P along every axis of every topology: what arrives, how fast."""
+    world = dist.get_world_size()
+    for sizes in legal(world, HEADS * world):  # heads that every size divides
+        team = mesh.form(bench.device, sizes)
+        for axes in AXES:
+            group = team.group(*axes)
+            if group_size(group) > 1:
+                yield from _group(bench, group, f"{ranks_text(sizes)}: {'+'.join(axes)}")
+
+
+def _group(bench: Bench, group: Group, what: str) -> Iterator[Line]:
+    ranks, rank = group_size(group), group_rank(group)
+    tokens = 75_600 // ranks if bench.large else 512 // ranks
+    x_BsND = _coded(bench, rank, tokens, ranks)
+    wanted = torch.cat([_coded(bench, r, tokens, ranks) for r in range(ranks)], 1)
+
+    def measured(name: str, run: common.Run, sent: float, wrong: int) -> Line:
+        dist.barrier()
+        taken = bench.seconds(run)
+        return line(
+            f"{what}, {name}",
+            Figure("wrong values", wrong, "", 0),
+            milliseconds(taken),
+            Figure("sent by a rank", sent / taken / 1e9, "GB/s"),
+        )
+
+    def there() -> Tensor:
+        return all_to_all_4D(x_BsND, 2, 1, group)
+
+    arrived, others = there(), x_BsND.nbytes * (ranks - 1)
+    wrong = _different(arrived, wanted[:, :, rank * 8 : (rank + 1) * 8])
+    wrong += _different(all_to_all_4D(arrived, 1, 2, group), x_BsND)
+    yield measured("all-to-all", there, others / ranks, wrong)
+    wrong = _different(all_gather_tokens(x_BsND, group), wanted)
+    yield measured("all-gather", lambda: all_gather_tokens(x_BsND, group), others, wrong)
+    for kind in RING_TYPES:
+        ring = Ring(group, kind)
+        blocks = ring.blocks(x_BsND, x_BsND)
+        wrong = sum(_different(k, _coded(bench, r, tokens, ranks)) for r, k, _ in blocks)
+        moved = 2 * x_BsND.nbytes * len(ring.hops)
+        yield measured(f"P2P, {kind}", partial(_pass, ring, x_BsND), moved, wrong)
+
+
+def _pass(ring: Ring, x_BsND: Tensor) -> None:
+    for _ in ring.blocks(x_BsND, x_BsND):
+        pass
+
+
+def _coded(bench: Bench, rank: int, tokens: int, ranks: int) -> Tensor:
+    """[1,s,N,D] bfloat16, 8 heads for each rank: values that say whose, which token and head."""
+    token = torch.arange(tokens, device=bench.place, dtype=torch.float32) % 7
+    head = torch.arange(8 * ranks, device=bench.place, dtype=torch.float32) % 7
+    values = 64 * (rank % 4) + 8 * token[:, None] + head  # whole numbers below 256 are exact
+    return values.bfloat16()[None, :, :, None].expand(-1, -1, -1, HEAD).contiguous()
+
+
+def _different(found: Tensor, wanted: Tensor) -> int:
+    return int((found != wanted).sum())
+
+
+def slow_rank(bench: Bench) -> Measured:
+    """The last rank comes late to the first exchange of a new group; the others must wait."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    late = LATE_FULL if bench.full else LATE
+    for axis, sizes in (("ulysses", (1, 1, ranks)), ("ring", (1, ranks, 1))):
+        group = mesh.form(bench.device, sizes).group(axis)
+        dist.barrier()
+        if rank == ranks - 1:
+            time.sleep(late)
+        start = time.perf_counter()
+        x = _coded(bench, rank, 16, ranks)
+        if axis == "ulysses":
+            wrong = _different(all_to_all_4D(all_to_all_4D(x, 2, 1, group), 1, 2, group), x)
+        else:
+            blocks = Ring(group).blocks(x, x)
+            wrong = sum(_different(k, _coded(bench, r, 16, ranks)) for r, k, _ in blocks)
+        bench.device.synchronize()
+        yield line(
+            f"{axis}, a rank {late:g} s late",
+            Figure("wrong values", wrong, "", 0),
+            Figure("the first rank waited", time.perf_counter() - start, "s"),
+        )
