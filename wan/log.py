@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("wan")
@@ -37,17 +39,43 @@ def set_level(name: str) -> None:
 
 
 def progress(total: int | None, description: str, unit: str) -> Any:
-    """A tqdm bar on the main rank, silent elsewhere and where nobody set up logging (API use)."""
+    """A tqdm bar on the main rank, silent elsewhere and where nobody set up logging (API use).
+
+    Without a terminal it is a line of the log twice a minute.
+    """
     from tqdm import tqdm
 
+    lines: dict[str, Any] = {}
+    if sys.stderr is None or not sys.stderr.isatty():
+        form = "{desc}: {n_fmt} of {total_fmt} {unit}s, about {remaining} left"
+        lines = {"file": _Lines(), "mininterval": 30, "delay": 30, "bar_format": form}
     return tqdm(
         total=total,
         desc=description,
         unit=unit,
         unit_scale=unit == "B",
         disable=not logger.isEnabledFor(logging.INFO),
-        dynamic_ncols=True,
+        dynamic_ncols=not lines,
+        **lines,
     )
+
+
+def duration(seconds: float) -> str:
+    """Writes seconds as a reader would say them: "3 h 5 min", "4 min", "20 s"."""
+    minutes, hours = round(seconds / 60), round(seconds / 60) // 60
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"
+
+
+class _Lines:
+    """A file that writes a bar's lines into the log, for a terminal that is none."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            logger.info("%s", text.strip())
+
+    def flush(self) -> None: ...
 
 
 class Stages:
@@ -83,6 +111,20 @@ def versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:
     found = {"python": platform.python_version()}
     found |= {name: _version(name) for name in (*names, *packages)}
     return found | ({"cudnn": _cudnn()} if device_type == "cuda" else {})
+
+
+def commit() -> str | None:
+    """The commit of the clone that this package runs from; None outside of one."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _cudnn() -> str:

@@ -53,6 +53,7 @@ class Line:
 
     Attributes:
         number: In the file, from 1.
+        seed: Which of the line's `seeds` it is; None where it has one video.
         run: What it asks for; None where that is refused on all ranks.
         error: Why there is no video of it.
         draws: Its seed is drawn.
@@ -62,6 +63,12 @@ class Line:
     run: Run | None
     error: str = ""
     draws: bool = False
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"{self.number}" if self.seed is None else f"{self.number} (seed {self.seed})"
 
     def with_seed(self, seed: int) -> Line:
         """The line with what was drawn for all lines; its own seed follows from its number."""
@@ -87,6 +94,7 @@ class Run:
         settings: For the JSON record: what `--from_json` repeats the run from.
         notices: Lines that the user should see before the work.
         lines: Of a prompt file; the rest then is that of the first line that can be carried out.
+        summary: Where what became of the lines is written; None without a prompt file.
         skip_existing: Videos that are there already are left out.
         group_by_expert: All lines' steps of an expert come before the next one's.
     """
@@ -103,6 +111,7 @@ class Run:
     settings: dict[str, Any]
     notices: tuple[str, ...]
     lines: tuple[Line, ...] = ()
+    summary: Path | None = None
     skip_existing: bool = False
     group_by_expert: bool = False
 
@@ -161,7 +170,7 @@ class Run:
                 text = json.dumps(_shared(line.run.settings), sort_keys=True, default=str)
                 digest = hashlib.sha256(text.encode()).hexdigest()[:16]
                 asked = digest, line.draws or line.run.request.base_seed
-            found[f"line {line.number} of --prompt_file"] = {"hash": asked}
+            found[f"line {line.name} of --prompt_file"] = {"hash": asked}
         content = {"hash": fingerprint(setup.checkpoint.files())}
         return found | {"the device": device, "the checkpoint's content": content}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import imageio
+import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -514,3 +516,20 @@ def test_what_a_killed_run_left_is_removed(tiny, tmp_path: Path) -> None:
     left = {path.name for path in tmp_path.iterdir()} - {"v.mp4", "v.json"}
     kept = {name.format(owner) for name in names for owner in owners[1:]}
     assert left == kept | {names[3].format(owners[0])}
+
+
+def test_the_record_and_the_video_say_what_was_run(tiny, tmp_path: Path, monkeypatch) -> None:
+    out, prompt = tmp_path / "v.mp4", 'a "quoted" fox; \u72d0 = 1'
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--prompt", prompt]
+    argv = [str(word) for word in (*argv, "--save_file", out)]
+    monkeypatch.setattr(sys, "argv", ["generate.py", *argv])
+    assert generate.main(argv) == 0
+    record = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    assert record["run"]["command"] == shlex.join(["generate.py", *argv])
+    assert len(record["run"]["commit"]) == 40 and record["run"]["date"][:2] == "20"
+    assert 0 <= record["seed"] < 10**10
+    probe = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-i", str(out), "-f", "ffmetadata"]
+    found = subprocess.run([*probe, "-"], capture_output=True, text=True, check=True).stdout
+    comment = found.split("comment=")[1].split("\nencoder")[0]
+    told = json.loads(re.sub(r"\\([=;#\\\n])", r"\1", comment))  # as ffmpeg escapes it
+    assert (told["prompt"], told["seed"]) == (prompt, record["seed"])

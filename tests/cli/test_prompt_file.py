@@ -81,7 +81,7 @@ def test_lines(tiny: Any, tmp_path: Path) -> None:
         ('{"offload_model": false}', "offload_model holds for all lines"),
         ('{"lora": ["x"]}', "lora holds for all lines"),
         ('{"colour": "red"}', "colour is not a known setting"),
-        ('{"seed": 1, "base_seed": 2}', "seed and base_seed are the same"),
+        ('{"seed": 1, "base_seed": 2}', "say the same; give one of them"),
         ('{"size": "17*17"}', "size"),
         ('{"image": "none.png"}', "image"),
         ('{"save_file": "x.avi"}', "must end in .mp4"),
@@ -296,6 +296,21 @@ def test_lines_read_the_checkpoint_once(tiny: Any, tmp_path: Path) -> None:
         given, lambda one: resolve(one, lambda *_: None, describe=remembering)
     )
     assert len(found.lines) == 20 and described == [tiny("t2v-A14B")]
+
+
+def test_seeds_and_comments(tiny: Any, tmp_path: Path) -> None:
+    """One video for each seed, of one line; what is left out is in the summary."""
+    out = tmp_path / "out"
+    lines = ["# my prompts", '{"prompt": "a", "seeds": [3, 4]}', '{"prompt": "b", "seeds": [1, 1]}']
+    path = write(tmp_path, *lines, '{"prompt": "c", "seeds": [5], "save_file": "c.mp4"}', "#")
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B")), *QUICK]
+    assert generate.main([*argv, "--prompt_file", str(path), "--save_file", str(out)]) == 1
+    names = {"2 (seed 3)": "002_a_s3.mp4", "2 (seed 4)": "002_a_s4.mp4", "4 (seed 5)": "c_s5.mp4"}
+    summary = json.loads((out / "prompts.summary.json").read_text())
+    assert summary["made"] == {line: str(out / name) for line, name in names.items()}
+    assert "must be a list of different" in summary["refused"]["3"] and not summary["failed"]
+    for name, seed in zip(names.values(), (3, 4, 5), strict=True):
+        assert json.loads((out / name).with_suffix(".json").read_text())["seed"] == seed
 
 
 def test_a_wrong_seed_is_called_as_it_was_written(tiny: Any, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import json
 import logging
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wan.checkpoint.files import read_json
+from wan import log
+from wan.checkpoint.files import read_json, whole_file
 from wan.cli import failures
 from wan.cli.videos import Video
 from wan.log import logger
@@ -35,30 +37,29 @@ class LineJob(Job):
     """The video of one line.
 
     Attributes:
-        number: The number of the line in the file.
+        line: The name of the line.
         video: The video with its files.
+        error: Why it has failed.
     """
 
-    number: int
+    line: str
     video: Video
+    error: str = ""
 
 
 def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
     """Makes the videos of all lines; every rank calls this. Returns whether a line failed."""
     is_main = team is None or team.is_main
-    refused = [line.number for line in run.lines if line.error]
-    for line in run.lines if is_main else ():
-        if line.error:
-            logger.error("Line %d is left out: %s", line.number, line.error)
-    asked = {line.number: line.run for line in run.lines if line.run is not None}
-    good = asked.keys() - set(refused)
-    chosen = set(good)
-    if run.skip_existing and is_main:
-        chosen -= {line.number for line in run.lines if line.number in good and _is_there(line)}
-    there = len(good) - len(chosen)
+    refused = {line.name: line.error for line in run.lines if line.error}
+    for name, error in refused.items() if is_main else ():
+        logger.error("Line %s is left out: %s", name, error)
+    good = [line for line in run.lines if line.name not in refused]
+    there = [one.name for one in good if is_main and run.skip_existing and _is_there(one)]
+    chosen = {line.name for line in good} - {*there}
     if team is not None:  # the main rank alone looks at the folder
         chosen = team.value_from_main(chosen)
-    jobs = [_job(number, one, pipeline, team) for number, one in asked.items() if number in chosen]
+    asked = {line.name: line.run for line in run.lines if line.run is not None}
+    jobs = [_job(name, one, pipeline, team) for name, one in asked.items() if name in chosen]
     made: list[LineJob] = []
 
     def denoised(job: LineJob, latents: Tensor) -> None:
@@ -70,11 +71,15 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
         elif team is not None and not job.video.alone:
             raise error
         sentence = failures.describe(error)
-        words = sentence or repr(error)
-        logger.error("%s failed: %s", job.name, words, exc_info=sentence is None)
+        job.error = sentence or repr(error)
+        logger.error("%s failed: %s", job.name, job.error, exc_info=sentence is None)
 
     def make_video(job: LineJob, latents: Callable[[], Tensor]) -> LineJob:
-        logger.info("%s: %s", job.name, job.video.run.output.save_file)
+        done = jobs.index(job)
+        left = statistics.median(one.seconds for one in made) * (len(jobs) - done) if made else None
+        about = "" if left is None else f", about {log.duration(left)} left"
+        path = job.video.run.output.save_file
+        logger.info("%s, %d of %d%s: %s", job.name, done + 1, len(jobs), about, path)
         if not run.group_by_expert:
             pipeline.device.reset_peak_memory()
         job.video.make(latents)
@@ -84,7 +89,8 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
     grouped = run.group_by_expert
     batch = Batch(pipeline, jobs, group_by_expert=grouped, denoised=denoised, failed=failed)
     try:
-        made.extend(batch.made(make_video))
+        for job in batch.made(make_video):
+            made.append(job)
     except BaseException:
         for job in jobs:
             if job.latents is not None and job.video.latents_file is not None:
@@ -93,7 +99,7 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
         raise
     finally:
         if is_main:
-            _sum_up(made, sorted([*refused, *(job.number for job in jobs if job.failed)]), there)
+            _sum_up(run, refused, there, jobs, made)
     return bool(refused) or any(job.failed for job in jobs)
 
 
@@ -118,17 +124,27 @@ def _is_there(line: Line) -> bool:
     return not changed
 
 
-def _job(number: int, run: Run, pipeline: Pipeline, team: Team | None) -> LineJob:
+def _job(line: str, run: Run, pipeline: Pipeline, team: Team | None) -> LineJob:
     video = Video(run, pipeline, team)
     inputs = Inputs(run.image, run.last_image)
-    return LineJob(f"Line {number}", run.request, inputs, number=number, video=video)
+    return LineJob(f"Line {line}", run.request, inputs, line=line, video=video)
 
 
-def _sum_up(made: Sequence[LineJob], failed: Sequence[int], there: int) -> None:
-    """Logs how many videos there are, what failed, and the seconds that sharing one load saved."""
+def _sum_up(
+    run: Run,
+    refused: Mapping[str, str],
+    there: Sequence[str],
+    jobs: Sequence[LineJob],
+    made: Sequence[LineJob],
+) -> None:
+    """Logs and writes what became of the lines, and the seconds that sharing one load saved."""
+    failed = {job.line: job.error for job in jobs if job.failed}
+    reached = {job.line for job in made} | failed.keys()
+    left = [job.line for job in jobs if job.line not in reached]
     parts = [f"{len(made)} video{'' if len(made) == 1 else 's'} made"]
-    parts += [f"{there} there already"] if there else []
-    parts += [f"failed: line {', '.join(map(str, failed))}"] if failed else []
+    lines = {"refused": refused, "failed": failed, "not reached": left}
+    parts += [f"{len(there)} there already"] if there else []
+    parts += [f"{what}: line {', '.join(names)}" for what, names in lines.items() if names]
     text = "; ".join(parts)
     if made:
         text += f". {statistics.median(job.seconds for job in made):.1f} s each (median)"
@@ -136,4 +152,21 @@ def _sum_up(made: Sequence[LineJob], failed: Sequence[int], there: int) -> None:
         first, *others = (job.stages.get("loading", 0.0) for job in made)
         saved = max(len(others) * first - sum(others), 0.0)  # the first one has loaded everything
         text += f"; loading took {first:.1f} s of the first and saved the others {saved:.1f} s"
-    logger.log(logging.ERROR if failed else logging.INFO, "%s.", text)
+    bad = bool(refused or failed or left)
+    logger.log(logging.ERROR if bad else logging.INFO, "%s.", text)
+    again = [*sys.argv, *(() if "--skip_existing" in sys.argv else ("--skip_existing",))]
+    summary = {
+        "made": {job.line: str(job.video.run.output.save_file.absolute()) for job in made},
+        "there already": there,
+        **lines,
+        "seconds": {job.line: round(job.seconds, 3) for job in made},
+        "go on with": shlex.join(again) if failed or left else None,
+    }
+    assert run.summary is not None
+    try:
+        with whole_file(run.summary) as temporary:
+            temporary.write_text(json.dumps(summary, indent=1, ensure_ascii=False), "utf-8")
+    except OSError as error:
+        logger.error("%s could not be written (%s).", run.summary, error.strerror or error)
+    else:
+        logger.info("Summary: %s", run.summary)

@@ -1,7 +1,8 @@
 """--prompt_file: one video per line, all of one load.
 
 A line that starts with `{` is JSON, its keys the flags' names of what a single video is (`seed` for
-`base_seed`); any other line is a prompt. What a line leaves open is as on the command line.
+`base_seed`, `seeds` for a list of them, one video each); a line that starts with `# ` is a comment;
+any other line is a prompt. What a line leaves open is as on the command line.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from wan.log import logger
 from wan.run import Line, Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_given, read
+from wan.settings.values import shown
 
 MOST_BYTES, MOST_LINES = 16_000_000, 10_000
 _SLUG = 40
@@ -48,10 +50,17 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
         if time.monotonic() - said > 2:
             said = time.monotonic()
             logger.info("%d of %d lines are checked.", len(found), len(texts))
+        seeds: list[int | None] = [None]
         try:
-            found.append(_line(number, text, shared, folder, resolve))
+            values, seeds = _values(text)
         except Exception as error:  # whatever it is concerns this line alone
-            found.append(Line(number, None, failures.describe(error) or repr(error)))
+            found.append(_refused(number, error))
+            continue
+        for seed in seeds:
+            try:
+                found.append(_line(number, dict(values), seed, shared, folder, resolve))
+            except Exception as error:
+                found.append(replace(_refused(number, error), seed=seed))
     found = _without_twins(found)
     first = next((line.run for line in found if line.run is not None), None)
     if first is None or all(line.error for line in found):
@@ -68,7 +77,9 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
     drawn = [line.run.request.base_seed for line in found if line.run and line.draws]
     first = first.with_seed(drawn[0]) if drawn else first  # the ranks agree on the first one's
     skips = given.get("skip_existing", False)
-    return replace(first, lines=tuple(found), skip_existing=skips, group_by_expert=grouped)
+    summary = folder / f"{path.stem}.summary.json"
+    many = {"skip_existing": skips, "group_by_expert": grouped, "summary": summary}
+    return replace(first, lines=tuple(found), **many)
 
 
 _COMMAND = ("prompt_file", "skip_existing", "group_by_expert", "save_file")
@@ -82,7 +93,8 @@ def _texts(path: Path) -> list[tuple[int, str]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"`prompt_file={path}` is no UTF-8 text ({error.reason}).") from error
-    found = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    stripped = ((n, line.strip()) for n, line in enumerate(text.split("\n"), 1))
+    found = [(n, line) for n, line in stripped if line and not f"{line} ".startswith("# ")]
     if not found:
         raise InputError(f"`prompt_file={path}` has no lines; write one prompt per line.")
     if len(content) > MOST_BYTES or len(found) > MOST_LINES:
@@ -92,14 +104,17 @@ def _texts(path: Path) -> list[tuple[int, str]]:
 
 def _line(
     number: int,
-    text: str,
+    values: dict[str, Any],
+    seed: int | None,
     shared: Mapping[str, Any],
     folder: Path,
     resolve: Callable[[Mapping[str, Any]], Run],
 ) -> Line:
-    values = _values(text)
-    name = values.pop("save_file", None)
+    name, end = values.pop("save_file", None), ""
+    if seed is not None:
+        values["base_seed"], end = seed, f"_s{seed}"
     path = folder / (f"{number:03d}.mp4" if name is None else name)
+    path = path.with_stem(f"{path.stem}{end}") if path.name else path
     asked = {**_kept(shared, values), **values}
     run, error = resolve(asked).saved_to(path), ""
     if name is None:
@@ -107,31 +122,41 @@ def _line(
         slug = re.sub(r"[^\w-]+", "_", start.lower()).strip("_")
         while len(slug.encode()) > _SLUG:
             slug = slug[:-1]
-        run = run.saved_to(folder / f"{number:03d}_{slug.strip('_')}.mp4")
+        run = run.saved_to(folder / f"{number:03d}_{slug.strip('_')}{end}.mp4")
     try:
         check_writable(run.output.save_file)
     except InputError as reason:  # on the main rank, which alone looks: the others know the run
         error = str(failures.describe(reason))
     draws = asked.get("base_seed", -1) < 0 and "from_json" not in asked
-    return Line(number, run, error, draws)
+    return Line(number, run, error, draws, seed)
 
 
-def _values(text: str) -> dict[str, Any]:
+def _refused(number: int, error: Exception) -> Line:
+    return Line(number, None, failures.describe(error) or repr(error))
+
+
+def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
+    """The settings of a line, and its seeds; [None] where it is one video."""
     if not text.startswith("{"):
-        return {"prompt": text}
+        return {"prompt": text}, [None]
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"it is no JSON object ({error}).") from error
-    if {"seed", "base_seed"} <= raw.keys():
-        raise InputError("seed and base_seed are the same; drop one.")
+    if len({"seed", "base_seed", "seeds"} & raw.keys()) > 1:
+        raise InputError("seed, base_seed and seeds say the same; give one of them.")
+    seeds: Any = raw.pop("seeds", [None])
+    if not isinstance(seeds, list) or not 0 < len(seeds) <= 1000 or len({*seeds}) < len(seeds):
+        raise InputError("seeds", shown(seeds), "must be a list of different whole numbers")
+    if seeds != [None]:
+        seeds = [FLAGS["base_seed"].read("seeds", one) for one in seeds]
     for name in raw:
         if name in FLAGS and not FLAGS[name].line:
             raise InputError(f"{name} holds for all lines; give `{name}` on the command line.")
     seed = {"base_seed": FLAGS["base_seed"].read("seed", raw.pop("seed"))} if "seed" in raw else {}
     values = read(raw, "{}") | seed
     check_given(values)
-    return values
+    return values, seeds
 
 
 def _kept(shared: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +168,7 @@ def _kept(shared: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any
 
 def _without_twins(found: list[Line]) -> list[Line]:
     """A line that would write over an earlier one's video is refused."""
-    taken: dict[Path, int] = {}
+    taken: dict[Path, str] = {}
     for place, line in enumerate(found):
         if line.run is None or line.error:
             continue
@@ -152,5 +177,5 @@ def _without_twins(found: list[Line]) -> list[Line]:
             name = line.run.output.save_file
             error = f"{name} is the video of line {taken[path]} already; give another save_file."
             found[place] = replace(line, error=error)
-        taken.setdefault(path, line.number)
+        taken.setdefault(path, line.name)
     return found

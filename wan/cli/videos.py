@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,7 +175,10 @@ class Video:
         if not self._is_main:
             self._pipeline.stream(latents, NoFrames(), part)
             return
-        file = video.video_file(output.save_file, output.fps, self._place)
+        about = {"task": self.run.request.preset.task, "seed": self.run.request.base_seed}
+        about |= {name: self.run.settings[name] for name in _IN_THE_VIDEO}
+        comment = json.dumps(about, ensure_ascii=False, default=str)
+        file = video.video_file(output.save_file, output.fps, self._place, comment)
         with latents_survive(self.latents_file), self._pipeline.stages("writing"), file as encoder:
             self._pipeline.stream(latents, encoder, part)
             power = None if meter is None else meter.stop()
@@ -251,6 +257,13 @@ class Video:
             "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
             **({"power": power.record()} if power is not None else {}),
             "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
+            "run": {
+                "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "machine": platform.node(),
+                "system": platform.platform(),
+                "command": shlex.join(sys.argv),
+                "commit": log.commit(),
+            },
         }
         text = json.dumps(record, indent=1, ensure_ascii=False)
 
@@ -274,6 +287,10 @@ class Video:
         request = run.request
         logger.info("Seed %d, noise drawn on the %s.", request.base_seed, request.noise_device)
         logger.info("Video: %s  Record: %s", run.output.save_file, record or "none")
+
+
+_IN_THE_VIDEO = ("prompt", "size", "frame_num", "sample_solver", "sample_steps", "sample_shift")
+"""Settings that the comment of an mp4 repeats; the record has all of them."""
 
 
 class NoFrames:

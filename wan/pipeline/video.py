@@ -39,15 +39,16 @@ class Mp4Encoder:
     queue.
     """
 
-    def __init__(self, path: Path, fps: float, named: Path) -> None:
+    def __init__(self, path: Path, fps: float, named: Path, comment: str = "") -> None:
         """Prepares the encoder.
 
         Args:
             path: The file while it is not complete.
             fps: Frames per second.
             named: The name that the complete file gets, for messages.
+            comment: The file's tag of that name; "": none.
         """
-        self._path, self._fps, self._named = path, fps, named
+        self._path, self._fps, self._named, self._comment = path, fps, named, comment
         self.size = (0, 0, 0)
         self._process: Popen[bytes] | None = None
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING)
@@ -63,6 +64,8 @@ class Mp4Encoder:
         rate = str(Fraction(self._fps).limit_denominator())
         raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
         coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-f", "mp4"]
+        if self._comment:  # an argument has 128 kB at most
+            coded += ["-metadata", f"comment={self._comment[:30_000]}"]
         start = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y"]
         command = [*start, *raw, "-i", "-", *coded, str(self._path)]
         with _writing(self._named):
@@ -123,7 +126,10 @@ _WAITING = 8  # frames, at most
 
 @contextmanager
 def video_file(
-    path: Path, fps: float, place: Callable[[Path], object] | None = None
+    path: Path,
+    fps: float,
+    place: Callable[[Path], object] | None = None,
+    comment: str = "",
 ) -> Iterator[Mp4Encoder]:
     """Gives an encoder for frames; afterwards the file is complete, or absent.
 
@@ -131,6 +137,7 @@ def video_file(
         path: A name ending in .mp4; `~` is not expanded.
         fps: Frames per second.
         place: As for `whole_file`.
+        comment: As for `Mp4Encoder`.
 
     Raises:
         WriteError: Not every frame could be written; no file is left then.
@@ -138,7 +145,7 @@ def video_file(
     own: BaseException | None = None
     try:
         with whole_file(path, place) as temporary:
-            encoder = Mp4Encoder(temporary, fps, path)
+            encoder = Mp4Encoder(temporary, fps, path, comment)
             try:
                 yield encoder
             except BaseException as error:

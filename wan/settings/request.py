@@ -235,7 +235,7 @@ def make_request(
     if chosen.get("timesteps") is not None:
         chosen["sample_steps"] = len(chosen["timesteps"])
     if chosen.get("base_seed", -1) < 0:
-        chosen["base_seed"] = random.SystemRandom().randrange(2**63)
+        chosen["base_seed"] = random.SystemRandom().randrange(10**10)  # digits that can be typed
     if preset.boundary is not None and boundary is not None:
         chosen["boundary"] = boundary
     return Request(**chosen | {"preset": preset, "image_size": image_size})
