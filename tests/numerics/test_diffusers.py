@@ -26,7 +26,10 @@ from tests.conftest import slow
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.configs import WAN_CONFIGS
 from wan.modules.model import WanModel
-from wan.pipeline.solvers import sigma_table
+from wan.pipeline.solvers import make_solver
+from wan.settings.presets import PRESETS
+from wan.settings.request import make_request
+from wan.settings.timesteps import schedule
 
 # diffusers' timestep sinusoid is float32: up to 4e-5 off, which moves the output by 2.5e-5.
 TOLERANCE = 1e-4
@@ -90,11 +93,17 @@ def test_dit(kind: str, heads: int, head_dim: int) -> None:
 
 def official_scheduler(solver: str, shift: float) -> Any:
     """diffusers' solver whose set_timesteps, called by its pipelines, takes the official table."""
+
+    def official(steps: int) -> Any:
+        values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
+        request = make_request(PRESETS["t2v-A14B"], {"prompt": "", **values})
+        return make_solver(request, schedule(request))[0]
+
     if solver == "euler":
 
         class Euler(FlowMatchEulerDiscreteScheduler):
             def set_timesteps(self, steps: int, device: Any = None, **_: Any) -> None:
-                super().set_timesteps(sigmas=sigma_table(solver, steps, shift)[0][:-1].tolist())
+                super().set_timesteps(sigmas=official(steps).sigmas[:-1].tolist())
 
         return Euler()
     base = UniPCMultistepScheduler if solver == "unipc" else DPMSolverMultistepScheduler
@@ -102,7 +111,8 @@ def official_scheduler(solver: str, shift: float) -> Any:
     class Official(base):
         def set_timesteps(self, steps: int, device: Any = None, **_: Any) -> None:
             super().set_timesteps(steps)
-            self.sigmas, self.timesteps = sigma_table(solver, steps, shift)
+            ours = official(steps)
+            self.sigmas, self.timesteps = ours.sigmas, ours.timesteps
             self.set_begin_index(0)
 
     return Official(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)

@@ -20,7 +20,7 @@ from wan.modules.rope import apply_rope, rope_angles, rope_table
 from wan.modules.small_ops import BlockOps
 from wan.pipeline import clip, text, vae
 from wan.pipeline.conditioning import pixels
-from wan.pipeline.solvers import make_solver, sigma_table
+from wan.pipeline.solvers import make_solver
 from wan.pipeline.video import to_uint8
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request, size_covered, size_from_area
@@ -159,8 +159,10 @@ def test_sigma_tables_are_exact(reference: Path) -> None:
     for table in tables:
         steps, shift = map(int, re.search(r"s(\d+)_shift(\d+)", table).groups())
         solver = "unipc" if table.endswith("unipc") else "dpm++"
-        sigmas, timesteps = sigma_table(solver, steps, shift)
-        assert torch.equal(sigmas, cases[f"{table}.sigmas"]), table
+        values = {"sample_solver": solver, "sample_steps": steps, "sample_shift": shift}
+        request = make_request(PRESETS["t2v-A14B"], {"prompt": "", **values})
+        stepper, timesteps = make_solver(request, schedule(request))
+        assert torch.equal(stepper.sigmas, cases[f"{table}.sigmas"]), table
         assert torch.equal(timesteps, cases[f"{table}.timesteps"]), table
 
 

@@ -21,10 +21,10 @@ from wan.checkpoint.load import mapped, merged, stored
 from wan.pipeline.conditioning import prepare
 from wan.pipeline.denoise import Conditions, Denoising
 from wan.pipeline.pipeline import Experts, Lazy
-from wan.pipeline.solvers import sigma_table
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
+from wan.settings.timesteps import schedule
 
 
 class Recorder:
@@ -112,8 +112,7 @@ def test_one_network_has_gone_before_the_next_is_loaded(offload: bool) -> None:
 def test_the_next_expert_is_announced_when_the_first_is_there() -> None:
     source = Recorder()
     six_steps(source)
-    _, timesteps = sigma_table("unipc", 6, 12.0)
-    high = int((timesteps >= 875).sum())
+    high = sum(timestep >= 875 for timestep in schedule(six()[0]).timesteps)
     assert 0 < high < 6
     steps = ["high_noise"] * high + ["low_noise"] * (6 - high)
     assert source.calls == ["high_noise", "prefetch low_noise", *steps]

@@ -22,12 +22,11 @@ from wan.kernels.base import StepInfo
 from wan.pipeline import clip, conditioning
 from wan.pipeline.denoise import Conditions, guide, velocity
 from wan.pipeline.pipeline import Experts
-from wan.pipeline.solvers import sigma_table
 from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8, whole_file
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
-from wan.settings.timesteps import expert_at
+from wan.settings.timesteps import expert_at, schedule
 
 
 def request(task: str, image_size: tuple[int, int] | None = None, frame_num: int = 9) -> Request:
@@ -119,10 +118,10 @@ def test_ti2v_holds_the_first_frame_at_timestep_zero() -> None:
     ],
 )
 def test_official_share_of_the_experts(task: str, solver: str, high: int) -> None:
-    preset = PRESETS[task]
-    _, timesteps = sigma_table(solver, 40, preset.sample_shift)
-    names = [expert_at(int(t), preset.boundary) for t in timesteps]
-    assert names == ["high_noise"] * high + ["low_noise"] * (40 - high)
+    values = {"prompt": "", "sample_solver": solver, "sample_steps": 40}
+    image_size = (96, 64) if task.startswith("i2v") else None
+    names = schedule(make_request(PRESETS[task], values, image_size)).experts
+    assert names == ("high_noise",) * high + ("low_noise",) * (40 - high)
 
 
 def test_boundary_itself_is_high_noise() -> None:

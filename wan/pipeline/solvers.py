@@ -16,10 +16,10 @@ from torch import Tensor
 
 from wan.settings.request import Request
 from wan.settings.solvers import SOLVERS
-from wan.settings.timesteps import Schedule, sigmas, timesteps
+from wan.settings.timesteps import Schedule
 
 Draw = Callable[[], Tensor]
-"""Noise of the latents' shape, another one in each call."""
+"""Draws noise of the latents' shape, another one in each call."""
 
 
 class Stepper(Protocol):
@@ -39,7 +39,7 @@ class Renoise:
     def step(
         self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool
     ) -> tuple[Tensor]:
-        """The latents at the next level, in the dtype and on the device of `sample`."""
+        """Returns the latents at the next level, in the dtype and on the device of `sample`."""
         sigma, after = self._levels[self._index : self._index + 2]
         self._index += 1
         x, v = (tensor.to("cpu", torch.float64) for tensor in (sample, model_output))
@@ -49,30 +49,23 @@ class Renoise:
         return (x.to(sample),)
 
 
-def sigma_table(solver: str, steps: int, shift: float) -> tuple[Tensor, Tensor]:
-    """Sigmas, float32 [N+1] ending in 0, and timesteps [N] of a shifted grid."""
-    levels = sigmas(solver, steps, shift)
-    return _tables(solver, (*levels, 0.0), timesteps(solver, levels))
-
-
-def _tables(
-    solver: str, levels: tuple[float, ...], told: tuple[float, ...]
-) -> tuple[Tensor, Tensor]:
-    """As tensors: float32, and of the official solvers int64."""
-    dtype = torch.int64 if SOLVERS[solver].whole else torch.float32
-    return torch.tensor(levels, dtype=torch.float32), torch.tensor(told, dtype=dtype)
-
-
 def make_solver(
     request: Request, schedule: Schedule, draw: Draw | None = None
 ) -> tuple[Stepper, Tensor]:
-    """What takes a video's steps, and the timesteps [N] that the model is told.
+    """Makes the solver that takes a video's steps.
 
-    draw: the stochastic solvers need it.
+    Args:
+        request: The video.
+        schedule: Its noise levels.
+        draw: Draws noise, which only the stochastic solvers need.
+
+    Returns:
+        The solver, and the timesteps [N] that the model is told: int64 with the official solvers,
+        float32 with the others.
     """
-    name = request.sample_solver
-    row = SOLVERS["euler" if request.ode else name]
-    levels, told = _tables(name, schedule.sigmas, schedule.timesteps)
+    row = SOLVERS["euler" if request.ode else request.sample_solver]
+    whole = SOLVERS[request.sample_solver].whole
+    told = torch.tensor(schedule.timesteps, dtype=torch.int64 if whole else torch.float32)
     module, _, kind = row.make.partition(":")
     make = getattr(import_module(module), kind)
     if row.draws:
@@ -80,7 +73,8 @@ def make_solver(
         return make(schedule.sigmas, draw), told
     solver = make(**row.options)  # a scheduler of diffusers, on our table: their own tables differ
     solver.set_timesteps(len(told))
-    solver.sigmas, solver.timesteps = levels, told
+    solver.sigmas = torch.tensor(schedule.sigmas, dtype=torch.float32)
+    solver.timesteps = told
     # Steps are counted, not looked up: with many steps neighbouring timesteps truncate to the same
     # integer, and a look-up would start one step late.
     solver.set_begin_index(0)
