@@ -182,23 +182,6 @@ class CopyStream:
         memory.record_stream(self._stream)
 
 
-def bf16_gain() -> float:
-    """How many times as fast this CPU multiplies bfloat16 matrices as float32 matrices.
-
-    The measurement takes some milliseconds. It is left out, and 1 returned, on CPUs without AVX512,
-    none of which has units for bfloat16.
-    """
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        return 1.0
-    matrix, seconds = torch.full((640, 640), 0.5), []
-    for x in (matrix, matrix.bfloat16()):
-        x @ x  # the first product of a dtype also sets up its kernel
-        start = time.perf_counter()
-        x @ x
-        seconds.append(time.perf_counter() - start)
-    return seconds[0] / seconds[1]
-
-
 def resolve(wish: str, index: int = 0) -> Device:
     """The device that a run uses.
 

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import platform
+import re
 import resource
 import socket
 import sys
@@ -154,3 +155,14 @@ def _left(group: Path, limit: str, usage: str, cached: str) -> list[int]:
     except (OSError, ValueError):  # no such file, or "max"
         return []
     return [most - used + int(stat.get(cached, 0))]
+
+
+def has_bfloat16() -> bool:
+    """Whether this CPU says that it has instructions for bfloat16 products (AMX, AVX-512, Arm)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return (
+        re.search(r"^(flags|Features)\b.*\b(amx_bf16|avx512_bf16|bf16)\b", text, re.M) is not None
+    )

@@ -219,18 +219,6 @@ def test_latents_that_cannot_be_put_away_stay(tiny, tmp_path: Path, capfd) -> No
     assert str(kept) in said and load_file(kept)["latents"].shape == (16, 2, 4, 8)
 
 
-@pytest.mark.parametrize(
-    ("gain", "flags", "said"), [(2.4, [], 1), (1.2, [], 0), (2.4, ["--precision", "fp32"], 0)]
-)
-def test_what_bf16_would_gain_is_said_once(
-    gain: float, flags: list[str], said: int, tiny, tmp_path: Path, monkeypatch, capfd
-) -> None:
-    monkeypatch.setattr("wan.pipeline.build.bf16_gain", lambda: gain)
-    argv = ["--ckpt_dir", tiny("ti2v-5B"), "--save_file", tmp_path / "v.mp4"]
-    run("--task", "ti2v-5B", *argv, *flags, *SMALL)
-    assert capfd.readouterr().out.count("2.4 times as fast in bfloat16 as in float32") == said
-
-
 def test_generated_name_and_notices(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:

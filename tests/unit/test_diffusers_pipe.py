@@ -174,11 +174,6 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "twice": (lambda pipe: parallelize_pipe(parallelize_pipe(pipe)), "has our hooks already"),
     "no keyword": (lambda pipe: parallelize_pipe(pipe, dit_fsdp=True), "dit_fsdp is no keyword"),
-    "one process": (
-        lambda pipe: parallelize_pipe(pipe, comm_type=1),
-        "requires ulysses_size > 1",
-    ),
-    "sizes": (lambda pipe: parallelize_pipe(pipe, cfg_size=2), "needs 2 ranks"),
     "cfg_size of a network": (
         lambda pipe: parallelize_transformer(pipe.transformer, cfg_size=2),
         "use parallelize_pipe",
@@ -216,6 +211,16 @@ def test_refused(pipe: Any, case: str) -> None:
     call, words = REFUSED[case]
     with pytest.raises(InputError, match=words):
         call(pipe)
+
+
+@pytest.mark.parametrize("settings", [{"comm_type": 1}, {"cfg_size": 2, "ulysses_size": 4}])
+def test_a_script_for_ranks_runs_on_one_process(
+    settings: dict[str, int], video: Video, pipe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = video.latents(pipe)
+    parallelize_pipe(pipe, **settings)
+    assert caplog.messages[0].startswith("This is one process, so ")
+    torch.testing.assert_close(video.latents(pipe), alone, atol=2e-5, rtol=0)
 
 
 def test_refused_when_called(video: Video, pipe: Any) -> None:

@@ -32,6 +32,7 @@ from torch import nn
 from wan.diffusers import hooks
 from wan.diffusers.session import Networks, Session
 from wan.distributed import mesh
+from wan.log import logger
 from wan.settings.attention import Attention
 from wan.settings.execution import Execution
 from wan.settings.fields import options
@@ -68,7 +69,7 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
     """
     with spoken(DIFFUSERS):
         networks = _networks(pipe)
-        _start(Session(networks, pipe, _read(settings), mesh.running()))
+        _start(Session(networks, pipe, _for_ranks(_read(settings)), mesh.running()))
     return pipe
 
 
@@ -83,9 +84,10 @@ def parallelize_transformer(
     with spoken(DIFFUSERS):
         values = _read(settings)
         if values.get("cfg_size") == 2:
-            raise InputError("cfg_size 2 pairs the calls of a pipeline; use parallelize_pipe.")
+            why = "pairs the calls of a pipeline"
+            raise InputError("`cfg_size=2`", why=why, remedy="use parallelize_pipe")
         networks = _checked({"dit": transformer})
-        _start(Session(networks, None, values, mesh.running()))
+        _start(Session(networks, None, _for_ranks(values), mesh.running()))
     return transformer
 
 
@@ -139,6 +141,18 @@ def deparallelize(pipe: Any) -> Any:
 def _start(session: Session) -> None:
     hooks.attach(session)
     session.announce()
+
+
+def _for_ranks(values: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out what shares videos on one process, so that a script runs as 1 or N ranks."""
+    if mesh.running() > 1:
+        return values
+    shares = {name for name in options(Parallel) if values.get(name)} - {"dist_timeout"}
+    if shares:
+        names = ", ".join(f"`{name}`" for name in sorted(shares))
+        said = f"This is one process, so {names} ha{'s' if len(shares) == 1 else 've'} no effect."
+        logger.warning(DIFFUSERS.render(said))
+    return {name: value for name, value in values.items() if name not in shares}
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Session:
             if not self.pipe.do_classifier_free_guidance or self._waiting is not None:
                 raise InputError(
                     "Guidance ends in the middle of the video, but its branches are computed "
-                    "together (cfg_size 2, or the step cache cfg); keep it, or drop them."
+                    "together (`cfg_size=2`, or the step cache cfg); keep it, or drop them."
                 )
             shape = (x_BCFHW.shape[0], self.setup.preset.latent_channels, *x_BCFHW.shape[2:])
             self._waiting = compute, x_BCFHW.new_full(shape, float("nan"))

@@ -6,7 +6,6 @@ where it is built.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wan import host
 from wan.cache.policy import Cache
 from wan.checkpoint.load import (
     UNSHARDED,
@@ -27,7 +27,7 @@ from wan.checkpoint.load import (
     merged,
     rotations,
 )
-from wan.device import Device, bf16_gain
+from wan.device import Device
 from wan.kernels.base import Target
 from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
@@ -151,14 +151,10 @@ def _log_start(setup: Setup, device: Device, selected: Selected) -> None:
         logger.info("FP8 weights: %s", "kept, upcast when used" if kept else "upcast once")
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
-    if device.type == "cpu" and execution.precision == "auto" and logger.isEnabledFor(logging.INFO):
-        gain = bf16_gain()
-        if gain >= 1.5:
-            logger.info(
-                "This CPU multiplies matrices %.1f times as fast in bfloat16 as in float32: "
-                "--precision bf16 makes use of it.",
-                gain,
-            )
+    is_large = checkpoint.config["dim"] >= 1024  # the demo's is not
+    could_be_bf16 = device.type == "cpu" and execution.precision == "auto" and is_large
+    if could_be_bf16 and host.has_bfloat16():
+        logger.info("This CPU has bfloat16 units: --precision bf16 makes use of them.")
 
 
 def attention_line(setup: Setup, selected: Selected) -> str:
