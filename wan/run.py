@@ -433,10 +433,11 @@ def _about(request: Request, output: Output, demo: Path | None, defaults: Values
         lines.append(
             f"No --ckpt_dir and no ./{preset.folder}: using the demo checkpoint {demo}. {expect}"
         )
-    size = "*".join(map(str, request.size))
-    if size not in preset.trained_sizes and request.size != defaults.get("size"):
-        trained = ", ".join(preset.trained_sizes)
-        lines.append(f"{size} is not a size {preset.task} was trained on ({trained}).")
+    size, trained, who = "*".join(map(str, request.size)), preset.trained_sizes, preset.task
+    if demo is not None and demo.parent == _DEMOS:
+        trained, who = ("*".join(map(str, defaults["size"])),), "the demo"
+    if size not in trained and request.size != defaults.get("size"):
+        lines.append(f"{size} is not a size {who} was trained on ({', '.join(trained)}).")
     if output.save_file.exists():
         lines.append(f"{output.save_file} exists and will be replaced.")
     return lines

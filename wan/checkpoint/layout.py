@@ -175,7 +175,8 @@ def describe(folder: Path) -> Checkpoint:
         InputError: Something is missing, truncated or contradictory.
     """
     if not is_folder(folder):
-        why, remedy = "does not exist", "give the folder of a checkpoint"
+        why = "does not exist"
+        remedy = "give the folder of a checkpoint, or leave it out to try the demo"
         if folder.exists():
             why = "is a file"
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not str(folder).startswith("."):

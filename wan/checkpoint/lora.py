@@ -226,9 +226,8 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
     if not given:
         return {}
     what = f"`{given[0]}`"
-    if checkpoint.folder is None:
-        why = "changes the weights of a checkpoint"
-        raise InputError(what, None, why, "add its `ckpt_dir`")
+    if checkpoint.folder is None:  # published sizes are planned for, which a LoRA does not change
+        return {}
     if values.get("quant_dit_path") is not None:
         why = "changes weights, but those of `quant_dit_path` are quantised already"
         raise InputError(what, None, why, "quantise them with tools/quantize_dit.py --lora")
