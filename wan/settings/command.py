@@ -67,7 +67,10 @@ class Loras:
     """LoRA and difference files, by the network that they change."""
 
     lora: tuple[str, ...] = loading(
-        (), values.files, "FILE[=STRENGTH], merged into every expert; repeatable", common=True
+        (),
+        values.files,
+        "LoRA for every expert, or for the one that its name says; repeatable",
+        common=True,
     )
     lora_high_noise: tuple[str, ...] = loading(
         (), values.files, "likewise, into the high-noise expert"
