@@ -6,13 +6,16 @@
     python -m tools.demo.step_caches --results outputs/sweep.jsonl --speed outputs/speed.jsonl \
         --report docs/step_caches_demo
 
-Every prompt (none was trained on) is made without a cache and with each policy from the same noise,
-in turn, so that a machine's drift touches all alike; the honest rival is a run of fewer steps
-without a cache. A line of the results is one video; a program that is stopped goes on where it was.
-The report: the share of steps computed, the speed-up of denoising (median over the prompts of a
-quiet machine), marks (colour, shape and motion of each object, by plain image processing), their
-difference to the run without a cache with a 95 % interval over prompts (bootstrap), PSNR and SSIM
-against it; a table and a plot.
+The program makes a video of every prompt without a cache, with each policy, and with fewer steps,
+all from the same noise. The training has seen none of these prompts. The variants of a prompt are
+made in turn, so that a drift of the machine's speed touches all alike. Each line of the results is
+one video; a program that was stopped goes on where it was.
+
+The report is a table and a plot. It shows the share of steps that are computed, the speed-up of
+denoising (the median over the prompts of a quiet machine), and the marks, which plain image
+processing gives for colour, shape and motion of each object. It compares every variant with the run
+without a cache: the difference of the marks with a 95 % interval over prompts (bootstrap), PSNR and
+SSIM.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import argparse
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -65,38 +68,30 @@ class Variant:
         return f"{policy} {more}".strip()
 
 
-def variants(steps: int) -> Iterator[Variant]:
-    """Of a run of so many steps; the first has no cache."""
-    yield Variant(steps)
-    for fewer in FEWER:
-        if fewer < steps:
-            yield Variant(fewer)
-    for threshold in (0.05, 0.1, 0.2, 0.3, 0.5):
-        yield _with(steps, "first_block", step_cache_threshold=threshold)
-    yield _with(steps, "first_block", step_cache_threshold=0.2, step_cache_order=1)
-    for threshold in (0.02, 0.04, 0.08, 0.15):
-        yield _with(steps, "mag", step_cache_threshold=threshold)
-    for every in (2, 3):
-        listed = ",".join(map(str, range(0, steps, every)))
-        yield _with(steps, f"steps:{listed}")
-    for interval in (2, 4):
-        yield _with(steps, "attention", attentioncache_interval=interval, start_step=steps // 4)
-    yield _with(steps, "cfg")
-
-
-def chosen(steps: int) -> Iterator[Variant]:
-    """One of each policy."""
-    yield Variant(steps)
-    yield _with(steps, "first_block", step_cache_threshold=0.2)
-    yield _with(steps, "mag", step_cache_threshold=0.04)
-    yield _with(steps, f"steps:{','.join(map(str, range(0, steps, 2)))}")
-    yield _with(steps, "attention", attentioncache_interval=4, start_step=steps // 4)
-    yield _with(steps, "cfg")
-    yield Variant(steps // 2)
-
-
-def _with(steps: int, policy: str, **more: Any) -> Variant:
-    return Variant(steps, (("step_cache", policy), *more.items()))
+def variants(steps: int, only_chosen: bool) -> list[Variant]:
+    """The variants of a run of so many steps; the first has no cache. only_chosen: few of them."""
+    listed = {every: ",".join(map(str, range(0, steps, every))) for every in (2, 3)}
+    interval, start = "attentioncache_interval", {"start_step": steps // 4}
+    threshold = "step_cache_threshold"
+    few: list[tuple[str, dict[str, Any]]] = [
+        ("first_block", {threshold: 0.2}),
+        ("mag", {threshold: 0.04}),
+        (f"steps:{listed[2]}", {}),
+        ("attention", {interval: 4, **start}),
+        ("cfg", {}),
+    ]
+    more = [("first_block", {threshold: value}) for value in (0.05, 0.1, 0.3, 0.5)]
+    more += [("first_block", {threshold: 0.2, "step_cache_order": 1})]
+    more += [("mag", {threshold: value}) for value in (0.02, 0.08, 0.15)]
+    more += [(f"steps:{listed[3]}", {}), ("attention", {interval: 2, **start})]
+    fewer = [steps // 2] if only_chosen else [count for count in FEWER if count < steps]
+    return [
+        *(Variant(count) for count in (steps, *fewer)),
+        *(
+            Variant(steps, (("step_cache", policy), *settings.items()))
+            for policy, settings in (few if only_chosen else few + more)
+        ),
+    ]
 
 
 class Maker:
@@ -168,24 +163,19 @@ def ssim(a: Clip, b: Clip) -> float:
     return float((above / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean())
 
 
-def run(
-    results: Path,
-    prompts: int,
-    kinds: Sequence[str],
-    steps: Sequence[int],
-    asked: Callable[[int], Iterator[Variant]],
-) -> None:
+def run(options: argparse.Namespace) -> None:
     """Append a line for every video that is not there yet."""
+    results: Path = options.results
     done = {_key(line) for line in read(results)}
     results.parent.mkdir(parents=True, exist_ok=True)
-    makers = {kind: Maker(kind) for kind in kinds}
+    makers = {kind: Maker(kind) for kind in options.kinds}
     with results.open("a", encoding="utf-8") as out:
-        for number, scene in held_out(prompts):
-            for kind, count in product(kinds, steps):
+        for number, scene in held_out(options.prompts):
+            for kind, count in product(options.kinds, options.steps):
                 told = {"kind": kind, "of": count, "prompt": number}
                 wanted = [
                     variant
-                    for variant in asked(count)
+                    for variant in variants(count, options.chosen)
                     if _key(told | {"steps": variant.steps, "variant": variant.name}) not in done
                 ]
                 if not wanted:
@@ -224,6 +214,17 @@ def summarise(
     quiet: Lines whose seconds count.
     """
     seconds = {_key(line): line["seconds"] for line in quiet}
+
+    def speedup(kind: str, count: int, name: str, steps: int) -> float:
+        """The median over prompts; nan where none was timed."""
+        pairs = [
+            (seconds.get((kind, count, count, "no cache", prompt)), taken)
+            for (*variant, prompt), taken in seconds.items()
+            if variant == [kind, count, steps, name]
+        ]
+        found = [plain / taken for plain, taken in pairs if plain is not None]
+        return float(np.median(found or [np.nan]))
+
     found = []
     for kind, count in sorted({(line["kind"], line["of"]) for line in lines}):
         rows: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}
@@ -246,7 +247,7 @@ def summarise(
                     "variant": name if steps == count else f"no cache, {steps} steps",
                     "prompts": len(prompts),
                     "computed": float(np.mean([x["computed"] for x in ours])) * steps / count,
-                    "speedup": _speedup(seconds, ours[0], theirs[0]),
+                    "speedup": speedup(kind, count, name, steps),
                     "marks": 100 * float(marks.mean()),
                     "difference": [100 * x for x in interval(marks - base)],
                     "psnr": float(np.mean([x["psnr"] for x in ours])),
@@ -254,18 +255,6 @@ def summarise(
                 }
             )
     return found
-
-
-def _speedup(
-    seconds: Mapping[tuple[Any, ...], float], ours: Mapping[str, Any], plain: Mapping[str, Any]
-) -> float:
-    """The median over prompts of how much faster a variant is; nan where none was timed."""
-    of = {
-        line: {key[-1]: s for key, s in seconds.items() if key[:-1] == _key(told)[:-1]}
-        for line, told in (("ours", ours), ("plain", plain))
-    }
-    both = of["ours"].keys() & of["plain"].keys()
-    return float(np.median([of["plain"][p] / of["ours"][p] for p in both] or [np.nan]))
 
 
 def interval(differences: NDArray[Any]) -> tuple[float, float, float]:
@@ -309,6 +298,7 @@ def _short(variant: str) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Speed-up against SSIM and marks: a line for each policy, a column for each kind and steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -317,25 +307,18 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     groups = sorted({(row["kind"], row["of"]) for row in rows})
     figure, axes = pyplot.subplots(2, len(groups), figsize=(4 * len(groups), 7), squeeze=False)
     for column, (kind, count) in enumerate(groups):
-        mine = [row for row in rows if (row["kind"], row["of"]) == (kind, count)]
-        families = list(dict.fromkeys(_family(row["variant"]) for row in mine))
-        for place, (measure, label) in enumerate((("ssim", "SSIM"), ("marks", "marks, %"))):
-            axis = axes[place][column]
-            for family in families:
-                points = [row for row in mine if _family(row["variant"]) == family]
-                points.sort(key=lambda row: row["speedup"])
+        families: dict[str, list[dict[str, Any]]] = {}
+        for row in sorted(rows, key=lambda row: row["speedup"]):
+            if (row["kind"], row["of"]) == (kind, count):
+                families.setdefault(_family(row["variant"]), []).append(row)
+        for axis, measure, label in zip(
+            axes[:, column], ("ssim", "marks"), ("SSIM", "marks, %"), strict=True
+        ):
+            for family, points in sorted(families.items()):
+                x, y = ([row[name] for row in points] for name in ("speedup", measure))
                 style = "k--o" if family == "no cache" else "-o"
-                axis.plot(
-                    [row["speedup"] for row in points],
-                    [row[measure] for row in points],
-                    style,
-                    label=family,
-                    markersize=4,
-                )
+                axis.plot(x, y, style, label=family, markersize=4)
             axis.set(title=f"{kind}, {count} steps", xlabel="speed-up of denoising", ylabel=label)
-            axis.set_xlim(0.9, 3.4)
-            if place == 0:
-                axis.set_ylim(0.93, 1.005)
             axis.grid(alpha=0.3)
     names = axes[0][0].get_legend_handles_labels()
     figure.legend(*names, loc="lower center", ncols=len(names[1]), fontsize=8)
@@ -362,8 +345,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.INFO)
     if options.report is None:
-        asked = chosen if options.chosen else variants
-        run(options.results, options.prompts, options.kinds, options.steps, asked)
+        run(options)
     else:
         report(options.results, options.speed or options.results, options.report)
 

@@ -16,9 +16,8 @@ from benchmarks import common
 from tools.device_check.bench import Bench
 from tools.device_check.network import apart, case
 from tools.device_check.steps import Figure, Measured, error, gigabytes
-from wan.checkpoint.layout import published
-from wan.pipeline import vae as autoencoders
-from wan.pipeline.vae import VideoVAE
+from wan.checkpoint import layout
+from wan.pipeline.vae import VideoVAE, published
 from wan.planner.measure import Planner
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request
@@ -33,33 +32,27 @@ VIDEOS = {"2.1": ("t2v-A14B", (1280, 720), 81), "2.2": ("ti2v-5B", (1280, 704), 
 def vae(bench: Bench) -> Measured:
     """Both VAEs: error against the host, a video's seconds and memory, tiles, bf16, layouts."""
     for version, (_, size, count) in VIDEOS.items():
-        yield (
-            "{}: error, {} frames of {} x {}".format(version, *SMALL),
-            partial(_errors, bench, version),
-        )
+        torch.manual_seed(0)  # tiny where the host is the device
+        network = published(version) if bench.large else Autoencoder(version, 8, 10)
+        network = network.eval().requires_grad_(False)
+        what = "{}: error, {} frames of {} x {}".format(version, *SMALL)
+        yield what, partial(_errors, bench, copy.deepcopy(network))
+        network = network.to(bench.place)
         for verb in ("encode", "decode") if bench.large else ():
             what = f"{version}: {verb}, {count} frames of {size[0]} x {size[1]}"
-            yield what, partial(_video, bench, version, verb)
-        yield f"{version}: tiles", partial(_tiles, bench, version)
-        yield f"{version}: layouts", partial(_layouts, bench, version)
+            yield what, partial(_video, bench, network, version, verb)
+        yield f"{version}: tiles", partial(_tiles, bench, network)
+        yield f"{version}: layouts", partial(_layouts, bench, network)
 
 
-def _network(bench: Bench, version: str) -> Autoencoder:
-    """Random weights, the same in every run; tiny where the host is the device."""
-    torch.manual_seed(0)
-    made = autoencoders.published(version) if bench.large else Autoencoder(version, 8, 10)
-    return made.eval().requires_grad_(False)
-
-
-def _errors(bench: Bench, version: str) -> list[Figure]:
+def _errors(bench: Bench, network: Autoencoder) -> list[Figure]:
     """Encoding and decoding a few frames, against float64 on the host."""
-    network = _network(bench, version)
     frames, width, height = SMALL
     video = torch.rand(1, 3, frames, height, width, dtype=torch.float64) * 2 - 1
     exact = network.double()
     encoded = exact.encode(video)
     latents = torch.randn(encoded.shape, dtype=torch.float64)
-    decoded = torch.cat(list(exact.decode(latents)), dim=2)
+    decoded = _decoded(exact, latents)
     model = VideoVAE(network.float().to(bench.place))
     mean, scale = (x.cpu().double() for x in (model.mean, model.scale))
     found = model.encode(video[0].float())
@@ -70,65 +63,56 @@ def _errors(bench: Bench, version: str) -> list[Figure]:
     ]
 
 
-def _video(bench: Bench, version: str, verb: str) -> list[Figure]:
+def _video(bench: Bench, network: Autoencoder, version: str, verb: str) -> list[Figure]:
     """A whole video: seconds, and the most memory, against the plan."""
-    task, size, frames = VIDEOS[version]
-    of = case(bench)
-    values = {"size": size, "frame_num": frames, "prompt": "", "base_seed": 0}
-    request = make_request(PRESETS[task], values)
-    model = VideoVAE(_network(bench, version).to(bench.place))
-    width, height = size
-    if verb == "encode":
-        given = bench.randn(3, frames, height, width, dtype=torch.float32).clamp_(-1, 1)
-    else:
-        given = bench.randn(*request.latent_shape, dtype=torch.float32)
-    run = partial(getattr(model, verb), given)
-    taken = [0.0]
+    task, (width, height), frames = VIDEOS[version]
+    preset, model, taken = PRESETS[task], VideoVAE(network), 0.0
+    values = {"size": (width, height), "frame_num": frames, "prompt": "", "base_seed": 0}
+    request = make_request(preset, values)
+    shape = (3, frames, height, width) if verb == "encode" else request.latent_shape
+    given = bench.randn(*shape, dtype=torch.float32).clamp_(-1, 1)
 
     def timed() -> None:
-        taken[0] = common.seconds(run, bench.place)
+        nonlocal taken
+        taken = common.seconds(partial(getattr(model, verb), given), bench.place)
 
     held = bench.peak(timed)
-    figures = [Figure("time", taken[0], "s"), gigabytes("memory beside weights", held)]
+    figures = [Figure("time", taken, "s"), gigabytes("memory beside weights", held)]
     if held is not None and verb == "decode":
-        preset = PRESETS[task]
-        setup = replace(of.setup, preset=preset, checkpoint=published(preset))
+        setup = replace(case(bench).setup, preset=preset, checkpoint=layout.published(preset))
         planned = Planner(setup, request).stages()["decoding"]
         most = planned.total() - planned["VAE weights"] - given.nbytes
         figures.append(Figure("measured / planned", held / most, "", PLAN))
     return figures
 
 
-def _layouts(bench: Bench, version: str) -> list[Figure]:
+def _layouts(bench: Bench, network: Autoencoder) -> list[Figure]:
     """Decoding in both dtypes with the channels of a pixel apart and together: which is faster?"""
-    apart_in_memory = _network(bench, version).to(bench.place)
     size = (3, 30, 52) if bench.large else (2, 4, 6)
-    z = bench.randn(1, apart_in_memory.version.z_dim, *size, dtype=torch.float32)
-    exact, figures = _decoded(apart_in_memory, z), [Figure("latents", str([*size]))]
+    z = bench.randn(1, network.version.z_dim, *size, dtype=torch.float32)
+    exact, figures = _decoded(network, z), [Figure("latents", str([*size]))]
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        together = copy.deepcopy(apart_in_memory.to(dtype)).channels_last()
-        for network, layout in ((apart_in_memory, "contiguous"), (together, "channels-last")):
-            distance = apart(_decoded(network, z), exact)
-            run = partial(_decoded, network, z)
-            taken = min(common.seconds(run, bench.place) for _ in range(3))
-            figures += [Figure(f"{name}, {layout}", taken, "s"), Figure("error", distance)]
+        apart_in_memory = copy.deepcopy(network).to(dtype)
+        together = copy.deepcopy(apart_in_memory).channels_last()
+        for one, order in ((apart_in_memory, "contiguous"), (together, "channels-last")):
+            far = apart(_decoded(one, z), exact)
+            taken = min(common.seconds(partial(_decoded, one, z), bench.place) for _ in range(3))
+            figures += [Figure(f"{name}, {order}", taken, "s"), Figure("error", far)]
     return figures
 
 
 def _decoded(network: Autoencoder, z_BZfhw: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.cat(list(network.decode(z_BZfhw)), dim=2)
+    return torch.cat(list(network.decode(z_BZfhw)), dim=2)
 
 
-def _tiles(bench: Bench, version: str) -> list[Figure]:
+def _tiles(bench: Bench, network: Autoencoder) -> list[Figure]:
     """Decoding in tiles blends their borders: it is not exact, by how much?"""
-    model = VideoVAE(_network(bench, version).to(bench.place))
+    channels, model = network.version.z_dim, VideoVAE(network)
     frames, height, width = (3, 60, 104) if bench.large else (1, 34, 40)
-    factor = 2 if version == "2.2" else 1  # its latents are half as large
-    channels = 16 if version == "2.1" else 48
+    factor = 2 if channels == 48 else 1  # the latents of the 2.2 are half as large
     random = torch.Generator().manual_seed(4)
     latents = torch.randn(channels, frames, height // factor, width // factor, generator=random)
     whole = model.decode(latents)
-    tiled = model.decode_in_tiles(latents)
     size = Figure("frames, height, width", str([*whole.shape[1:]]))
-    return [size, Figure("distance from whole frames", apart(tiled, whole))]
+    far = apart(model.decode_in_tiles(latents), whole)
+    return [size, Figure("distance from whole frames", far)]

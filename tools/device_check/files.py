@@ -13,18 +13,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tools.device_check.bench import Bench
-from tools.device_check.steps import (
-    SLOW,
-    Figure,
-    Measured,
-    UnavailableError,
-    error,
-    line,
-    share,
-)
+from tools.device_check.steps import SLOW, Figure, Measured, UnavailableError, error, line, share
 from wan.checkpoint.load import Blueprint, dit_dtypes, stored
 from wan.modules.model import WanModel
 from wan.pipeline.pipeline import Experts
@@ -49,16 +40,16 @@ def _written(bench: Bench, kind: str) -> Path:
     path = bench.folder / f"{kind}.safetensors"
     if not path.exists():
         with torch.device("meta"):
-            model = WanModel(**_config(bench))
+            named = WanModel(**_config(bench)).named_parameters()
         torch.manual_seed(0)
-        save_file({k: torch.randn(x.shape).to(DTYPES[kind]) for k, x in _named(model)}, path)
+        save_file({name: torch.randn(x.shape).to(DTYPES[kind]) for name, x in named}, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
     return path
 
 
-def _named(model: WanModel) -> list[tuple[str, Tensor]]:
-    return [(name, parameter.data) for name, parameter in model.named_parameters()]
+def _bytes(model: WanModel) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
 
 
 def _blueprint(bench: Bench, path: Path) -> Blueprint[WanModel]:
@@ -66,11 +57,14 @@ def _blueprint(bench: Bench, path: Path) -> Blueprint[WanModel]:
     return Blueprint("DiT", made, stored(path, lambda name: name), path)
 
 
-def _forget(path: Path) -> bool:
-    """Have the system drop the file's pages; whether it has."""
+def _forget(path: Path) -> None:
+    """Have the system drop the file's pages. Raises UnavailableError where it keeps them."""
+    if not hasattr(os, "posix_fadvise"):
+        raise UnavailableError("the system does not let a program drop a file's pages")
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return resident(path) < 0.05
+    if resident(path) >= 0.05:
+        raise UnavailableError("the system keeps the file in memory")
 
 
 def resident(path: Path) -> float:
@@ -91,63 +85,54 @@ def resident(path: Path) -> float:
 
 def loading(bench: Bench) -> Measured:
     """Files of both dtypes, from the disk and from memory, into the dtypes of a run."""
-    if not hasattr(os, "posix_fadvise"):
-        raise UnavailableError("the system does not let a program drop a file's pages")
-    to_device = _copied(bench, pinned=False)
+
+    def copied(pinned: bool) -> float:
+        """Bytes per second."""
+        source = torch.ones(256 << 20 if bench.large else 32 << 20, dtype=torch.uint8)
+        source = source.pin_memory() if pinned else source
+        target = torch.empty_like(source, device=bench.place)
+        return source.nbytes / bench.seconds(lambda: target.copy_(source))
+
+    def loaded(path: Path, state: str) -> list[Figure]:
+        if state == "cold":
+            _forget(path)
+        else:
+            path.read_bytes()
+        blueprint = _blueprint(bench, path)
+        blueprint.check()
+        compute = torch.bfloat16 if bench.device.type != "cpu" else torch.float32
+        start = time.perf_counter()
+        model = blueprint.load(device=bench.place, dtype_of=dit_dtypes(compute, False))
+        bench.device.synchronize()
+        taken, size = time.perf_counter() - start, path.stat().st_size
+        kept, far = load_file(path), 0.0
+        for name, parameter in model.named_parameters():
+            want = kept[name].to(parameter.dtype).float()
+            far = max(far, float((parameter.data.cpu().float() - want).abs().max()))
+        rate = Figure("of the file", size / taken / 1e9, "GB/s")
+        figures = [error(far, 0.0), Figure("time", taken, "s"), rate]
+        if state == "hot":
+            least = LEAST_SHARE if bench.large else None
+            kept_rate = _bytes(model) / taken
+            figures.append(share("of a plain copy of what is kept", kept_rate / to_device, least))
+        return figures
+
+    to_device = copied(pinned=False)
     yield line("plain copy to the device", Figure("rate", to_device / 1e9, "GB/s"))
     if bench.device.type != "cpu":
-        yield (
-            "plain copy from pinned memory",
-            lambda: [Figure("rate", _copied(bench, pinned=True) / 1e9, "GB/s")],
-        )
+        what = "plain copy from pinned memory"
+        yield what, lambda: [Figure("rate", copied(pinned=True) / 1e9, "GB/s")]
     for kind in DTYPES:
         path = _written(bench, kind)
         for state in ("cold", "hot"):
             what = f"{kind} file, {state}, {path.stat().st_size / 1e6:.0f} MB"
-            yield what, partial(_loaded, bench, path, state, to_device)
-
-
-def _copied(bench: Bench, *, pinned: bool) -> float:
-    """Bytes per second."""
-    source = torch.ones(256 << 20 if bench.large else 32 << 20, dtype=torch.uint8)
-    source = source.pin_memory() if pinned else source
-    target = torch.empty_like(source, device=bench.place)
-    return source.nbytes / bench.seconds(lambda: target.copy_(source))
-
-
-def _loaded(bench: Bench, path: Path, state: str, to_device: float) -> list[Figure]:
-    if state == "cold":
-        if not _forget(path):
-            raise UnavailableError("the system keeps the file in memory")
-    else:
-        path.read_bytes()
-    blueprint = _blueprint(bench, path)
-    blueprint.check()
-    compute = torch.bfloat16 if bench.device.type != "cpu" else torch.float32
-    start = time.perf_counter()
-    model = blueprint.load(device=bench.place, dtype_of=dit_dtypes(compute, False))
-    bench.device.synchronize()
-    taken = time.perf_counter() - start
-    kept, far = load_file(path), 0.0
-    for name, parameter in _named(model):
-        want = kept[name].to(parameter.dtype)
-        far = max(far, float((parameter.cpu().float() - want.float()).abs().max()))
-    size = path.stat().st_size
-    rate, held = size / taken, sum(parameter.nbytes for _, parameter in _named(model))
-    figures = [Figure("time", taken, "s"), Figure("of the file", rate / 1e9, "GB/s")]
-    if state == "hot":
-        least = LEAST_SHARE if bench.large else None
-        figures.append(share("of a plain copy of what is kept", held / taken / to_device, least))
-    return [error(far, 0.0), *figures]
+            yield what, partial(loaded, path, state)
 
 
 def readahead(bench: Bench) -> Measured:
     """Whether `Experts.prefetch` brings a whole file into memory."""
-    if not hasattr(os, "posix_fadvise"):
-        raise UnavailableError("the system has no posix_fadvise")
     path = _written(bench, "fp32")
-    if not _forget(path):
-        raise UnavailableError("the system keeps the file in memory")
+    _forget(path)
 
     def never(name: str) -> WanModel:
         raise AssertionError(f"{name} is not to be loaded")
@@ -177,16 +162,20 @@ def experts(bench: Bench) -> Measured:
         dtype_of = dit_dtypes(torch.bfloat16, convert_all=True)
         return _blueprint(bench, path).load(device=bench.place, dtype_of=dtype_of)
 
-    pair = Experts(load, offload=True)
-    base = _held(bench)
-    size = sum(p.nbytes for _, p in _named(pair.get("high_noise")))
+    def held() -> int:
+        """Bytes in tensors on an accelerator; on a CPU, which does not count, of all networks."""
+        gc.collect()
+        if bench.large:
+            return int(torch.get_device_module(bench.place).memory_allocated(bench.place))
+        return sum(_bytes(one) for one in gc.get_objects() if isinstance(one, WanModel))
 
     def memory(most: float) -> list[Figure]:
-        gc.collect()
-        held = _held(bench) - base
-        count = Figure("networks", held / size, "", most, verdict=SLOW)
-        return [Figure("held", held / 1e9, "GB"), count]
+        more = held() - base
+        count = Figure("networks", more / size, "", most, verdict=SLOW)
+        return [Figure("held", more / 1e9, "GB"), count]
 
+    pair, base = Experts(load, offload=True), held()
+    size = _bytes(pair.get("high_noise"))
     for name in ("low_noise", "high_noise", "low_noise"):
         start = time.perf_counter()
         pair.get(name)
@@ -196,11 +185,3 @@ def experts(bench: Bench) -> Measured:
     pair.release()
     bench.device.empty_cache()
     yield line("released", *memory(KEPT - 1))
-
-
-def _held(bench: Bench) -> int:
-    """Bytes in tensors on an accelerator. On the CPU nobody counts: weights of living networks."""
-    if bench.large:
-        return int(torch.get_device_module(bench.place).memory_allocated(bench.place))
-    alive = [one for one in gc.get_objects() if isinstance(one, WanModel)]
-    return sum(p.nbytes for one in alive for _, p in _named(one) if not p.is_meta)

@@ -15,7 +15,7 @@ import torch
 
 import wan
 from tools.device_check.bench import LIMITS, Bench
-from tools.device_check.steps import Figure, Measured, UnavailableError, absent, error, line
+from tools.device_check.steps import Figure, Measured, absent, error, line
 from wan import device as devices
 from wan import host
 from wan.device import Device
@@ -42,11 +42,10 @@ def environment(device: Device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
-        major, minor = torch.cuda.get_device_capability(device.torch_device)
         found |= {
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "CUDA": torch.version.cuda,
-            "compute capability": f"{major}.{minor}",
+            "compute capability": "{}.{}".format(*torch.cuda.get_device_capability(place)),
             "cuDNN": torch.backends.cudnn.version(),
             "NCCL": ".".join(map(str, nccl)) or "not there",
         }
@@ -85,39 +84,33 @@ def machine(bench: Bench) -> Measured:
     device, found = bench.device, environment(bench.device)
     names = ("torch", "torch-npu", "mindiesd", "driver", "CUDA", "cuDNN", "NCCL", "CANN")
     yield line("versions", *(Figure(name, str(found[name])) for name in names if name in found))
-    what = f"{found['devices']} x {found['device']}"
-    yield line(what, *_memory(device), words=str(found["cpu"]))
+    sizes = {"host memory free": host.available_memory()}
+    if device.type == "cuda" and gpu_memory("total"):
+        sizes["device memory"] = min(gpu_memory("total"))
+    if device.type == "npu":
+        place = device.torch_device
+        sizes["device memory"] = torch.get_device_module(place).mem_get_info(place)[1]
+    memory = [Figure(name, size / 1e9, "GB") for name, size in sizes.items() if size is not None]
+    yield line(f"{found['devices']} x {found['device']}", *memory, words=str(found["cpu"]))
     yield "--device auto", partial(_auto, device)
     # TF32 and HF32 round the inputs of products and convolutions to 10 bits.
     if device.type == "cuda":
-        yield line(
-            "TF32",
-            Figure("in convolutions", str(torch.backends.cudnn.allow_tf32)),
-            Figure("in products", str(torch.backends.cuda.matmul.allow_tf32)),
-        )
+        convolutions = Figure("in convolutions", str(torch.backends.cudnn.allow_tf32))
+        products = Figure("in products", str(torch.backends.cuda.matmul.allow_tf32))
+        yield line("TF32", convolutions, products)
     elif device.type == "npu":
         yield absent("HF32", "PyTorch has no public way to ask; step vae shows its error")
     else:
         yield absent("TF32", "CPUs have none")
-    yield "C++ compiler", _compiler
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        yield absent("C++ compiler", "none; --compile needs one on CPUs and GPUs")
+    else:
+        yield line("C++ compiler", Figure("path", compiler))
     for dtype in (torch.float32, torch.bfloat16):
         rate, far = bench.rates(dtype)
-        yield line(
-            f"matrix product, {str(dtype).removeprefix('torch.')}",
-            Figure("rate", rate / 1e12, "TFLOP/s"),
-            error(far, LIMITS[dtype]),
-        )
-
-
-def _memory(device: Device) -> list[Figure]:
-    memory = host.available_memory()
-    figures = [] if memory is None else [Figure("host memory free", memory / 1e9, "GB")]
-    if device.type == "cuda" and gpu_memory("total"):
-        figures.append(Figure("device memory", min(gpu_memory("total")) / 1e9, "GB"))
-    if device.type == "npu":
-        _, total = torch.get_device_module(device.torch_device).mem_get_info(device.torch_device)
-        figures.append(Figure("device memory", total / 1e9, "GB"))
-    return figures
+        what = f"matrix product, {str(dtype).removeprefix('torch.')}"
+        yield line(what, Figure("rate", rate / 1e12, "TFLOP/s"), error(far, LIMITS[dtype]))
 
 
 def _auto(device: Device) -> list[Figure]:
@@ -127,10 +120,3 @@ def _auto(device: Device) -> list[Figure]:
     except InputError as refusal:
         raise RuntimeError(str(refusal)) from refusal  # it is wrong, not unavailable
     return [Figure("takes", kind)]
-
-
-def _compiler() -> list[Figure]:
-    path = shutil.which(os.environ.get("CXX", "g++"))
-    if path is None:
-        raise UnavailableError("none; --compile needs one on CPUs and GPUs")
-    return [Figure("path", path)]
