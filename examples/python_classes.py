@@ -10,6 +10,7 @@ from pathlib import Path
 
 from wan import WanT2V
 from wan.pipeline.video import save_video
+from wan.settings.command import Output
 
 DEMO = Path(__file__).parent / "demo" / "t2v-A14B"
 
@@ -25,7 +26,7 @@ def main() -> None:
         seed=1,
     )
     if video_3FHW is not None:  # of several ranks, only the first has it
-        save_video(video_3FHW, Path("red_square.mp4"), fps=8)
+        save_video(video_3FHW, Output(Path("red_square.mp4"), fps=8))
         print(f"red_square.mp4: {tuple(video_3FHW.shape)}, values from -1 to 1")
 
 

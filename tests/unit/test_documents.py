@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from wan.settings.presets import PRESETS
+from wan.settings.schedule import MODES
+from wan.settings.solvers import SOLVERS
 
 REPO = Path(__file__).parents[2]
 EXTENDING = (REPO / "docs" / "extending.md").read_text()
@@ -26,6 +28,19 @@ def test_what_a_checklist_names_is_there(section: str) -> None:
     names = [name for name in quoted if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)?", name)]
     found = [name for name in names if not (REPO / name).exists()]
     assert not [n for n in found if not re.search(rf"\b{n.rpartition('.')[2]}\b", text)]
+
+
+@pytest.mark.parametrize("solver", [name for name in SOLVERS if name not in ("unipc", "dpm++")])
+def test_solvers_of_few_steps_have_their_formulas(solver: str) -> None:
+    """All but the official two, which diffusers describes."""
+    lines = (REPO / "docs" / "few_step.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith(f"| `{solver}` |")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_documents_name_every_mode(mode: int) -> None:
+    for name in ("docs/fa_power_cap.md", "README.md", "infer_t2v.sh", "infer_i2v.sh"):
+        assert f"{mode} {MODES[mode].name}" in (REPO / name).read_text()
 
 
 @pytest.mark.parametrize("task", PRESETS)

@@ -23,6 +23,7 @@ from wan.pipeline import clip, conditioning
 from wan.pipeline.denoise import Conditions, guide, velocity
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8, whole_file
+from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
@@ -199,7 +200,7 @@ def decoded(path: Path) -> np.ndarray:
 
 def test_a_video_is_encoded_as_officially(tmp_path: Path) -> None:
     """The official code's imageio call gives the same file."""
-    save_video(CLIP, tmp_path / "ours.mp4", fps=24)
+    save_video(CLIP, Output(tmp_path / "ours.mp4", fps=24))
     theirs = tmp_path / "theirs.mp4"
     with imageio.get_writer(theirs, fps=24, codec="libx264", quality=8) as writer:
         for frame in to_uint8(CLIP):
@@ -213,7 +214,7 @@ def test_video_paths(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Relative ones, and characters that mean something to encoders or shells."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    save_video(CLIP, Path(path), fps=8)
+    save_video(CLIP, Output(Path(path), fps=8))
     assert decoded(tmp_path / path).shape == (5, 32, 64, 3)
     assert [p.name for p in (tmp_path / path).parent.iterdir()] == [Path(path).name]
     assert not (tmp_path / "home").exists()
@@ -238,7 +239,7 @@ def test_a_full_disk_while_frames_are_written(before: bytes | None, tmp_path: Pa
     noise = torch.rand(3, 40, 64, 128) * 2 - 1
     sentence = r"v\.mp4 could not be written \(File too large\); raise .* \(ulimit -f\), or give an"
     with files_of_at_most(20_000), pytest.raises(OSError, match=sentence):
-        save_video(noise, path, fps=8)
+        save_video(noise, Output(path, fps=8))
     assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
@@ -260,17 +261,17 @@ def test_an_encoder_that_fails(
     program.chmod(0o755)
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
     with pytest.raises(OSError, match=ENCODERS[script]) as caught:
-        save_video(CLIP, folder / "v.mp4", fps=8)
+        save_video(CLIP, Output(folder / "v.mp4", fps=8))
     assert str(caught.value).endswith("free space there, or give another --save_file.")
     assert not list(folder.iterdir())
 
 
 def test_a_video_without_frames_or_in_no_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"\(the encoder .*\); free"):
-        save_video(CLIP[:, :0], tmp_path / "v.mp4", fps=8)
+        save_video(CLIP[:, :0], Output(tmp_path / "v.mp4", fps=8))
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"could not be written \((File exists|Not a directory)\)"):
-        save_video(CLIP, tmp_path / "file" / "v.mp4", fps=8)
+        save_video(CLIP, Output(tmp_path / "file" / "v.mp4", fps=8))
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 

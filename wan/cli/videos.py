@@ -178,7 +178,7 @@ class Video:
         about = {"task": self.run.request.preset.task, "seed": self.run.request.base_seed}
         about |= {name: self.run.settings[name] for name in _IN_THE_VIDEO}
         comment = json.dumps(about, ensure_ascii=False, default=str)
-        file = video.video_file(output.save_file, output.fps, self._place, comment)
+        file = video.video_file(output, self._place, comment)
         with latents_survive(self.latents_file), self._pipeline.stages("writing"), file as encoder:
             self._pipeline.stream(latents, encoder, part)
             power = None if meter is None else meter.stop()

@@ -21,6 +21,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
 from wan.checkpoint.files import safetensors_header, whole_file
+from wan.settings.command import Output
 from wan.settings.errors import InputError, WriteError
 
 if TYPE_CHECKING:
@@ -39,16 +40,15 @@ class Mp4Encoder:
     queue.
     """
 
-    def __init__(self, path: Path, fps: float, named: Path, comment: str = "") -> None:
+    def __init__(self, path: Path, output: Output, comment: str = "") -> None:
         """Prepares the encoder.
 
         Args:
             path: The file while it is not complete.
-            fps: Frames per second.
-            named: The name that the complete file gets, for messages.
+            output: How it is written; `save_file` is the name that the complete file gets.
             comment: The file's tag of that name; "": none.
         """
-        self._path, self._fps, self._named, self._comment = path, fps, named, comment
+        self._path, self._output, self._comment = path, output, comment
         self.size = (0, 0, 0)
         self._process: Popen[bytes] | None = None
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING)
@@ -61,20 +61,20 @@ class Mp4Encoder:
         self.end()
         self.size = size
         _, height, width = size
-        rate = str(Fraction(self._fps).limit_denominator())
+        rate = str(Fraction(self._output.fps).limit_denominator())
         raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
         coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-f", "mp4"]
         if self._comment:  # an argument has 128 kB at most
             coded += ["-metadata", f"comment={self._comment[:30_000]}"]
         start = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y"]
         command = [*start, *raw, "-i", "-", *coded, str(self._path)]
-        with _writing(self._named):
+        with _writing(self._output.save_file):
             self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
         self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
         self._thread.start()
 
     def put(self, frames_3FHW: Tensor) -> None:
-        with _writing(self._named):
+        with _writing(self._output.save_file):
             for frame in to_uint8(frames_3FHW):
                 self._waiting.put(frame.numpy().tobytes())
 
@@ -126,16 +126,12 @@ _WAITING = 8  # frames, at most
 
 @contextmanager
 def video_file(
-    path: Path,
-    fps: float,
-    place: Callable[[Path], object] | None = None,
-    comment: str = "",
+    output: Output, place: Callable[[Path], object] | None = None, comment: str = ""
 ) -> Iterator[Mp4Encoder]:
     """Gives an encoder for frames; afterwards the file is complete, or absent.
 
     Args:
-        path: A name ending in .mp4; `~` is not expanded.
-        fps: Frames per second.
+        output: How it is written; the name ends in .mp4, and `~` is not expanded.
         place: As for `whole_file`.
         comment: As for `Mp4Encoder`.
 
@@ -144,8 +140,8 @@ def video_file(
     """
     own: BaseException | None = None
     try:
-        with whole_file(path, place) as temporary:
-            encoder = Mp4Encoder(temporary, fps, path, comment)
+        with whole_file(output.save_file, place) as temporary:
+            encoder = Mp4Encoder(temporary, output, comment)
             try:
                 yield encoder
             except BaseException as error:
@@ -158,7 +154,7 @@ def video_file(
     except OSError as error:
         if error is own:
             raise
-        with _writing(path):
+        with _writing(output.save_file):
             raise
 
 
@@ -177,9 +173,9 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def save_video(video_3FHW: Tensor, path: Path, fps: float) -> None:
+def save_video(video_3FHW: Tensor, output: Output) -> None:
     """Writes a video of at least one frame in [-1, 1], H and W even; raises as `video_file`."""
-    with video_file(path, fps) as encoder:
+    with video_file(output) as encoder:
         _, frames, height, width = video_3FHW.shape
         encoder.begin((frames, height, width))
         for frame_3HW in video_3FHW.unbind(1):

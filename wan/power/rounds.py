@@ -240,7 +240,8 @@ class Rounds:
             frames = self._pipeline.decode(self._latents[variant])
             if frames is None:
                 continue
-            video.save_video(frames, self._out / f"{variant.slug}.mp4", self._run.output.fps)
+            path = self._out / f"{variant.slug}.mp4"
+            video.save_video(frames, replace(self._run.output, save_file=path))
             levels = ((frames + 1) * 127.5).round_()
             baseline = levels if baseline is None else baseline
             if not bool(levels.isfinite().all()):

@@ -1,0 +1,79 @@
+"""Every setting of a run's files arrives where the files are written."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.unit.test_settings import CASES
+from wan.cli import main as generate
+from wan.evidence import order
+from wan.pipeline import video
+from wan.settings.command import Output
+from wan.settings.fields import options
+
+SMALL = ("--size", "32*32", "--frame_num", "1", "--sample_steps", "6", "--base_seed", "7")
+
+
+class Outcome(NamedTuple):
+    """What a run leaves behind, except what differs from run to run."""
+
+    encoder: tuple[str, ...]
+    files: tuple[str, ...]
+    traced: tuple[int, ...]
+    debug: bool
+
+
+Make = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    """Makes a video with these flags, whose files are put into a folder of its own."""
+    start, commands = video.Popen, list[list[str]]()
+
+    def started(command: list[str], **more: int) -> object:
+        commands.append(command)
+        return start(command, **more)  # type: ignore[call-overload]
+
+    def outcome(*flags: str) -> Outcome:
+        folder = tmp_path_factory.mktemp("run")
+        patch.chdir(folder)
+        given = [flag.replace("/tmp/", f"{folder}/") for flag in flags]
+        model = ["--task", "t2v-1.3B", "--ckpt_dir", str(tiny("t2v-1.3B"))]
+        assert generate.main([*model, *SMALL, *given]) == 0
+        files = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+        traced = order.read(folder / "trace")[0].plan.steps if "--trace" in flags else ()
+        return Outcome(
+            tuple(part for part in commands[-1] if not re.search(r"\.mp4$|^comment=", part)),
+            tuple(sorted(re.sub(r"_\d{8}_\d{6}", "_date", file) for file in files)),
+            tuple(traced),
+            logging.getLogger("wan").isEnabledFor(logging.DEBUG),
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(video, "Popen", started)
+        yield cache(outcome)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_has_the_outcome_of_the_same_run(make: Make) -> None:
+    assert make() == make.__wrapped__()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", options(Output))
+@pytest.mark.usefixtures("one_thread")
+def test_a_setting_of_the_output_arrives(name: str, make: Make) -> None:
+    """In the encoder's command, the names of the files, the trace or the log.
+
+    The record and the video's comment, which repeat settings whether they act or not, are no
+    evidence.
+    """
+    text, _, more = CASES[name]
+    assert make(*more, f"--{name}", text) != make(*more)
