@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import CLIPVisionModel
 
 from wan import log
@@ -52,16 +53,30 @@ def test_noise_is_the_first_draw_of_the_seed() -> None:
     assert torch.equal(prepare(request("t2v-A14B"), None, None).start, expected)
 
 
-def test_clip_features_are_those_of_transformers(tiny) -> None:
-    """The features before the last block, to the bit; the epsilon of its norms shows in them."""
+def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
+    """The features before the last block, to the bit; the epsilon of its norms shows in them.
+
+    The official file holds queries, keys and values in one tensor.
+    """
     folder = tiny("i2v-14B", "diffusers") / "image_encoder"
     images = [conditioning.pixels(noise(96, 64)), conditioning.pixels(noise(40, 90))]
-    found = clip.ClipBlueprint(folder).load(torch.device("cpu"), torch.float32)(images)
+    official = next(tiny("i2v-14B").glob("models_clip*.pth"))
+    save_file(torch.load(official), tmp_path / "clip.safetensors")
+    found = [
+        clip.ClipVision(
+            clip.blueprint(path).load(
+                device=torch.device("cpu"),
+                dtype_of=lambda *_: torch.float32,
+                adapt=clip.with_positions,
+            )
+        )(images)
+        for path in (folder, official, tmp_path / "clip.safetensors")
+    ]
     network = CLIPVisionModel.from_pretrained(folder, dtype=torch.float32, layer_norm_eps=1e-5)
     shown = torch.cat([clip.preprocessed(image) for image in images])
     with torch.no_grad():
         expected = network(pixel_values=shown, output_hidden_states=True).hidden_states[-2]
-    assert torch.equal(found, expected)
+    assert all(torch.equal(features, expected) for features in found)
 
 
 def test_i2v_channels() -> None:

@@ -46,6 +46,7 @@ class TensorInfo:
         shape: Its shape.
         nbytes: Its size in the file.
         scale: What FP8 values are multiplied by: one number, or one for each row.
+        first: Its first row, where it is a part of the tensor in the file.
     """
 
     file: Path
@@ -54,6 +55,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     scale: TensorInfo | None = None
+    first: int = 0
 
 
 def is_folder(path: Path) -> bool:
@@ -122,13 +124,16 @@ def safetensors_metadata(path: Path, key: str) -> Any:
         return None
 
 
-def safetensors_places(path: Path) -> dict[str, tuple[str, int]]:
-    """Returns each tensor's dtype and where its bytes begin; the header has been checked."""
+def safetensors_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
+    """Returns each tensor's dtype, its shape, and where its bytes begin, of a checked header."""
     with opened(path) as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    return {n: (info["dtype"], 8 + size + info["data_offsets"][0]) for n, info in header.items()}
+    return {
+        name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])
+        for name, info in header.items()
+    }
 
 
 def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
@@ -139,7 +144,7 @@ def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
     places = safetensors_places(path)
     with opened(path) as file:  # numpy, which safetensors would need, has no bfloat16
         for name in wanted:
-            form, start = places[name]
+            form, _, start = places[name]
             file.seek(start)
             if form == "BF16":
                 found[name] = struct.unpack("<f", b"\0\0" + file.read(2))[0]

@@ -269,8 +269,8 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     return network_tensors(found, rename)
 
 
-def in_safetensors(file: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]:
-    """Returns tensors by their names in a file, as views of mapped memory that must not be written.
+def in_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns tensors of a file by name, as views of mapped memory that must not be written.
 
     The format's own library maps it writable, which Linux refuses for a file larger than memory.
     """
@@ -279,10 +279,10 @@ def in_safetensors(file: Path, infos: Iterable[TensorInfo]) -> dict[str, Tensor]
         memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     found = {}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of what is not written
-        for info in infos:
-            dtype, start = places[info.name]
-            of = {"dtype": _DTYPES[dtype], "count": prod(info.shape), "offset": start}
-            found[info.name] = torch.frombuffer(memory, **of).view(info.shape)
+        for name in names:
+            dtype, shape, start = places[name]
+            of = {"dtype": _DTYPES[dtype], "count": prod(shape), "offset": start}
+            found[name] = torch.frombuffer(memory, **of).view(shape)
     return found
 
 
@@ -319,12 +319,15 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
         by_file.setdefault(info.file, []).append(name)
     sources: dict[str, Source] = {}
     for file, names in by_file.items():
-        if file.suffix == ".pth":
-            state = in_pth(file)
-            sources |= {name: _source(state[tensors[name].name]) for name in names}
-            continue
-        views = in_safetensors(file, {tensors[name] for name in names})
-        sources |= {name: _source(views[tensors[name].name]) for name in names}
+        wanted = {tensors[name].name for name in names}
+        views = in_pth(file) if file.suffix == ".pth" else in_safetensors(file, wanted)
+        for name in names:
+            info = tensors[name]
+            view = views[info.name]
+            if view.shape != info.shape:
+                rows = view.reshape(-1, *info.shape[1:])
+                view = rows[info.first : info.first + info.shape[0]]
+            sources[name] = _source(view)
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
         factors = mapped(scales)

@@ -232,8 +232,8 @@ class NetworkLoader:
         if checkpoint.image_encoder is not None:
             from wan.pipeline import clip
 
-            self._clip = clip.ClipBlueprint(checkpoint.image_encoder)
-            channels = self._clip.dim
+            self._clip = clip.blueprint(checkpoint.image_encoder)
+            channels = self._clip.tensors["embeddings.patch_embedding.weight"].shape[0]
             found.append((self._clip.origin, "channels of features", channels, config["image_dim"]))
         if checkpoint.text_encoder is not None:
             self._encoder = text.blueprint(checkpoint.text_encoder)
@@ -248,6 +248,8 @@ class NetworkLoader:
         is_main = self.team is None or self.team.is_main
         if self._vae is not None and (is_main or setup.execution.vae_parallel):
             self._vae.check()
+        if self._clip is not None and is_main:
+            self._clip.check()
         self._tokenizer: object = None
         self._reads_text = is_main or setup.parallel.t5_fsdp
         if self._encoder is not None and self._reads_text:
@@ -329,7 +331,12 @@ class NetworkLoader:
         """Loads the image encoder."""
         self.setup.checkpoint.require("image_encoder")
         assert self._clip is not None
-        return self._clip.load(self._device, self.encode_in)
+        from wan.pipeline.clip import ClipVision, with_positions
+
+        network = self._clip.load(
+            device=self._device, dtype_of=lambda *_: self.encode_in, adapt=with_positions
+        )
+        return ClipVision(network)
 
     def video_vae(self) -> VideoVAE:
         """Loads the autoencoder."""

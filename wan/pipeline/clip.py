@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan.checkpoint.load import Source, fill, mapped, stored
+from wan.checkpoint.files import TensorInfo
+from wan.checkpoint.load import Blueprint, Source, Sources, stored
 from wan.settings.errors import InputError
 
 SIDE = 224  # pixels
@@ -43,12 +46,10 @@ _UNUSED = re.compile(
     r"textual\.|log_scale$|visual\.(post_norm|head)|post_layernorm\.|visual_projection|.*position_ids$"
 ).match
 _LAYERS = "encoder.layers."
-_QKV = ("q_proj", "k_proj", "v_proj")
-_SIZES = ("embeddings.patch_embedding.weight", f"{_LAYERS}0.mlp.fc1.weight")
 
 
 class ClipVision:
-    """Computes the features of images."""
+    """Computes the features of images with the network of `blueprint`."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -69,91 +70,42 @@ def preprocessed(image_3HW: Tensor) -> Tensor:
     return (x * 0.5 + 0.5 - mean) / std
 
 
-class ClipBlueprint:
-    """The vision tower without its last block, and the files of its weights.
+def blueprint(path: Path) -> Blueprint[Any]:
+    """Describes the vision tower without its last block, whose weights are in a file or folder.
 
-    Attributes:
-        origin: The official file, or transformers' folder.
-        dim: Channels of the features.
+    Raises:
+        InputError: The weights belong to another network.
     """
-
-    def __init__(self, path: Path) -> None:
-        """Compares the network with the files' headers; raises InputError where they differ."""
-        self.origin = path
-        found = {name: info for name, info in stored(path, _name).items() if not _UNUSED(name)}
-        layers = [int(name.split(".")[2]) for name in found if name.startswith(_LAYERS)]
-        last = max(layers, default=0)
-        self._files = {n: i for n, i in found.items() if not n.startswith(f"{_LAYERS}{last}.")}
-        shapes = {name: info.shape for name, info in self._files.items()}
-        first, inner = (shapes.get(name, ()) for name in _SIZES)
-        if len(first) != 4 or len(inner) != 2:
-            raise InputError(str(path), None, "holds no CLIP vision network", "download it again")
-        self.dim = first[0]
-        self._sizes = (self.dim, inner[0], last, first[2])
-        expected = {name: tuple(p.shape) for name, p in self._built().named_parameters()}
-        wrong = [name for name in expected if self._shape(name) != expected[name]]
-        unknown = sorted(name for name in shapes if not {name, *_parts(name)} & expected.keys())
-        if wrong or unknown:
-            name = (wrong or unknown)[0]
-            why = f"has a tensor {name} that does not fit CLIP's vision tower"
-            raise InputError(str(path), None, why, "download it again")
-
-    def _built(self) -> Any:
-        with torch.device("meta"):
-            return _network(*self._sizes)
-
-    def _shape(self, name: str) -> tuple[int, ...] | None:
-        """Returns the shape that the files have for a tensor of the network."""
-        if name in self._files:
-            return _without_ones(self._files[name].shape)
-        whole = self._files.get(_whole(name))
-        return None if whole is None else (whole.shape[0] // 3, *whole.shape[1:])
-
-    @property
-    def elements(self) -> int:
-        """The number of the network's weights."""
-        return sum(p.numel() for p in self._built().parameters())
-
-    def load(self, device: torch.device, dtype: torch.dtype) -> ClipVision:
-        """Reads the network's weights, all in one dtype."""
-        read, network = mapped(self._files), self._built()
-        sources = {}
-        for name, _ in network.named_parameters():
-            third = "" if name in read else name.split(".")[4]
-            sources[name] = _third(read[_whole(name)], third) if third else _plain(read[name])
-        fill(network, sources, device=device, dtype_of=lambda *_: dtype, label="CLIP")
-        count = len(network.embeddings.position_embedding.weight)
-        network.embeddings.position_ids = torch.arange(count, device=device).unsqueeze(0)
-        return ClipVision(network)
+    found = {name: info for name, info in stored(path, _name).items() if not _UNUSED(name)}
+    last = max((int(name.split(".")[2]) for name in found if name.startswith(_LAYERS)), default=0)
+    tensors: dict[str, TensorInfo] = {}
+    try:
+        for name, info in found.items():
+            if name.startswith(f"{_LAYERS}{last}."):
+                continue
+            shape = info.shape
+            while len(shape) > 1 and shape[0] == 1:  # the batch axes of official embeddings
+                shape = shape[1:]
+            if ".to_qkv." not in name:
+                tensors[name] = replace(info, shape=shape)
+                continue
+            rows = shape[0] // 3
+            for index, part in enumerate(("q_proj", "k_proj", "v_proj")):
+                third = replace(info, shape=(rows, *shape[1:]), first=index * rows)
+                tensors[name.replace("to_qkv", part)] = third
+        dim, _, patch, _ = tensors["embeddings.patch_embedding.weight"].shape
+        inner, _ = tensors[f"{_LAYERS}0.mlp.fc1.weight"].shape
+    except (LookupError, ValueError) as error:
+        why = f"holds no CLIP vision network (unexpected {error})"
+        raise InputError(str(path), None, why, "download it again") from error
+    return Blueprint("CLIP", partial(_network, dim, inner, last, patch), tensors, path)
 
 
-def _whole(name: str) -> str:
-    """Names the official tensor that holds a projection of queries, keys or values."""
-    return re.sub(r"\.[qkv]_proj\.", ".to_qkv.", name)
-
-
-def _parts(name: str) -> list[str]:
-    return [name.replace(".to_qkv.", f".{part}.") for part in _QKV]
-
-
-def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Drops the batch axes that official embeddings have."""
-    while len(shape) > 1 and shape[0] == 1:
-        shape = shape[1:]
-    return shape
-
-
-def _plain(kept: Source) -> Source:
-    shape = _without_ones(kept.shape)
-    if shape == kept.shape:
-        return kept
-    return Source(kept.dtype, shape, kept.read(slice(None)).reshape(shape).__getitem__)
-
-
-def _third(whole: Source, part: str) -> Source:
-    rows, place = whole.shape[0] // 3, _QKV.index(part)
-    values = whole.read(slice(place * rows, (place + 1) * rows))
-    return Source(whole.dtype, (rows, *whole.shape[1:]), values.__getitem__)
+def with_positions(network: Any, sources: Sources) -> Sources:
+    """Adapts the network while it is loaded: its buffer of positions is in no file."""
+    ids = torch.arange(len(network.embeddings.position_embedding.weight)).unsqueeze(0)
+    positions = Source(ids.dtype, tuple(ids.shape), ids.__getitem__)
+    return {**sources, "embeddings.position_ids": positions}
 
 
 def _network(dim: int, inner: int, layers: int, patch: int) -> Any:
@@ -172,7 +124,6 @@ def _network(dim: int, inner: int, layers: int, patch: int) -> Any:
     network: Any = CLIPVisionModel(config)
     network = getattr(network, "vision_model", network)  # transformers 4 has it inside
     network.post_layernorm = torch.nn.Identity()  # of an output that nobody takes
-    del network.embeddings.position_ids  # a buffer that is in no file
     return network
 
 

@@ -141,8 +141,10 @@ class Planner:
         if not self.setup.preset.images:
             return 0
         path = self.setup.checkpoint.image_encoder
-        count = clip.PUBLISHED if path is None else clip.ClipBlueprint(path).elements
-        return count * self.dtype.itemsize
+        if path is None:
+            return clip.PUBLISHED * self.dtype.itemsize
+        tensors = clip.blueprint(path).tensors.values()
+        return sum(prod(info.shape) for info in tensors) * self.dtype.itemsize
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
         """A prompt is encoded. ranks: Those that share the weights."""
