@@ -1,21 +1,36 @@
-"""Random command lines, records and lines of prompt files: resolved or refused, never a traceback.
+"""Random input of every front end: accepted or refused in a sentence, never a traceback.
 
-python tests/cli/test_fuzz.py 20000
+python tests/cli/test_fuzz.py 30000
 """
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save
 
+import wan
 from wan.cli import flags, prompt_file
+from wan.cli.main import main
 from wan.cli.resolve import resolve
+from wan.evidence import order
+from wan.pipeline import images
+from wan.pipeline.tiny import make_checkpoint
 from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS
@@ -31,6 +46,8 @@ RAW: tuple[Any, ...] = (
 )
 LEFT_OUT = {"use_prompt_extend", "decode_latents", "from_json", "prompt_file", "trace"}
 NAMES = [name for name in FLAGS if name not in LEFT_OUT]
+LAYER = "blocks.0.self_attn.q"
+_DEFECT = re.compile(r"\b\w+(Error|Exception)\(")
 
 
 def value(name: str, draw: random.Random) -> str:
@@ -42,51 +59,182 @@ def value(name: str, draw: random.Random) -> str:
 
 
 def no_demo(*_: object) -> None:
-    raise AssertionError("nothing is made for a plan")
+    raise AssertionError("no checkpoint is made here")
 
 
 def planned(given: dict[str, Any]) -> Run:
     return resolve(given, no_demo, plan=True)
 
 
-def attack(draw: random.Random, folder: Path) -> bool:
-    """One random input; whether it was accepted. Anything but a refusal is raised."""
-    kind = draw.choice(("flags", "record", "line"))
-    try:
-        if kind == "flags":
-            names = draw.sample(NAMES, draw.randint(1, 5))
-            argv = [part for name in names for part in (f"--{name}", value(name, draw))]
-            planned(flags.parse(["--plan", *argv]))
-        elif kind == "record":
-            names = [*draw.sample([*FLAGS], draw.randint(0, 4)), *draw.sample(("x", "seed"), 1)]
-            settings: Any = {name: draw.choice(RAW) for name in names if draw.random() < 0.8}
-            path = folder / "record.json"
-            path.write_text(json.dumps({"settings": draw.choice((settings, settings, [], "x"))}))
-            planned(flags.parse(["--plan", "--from_json", str(path)]))
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """Some bytes changed, left out, or the end cut off."""
+    changed = bytearray(content)
+    for _ in range(draw.choice((0, 1, 1, 3, 20))):
+        place = draw.randrange(len(changed))
+        changed[place : place + draw.choice((0, 1, 4))] = draw.randbytes(draw.choice((0, 1, 4)))
+    return bytes(changed[: draw.choice((None, None, None, draw.randrange(len(changed) + 1)))])
+
+
+class Attacks:
+    """The kinds of input; each attack is one random input of that kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoint = make_checkpoint("t2v-A14B", folder / "tiny")
+
+    @cached_property
+    def model(self) -> Any:
+        return wan.WanT2V("t2v-A14B", self.checkpoint)
+
+    @cached_property
+    def pipe(self) -> Any:
+        from diffusers import WanPipeline
+
+        made = make_checkpoint("t2v-A14B", self.folder / "diffusers", layout="diffusers")
+        return WanPipeline.from_pretrained(made)
+
+    @cached_property
+    def traced(self) -> dict[str, Any]:
+        argv = ["--ckpt_dir", str(self.checkpoint), "--size", "32*32", "--frame_num", "1"]
+        argv += ["--sample_steps", "2", "--save_file", str(self.folder / "traced.mp4")]
+        assert main([*argv, "--trace", str(self.folder / "trace")]) == 0
+        return json.loads((self.folder / "trace" / "rank0.json").read_text())
+
+    def flags(self, draw: random.Random) -> None:
+        names = draw.sample(NAMES, draw.randint(1, 5))
+        argv = [part for name in names for part in (f"--{name}", value(name, draw))]
+        planned(flags.parse(["--plan", *argv]))
+
+    def record(self, draw: random.Random) -> None:
+        names = [*draw.sample([*FLAGS], draw.randint(0, 4)), *draw.sample(("x", "seed"), 1)]
+        settings: Any = {name: draw.choice(RAW) for name in names if draw.random() < 0.8}
+        path = self.folder / "record.json"
+        path.write_text(json.dumps({"settings": draw.choice((settings, settings, [], "x"))}))
+        planned(flags.parse(["--plan", "--from_json", str(path)]))
+
+    def line(self, draw: random.Random) -> None:
+        names = draw.sample(["seed", "seeds", "save_file", *FLAGS], draw.randint(1, 4))
+        line = json.dumps({name: draw.choice(RAW) for name in names})
+        path = self.folder / "prompts.txt"
+        path.write_text(draw.choice((line, line[:-1], "[" * 2000, "a fox", "# a")) + "\n")
+        given = flags.parse(["--prompt_file", str(path), "--save_file", str(self.folder)])
+        prompt_file.resolved(given, planned)
+
+    def lora(self, draw: random.Random) -> None:
+        size = draw.choice((240, 240, 3))
+        tensors = {f"{LAYER}.lora_A.weight": torch.ones(2, size)}
+        tensors[f"{LAYER}.lora_B.weight"] = torch.ones(240, draw.choice((2, 2, 1)))
+        alpha = draw.choice((None, float("nan"), 1e38, 2.0))
+        tensors |= {} if alpha is None else {f"{LAYER}.alpha": torch.tensor(alpha)}
+        told = {"lora_adapter_metadata": json.dumps({"lora_alpha": draw.choice(RAW)})}
+        name = draw.choice(("x", "x_high_noise", "i2v_LowNoise"))
+        path = self.folder / f"{name}.safetensors"
+        path.write_bytes(damaged(save(tensors, draw.choice((None, told))), draw))
+        given = f"{path}{draw.choice(('', '=0.5', '=1e308', '=nan', '=x'))}"
+        flag = draw.choice(("lora", "lora", "lora_high_noise", "lora_low_noise"))
+        planned(flags.parse(["--plan", "--ckpt_dir", str(self.checkpoint), f"--{flag}", given]))
+
+    def latents(self, draw: random.Random) -> None:
+        settings: Any = {"task": "t2v-A14B", "ckpt_dir": str(self.checkpoint)}
+        for name in draw.sample([*FLAGS, "x"], draw.randint(0, 3)):
+            settings[name] = draw.choice(RAW)
+        shape = draw.choice(((16, 1, 8, 8), (16, 2, 4, 8), (48, 1, 4, 4), (16, 1, 3, 3), (0,)))
+        text = json.dumps(draw.choice((settings, settings, settings, [], "x")))
+        content = save({"latents": torch.zeros(shape)}, {"settings": text})
+        path = self.folder / "l.safetensors"
+        path.write_bytes(damaged(content, draw))
+        resolve(flags.parse(["--decode_latents", str(path)]), no_demo)
+
+    def image(self, draw: random.Random) -> None:
+        pixels = np.frombuffer(draw.randbytes(20 * 10 * 3), np.uint8).reshape(20, 10, 3)
+        kind, file = draw.choice(("PNG", "JPEG", "TIFF", "GIF", "WEBP", "BMP")), io.BytesIO()
+        Image.fromarray(pixels).convert(draw.choice(("RGB", "L"))).save(file, kind)
+        path = self.folder / "image"
+        path.write_bytes(damaged(file.getvalue(), draw))
+        images.read(path)
+
+    def trace(self, draw: random.Random) -> None:
+        trace = json.loads(json.dumps(self.traced))
+        for _ in range(draw.randint(1, 3)):
+            place: Any = trace
+            while isinstance(place, dict | list) and place:
+                key = draw.choice([*place] if isinstance(place, dict) else range(len(place)))
+                if draw.random() < 0.4 or not isinstance(place[key], dict | list):
+                    place[key] = draw.choice(RAW)
+                    break
+                place = place[key]
+        folder = self.folder / "damaged"
+        folder.mkdir(exist_ok=True)
+        (folder / "rank0.json").write_text(json.dumps(trace))
+        for found in order.read(folder):
+            order.compare(found.plan, found.events)
+
+    def python(self, draw: random.Random) -> None:
+        names = draw.sample(["input_prompt", "seed", "shift", "sampling_steps", *FLAGS], 3)
+        call = {
+            name: draw.choice((value(name, draw) if name in FLAGS else 1, draw.choice(RAW)))
+            for name in names
+        }
+        if draw.random() < 0.5:
+            self.model.generate_many(draw.choice(([{"input_prompt": "a"} | call], [call], *RAW)))
         else:
-            names = draw.sample(["seed", "save_file", *FLAGS], draw.randint(1, 4))
-            line = json.dumps({name: draw.choice(RAW) for name in names})
-            path = folder / "prompts.txt"
-            path.write_text(draw.choice((line, line[:-1], "[" * 2000, "a fox")) + "\n")
-            given = flags.parse(["--prompt_file", str(path), "--save_file", str(folder)])
-            prompt_file.resolved(given, planned)
-    except InputError as error:
-        text = str(error)
-        assert text.endswith((".", "?", "!")) and len(text) < 5000, text
-        return False
-    return True
+            wan.WanT2V("t2v-A14B", draw.choice((self.checkpoint, *ODD)), **call)
+
+    def diffusers(self, draw: random.Random) -> None:
+        from wan.diffusers import KEYWORDS, apply_cache_on_pipe, deparallelize, parallelize_pipe
+
+        names = draw.sample([*sorted(KEYWORDS), "x"], draw.randint(1, 3))
+        given = {
+            name: draw.choice((value(name, draw) if name in FLAGS else 1, draw.choice(RAW)))
+            for name in names
+        }
+        try:
+            if draw.random() < 0.5:
+                parallelize_pipe(self.pipe, **given)
+            else:
+                policy = draw.choice(("none", "first_block", "mag", "tea", "steps:0", "cfg", *RAW))
+                apply_cache_on_pipe(self.pipe, policy, threshold=draw.choice(RAW))
+        finally:
+            deparallelize(self.pipe)
+
+    def any(self, draw: random.Random) -> tuple[str, bool]:
+        """The kind of one random input, and whether it was accepted."""
+        kind = draw.choice(KINDS)
+        try:
+            attack: Callable[[random.Random], None] = getattr(self, kind)
+            attack(draw)
+        except InputError as error:
+            text = str(error)
+            assert text.endswith((".", "?", "!")) and len(text) < 5000, text
+            assert not _DEFECT.search(text), text
+            return kind, False
+        return kind, True
+
+
+KINDS = ("flags", "record", "line", "lora", "latents", "image", "trace", "python", "diffusers")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_input(seed: int, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    accepted = sum(attack(draw, tmp_path) for _ in range(500))
-    assert 10 < accepted < 490
+    draw, attacks = random.Random(seed), Attacks(tmp_path)
+    found = Counter(attacks.any(draw) for _ in range(500))
+    assert all(found[kind, False] for kind in KINDS), found
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        draw = random.Random(7)
-        found = [attack(draw, Path(name)) for _ in range(int(sys.argv[1]))]
-    print(f"{len(found)} inputs, {sum(found)} accepted, the others refused")
+        draw, attacks, found = random.Random(7), Attacks(Path(name)), Counter[tuple[str, bool]]()
+        defects, slowest = Counter[str](), 0.0
+        for _ in range(int(sys.argv[1])):
+            begun = time.monotonic()
+            try:
+                found[attacks.any(draw)] += 1
+            except Exception as error:
+                defects[f"{type(error).__name__}: {str(error)[:300]}"] += 1
+            slowest = max(slowest, time.monotonic() - begun)
+    for kind in KINDS:
+        print(f"{kind}: {found[kind, True]} accepted, {found[kind, False]} refused")
+    print(f"defects: {defects.total()} of {len(defects)} kinds; the slowest took {slowest:.1f} s")
+    for sentence, count in defects.most_common(50):
+        print(f"{count} times {sentence}")
