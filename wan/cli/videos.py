@@ -176,7 +176,8 @@ class Video:
             self._pipeline.stream(latents, NoFrames(), part)
             return
         about = {"task": self.run.request.preset.task, "seed": self.run.request.base_seed}
-        about |= {name: self.run.settings[name] for name in _IN_THE_VIDEO}
+        settings = self.run.settings
+        about |= {name: settings[name] for name in _IN_THE_VIDEO if name in settings}
         comment = json.dumps(about, ensure_ascii=False, default=str)
         file = video.video_file(output, self._place, comment)
         with latents_survive(self.latents_file), self._pipeline.stages("writing"), file as encoder:
