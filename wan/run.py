@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from math import prod
@@ -33,14 +33,13 @@ from wan.settings.flags import FLAGS, read
 from wan.settings.parallel import SIZES, Parallel
 from wan.settings.presets import ALIASES, PRESETS, Preset
 from wan.settings.request import Request, make_request
+from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
 from wan.settings.values import path as read_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Values = Mapping[str, Any]
-"""Checked settings under their flags' names, as `wan.settings.flags.read` returns them."""
 MAX_RANKS = 4096  # that --plan plans for
 _DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained, in the repository
 PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]

@@ -173,7 +173,7 @@ def label(kind: str, facts: Facts) -> str:
     return " ".join([kind, *(str(facts[name]) for name in sorted(known) if name in facts)])
 
 
-class _Place:
+class _Surroundings:
     """Facts that hold inside, without a range of their own."""
 
     def __init__(self, recorder: Recorder, facts: Facts) -> None:
@@ -222,7 +222,7 @@ def span(
 
 def place(**facts: object) -> AbstractContextManager[None]:
     """Some of `PLACES`, which hold for all ranges inside."""
-    return _NOTHING if _active is None else _Place(_active, facts)
+    return _NOTHING if _active is None else _Surroundings(_active, facts)
 
 
 def mark(kind: str, **facts: object) -> None:

@@ -31,7 +31,7 @@ from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.power.__main__ import main as power
 from wan.power.report import RankReport, analyse
-from wan.settings.schedule import Event, Mode, heads_per_chunk
+from wan.settings.schedule import Action, Mode, heads_per_chunk
 from wan.trace import HostClock, Recorder
 
 pytestmark = pytest.mark.dist
@@ -143,7 +143,7 @@ def test_every_way_is_as_planned(layouts: list[Topology]) -> None:
                 assert (rank.hidden > 0) == ROWS[mode].overlaps, case
 
 
-def eager(chunks: int) -> Iterator[Event]:
+def eager(chunks: int) -> Iterator[Action]:
     """A schedule that exchanges everything first: the rests are gone."""
     for verb in ("start", "attend", "finish"):
         yield from ((verb, chunk) for chunk in range(chunks))

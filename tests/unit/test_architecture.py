@@ -163,6 +163,25 @@ def _lines(function: ast.FunctionDef) -> int:
     return function.end_lineno - function.lineno + 1 - skipped
 
 
+def _types(path: Path) -> list[str]:
+    """The classes and type aliases of a file, without leading underscores."""
+    tree = ast.parse(path.read_text())
+    classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    names = [t.id.lstrip("_") for t in targets if isinstance(t, ast.Name)]
+    return [name.lstrip("_") for name in classes] + [
+        name for name in names if name[0].isupper() and not name.isupper()
+    ]
+
+
+def test_a_type_name_has_one_meaning() -> None:
+    known: dict[str, str] = {}
+    for path in FILES:
+        for name in _types(path):
+            first = known.setdefault(name, module(path))
+            assert first == module(path), f"{name} is defined in {first} and {module(path)}"
+
+
 def test_import_wan_is_light() -> None:
     script = "import wan, sys; print('torch' in sys.modules); wan.WanT2V; import wan.configs"
     done = subprocess.run(

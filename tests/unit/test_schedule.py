@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from wan.settings.schedule import (
     MODES,
     OVERLAP,
-    Event,
+    Action,
     Mode,
     Order,
     Range,
@@ -130,11 +130,11 @@ def test_the_published_modes() -> None:
 
 
 def test_an_order_overlaps_where_chunks_are_between_one_another() -> None:
-    def last_first(chunks: int) -> Iterator[Event]:
+    def last_first(chunks: int) -> Iterator[Action]:
         for chunk in reversed(range(chunks)):
             yield from (("start", chunk), ("attend", chunk), ("finish", chunk))
 
-    def all_first(chunks: int) -> Iterator[Event]:
+    def all_first(chunks: int) -> Iterator[Action]:
         for verb in ("start", "attend", "finish"):
             yield from ((verb, chunk) for chunk in range(chunks))
 

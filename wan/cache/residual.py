@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from wan.cache.policy import Cache, Policy
-from wan.kernels.base import Grid, StepInfo
+from wan.kernels.base import StepInfo
 from wan.modules.interfaces import Blocks
+from wan.settings.schedule import Grid
 
 Agree = Callable[[Tensor, float], bool]
 """agree(sums, threshold): whether sums[0] < threshold * sums[1], the float32 sums of all ranks; the

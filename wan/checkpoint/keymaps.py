@@ -2,7 +2,7 @@
 
 Each network has one table of (official, library) name parts. A part that starts with a dot is
 replaced anywhere in a name, any other only at its beginning; both end at a dot or with the name.
-Rows are applied one after the other, so the inverse applies them backwards. A name that no row
+Renames are applied one after the other, so the inverse applies them backwards. A name that no row
 knows is the same in both worlds, or already in the wanted form, and passes unchanged.
 
 Proven by strict loading into the library modules in `tests/unit/test_keymaps.py`.
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-Rows = tuple[tuple[str, str], ...]
+Renames = tuple[tuple[str, str], ...]
 
-_DIT: Rows = (
+_DIT: Renames = (
     ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
     ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
     ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
@@ -45,7 +45,7 @@ _DIT: Rows = (
     ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
 )
 
-_T5: Rows = (
+_T5: Renames = (
     ("token_embedding", "shared"),
     ("norm", "encoder.final_layer_norm"),
     ("blocks", "encoder.block"),
@@ -58,7 +58,7 @@ _T5: Rows = (
     (".ffn.fc2", ".layer.1.DenseReluDense.wo"),
 )
 
-_VAE: Rows = (
+_VAE: Renames = (
     ("conv1", "quant_conv"),
     ("conv2", "post_quant_conv"),
     ("encoder.conv1", "encoder.conv_in"),
@@ -76,7 +76,7 @@ _VAE: Rows = (
 )
 
 # The 2.1 VAE numbers its blocks flat: in the decoder three residual blocks, then an upsampler.
-_VAE_FLAT: Rows = (
+_VAE_FLAT: Renames = (
     (".downsamples", ".down_blocks"),
     *((f".upsamples.{4 * b + 3}", f".up_blocks.{b}.upsamplers.0") for b in range(3)),
     *(
@@ -87,7 +87,7 @@ _VAE_FLAT: Rows = (
 )
 
 # The 2.2 VAE nests them: two (encoder) or three (decoder) residual blocks, then the resampler.
-_VAE_NESTED: Rows = (
+_VAE_NESTED: Renames = (
     *((f".downsamples.{b}.downsamples.2", f".down_blocks.{b}.downsampler") for b in range(4)),
     *((f".upsamples.{b}.upsamples.3", f".up_blocks.{b}.upsampler") for b in range(4)),
     *((f".downsamples.{b}.downsamples", f".down_blocks.{b}.resnets") for b in range(4)),
@@ -127,7 +127,7 @@ def vae_official_name(name: str, residual: bool) -> str:
     return _rename(name, _inverse((_VAE_NESTED if residual else _VAE_FLAT) + _VAE))
 
 
-def _inverse(rows: Rows) -> Rows:
+def _inverse(rows: Renames) -> Renames:
     return tuple((new, old) for old, new in reversed(rows))
 
 

@@ -239,7 +239,7 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
         files = _by_name(files)
     for expert in _EXPERTS:
         for one in files[expert]:
-            reader = _Reader(one, checkpoint, expert)
+            reader = _FactorReader(one, checkpoint, expert)
             if len({name.startswith(_SECOND) for name in reader.header}) == 2:
                 raise reader.refusal(
                     f"holds both experts' tensors ({_FIRST} and {_SECOND}), but is given for the "
@@ -248,14 +248,14 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
                 )
     return {
         expert: tuple(
-            _Reader(one, checkpoint, expert).read()
+            _FactorReader(one, checkpoint, expert).read()
             for one in (*files["both"], *files.get(expert, ()))
         )
         for expert in checkpoint.experts
     }
 
 
-class _Reader:
+class _FactorReader:
     """Reads the headers of one file, for one network of a checkpoint."""
 
     def __init__(self, given: Named, checkpoint: Checkpoint, expert: str) -> None:

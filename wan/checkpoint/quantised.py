@@ -227,7 +227,7 @@ def _read_export(folder: Path, dit: DitFiles) -> Export:
         _refuse_ranks(folder, weights.stem)
         remedy = f"copy or export it beside {description.name}"
         raise InputError(f"{weights}", None, "is missing", remedy)
-    reader = _Reader(dit, description, entries, weights, safetensors_header(weights))
+    reader = _EntryReader(dit, description, entries, weights, safetensors_header(weights))
     linears = {n: layer for n in _linear_layers(dit) if (layer := reader.linear(n))}
     attentions = {
         int(name.split(".")[1]): layer
@@ -283,7 +283,7 @@ def _check_entries(description: Path, entries: Mapping[str, Any], dit: DitFiles)
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _EntryReader:
     """Finds the layers of one network in one description and its weight file."""
 
     dit: DitFiles

@@ -20,9 +20,10 @@ from diffusers.hooks.hooks import StateManager
 from torch import Tensor
 
 from wan.diffusers.session import Networks, Session
-from wan.kernels.base import Grid, StepInfo
+from wan.kernels.base import StepInfo
 from wan.modules.interfaces import TokenShard
 from wan.modules.rope import RopeTable, apply_rope
+from wan.settings.schedule import Grid
 
 NAME = "wan"
 
@@ -75,7 +76,7 @@ class _Network(ModelHook):
     def initialize_hook(self, module: Any) -> Any:
         self.processors = module.attn_processors
         ours = {
-            name: _SelfAttention(self.session, int(name.split(".")[1]))
+            name: _AttentionProcessor(self.session, int(name.split(".")[1]))
             for name in self.processors
             if name.endswith("attn1.processor")
         }
@@ -170,7 +171,7 @@ class _Block(ModelHook):
             session.in_blocks = False
 
 
-class _SelfAttention:
+class _AttentionProcessor:
     """A block's attention processor: diffusers' projections and norms around our layer."""
 
     def __init__(self, session: Session, layer: int) -> None:

@@ -20,7 +20,7 @@ from wan.cache.tea import embedding_changes
 from wan.checkpoint.layout import KINDS, Checkpoint, DitConfig, DitFiles, published
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
-from wan.kernels.base import Grid, StepInfo, Target
+from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select
 from wan.log import logger
 from wan.pipeline import build
@@ -32,6 +32,7 @@ from wan.settings.errors import InputError, spoken
 from wan.settings.flags import DIFFUSERS
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request, make_request
+from wan.settings.schedule import Grid
 
 Networks = Mapping[str, WanTransformer3DModel]
 """Expert -> its network."""

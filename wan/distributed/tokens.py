@@ -14,9 +14,7 @@ from torch import Tensor
 
 from wan import trace
 from wan.distributed.exchange import Group, all_gather_tokens, group_rank, group_size
-from wan.settings.schedule import TokenPlan
-
-Grid = tuple[int, int, int]
+from wan.settings.schedule import Grid, TokenPlan
 
 
 class ShardedTokens:

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from wan.device import Device
 from wan.settings.kernels import Dense
-
-Grid = tuple[int, int, int]
-"""Tokens along frame, height and width."""
+from wan.settings.schedule import Grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.kernels.base import PLAIN, Grid, Kernel, Load, Method, Payload, SmallOps, Target
+from wan.kernels.base import PLAIN, Kernel, Load, Method, Payload, SmallOps, Target
 from wan.kernels.compiled_ops import Compiled
 from wan.kernels.fp8 import (
     Form,
@@ -30,6 +30,7 @@ from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.settings.attention import Attention
 from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, KernelRow
+from wan.settings.schedule import Grid
 
 Exported = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
 """(expert, layer) -> rotations of its queries and keys, as a quantised checkpoint brings them."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from wan import trace
-from wan.kernels.base import Grid, Kernel, StepInfo
+from wan.kernels.base import Kernel, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.small_ops import BlockOps
+from wan.settings.schedule import Grid
 
 
 class SelfAttention(Protocol):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan import trace
-from wan.kernels.base import Grid, StepInfo
+from wan.kernels.base import StepInfo
 from wan.modules.blocks import (
     BlockSizes,
     ForwardInfo,
@@ -31,6 +31,7 @@ from wan.modules.blocks import (
 from wan.modules.interfaces import Collaborators
 from wan.modules.rope import RopeTables
 from wan.modules.textcache import TextKVCache, TextState
+from wan.settings.schedule import Grid
 
 MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from wan.settings.errors import InputError
 
-Facts = Mapping[str, Any]
+Values = Mapping[str, Any]
 """Settings under their flags' names, and what else rows ask about."""
 When = Callable[[Any], bool]
 """A condition of a row; the facts are its argument's attributes."""
@@ -42,14 +42,14 @@ class Rule:
         """The subject of the sentence."""
         return self.subject or f"`{self.conditions[0]}`"
 
-    def applies(self, facts: Facts) -> bool:
+    def applies(self, facts: Values) -> bool:
         """Whether the facts are such a combination."""
         return all(_holds(condition, facts) for condition in self.conditions) and (
             self.when is None or self.when(SimpleNamespace(**facts))
         )
 
 
-def _holds(condition: str, facts: Facts) -> bool:
+def _holds(condition: str, facts: Values) -> bool:
     name, equals, value = condition.partition("=")
     found = facts.get(name)
     return str(found) == value if equals else found is not None and found is not False
@@ -72,7 +72,7 @@ def needs(one: str, other: str) -> Rule:
     )
 
 
-def check(rows: Iterable[Rule], facts: Facts) -> None:
+def check(rows: Iterable[Rule], facts: Values) -> None:
     """Raises InputError for the first row that applies to the facts."""
     for rule in rows:
         if rule.applies(facts):

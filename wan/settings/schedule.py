@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 Range = tuple[int, int]
-Event = tuple[str, int]
+Grid = tuple[int, int, int]
+"""Tokens along frame, height and width."""
+
+Action = tuple[str, int]
 """(verb, chunk). start: send q, k, v; attend: receive and compute; finish: send the result back."""
 
-Order = Callable[[int], Iterator[Event]]
+Order = Callable[[int], Iterator[Action]]
 """order(chunks): what happens to which chunk, one event after the other."""
 
 
-def in_order(chunks: int) -> Iterator[Event]:
+def in_order(chunks: int) -> Iterator[Action]:
     """Each chunk is exchanged, computed and sent back before the next: the device's rests."""
     for chunk in range(chunks):
         yield "start", chunk
@@ -27,7 +30,7 @@ def in_order(chunks: int) -> Iterator[Event]:
         yield "finish", chunk
 
 
-def pipelined(chunks: int) -> Iterator[Event]:
+def pipelined(chunks: int) -> Iterator[Action]:
     """Exchanges run while a neighbouring chunk is computed, one chunk ahead."""
     yield "start", 0
     for chunk in range(chunks):

@@ -89,7 +89,7 @@ class ResidualBlock(nn.Module):
         return y.add_(self.conv_shortcut(x_BCFHW))
 
 
-class Attention(nn.Module):
+class FrameAttention(nn.Module):
     """Every pixel of a frame attends to all pixels of that frame, with one head."""
 
     def __init__(self, channels: int) -> None:
@@ -113,7 +113,7 @@ class Attention(nn.Module):
 class MidBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.attentions = nn.ModuleList([Attention(channels)])
+        self.attentions = nn.ModuleList([FrameAttention(channels)])
         self.resnets = nn.ModuleList([ResidualBlock(channels, channels) for _ in range(2)])
 
     def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
