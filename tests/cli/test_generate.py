@@ -460,6 +460,7 @@ def test_a_current_folder_that_cannot_be_used(exists: bool, tiny, tmp_path: Path
     assert done.returncode == 2 and said in done.stderr and "oading" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_closed_standard_output(tiny, tmp_path: Path) -> None:
     argv = [sys.executable, str(REPO / "generate.py"), "--task", "t2v-1.3B", "--prompt", "a"]
     argv += ["--ckpt_dir", str(tiny("t2v-1.3B")), *SMALL, "--save_file", str(tmp_path / "v.mp4")]

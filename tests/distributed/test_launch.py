@@ -178,6 +178,7 @@ def test_an_unknown_machine_is_refused_at_once() -> None:
     assert "nowhere.invalid" in sentence and "MASTER_ADDR" in sentence
 
 
+@pytest.mark.slow
 def test_another_program_at_the_port() -> None:
     """It takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -296,7 +297,7 @@ def test_a_failure_is_named_on_other_machines() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "sentence", "code"),
-    [("refuse", "This cannot be run.", 2), ("use_up_memory", "Out of memory; ", 1)],
+    [("refuse", "This cannot be run.", 2), slow("use_up_memory", "Out of memory; ", 1)],
 )
 def test_what_a_user_can_act_upon_is_one_sentence(kind: str, sentence: str, code: int) -> None:
     with Ranks(launcher(2), fail, kind, False) as ranks:

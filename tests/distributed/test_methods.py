@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.conftest import Tiny
+from tests.conftest import Tiny, slow
 from tests.dist import run
 from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
@@ -103,7 +103,9 @@ def name(case: Case) -> str:
     return f"{kind.name}-{ulysses}x{ring}-{ring_type}-{heads}heads-{prod(grid)}tokens-{dtype}"
 
 
-@pytest.mark.parametrize("case", pairwise_cases(), ids=name)
+@pytest.mark.parametrize(
+    "case", [case if i % 2 else slow(case) for i, case in enumerate(pairwise_cases())], ids=name
+)
 def test_selected_combinations(case: Case) -> None:
     run(case[0].world, compare_modes, case, whole(case))
 

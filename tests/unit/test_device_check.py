@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import check_steps
+from tests.conftest import slow
 from tests.dist import REPO, TORCHRUN
 from tools.check_device import ENDED, joined, main
 from tools.device_check.steps import (
@@ -127,7 +128,7 @@ def test_wrong_kernel(tmp_path: Path) -> None:
         (["--json", "report.txt"], "ends in .json"),
         (["--json", "/nowhere/at/all.json"], "No such file or directory"),
         (["--fast"], "--fast"),
-        (["--device", "cuda", "--only", "machine"], "PyTorch sees no CUDA device here"),
+        slow(["--device", "cuda", "--only", "machine"], "PyTorch sees no CUDA device here"),
     ],
 )
 def test_bad_input(
