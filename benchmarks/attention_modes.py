@@ -3,16 +3,17 @@
     python -m benchmarks.attention_modes --json results/attention.json
     python -m benchmarks.attention_modes --only modes overlap --ranks 2 --tokens 2048
 
-Every part starts gloo ranks of one thread each and times its variants in turn, all in every round;
-a round counts with its slowest rank, and ratios are taken inside a round. Memory is what a call
-holds at most beyond its inputs, in units of one rank's Q. More ranks than cores share them, so only
-ratios of that part mean something. Without targets, figures are for comparison.
+Every part starts gloo ranks of one thread each. The variants of a part run in turn, all in every
+round. A round counts with its slowest rank, and ratios are taken inside a round. Where there are
+more ranks than cores, only the ratios mean something. The program prints medians with extremes, and
+whether they meet the targets of those that have one; the JSON file has every round.
 
-modes    the three modes against each other: time, memory
-overlap  a link made slow: how much of its time A2A/FA overlap hides
-ring     all ranks as one ring, both ways round, against gathering K/V
-block    a whole block on two ranks against one
-compile  the block compiled by inductor, and the order of exchanges and attention in its code
+modes    compares the three modes: time, and memory that a call holds beyond its inputs (in units of
+         one rank's Q)
+overlap  makes the link slow and says how much of its time A2A/FA overlap hides
+ring     runs all ranks as one ring, both ways round, and gathers keys and values instead
+block    compares a whole block on two ranks with one rank
+compile  compiles the block with Inductor and reads the order of exchanges and attention in its code
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import attention_runs, block_runs, common
+from benchmarks import attention_runs, common
 from benchmarks.attention_runs import Size
-from benchmarks.ranks import CPU, launch, slowest
+from benchmarks.common import CPU, launch, slowest
 
 Record = dict[str, Any]
 Figures = Mapping[str, float]
@@ -112,7 +113,7 @@ def ring(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def block(options: argparse.Namespace) -> Iterator[Record]:
-    record = measure("block", 2, block_runs.scaling, options.block)
+    record = measure("block", 2, attention_runs.scaling, options.block)
     record["checks"] = [
         against(record, "one rank", "mode 0", 1.8, ">="),
         against(record, "one rank", "mode 1", 1.8, ">="),
@@ -121,7 +122,7 @@ def block(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def compiled(options: argparse.Namespace) -> Iterator[Record]:
-    record = measure("compile", 2, block_runs.compiled, options.block)
+    record = measure("compile", 2, attention_runs.compiled, options.block)
     record["checks"] = [check("the same order on all ranks", record["same_on_all"])]
     for mode, expected in record["expected"].items():
         record["checks"] += [

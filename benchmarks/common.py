@@ -1,5 +1,5 @@
 """What the benchmark programs share: interleaved timing, peak memory, a forward's matrix products,
-the environment, the output.
+ranks, the environment, the output.
 
 A machine's speed drifts (clocks, neighbours, page cache), so variants are never timed one after the
 other: every round runs each variant once and a ratio is taken inside a round.
@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -36,7 +41,9 @@ while os.getppid() == parent:
     for _ in range(1_000_000):
         pass
 """
+CPU = torch.device("cpu")
 Run = Callable[[], Any]
+Times = dict[str, list[float]]
 Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
@@ -67,15 +74,27 @@ def seconds(run: Run, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def interleave(
-    variants: Mapping[str, Run], rounds: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds of every variant in every round; odd rounds run in reverse order."""
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(rounds):
+def interleave(variants: Mapping[str, Run], rounds: int, device: torch.device = CPU) -> Times:
+    """Seconds of every variant in every round, after one round that does not count.
+
+    Odd rounds run in reverse order. The ranks of a process group begin each run together.
+    """
+    times: Times = {name: [] for name in variants}
+    for number in range(-1, rounds):
         for name in list(variants)[:: -1 if number % 2 else 1]:
-            times[name].append(seconds(variants[name], device))
+            if dist.is_initialized():
+                dist.barrier()
+            taken = seconds(variants[name], device)
+            if number >= 0:
+                times[name].append(taken)
     return times
+
+
+def slowest(found: list[Times]) -> Times:
+    """Every variant's seconds in every round, on the rank that took longest."""
+    return {
+        name: [max(s) for s in zip(*(t[name] for t in found), strict=True)] for name in found[0]
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -177,3 +196,30 @@ def write_json(path: str | None, device: torch.device, results: Sequence[Any]) -
         record = {"environment": environment(device), "results": results}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def launch(
+    ranks: int, work: Callable[..., dict[str, Any]], *args: Any, timeout: float | None = None
+) -> list[dict[str, Any]]:
+    """work(*args) in as many new processes, one thread each, in one gloo group; results by rank.
+
+    The first error of a rank is raised here and ends the others. timeout: seconds for each result,
+    multiprocessing.TimeoutError after them.
+    """
+    quiet = patch.dict(os.environ, KINETO_LOG_LEVEL="99")  # the profiler of `peak_bytes`
+    with quiet, tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(ranks) as pool:
+        tasks = [(work, args, rank, ranks, f"file://{folder}/store") for rank in range(ranks)]
+        results = pool.imap_unordered(_on_rank, tasks)
+        found = dict(results.next(timeout) for _ in range(ranks))
+    return [found[rank] for rank in range(ranks)]
+
+
+def _on_rank(task: tuple[Callable[..., Any], tuple[Any, ...], int, int, str]) -> tuple[int, Any]:
+    work, args, rank, ranks, store = task
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
+    with torch.no_grad():
+        result = work(*args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank, result

@@ -2,14 +2,15 @@
 
     python benchmarks/diffusers_parallel.py --ranks 2 --json results/diffusers_parallel.json
 
-A WanTransformer3DModel on gloo ranks of one thread each. "theirs" is `enable_parallelism` with
-Ulysses, which is written for accelerators: the number of accelerators, 0 here, is patched to 1 in
-this program. "ours" is `parallelize_transformer` in mode 0, "ours, 1" in mode 1. A round runs each
-once and counts with its slowest rank; ratios are taken inside a round. Added bytes: a forward's
-peak above what was there before it.
+A WanTransformer3DModel runs on gloo ranks of one thread each. "theirs" is `enable_parallelism` with
+Ulysses, which is written for accelerators: this program patches the number of accelerators from 0
+to 1. "ours" is `parallelize_transformer` in mode 0, "ours, 1" in mode 1. A round runs each once and
+counts with its slowest rank; ratios are taken inside a round. The program prints seconds, ratios,
+the bytes that a forward adds at its peak, and the distance from the network alone.
 
-Then the cases: whether each runs, or what it says. "hangs": it has not ended after --limit seconds,
-of which starting the ranks takes some.
+Then it prints for each of several cases whether both run, or what they say. "hangs" means that a
+case has not ended after --limit seconds, which include the start of the ranks. The JSON file has
+all of it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from diffusers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.ranks import CPU, interleave, launch, slowest
+from benchmarks.common import CPU, interleave, launch, slowest
 from wan.diffusers import parallelize_transformer
 
 Grid = tuple[int, ...]

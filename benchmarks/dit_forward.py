@@ -1,16 +1,17 @@
-"""One forward pass of the DiT: ours, ours compiled, diffusers, and its matrix products alone.
+"""One forward of the DiT: ours, ours compiled, diffusers', and its matrix products alone.
 
     python benchmarks/dit_forward.py --case 12x128
     python benchmarks/dit_forward.py --case 12x128 --load 1 --json results/dit.json
     python benchmarks/dit_forward.py --gpu-case
 
-All models share their weights and get the same input. "ours" has fused small operations, "plain"
-none, "compiled" whole blocks (`--compile`). "linear" and "attention" replay those calls of our
-forward alone, on its own activations: with these kernels no forward can be faster than their sum,
-"products"; what a forward takes beyond it is its "rest". Every model computes the text's keys and
-values; only the row "ours, text cache" reuses them, as our model does in every step but the first.
-Memory is the most that one forward holds beside the weights. `--load`: other processes that keep
-one core each busy.
+All models share their weights and get the same input. "ours" fuses small operations, "plain" fuses
+none, "compiled" compiles whole blocks (`--compile`). "linear" and "attention" replay those calls of
+our forward alone, on its own activations: with these kernels no forward can be faster than their
+sum, "products"; what a forward takes beyond it is its "rest". Every model computes the text's keys
+and values; only the row "ours, text cache" reuses them, as our model does in every step but the
+first. The program prints seconds, ratios taken inside a round, the rate, and the most memory that
+one forward holds beside the weights; the JSON file has every round. `--load` starts processes that
+keep one core each busy.
 
 Legend: C channels, F H W latent frames/height/width.
 """

@@ -81,7 +81,6 @@ def measure(
             found.append(meter.stop())
 
     variants = {"metered": partial(steps, True), "plain": partial(steps, False)}
-    steps(False)
     times = common.interleave(variants, asked.rounds, device.torch_device)
     cpu, seconds = (sum(getattr(one, n) for one in found) for n in ("cpu_seconds", "seconds"))
     samples = sum(one.samples for one in found)

@@ -4,12 +4,13 @@
     python -m benchmarks.powercap_gpu --device cpu --tokens 2048 --hidden 256 --seconds 2  (trial)
 
 The share is that of 4 ranks at 720p x 161 frames: 147 600 tokens, 10 heads of 128, random bfloat16.
-A layer is the projections and the feed-forward of a rank's tokens, the exchanges, attention. One
-device has nobody to exchange with, so an exchange is its packing and unpacking copies and then
-nothing until its bytes would have crossed a link of --link_gbs (given, not measured). Blocks of
---seconds are run in random order. Controls: the baseline's exchanges first and then chunks with
-rests of the same length between them; the baseline with its clock locked, where that is permitted.
-The raw series of power and clock are in the JSON.
+A layer is the projections and the feed-forward of a rank's tokens, the exchanges, and attention.
+One device has nobody to exchange with. An exchange is therefore its packing and unpacking copies
+and between them a rest, as long as its bytes would take over a link of --link_gbs (given, not
+measured). Blocks of --seconds run in random order. There are two controls: the baseline's exchanges
+first and then chunks with rests of the same length between them, and the baseline with its clock
+locked, where that is permitted. The program prints milliseconds, power and clock of each block and
+the ratios to the baseline; the JSON file also has the raw series of power and clock.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
     python -m benchmarks.residency --task ti2v-5B --ways true block "block --resident_blocks 10"
     python -m benchmarks.residency --task t2v-A14B --layers 8 --ways block -- --sample_steps 2
 
-Writes a randomly initialised checkpoint in bfloat16 (the VAE in float32) of the task's sizes into a
-temporary folder, starts generate.py for each way, one after the other, and samples RssAnon of /proc
-(Linux) all the while. Pages of mapped files are not anonymous: the system drops them when memory is
-short. A run that passes --limit is killed and has no result. What stands behind `--` is given to
-generate.py; the seconds are those of its record.
+The program writes a randomly initialised checkpoint of the task's sizes in bfloat16 (the VAE in
+float32) into a temporary folder. It starts generate.py for each way, one after the other, and
+samples RssAnon of /proc (Linux) all the while. Pages of mapped files are not anonymous: the system
+drops them when memory is short. A run that passes --limit is killed and has no result. What stands
+behind `--` is given to generate.py. For each way the program prints the exit code, the peak and
+seconds; the stages' seconds are those of the run's record. The JSON file has the same figures.
 
-All layers of a network have the same values. --layers: only so many are in the DiT's file, the
-others are holes in it, which read as zeros and take no disk; both experts are then one file. Such
-a run takes the memory of the whole network, but its seconds are not those of a disk.
+All layers of a network have the same values. --layers N puts only N layers into the DiT's file; the
+others are holes in it, which read as zeros and take no disk, and both experts are then one file.
+Such a run takes the memory of the whole network, but its seconds are not those of a disk.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     python benchmarks/step_cache.py --ranks 4 --json results/step_cache.json
 
-A DiT on gloo ranks of one thread each, in one Ulysses group. "cached" compares in every step (two
-sums over the tokens, an all-reduce, a verdict, one host read) and computes all the same, as its
-threshold is 0; "plain" has no cache; "decision" is what the comparison alone takes. A round counts
-with its slowest rank; ratios are taken inside a round. Kept: bytes of all kept tensors, against two
-of this rank's tokens by channels.
+A DiT runs on gloo ranks of one thread each, in one Ulysses group. "plain" has no cache. "cached"
+compares in every step (two sums over the tokens, an all-reduce, a verdict, one host read) and
+computes all the same, because its threshold is 0. "decision" is the comparison alone. A round
+counts with its slowest rank, and ratios are taken inside a round. The program prints medians, the
+ratio of cached to plain, and the bytes of all kept tensors over those of two tensors of this rank's
+tokens by channels; the JSON file has every round.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
-from benchmarks.ranks import CPU, interleave, launch, slowest
+from benchmarks.common import CPU, interleave, launch, slowest
 from wan import host
 from wan.cache import policy
 from wan.cache.residual import change

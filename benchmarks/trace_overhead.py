@@ -1,10 +1,11 @@
-"""What the ranges of a schedule trace cost, where nothing records them and where it is done.
+"""What the ranges of a schedule trace cost, where nothing records them and where a recorder does.
 
     python -m benchmarks.trace_overhead --tokens 256 --json results/trace.json
 
-A forward pass of a small DiT in InsertComm's ten chunks, on one device, is timed plainly and
-recorded, in turn. Without a recorder a range is one comparison: its time, taken alone, times the
-ranges of a forward pass, as a share of that pass. Small shapes are the worst case.
+A forward of a small DiT in InsertComm's ten chunks is timed on one device, plainly and recorded, in
+turn. Without a recorder a range is one comparison. The program prints its time, taken alone, times
+the ranges of a forward, as a share of that forward, and the ratio of a recorded forward to a plain
+one; the JSON file has the same figures. Small shapes are the worst case.
 """
 
 from __future__ import annotations

@@ -5,14 +5,16 @@
 
 One block of the 14B networks (40 heads of 128, bfloat16, mode 0, text given as keys and values)
 runs on tensors without data, with the sizes that it has on a GPU. Every operation that makes or
-changes a tensor is one launch, and moves the bytes of the tensors it reads and of those it writes;
-a broadcast tensor counts once. Left out: matrix products, attention kernels, what is sent between
-ranks, views, and allocations. diffusers' block is counted the same way, on one rank; it computes
-the text's keys and values in each call, and keeps the residual stream in bfloat16.
+changes a tensor is one launch. It moves the bytes of the tensors that it reads and of those that it
+writes; a broadcast tensor counts once. Matrix products, attention kernels, exchanges between ranks,
+views and allocations do not count. diffusers' block is counted in the same way, on one rank; it
+computes the text's keys and values in each call, and keeps the residual stream in bfloat16. The
+program prints the totals and the eight largest operations; the JSON file has all operations.
 
-"fused" has the small operations of `--fused_ops auto`: each compiled function counts what PyTorch's
-compiler (Inductor) says of it, the buffers that its kernels read and write and the number of these,
-compiled for this machine's CPU at the same sizes. It needs 6 GB of memory on one rank.
+"fused" has the small operations of `--fused_ops auto`. Of each compiled function it counts what
+PyTorch's compiler (Inductor) says: the buffers that its kernels read and write and the number of
+these kernels, compiled for this machine's CPU at the same sizes. It needs 6 GB of memory on one
+rank.
 """
 
 from __future__ import annotations

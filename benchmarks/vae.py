@@ -2,13 +2,14 @@
 
     python -m benchmarks.vae --version 2.1 --latent 3,16,26 --ranks 2 --rounds 10 --json FILE
 
-Weights are random, widths the published ones. One thread per rank; on one machine ranks need as
-many cores.
+Weights are random, widths are the published ones. Each rank has one thread, so ranks on one machine
+need as many cores. The program prints median seconds, the ratio taken inside a round, the distance
+of the results and the memory of each; the JSON file has the same figures.
 
     python -m benchmarks.vae --seams examples/demo/t2v-A14B/Wan2.1_VAE.safetensors docs/demo.png
 
-decodes an image with a trained VAE whole and in tiles, and compares the steps of what tiles change
-between neighbouring rows and columns: where a tile or its blending begins, and everywhere else.
+This decodes an image with a trained VAE whole and in tiles. It prints how much what tiles change
+differs between neighbouring rows and columns: where a tile or its blending begins, and elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import common
-from benchmarks.ranks import CPU, Times, interleave, launch, slowest
+from benchmarks.common import CPU, Times, interleave, launch, slowest
 from wan.pipeline import vae
 from wan.pipeline.conditioning import pixels
 from wan.pipeline.vae import published
