@@ -93,7 +93,8 @@ def shared(version: str, size: tuple[int, ...], rounds: int) -> dict[str, Any]:
 def seams(weights: Path, image: Path) -> dict[str, Any]:
     """Of five frames, each the image moved by some pixels."""
     blueprint = vae.blueprint(weights)
-    network = vae.VideoVAE(blueprint.load(device=CPU, dtype_of=vae.in_float32))
+    loaded = blueprint.load(device=CPU, dtype_of=lambda *_: torch.float32)
+    network = vae.VideoVAE(loaded)
     still = pixels(Image.open(image))
     still = still[:, : still.shape[1] // 64 * 64, : still.shape[2] // 64 * 64]
     z = network.encode(torch.stack([still.roll(3 * frame, 2) for frame in range(5)], dim=1))

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tests.conftest import slow
 from tests.dist import Ranks, launcher, run
 from wan.cli import main as generate
-from wan.pipeline.vae import blueprint, in_float32, published
+from wan.pipeline.vae import blueprint, published
 from wan.vae.layers import Downsample, ResidualBlock, Upsample, padded
 from wan.vae.network import Autoencoder
 from wan.vae.rows import WHOLE, Rows, State
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @cache
 def network(path: Path) -> Autoencoder:
-    return blueprint(path).load(device=CPU, dtype_of=in_float32)
+    return blueprint(path).load(device=CPU, dtype_of=lambda *_: torch.float32)
 
 
 def shared(height: int) -> ShardedRows:

@@ -380,6 +380,22 @@ def test_an_image_whose_file_is_damaged_or_closed(tmp_path: Path) -> None:
         images.from_value(closed)
 
 
+def test_of_a_damaged_tiff_only_the_sentence_is_seen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """libtiff itself says something else for each kind of compression."""
+    for compression in ("tiff_lzw", "tiff_adobe_deflate", "jpeg"):
+        path = saved(tmp_path, rgb(), "x.tiff", compression=compression)
+        data = bytearray(path.read_bytes())
+        for place in range(20, len(data) // 2, 37):
+            data[place] ^= 0xFF
+        path.write_bytes(data)
+        with pytest.raises(InputError, match="cannot be read as an image"):
+            images.read(path)
+    os.write(2, b"as before")
+    assert capfd.readouterr().err == "as before"
+
+
 # Paths and files that are no image
 
 

@@ -69,6 +69,19 @@ encoder.downsamples.1.downsamples.2.time_conv.bias encoder.down_blocks.1.downsam
 encoder.downsamples.1.downsamples.0.residual.0.gamma encoder.down_blocks.1.resnets.0.norm1.gamma
 decoder.upsamples.0.upsamples.3.resample.1.weight decoder.up_blocks.0.upsampler.resample.1.weight
 """
+CLIP_PAIRS = """
+visual.cls_embedding embeddings.class_embedding
+visual.pos_embedding embeddings.position_embedding.weight
+visual.patch_embedding.weight embeddings.patch_embedding.weight
+visual.pre_norm.bias pre_layrnorm.bias
+visual.post_norm.weight post_layernorm.weight
+visual.transformer.10.norm1.weight encoder.layers.10.layer_norm1.weight
+visual.transformer.10.norm2.bias encoder.layers.10.layer_norm2.bias
+visual.transformer.10.attn.to_qkv.weight encoder.layers.10.self_attn.to_qkv.weight
+visual.transformer.10.attn.proj.bias encoder.layers.10.self_attn.out_proj.bias
+visual.transformer.10.mlp.0.weight encoder.layers.10.mlp.fc1.weight
+visual.transformer.10.mlp.2.bias encoder.layers.10.mlp.fc2.bias
+"""
 
 
 def pairs(table: str) -> list[list[str]]:
@@ -182,6 +195,13 @@ def test_vae_names_one_by_one(official: str, diffusers: str):
     assert keymaps.vae_diffusers_name(official) == diffusers
     nested = official.count("samples.") > 1
     assert keymaps.vae_official_name(diffusers, nested) == official
+
+
+@pytest.mark.parametrize(("official", "transformers"), pairs(CLIP_PAIRS))
+def test_clip_names_one_by_one(official: str, transformers: str):
+    assert keymaps.clip_transformers_name(official) == transformers
+    assert keymaps.clip_transformers_name(f"vision_model.{transformers}") == transformers
+    assert keymaps.clip_official_name(transformers) == official
 
 
 # The official tensors.

@@ -37,7 +37,7 @@ from tools.demo.scenes import (
 from tools.demo.score import Seen, foreground, look
 from wan import WanI2V, WanT2V
 from wan.configs import WAN_CONFIGS
-from wan.pipeline.vae import VideoVAE, blueprint, in_float32
+from wan.pipeline.vae import VideoVAE, blueprint
 
 SIDE, LONG = 64, 249
 _SEED = 77
@@ -193,7 +193,8 @@ def score_drawings(model: Any, setting: Setting) -> dict[str, float]:
 
 def score_vae(file: Path, count: int) -> dict[str, float]:
     """Mean PSNR of held-out clips after encoding and decoding."""
-    network = blueprint(file).load(device=torch.device("cpu"), dtype_of=in_float32)
+    cpu = torch.device("cpu")
+    network = blueprint(file).load(device=cpu, dtype_of=lambda *_: torch.float32)
     vae, found = VideoVAE(network), []
     for _, scene in held_out(count):
         clip = render(scene, 9, SIDE)

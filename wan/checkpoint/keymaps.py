@@ -75,6 +75,21 @@ _VAE: Renames = (
     (".shortcut", ".conv_shortcut"),
 )
 
+_CLIP: Rows = (  # the vision tower; `to_qkv` is three tensors there (`wan.pipeline.clip`)
+    ("visual.cls_embedding", "embeddings.class_embedding"),
+    ("visual.pos_embedding", "embeddings.position_embedding.weight"),
+    ("visual.patch_embedding", "embeddings.patch_embedding"),
+    ("visual.pre_norm", "pre_layrnorm"),
+    ("visual.post_norm", "post_layernorm"),
+    ("visual.transformer", "encoder.layers"),
+    (".norm1", ".layer_norm1"),
+    (".norm2", ".layer_norm2"),
+    (".attn.proj", ".attn.out_proj"),
+    (".attn", ".self_attn"),
+    (".mlp.0", ".mlp.fc1"),
+    (".mlp.2", ".mlp.fc2"),
+)
+
 # The 2.1 VAE numbers its blocks flat: in the decoder three residual blocks, then an upsampler.
 _VAE_FLAT: Renames = (
     (".downsamples", ".down_blocks"),
@@ -115,6 +130,16 @@ def t5_transformers_name(official: str) -> str:
 def t5_official_name(name: str) -> str:
     """Returns the official name of a UMT5EncoderModel tensor."""
     return _rename(name, _inverse(_T5))
+
+
+def clip_transformers_name(official: str) -> str:
+    """Returns the name in transformers' CLIPVisionModel of an official CLIP tensor."""
+    return _rename(official.removeprefix("vision_model."), _CLIP)
+
+
+def clip_official_name(name: str) -> str:
+    """Returns the official name of a CLIPVisionModel tensor."""
+    return _rename(name.removeprefix("vision_model."), _inverse(_CLIP))
 
 
 def vae_diffusers_name(official: str) -> str:

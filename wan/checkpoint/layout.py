@@ -281,26 +281,18 @@ def _kind(files: DitFiles) -> str:
     if in_dim not in KINDS:
         why = f"is a Wan network that is not supported ({in_dim} input channels)"
         raise InputError(f"{files.folder}", None, why, "t2v (16), i2v (36) and ti2v (48) are")
-    for part, (why, remedy) in _UNSUPPORTED.items():
+    for part, (shows, remedy) in _UNSUPPORTED.items():
         name = next((name for name in files.tensors if part in name), None)
         if name is not None:
-            raise InputError(f"{files.folder}", None, f"has {name}, {why}", remedy)
+            why = f"has {name}, {shows}, which is not supported"
+            raise InputError(f"{files.folder}", None, why, remedy)
     return KINDS[in_dim]
 
 
 _UNSUPPORTED = {
-    "gate_compress": (
-        "of video sparse attention, which is not supported",
-        "get the FullAttn model",
-    ),
-    ".weight_scale": (
-        "of a quantised linear layer, which is not supported there",
-        "see `quant_dit_path`",
-    ),
-    "time_embedding_r": (
-        "of a second timestep (MeanFlow), which is not supported",
-        "get another model",
-    ),
+    "gate_compress": ("of video sparse attention", "get the FullAttn model"),
+    ".weight_scale": ("of a quantised linear layer", "see `quant_dit_path`"),
+    "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
 }
 """Part of a tensor's name -> what it shows, and what to do."""
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's; attention is dense without it

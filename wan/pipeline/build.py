@@ -342,9 +342,8 @@ class NetworkLoader:
         """Loads the autoencoder."""
         self.setup.checkpoint.require("vae")
         assert self._vae is not None
-        rounds = self.setup.execution.vae_precision == "bf16"
-        dtype_of = vae.in_bfloat16 if rounds else vae.in_float32
-        return VideoVAE(self._vae.load(device=self._device, dtype_of=dtype_of))
+        dtype = DTYPES[self.setup.execution.vae_precision]
+        return VideoVAE(self._vae.load(device=self._device, dtype_of=lambda *_: dtype))
 
 
 def step_caches(setup: Setup, team: Team | None) -> Cache:

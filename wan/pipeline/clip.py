@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.checkpoint.files import TensorInfo
+from wan.checkpoint.keymaps import clip_transformers_name
 from wan.checkpoint.load import Blueprint, Source, Sources, stored
 from wan.settings.errors import InputError
 
@@ -28,22 +29,8 @@ PUBLISHED = 611_086_080  # elements of the published network without its last bl
 HEAD = 80  # channels of an attention head
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
-
-# Official names of the vision tower -> transformers'; to_qkv is cut into three.
-_ROWS = (
-    (r"^visual\.cls_embedding$", "embeddings.class_embedding"),
-    (r"^visual\.pos_embedding$", "embeddings.position_embedding.weight"),
-    (r"^visual\.patch_embedding\.", "embeddings.patch_embedding."),
-    (r"^visual\.pre_norm\.", "pre_layrnorm."),
-    (r"^visual\.transformer\.(\d+)\.norm1\.", r"encoder.layers.\1.layer_norm1."),
-    (r"^visual\.transformer\.(\d+)\.norm2\.", r"encoder.layers.\1.layer_norm2."),
-    (r"^visual\.transformer\.(\d+)\.attn\.proj\.", r"encoder.layers.\1.self_attn.out_proj."),
-    (r"^visual\.transformer\.(\d+)\.attn\.to_qkv\.", r"encoder.layers.\1.self_attn.to_qkv."),
-    (r"^visual\.transformer\.(\d+)\.mlp\.0\.", r"encoder.layers.\1.mlp.fc1."),
-    (r"^visual\.transformer\.(\d+)\.mlp\.2\.", r"encoder.layers.\1.mlp.fc2."),
-)
 _UNUSED = re.compile(
-    r"textual\.|log_scale$|visual\.(post_norm|head)|post_layernorm\.|visual_projection|.*position_ids$"
+    r"textual\.|log_scale$|visual\.head|post_layernorm\.|visual_projection|.*position_ids$"
 ).match
 _LAYERS = "encoder.layers."
 
@@ -76,7 +63,8 @@ def blueprint(path: Path) -> Blueprint[Any]:
     Raises:
         InputError: The weights belong to another network.
     """
-    found = {name: info for name, info in stored(path, _name).items() if not _UNUSED(name)}
+    every = stored(path, clip_transformers_name)
+    found = {name: info for name, info in every.items() if not _UNUSED(name)}
     last = max((int(name.split(".")[2]) for name in found if name.startswith(_LAYERS)), default=0)
     tensors: dict[str, TensorInfo] = {}
     try:
@@ -125,10 +113,3 @@ def _network(dim: int, inner: int, layers: int, patch: int) -> Any:
     network = getattr(network, "vision_model", network)  # transformers 4 has it inside
     network.post_layernorm = torch.nn.Identity()  # of an output that nobody takes
     return network
-
-
-def _name(name: str) -> str:
-    name = name.removeprefix("vision_model.")
-    for pattern, replacement in _ROWS:
-        name = re.sub(pattern, replacement, name)
-    return name

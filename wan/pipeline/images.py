@@ -105,10 +105,8 @@ def _check_file(path: Path, given: ImageSetting) -> None:
             raise address.refused("takes a file, not an address", "download it first") from None
         raise given.refused("does not exist", "give an image") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
-        given = ImageSetting(
-            given.setting, shown(path, str)
-        )  # it may be too long to be shown whole
-        raise given.refused(f"cannot be used ({_reason(error)})", "give another one") from None
+        short = ImageSetting(given.setting, shown(path, str))  # it may be too long a name
+        raise short.refused(f"cannot be used ({_reason(error)})", "give another one") from None
     if not stat.S_ISREG(found.st_mode):
         raise given.refused("is not a file", "give an image")
     if found.st_size == 0:
@@ -163,10 +161,26 @@ def _as_shown(image: Image.Image, given: ImageSetting) -> Image.Image:
     width, height = image.size
     if not width or not height:
         raise given.refused(f"has no pixels ({width}x{height})", "give another image")
+    _decode(image)
     turned = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         turned = _eight_bits(turned, image, given)
     return _over_white(turned, given).convert("RGB")
+
+
+def _decode(image: Image.Image) -> None:
+    """Decodes an image, and drops what libtiff itself writes to standard error meanwhile."""
+    if image.format != "TIFF" or sys.stderr is None:
+        image.load()
+        return
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        image.load()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def _over_white(image: Image.Image, given: ImageSetting) -> Image.Image:

@@ -43,6 +43,7 @@ _VAE_ACTIVATIONS = {
     ("2.1", "encode"): (5_750, 11_830, 11_880, 49),
     ("2.2", "encode"): (2_420, 5_630, 5_680, 48),
 }
+_ITEMSIZE = {"bf16": 2, "fp32": 4}
 _NPU_DRIVER = Path("/dev/davinci_manager")  # it does not say how much memory is free
 
 
@@ -87,7 +88,7 @@ class Sizes:
 
 
 def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
-    """What lives on the fullest rank when the most does, for each stage in their order.
+    """Adds up what lives on the fullest rank when the most does, in each stage of a run.
 
     Args:
         setup: The checkpoint and the settings.
@@ -131,7 +132,10 @@ def _latents(request: Request) -> Usage:
 
 
 def planned_device(setup: Setup) -> Capabilities:
-    """What `device` and `chip` mean; "auto": the first accelerator that can run it, else a CPU."""
+    """Finds the device that `device` and `chip` mean.
+
+    "auto" means the first accelerator that can run the setup, and a CPU where none can.
+    """
     rows = devices.candidates(setup.execution.device, setup.chip)
     for row in sorted(rows, key=lambda row: row.type == "cpu"):
         try:
@@ -143,16 +147,14 @@ def planned_device(setup: Setup) -> Capabilities:
 
 
 def estimate(setup: Setup, request: Request) -> Sizes:
-    """The sizes by formulas: none above what is measured, the fullest stage 85 % of it or more.
+    """Estimates the sizes by formulas.
 
-    Weights have the size of their files. Left out are CLIP, and what a VAE takes beside the video
-    while it decodes in tiles.
+    No size is above what the planner measures, and the fullest stage is at least 85 % of that.
+    Weights have the size of their files. The formulas leave out CLIP, and what a VAE takes beside
+    the video while it decodes in tiles.
     """
-    execution, (width, height), frames = (
-        setup.execution,
-        request.video_size,
-        request.latent_shape[1],
-    )
+    execution, frames = setup.execution, request.latent_shape[1]
+    width, height = request.video_size
     is_on_device = planned_device(setup).type == "cpu" or not execution.t5_cpu
     holds_frame = setup.preset.kind == "ti2v" and request.image_size is not None
     encoded = frames if setup.preset.kind == "i2v" else int(holds_frame)
@@ -163,7 +165,7 @@ def estimate(setup: Setup, request: Request) -> Sizes:
     return Sizes(
         text=_text_encoder(setup) if is_on_device else None,
         clip=0,
-        vae=int(_vae_weights(setup) * _vae_itemsize(setup) / 4),
+        vae=int(_vae_weights(setup) * _ITEMSIZE[execution.vae_precision] / 4),
         encoding=+Usage(activations=encoding),
         decoding=Usage(activations=video + (0 if execution.vae_tiling else decoding // ranks)),
         dit=_transformer(setup, request),
@@ -171,7 +173,7 @@ def estimate(setup: Setup, request: Request) -> Sizes:
 
 
 def _text_encoder(setup: Setup) -> NetworkSize:
-    """Of sharded weights, FSDP gathers the word table, twice."""
+    """Estimates the text encoder. FSDP gathers the word table of sharded weights twice."""
     path, parallel = setup.checkpoint.text_encoder, setup.parallel
     size = _TEXT_ENCODER if path is None else _stored(path)
     words = _WORDS * size // _TEXT_ENCODER
@@ -182,13 +184,15 @@ def _text_encoder(setup: Setup) -> NetworkSize:
 
 
 def _transformer(setup: Setup, request: Request) -> NetworkSize:
-    """Matrices; the text's keys and values; the residual stream beside q, k and v or beside the
-    feed-forward. With FSDP also two gathered blocks and what is outside the blocks, once more while
-    it is gathered."""
+    """Estimates a DiT from its matrices, the text's keys and values, and the residual stream.
+
+    The stream lives beside q, k and v, or beside the feed-forward. FSDP also gathers two blocks and
+    what is outside the blocks, which lives once more while it is gathered.
+    """
     config, execution, parallel = setup.checkpoint.config, setup.execution, setup.parallel
     c, f, layers = config["dim"], config["ffn_dim"], config["num_layers"]
     device = planned_device(setup).type
-    e = {"bf16": 2, "fp32": 4}[execution.dit_precision_on(device)]
+    e = _ITEMSIZE[execution.dit_precision_on(device)]
     fp32 = e if execution.convert_model_dtype else 4
     block = (8 * c + 2 * f) * c * e
     if setup.quantised is not None:
@@ -213,13 +217,13 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
 
 
 def beside_blocks(setup: Setup, request: Request) -> int:
-    """What is estimated to live on a device beside the blocks of the DiT that runs, in bytes."""
+    """Estimates the bytes that live on a device beside the blocks of the DiT that runs."""
     dit = _transformer(setup, request)
     return dit.weights - dit.blocks + (dit.kept + dit.activations + _latents(request)).total()
 
 
 def vae_activations(setup: Setup, verb: str, size: tuple[int, int, int]) -> int:
-    """What is estimated to live beside the VAE's weights, on all ranks that share the rows.
+    """Estimates what lives beside the VAE's weights, on all ranks that share the rows together.
 
     Args:
         setup: The checkpoint and the settings.
@@ -234,29 +238,25 @@ def vae_activations(setup: Setup, verb: str, size: tuple[int, int, int]) -> int:
         return 0
     width_ratio = min(1.0, (_vae_weights(setup) / _VAE[version]) ** 0.5)  # to the published VAE
     *first, further = _VAE_ACTIVATIONS[version, verb]
-    each = first[min(frames, 3) - 1] * width_ratio * _vae_itemsize(setup) / 4
+    each = first[min(frames, 3) - 1] * width_ratio * _ITEMSIZE[setup.execution.vae_precision] / 4
     return int((each + max(0, frames - 3) * further) * height * width)
 
 
-def _vae_itemsize(setup: Setup) -> int:
-    return {"bf16": 2, "fp32": 4}[setup.execution.vae_precision]
-
-
 def _vae_weights(setup: Setup) -> int:
-    """Bytes of the VAE's weights in float32."""
+    """Returns the bytes of the VAE's weights in float32."""
     path = setup.checkpoint.vae
     return _VAE[setup.preset.vae] if path is None else _stored(path)
 
 
 def _stored(path: Path) -> int:
-    """Bytes of the weights in a file or folder; a .pth is an uncompressed archive of them."""
+    """Returns the bytes of the weights in a file or folder; a .pth archives them uncompressed."""
     if path.is_file():
         return path.stat().st_size
     return sum(info.nbytes for info in (folder_tensors(path) or {}).values())
 
 
 def check(setup: Setup, request: Request, ranks_here: int, stage: str | None = None) -> None:
-    """Refuse a run that needs more memory than is free, as far as both are known.
+    """Refuses a run that needs more memory than is free, as far as both are known.
 
     Only torch can tell which device "auto" is. Such a run is refused where it fits on none of the
     devices that are here.
@@ -268,7 +268,7 @@ def check(setup: Setup, request: Request, ranks_here: int, stage: str | None = N
         stage: The only stage of the run, a key of `stages`; None: all of them.
 
     Raises:
-        InputError: For a run that does not fit.
+        InputError: The run does not fit.
     """
     device_types: tuple[str, ...] = (setup.execution.device,)
     if device_types == ("auto",) and _NPU_DRIVER.exists():
@@ -283,7 +283,7 @@ def check(setup: Setup, request: Request, ranks_here: int, stage: str | None = N
 def _refusal(
     setup: Setup, request: Request, ranks_here: int, only: str | None, device: str
 ) -> InputError | None:
-    """Why the run does not fit into the memory of this type of device; None where it may."""
+    """Says why the run does not fit into this type of device's memory; None where it may."""
     free = free_memory(device)
     if free is None:
         return None
@@ -304,9 +304,9 @@ def _refusal(
 def fullest(
     setup: Setup, request: Request, ranks_here: int = 1, only: str | None = None, **execution: Any
 ) -> tuple[str, int]:
-    """The stage that is estimated to take the most, and its bytes.
+    """Finds the stage that is estimated to take the most, and its bytes.
 
-    The VAE decodes in tiles, which a run does by itself where memory is short.
+    The VAE is taken to decode in tiles, which a run does by itself where memory is short.
 
     Args:
         setup: The checkpoint and the settings.
@@ -327,7 +327,7 @@ def fullest(
 
 
 def free_memory(device_type: str) -> int | None:
-    """Bytes that a run on a device of this type may take; None where that is not known.
+    """Returns the bytes that a run on this type of device may take, or None if that is unknown.
 
     Of several GPUs the one with the most free memory counts.
     """
@@ -337,10 +337,10 @@ def free_memory(device_type: str) -> int | None:
 
 
 def gpu_memory(kind: str) -> list[int]:
-    """Bytes of each NVIDIA GPU here, "free" or in "total", as `nvidia-smi` reports them.
+    """Returns the bytes of each NVIDIA GPU, "free" or in "total", as `nvidia-smi` reports them.
 
-    Empty where there is no such program, no GPU, or no answer within five seconds. An answer holds
-    for ten seconds, because the lines of a prompt file ask one after the other.
+    The list is empty where there is no such program, no GPU, or no answer within five seconds. An
+    answer holds for ten seconds, because the lines of a prompt file ask one after the other.
     """
     return _gpu_memory(kind, int(time.monotonic()) // 10)
 

@@ -51,19 +51,6 @@ _VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder th
 }
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
 
-
-CLIP_NAMES = (  # transformers' and the official part of a name
-    ("embeddings.class_embedding", "cls_embedding"),
-    ("embeddings.position_embedding.weight", "pos_embedding"),
-    ("embeddings.patch_embedding", "patch_embedding"),
-    ("pre_layrnorm", "pre_norm"),
-    ("post_layernorm", "post_norm"),
-    ("encoder.layers", "transformer"),
-    ("layer_norm", "norm"),
-    ("self_attn.out_proj", "attn.proj"),
-    ("mlp.fc1", "mlp.0"),
-    ("mlp.fc2", "mlp.2"),
-)
 _STATED = (  # the official keys of a DiT's config.json, without those that the weights tell
     *("dim", "eps", "ffn_dim", "freq_dim", "in_dim", "model_type", "num_heads", "num_layers"),
     *("out_dim", "text_len"),
@@ -225,16 +212,13 @@ def _official_clip(state: NamedTensors) -> NamedTensors:
     """Renames CLIP's tensors, and adds a text tower and what else Wan does not use."""
     found: NamedTensors = OrderedDict()
     for name, tensor in state.items():
-        official = name.removeprefix("vision_model.")
-        for theirs, part in CLIP_NAMES:
-            official = official.replace(theirs, part)
+        official = keymaps.clip_official_name(name.replace("q_proj", "to_qkv"))
         if name.endswith(("class_embedding", "position_embedding.weight")):
             tensor = tensor.reshape(1, -1, CLIP_DIM)
         if ".q_proj." in name:
             tensor = torch.cat([state[name.replace("q_proj", f"{x}_proj")] for x in "qkv"])
-            official = official.replace("self_attn.q_proj", "attn.to_qkv")
         if ".k_proj." not in name and ".v_proj." not in name:
-            found[f"visual.{official}"] = tensor
+            found[official] = tensor
     found["visual.head"] = torch.zeros(CLIP_DIM, 8)
     found["textual.token_embedding.weight"] = torch.zeros(4, 4)
     found["log_scale"] = torch.zeros(())

@@ -189,13 +189,3 @@ def blueprint(path: Path) -> Blueprint[Autoencoder]:
 def published(version: str) -> Autoencoder:
     """The autoencoder of Wan "2.1" or "2.2"."""
     return Autoencoder(version, *_PUBLISHED[version])
-
-
-def in_float32(_: str, __: torch.dtype) -> torch.dtype:
-    """The dtype of the weights, as in the official code."""
-    return torch.float32
-
-
-def in_bfloat16(_: str, __: torch.dtype) -> torch.dtype:
-    """The dtype of the weights with --vae_precision bf16."""
-    return torch.bfloat16

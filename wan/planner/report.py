@@ -11,7 +11,7 @@ from wan.settings.errors import InputError
 
 
 def show(run: Run) -> None:
-    """Print the plan of a run. Raises InputError where the run does not fit its device."""
+    """Prints the plan of a run; raises InputError where the run does not fit its device."""
     planner = Planner(run.setup, run.request)
     words = env.words()
     said = [*map(words.render, run.notices), *lines(planner, run.settings["task"])]
@@ -23,7 +23,7 @@ def show(run: Run) -> None:
 
 
 def lines(planner: Planner, task: str) -> list[str]:
-    """The plan, one fact in each line. task: The name that the user gave."""
+    """Returns the plan, one fact in each line. task: the name that the user gave."""
     setup, request, parallel = planner.setup, planner.request, planner.setup.parallel
     folder, (width, height) = setup.checkpoint.folder, request.video_size
     tokens, need = planner.tokens(parallel), planner.need()
@@ -34,10 +34,10 @@ def lines(planner: Planner, task: str) -> list[str]:
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
         f"{tokens.shard_len} per rank",
         planner.forwards(parallel)[0].attention,
-        *_step_cache(planner),
-        *_traffic(planner),
-        f"Memory of the fullest rank: {_size(need)}",
     ]
+    if setup.policy is not None:
+        found.append(setup.policy.describe(request, together=parallel.cfg_size == 2))
+    found += [*_traffic(planner), f"Memory of the fullest rank: {_size(need)}"]
     for name, usage in planner.stages().items():
         words = [f"{what} {_size(size)}" for what, size in usage.most_common() if size >= 1e6]
         found.append(f"  {name} {_size(usage.total())}: {', '.join(words)}")
@@ -48,14 +48,14 @@ def lines(planner: Planner, task: str) -> list[str]:
 
 
 def check(planner: Planner, memory: int | None) -> str:
-    """One line that says that the run fits, or that its need was not compared.
+    """Says in one line that the run fits, or that its need was not compared.
 
     Args:
-        planner: Of the run.
-        memory: Bytes of a device; None where they are not known.
+        planner: The planner of the run.
+        memory: The bytes of a device; None where they are not known.
 
     Raises:
-        InputError: Where the run does not fit. The remedy is the nearest run that would.
+        InputError: The run does not fit; the remedy is the nearest run that would.
     """
     if memory is None:
         return "Not compared with a device's memory; give `device_memory` in GB."
@@ -75,7 +75,7 @@ def check(planner: Planner, memory: int | None) -> str:
 
 
 def _traffic(planner: Planner) -> list[str]:
-    """What each layer sends to other ranks, in dense and in sparse steps."""
+    """Describes what each layer sends to other ranks, in dense and in sparse steps."""
     forward, *_ = planner.forwards(planner.setup.parallel)
     kinds = ("",) if len(forward.sent) == 1 else (" in dense steps", " in sparse steps")
     calls = planner.setup.checkpoint.config["num_layers"]
@@ -97,12 +97,6 @@ def _traffic(planner: Planner) -> list[str]:
                     f"{_size(total * calls)} per step and rank"
                 )
     return found or ["All-to-all: none. Ring: none."]
-
-
-def _step_cache(planner: Planner) -> list[str]:
-    setup, policy = planner.setup, planner.setup.policy
-    together = setup.parallel.cfg_size == 2
-    return [] if policy is None else [policy.describe(planner.request, together)]
 
 
 def _count(number: int, noun: str) -> str:

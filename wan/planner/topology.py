@@ -24,7 +24,11 @@ MOST_RANKS = 512  # and at most eight times as many as there are
 
 
 def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
-    """The first candidate that fits: its settings, its ranks, and bytes of the fullest one."""
+    """Finds the first candidate that fits.
+
+    Returns:
+        Its settings in words, its ranks, and the bytes of the fullest one; None where none fits.
+    """
     for words, setup in _candidates(planner, memory):
         if fullest(setup, planner.request)[1] <= memory:
             for decoding, _ in decodings(setup):
@@ -35,7 +39,7 @@ def nearest(planner: Planner, memory: int) -> tuple[str, int, int] | None:
 
 
 def decodings(setup: Setup) -> Iterator[tuple[Setup, str]]:
-    """The ways in which a run decodes, in the order in which it tries them, each in words."""
+    """Yields the ways in which a run decodes, in the order in which it tries them, with words."""
     yield setup, ""
     several, execution = setup.parallel.world_size > 1, setup.execution
     if several and not (execution.vae_parallel or execution.vae_tiling):
@@ -63,7 +67,7 @@ def _candidates(planner: Planner, memory: int) -> Iterator[tuple[str, Setup]]:
 
 
 def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
-    """Every other topology that the run's settings allow: first of as many ranks, then of more."""
+    """Yields every other topology that the settings allow: first of as many ranks, then of more."""
     present, heads = planner.setup.parallel, planner.setup.checkpoint.heads
     values = {f.name: getattr(present, f.name) for f in fields(Parallel)}
     kept = {f.name: values[f.name] for f in fields(Parallel) if values[f.name] != f.default}
@@ -82,7 +86,7 @@ def _topologies(planner: Planner) -> Iterator[tuple[str, Setup]]:
 
 
 def _settings(planner: Planner, setup: Setup, memory: int) -> tuple[str, ...]:
-    """Settings that the setup has not yet, and that take memory from a stage that is too large."""
+    """Returns the settings that the setup lacks and that make a stage smaller that is too large."""
     execution, parallel, several = setup.execution, setup.parallel, setup.parallel.world_size > 1
     large = {name for name, usage in planner.stages().items() if usage.total() > memory}
     text = "text encoder" in large or execution.offload_model is False
