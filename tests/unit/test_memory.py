@@ -65,7 +65,9 @@ def test_a_device_that_torch_chooses(
 def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for script, free in (("echo 10; echo 30", 30 * 2**20), ("echo none", None), ("exit 9", None)):
+    answers = (("echo 10; echo 30", 30 * 2**20), ("echo none", None), ("exit 9", None))
+    for clock, (script, free) in zip((10, 20, 30), answers, strict=True):
+        monkeypatch.setattr("time.monotonic", lambda now=clock: now)  # an answer holds 10 seconds
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         assert memory.free_memory("cuda") == free
