@@ -75,7 +75,7 @@ _VAE: Renames = (
     (".shortcut", ".conv_shortcut"),
 )
 
-_CLIP: Rows = (  # the vision tower; `to_qkv` is three tensors there (`wan.pipeline.clip`)
+_CLIP: Renames = (  # the vision tower; `to_qkv` is three tensors there (`wan.pipeline.clip`)
     ("visual.cls_embedding", "embeddings.class_embedding"),
     ("visual.pos_embedding", "embeddings.position_embedding.weight"),
     ("visual.patch_embedding", "embeddings.patch_embedding"),
