@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -304,7 +305,7 @@ def _config(config: Any) -> Any:
 def _described(folder: Any) -> Checkpoint:
     if not isinstance(folder, str | Path):
         raise InputError("`ckpt_dir`", shown(folder), "must be the folder of a checkpoint")
-    return describe(Path(folder).expanduser())
+    return describe(Path(os.path.expanduser(folder)))
 
 
 def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:

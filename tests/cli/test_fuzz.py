@@ -5,6 +5,7 @@ python tests/cli/test_fuzz.py 30000
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import random
@@ -160,7 +161,7 @@ class Attacks:
             while isinstance(place, dict | list) and place:
                 key = draw.choice([*place] if isinstance(place, dict) else range(len(place)))
                 if draw.random() < 0.4 or not isinstance(place[key], dict | list):
-                    place[key] = draw.choice(RAW)
+                    place[key] = copy.deepcopy(draw.choice(RAW))
                     break
                 place = place[key]
         folder = self.folder / "damaged"

@@ -8,6 +8,7 @@ tensor that is silently dropped makes a video that is silently wrong.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,11 +143,11 @@ def named(text: str) -> Named:
     except ValueError:
         strength = None
     if strength is None:
-        return Named(Path(text).expanduser())
+        return Named(Path(os.path.expanduser(text)))
     if not abs(strength) <= _MOST:
         why = f"has the strength {shown(tail)}"
         raise InputError("LoRA", file, why, f"give a number from -{_MOST:g} to {_MOST:g}")
-    return Named(Path(file).expanduser(), strength)
+    return Named(Path(os.path.expanduser(file)), strength)
 
 
 def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:

@@ -109,7 +109,7 @@ def extended(
 
 def _check_folder(model: str) -> None:
     """A folder can be checked at once; what may be a hub id only when it is loaded."""
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if not folder.exists() and model.startswith((".", "/", "~")):
         raise InputError(
             f"The prompt extension model folder {model!r} does not exist; give an existing folder, "

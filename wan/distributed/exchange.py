@@ -1,4 +1,4 @@
-"""The Ulysses exchange (arXiv:2309.14509): heads against tokens, by one all-to-all.
+"""The all-to-all of Ulysses sequence parallelism (arXiv:2309.14509), which trades heads for tokens.
 
 Legend: B batch, s this rank's tokens, S the group's tokens, N all heads, h heads of a rank,
 D head size, P ranks in the group.
@@ -28,7 +28,7 @@ Group = dist.ProcessGroup | Alone | None
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """The group as torch.distributed takes it, where it is known to have several ranks."""
+    """Returns the group in the form that torch.distributed takes; it must have several ranks."""
     return None if group is Alone.ALONE else group
 
 
@@ -43,10 +43,11 @@ def group_rank(group: Group) -> int:
 
 
 class Pending:
-    """An exchange under way. What is being sent stays alive until `wait`.
+    """An exchange that has been started. It keeps the sent tensor alive until `wait`.
 
-    in_graph: what a compiled graph has received; a later exchange may be told to come after it.
-    what: its name in a trace; empty where nothing is sent.
+    Attributes:
+        in_graph: What a compiled graph has received; a later exchange may be ordered after it.
+        what: The name of the exchange in a trace; empty where nothing is sent.
     """
 
     def __init__(
@@ -58,13 +59,13 @@ class Pending:
         in_graph: Tensor | None = None,
         what: str = "",
     ) -> None:
-        """parts: what is received, the group's ranks in front of their tokens or heads (axis)."""
+        """Takes the received tensor: axis `axis` counts ranks, the next their tokens or heads."""
         self._parts: Tensor | None = parts
         self._axis, self._work, self._send = axis, work, send
         self.in_graph, self.what = in_graph, what
 
     def wait(self, into: Tensor | None = None) -> Tensor:
-        """The result; written to `into` where given, which saves a copy. Call it once."""
+        """Waits for the exchange, once; returns its result, which `into` gets without a copy."""
         with trace.span("a2a wait" if self.what else "copy", what=self.what):
             return self._wait(into)
 
@@ -81,11 +82,14 @@ class Pending:
 
 
 def all_to_all_4D(x: Tensor, scatter_idx: int, gather_idx: int, group: Group) -> Tensor:
-    """Exchange a [B, tokens, heads, D] tensor over `group`; every rank must call it.
+    """Exchanges a [B, tokens, heads, D] tensor of any dtype; every rank of the group must call it.
 
-    scatter_idx=2, gather_idx=1: [B,s,N,D] -> [B,S,h,D], heads are scattered, tokens gathered.
-    scatter_idx=1, gather_idx=2: [B,S,h,D] -> [B,s,N,D], the way back. Any dtype; float8 is sent as
-    bytes. Raises ValueError for other axes and sizes that do not divide.
+    With scatter_idx=2 and gather_idx=1, [B,s,N,D] becomes [B,S,h,D]: heads are scattered and tokens
+    gathered. With scatter_idx=1 and gather_idx=2, [B,S,h,D] becomes [B,s,N,D] again. float8 is sent
+    as bytes.
+
+    Raises:
+        ValueError: The axes are others, or the scattered axis is not a multiple of the ranks.
     """
     return start_all_to_all_4D(x, scatter_idx, gather_idx, group, async_op=False).wait()
 
@@ -100,13 +104,20 @@ def start_all_to_all_4D(
     after: Pending | None = None,
     what: str = "x",
 ) -> Pending:
-    """`all_to_all_4D` as a handle.
+    """Starts `all_to_all_4D` and returns a handle.
 
-    One contiguous copy per direction: going, heads are packed by rank (the tokens then arrive in
-    order); coming back, each rank's heads are put between the others' (batch 1; else one more).
+    Each direction makes one contiguous copy. On the way there heads are packed by rank, so that
+    tokens arrive in order; on the way back each rank's heads are placed between the others' (with
+    a batch above 1 that takes one more copy).
 
-    async_op: it runs beside what follows. after: an exchange that a compiler must not start this
-    one before; eager calls run as they come. what: its name in a trace.
+    Args:
+        x: The tensor, as for `all_to_all_4D`.
+        scatter_idx: The axis that is scattered.
+        gather_idx: The axis that is gathered.
+        group: The ranks.
+        async_op: The exchange runs beside what follows.
+        after: A compiler must not start this exchange before that one; eager calls keep order.
+        what: The name of the exchange in a trace.
     """
     if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
         raise ValueError(
@@ -134,7 +145,7 @@ def start_all_to_all_4D(
 
 
 def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """[B,s,...] of every rank -> [B,S,...], in the order of the ranks. Any dtype."""
+    """Gathers [B,s,...] of every rank to [B,S,...], in the order of the ranks, for any dtype."""
     out = torch.empty(group_size(group), *x.shape, dtype=x.dtype, device=x.device)
     received, send = as_bytes(out).flatten(0, 1), as_bytes(x.contiguous())
     torch_private.all_gather(received, send, process_group(group))
@@ -142,5 +153,5 @@ def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """gloo knows no float8; one byte is as good as another."""
+    """Returns a view of bytes of tensors with one byte per element, because gloo has no float8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -20,8 +20,11 @@ from wan.settings.schedule import Grid, TokenPlan
 class ShardedTokens:
     """Implements `wan.modules.interfaces.TokenShard` over a group: rank i computes the i-th shard.
 
-    multiple: a shard's length is a multiple of this. order(grid), int64 [S]: the raster token that
-    stands at each place; None: raster order.
+    Args:
+        group: The ranks.
+        multiple: The length of a shard is a multiple of this.
+        order: order(grid) returns int64 [S], the raster index of the token at each position; None
+            keeps raster order.
     """
 
     def __init__(
@@ -38,15 +41,15 @@ class ShardedTokens:
         return TokenPlan(tokens, self.ranks, self.multiple)
 
     def valid(self, tokens: int) -> int:
-        """How many of this rank's tokens are real, of so many in all."""
+        """Returns how many tokens of this rank are no padding, from the length of the sequence."""
         return self.plan(tokens).valid(self.rank)
 
     def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
-        """The whole sequence, from raster order into the order in which tokens stand."""
+        """Puts the whole sequence from raster order into the order of `order`."""
         return x_BSC if self.order is None else x_BSC[:, self._index(grid, x_BSC.device)[0]]
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
-        """[B,S,...] -> [B,L,...], zero-padded where the sequence has ended."""
+        """Cuts this rank's shard [B,L,...] out of [B,S,...], padded with zeros at the end."""
         plan = self.plan(x_BSC.shape[1])
         begin = self.rank * plan.shard_len
         end = begin + plan.valid(self.rank)
@@ -60,7 +63,7 @@ class ShardedTokens:
         return own.clone() if self.order is None else own
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
-        """[B,L,C] -> [B,S,C] in raster order on every rank."""
+        """Gathers the shards [B,L,C] to [B,S,C] in raster order on every rank."""
         with trace.span("gather", x_BLC, what="velocity"):
             whole = all_gather_tokens(x_BLC, self.group) if self.ranks > 1 else x_BLC
         if self.order is None:
@@ -71,7 +74,7 @@ class ShardedTokens:
         return self.plan(sum(lengths)).runs(lengths, self.rank)
 
     def _index(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The order and its inverse on a device; of one grid, the one in use."""
+        """Returns the order and its inverse on a device; those of the last grid are kept."""
         assert self.order is not None
         if (grid, device) not in self._indices:
             self._indices = {k: v for k, v in self._indices.items() if k[0] == grid}

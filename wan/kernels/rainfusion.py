@@ -50,7 +50,7 @@ class ReferenceBlocks:
     name = "PyTorch SDPA, masked in tiles"
 
     def __init__(self, target: Target | None = None) -> None:
-        """Built for any device."""
+        """Makes the kernel; it computes on any device."""
 
     def __call__(
         self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
@@ -78,7 +78,7 @@ class MaskCache:
         self._expert, self._last = "", dict[_Key, int]()
 
     def get(self, step: StepInfo, shape: Sequence[int]) -> Tensor | None:
-        """The mask to use again, or None where a new one is due."""
+        """Returns the mask that is used again, or None where a new one is due."""
         if step.expert != self._expert or step.index <= self._last.get(_key(step), -1):
             self._masks.clear()
             self._last.clear()
@@ -92,13 +92,13 @@ class MaskCache:
         return mask
 
     def put(self, step: StepInfo, mask: Tensor) -> None:
-        """Keeps a mask made at this call if a later step will use it."""
+        """Keeps the mask of this call if a later step will use it."""
         if self._used_later(step):
             period = (step.index - self._start(step.count)) // self._refresh
             self._masks[_key(step)] = (period, mask)
 
     def _used_later(self, step: StepInfo) -> bool:
-        """Whether the next step belongs to the same period."""
+        """Says whether the next step uses the same mask."""
         following, start = step.index + 1, self._start(step.count)
         return following < step.count and (following - start) % self._refresh != 0
 
@@ -149,14 +149,14 @@ class RainFusionAttention:
         self._kernel, self._quantiser, self._place = kernel, quantiser, place
 
     def applies(self, step: StepInfo | None) -> bool:
-        """Whether the call's step is sparse. Raises ValueError if nobody says which call it is."""
+        """Says whether the step of this call is sparse; raises ValueError without a step."""
         known = _known(step)
         return known.index >= self._start(known.count)
 
     def pack(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
     ) -> QKV:
-        """Exchanged as they are: blocks are scored before they are quantised."""
+        """Returns q, k and v unchanged, because blocks are scored before they are quantised."""
         return Payload(q_BsND), Payload(k_BsND), Payload(v_BsND)
 
     def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
