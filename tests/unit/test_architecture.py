@@ -188,3 +188,30 @@ def test_import_wan_is_light() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
     )
     assert done.stdout.strip() == "False" and done.returncode == 0, done.stderr
+
+
+def test_nothing_is_left_without_a_use() -> None:
+    """A kernel, policy, solver or order whose row in its table has been forgotten, for example.
+
+    A row names what it makes as "module:name", perhaps in two parts.
+    """
+    defined, used = set[str](), {"generate", "wan", "wan.__main__", "wan.power.__main__"}
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        if path.name != "__init__.py":  # which defines what users call
+            kinds = (ast.ClassDef, ast.FunctionDef)
+            names = [node.name for node in tree.body if isinstance(node, kinds)]
+            defined |= {module(path), *(f"{module(path)}.{name}" for name in names)}
+        used |= imports(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                used.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                used |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = re.fullmatch(r"(wan[.\w]+)?:?(\w*)", node.value)
+                used |= {*named.groups()} if named is not None else set()
+    unused = {name for name in defined if not {name, name.rpartition(".")[2]} & used}
+    assert not unused, sorted(unused)
