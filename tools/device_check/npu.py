@@ -17,15 +17,7 @@ from torch import Tensor
 from tools.device_check.attention import LONG
 from tools.device_check.bench import HEAD, LIMITS, Bench, exact
 from tools.device_check.network import apart, case
-from tools.device_check.steps import (
-    SLOW,
-    Figure,
-    Measured,
-    UnavailableError,
-    absent,
-    error,
-    milliseconds,
-)
+from tools.device_check.steps import SLOW, Figure, Measured, UnavailableError, absent, error
 from wan.kernels.select import vendor_ops
 from wan.modules.rope import RopeTable, apply_rope, rope_table
 from wan.settings.kernels import SMALL_OPS
@@ -39,17 +31,22 @@ _FALLBACK = "fall back to run on the cpu"  # what torch-npu says of an operator 
 def npu(bench: Bench) -> Measured:
     """RoPE forms, layouts, operators that fall back to the CPU, names of kernels."""
     grid = (21, 45, 80) if bench.large else (3, 8, 12)
-    tables = rope_table(grid, HEAD)
-    table = (tables[0].to(bench.place), tables[1].to(bench.place))
-    x = bench.randn(1, len(tables[0]), 40 if bench.large else 4, HEAD, dtype=torch.float32)
-    wanted = apply_rope(x.cpu().double(), (tables[0].double(), tables[1].double()))
+    cos, sin = rope_table(grid, HEAD)
+    table = (cos.to(bench.place), sin.to(bench.place))
+    x = bench.randn(1, len(cos), 40 if bench.large else 4, HEAD, dtype=torch.float32)
+    wanted = apply_rope(x.cpu().double(), (cos.double(), sin.double()))
     forms: dict[str, Rotate] = {"the plain form": apply_rope, "pairs apart": _pairs}
     has_rope = bench.device.can.has(SMALL_OPS["rope"])
     one_kernel = vendor_ops(["rope"]).rope if has_rope else None
     if one_kernel is not None:
         forms["--fused_ops rope"] = one_kernel
+
+    def rotated(form: Rotate) -> list[Figure]:
+        far = apart(form(x, table), wanted)
+        return [error(far, ROPE_LIMIT), bench.time(lambda: form(x, table))]
+
     for name, form in forms.items():
-        yield f"RoPE, {name}", partial(_rope, bench, form, x, table, wanted)
+        yield f"RoPE, {name}", partial(rotated, form)
     tokens, heads = (LONG[1], 5) if bench.large else (500, 2)
     qkv = bench.qkv(tokens, tokens, heads)
     for layout in ("BSND", "BNSD"):
@@ -72,11 +69,6 @@ def _pairs(x_BSND: Tensor, table: RopeTable) -> Tensor:
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
-def _rope(bench: Bench, form: Rotate, x: Tensor, table: RopeTable, wanted: Tensor) -> list[Figure]:
-    far = apart(form(x, table), wanted)
-    return [error(far, ROPE_LIMIT), milliseconds(bench.seconds(lambda: form(x, table)))]
-
-
 def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str) -> list[Figure]:
     """Copies into the layout and back count: tensors lie as BSND."""
     import torch_npu
@@ -92,7 +84,7 @@ def _layout(bench: Bench, qkv: tuple[Tensor, Tensor, Tensor], layout: str) -> li
         return out if layout == "BSND" else out.transpose(1, 2).contiguous()
 
     far = exact(*qkv).error(attend())
-    return [error(far, LIMITS[torch.bfloat16]), milliseconds(bench.seconds(attend))]
+    return [error(far, LIMITS[torch.bfloat16]), bench.time(attend)]
 
 
 def _fallbacks(bench: Bench) -> list[Figure]:
