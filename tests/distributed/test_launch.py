@@ -53,6 +53,26 @@ def start(
         return run(prepare, work, describe, say, patience)
 
 
+class Closed(collectives.PrefixStore):
+    """The store of a process that has ended meanwhile."""
+
+    def clone(self) -> collectives.Store:
+        raise collectives.DistNetworkError("connection reset by peer")
+
+
+def test_a_store_that_fails_at_once_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = collectives.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    variables = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": store.port}
+    for name, value in {"MASTER_ADDR": "localhost", **variables}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(collectives, "PrefixStore", Closed)
+    assert run(lambda _: prepared(), lambda *_: 0, describe, say, IMPATIENT) == 2
+    shown = "".join(capfd.readouterr())
+    assert "store has ended; start again" in shown and "Traceback" not in shown
+
+
 def collect(team: Team) -> None:
     """Wait for all ranks."""
     collectives.all_reduce(torch.zeros(1))

@@ -13,7 +13,6 @@ then differs in every backend and version; it is not read.
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import signal
@@ -23,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
@@ -146,12 +145,14 @@ def run(
     voice = say if env.local_rank == 0 else lambda _: None  # one rank per node speaks
     try:
         store = _open_store(env, patience, voice)
+        with _while_the_store_answers():
+            watch = Watch(env, store, say)
     except StartError as reason:
         voice(str(reason))
         return reason.code
-    watch = Watch(env, store, say)
     try:
-        prepared, seed = _Agreement(env, store, watch, patience, voice).reach(prepare, describe)
+        with _while_the_store_answers():
+            prepared, seed = _Agreement(env, store, watch, patience, voice).reach(prepare, describe)
         watch.limit = prepared.timeout.total_seconds()
         team = join(store, env, prepared.device, prepared.sizes, prepared.timeout + _MARGIN)
         code = work(prepared.seeded(seed), team)
@@ -205,8 +206,8 @@ def _open_store(env: RankEnv, patience: Patience, say: Say) -> dist.Store:
 
     notice = threading.Timer(patience.first, say, [f"{where} does not answer; still waiting."])
     notice.start()
-    store: dist.Store | Exception = TimeoutError("no answer")
-    store = _within(patience.limit + _ANSWER, opened, store)
+    late: dist.Store | Exception = TimeoutError("no answer")
+    store = _within(patience.limit + _ANSWER, opened, late)
     notice.cancel()
     if isinstance(store, dist.Store):
         return dist.PrefixStore(f"attempt {env.attempt}", store)
@@ -215,7 +216,13 @@ def _open_store(env: RankEnv, patience: Patience, say: Say) -> dist.Store:
     raise StartError(where, None, why, remedy) from store
 
 
-# Agreement
+@contextmanager
+def _while_the_store_answers() -> Iterator[None]:
+    """Raise StartError when the store fails, which happens when the process that holds it ends."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise StartError("The rank that held the store has ended; start again") from error
 
 
 @dataclass(frozen=True)
@@ -254,7 +261,8 @@ class _Agreement:
         own = Statement(env.rank, socket.gethostname())
         prepared = None
         try:
-            self.watch.connect()
+            with _while_the_store_answers():
+                self.watch.connect()
             prepared = prepare(self._once)
             own = replace(own, facts=prepared.facts, seed=prepared.seed)
         except Exception as error:  # a defect, too: the others are not left waiting for this rank
@@ -287,18 +295,15 @@ class _Agreement:
     def _wait(self, keys: list[str]) -> None:
         """Wait until other ranks have set keys, and say which ranks have not come so far."""
         start, notice = time.monotonic(), self.patience.first
-        try:
-            while not self.store.check(keys):
-                waited = time.monotonic() - start
-                if waited >= self.patience.limit:
-                    what = f"Waited {waited:.0f} s for {self._missing()}"
-                    raise StartError(what, remedy=f"start all {self.env.world} ranks alike")
-                if waited >= notice:
-                    self.say(f"Waiting for {self._missing()}; {waited:.0f} s so far.")
-                    notice += self.patience.every
-                time.sleep(_POLL)
-        except dist.DistError as error:
-            raise StartError("The rank that held the store has ended; start again") from error
+        while not self.store.check(keys):
+            waited = time.monotonic() - start
+            if waited >= self.patience.limit:
+                what = f"Waited {waited:.0f} s for {self._missing()}"
+                raise StartError(what, remedy=f"start all {self.env.world} ranks alike")
+            if waited >= notice:
+                self.say(f"Waiting for {self._missing()}; {waited:.0f} s so far.")
+                notice += self.patience.every
+            time.sleep(_POLL)
 
     def _missing(self) -> str:
         world, check = self.env.world, self.store.check
@@ -315,22 +320,18 @@ class _Agreement:
 def verdict(statements: Sequence[Statement]) -> str | None:
     """Why the run cannot begin, in one sentence that is the same on every rank; None if it can."""
     main = statements[0]
-    for statement in statements:
-        who, error = f"rank {statement.rank} on {statement.host}: ", statement.error
-        if error is not None:
-            return error if all(other.error == error for other in statements) else who + error
-    for statement in statements:
-        who = f"rank {statement.rank} on {statement.host}: "
-        for name in sorted(main.facts.keys() | statement.facts.keys()):
-            ours, theirs = (s.facts.get(name, "not given") for s in (main, statement))
+    for one in statements:
+        if one.error is not None:
+            same = all(other.error == one.error for other in statements)
+            return one.error if same else f"rank {one.rank} on {one.host}: {one.error}"
+    for one in statements:
+        for name in sorted(main.facts.keys() | one.facts.keys()):
+            ours, theirs = (s.facts.get(name, "not given") for s in (main, one))
             if ours != theirs:
-                told = f"is {theirs}, but {ours} on rank 0"
-                told = "differs from that of rank 0" if isinstance(ours, dict) else told
-                return f"{who}{name} {told}; start all ranks alike."
+                how = f"is {theirs}, but {ours} on rank 0"
+                how = "differs from that of rank 0" if isinstance(ours, dict) else how
+                return f"rank {one.rank} on {one.host}: {name} {how}; start all ranks alike."
     return None
-
-
-# Loss
 
 
 @dataclass(frozen=True)
@@ -394,7 +395,7 @@ class Watch:
             machine += os.readlink("/proc/self/ns/pid")
         node = f"{machine} {env.node}"
         self.own = Peer(env.rank, node, machine, socket.gethostname(), os.getpid())
-        self.limit, self.interrupted = math.inf, False
+        self.limit, self.interrupted = float("inf"), False
         self._env, self._say, self._parent = env, say, os.getppid()
         self._store = store.clone()  # type: ignore[attr-defined]  # no other request delays its own
         self._links: list[_Link] = []
