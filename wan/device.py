@@ -77,7 +77,7 @@ class Device:
             self._accelerator.reset_peak_memory_stats(self.torch_device)
 
     def peak_memory(self) -> int | None:
-        """Highest memory allocated on the accelerator, bytes; None on the CPU."""
+        """Return the highest memory allocated on the accelerator in bytes; None on the CPU."""
         if self._accelerator is None:
             return None
         return self._accelerator.max_memory_allocated(self.torch_device)
@@ -183,7 +183,7 @@ class CopyStream:
 
 
 def resolve(wish: str, index: int = 0) -> Device:
-    """The device that a run uses.
+    """Return the device that a run uses.
 
     Args:
         wish: "cpu", "cuda", "npu", or "auto": CUDA, else an NPU that PyTorch sees (torch-npu
@@ -218,16 +218,16 @@ _VISIBLE = {
 
 
 def hidden_accelerator(folder: Path = Path("/dev")) -> InputError | None:
-    """The refusal of a run on a machine with an accelerator that PyTorch does not see.
+    """Return the refusal of a run whose accelerator PyTorch does not see.
 
-    Without it the large models would run on the CPU, unasked, for hours and, with several ranks,
-    with more memory than the machine has.
+    Without this refusal, large models would run on the CPU for hours, unasked, and with several
+    ranks they would need more memory than the machine has.
 
     Args:
         folder: Where drivers put their devices.
 
     Returns:
-        None where there is no accelerator, or the environment hides it.
+        The error; None where there is no accelerator, or the environment hides it.
     """
     for pattern, variable in _VISIBLE.items():
         found = sorted(path.name for path in folder.glob(pattern))
@@ -280,7 +280,7 @@ def _npu(index: int) -> Device:
 
 
 def _torch_npu() -> Any:
-    """torch.npu. Raises InputError where torch-npu is not installed or does not find CANN."""
+    """Return torch.npu; raise InputError if torch-npu is not installed or does not find CANN."""
     try:
         import torch_npu
     except ModuleNotFoundError as error:

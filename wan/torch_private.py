@@ -1,4 +1,4 @@
-"""The private functions of PyTorch that `wan` uses, each with the reason why no public one serves.
+"""The private functions of PyTorch that `wan` uses; each states why no public one is enough.
 
 Checked with the range of torch in `requirements.txt`; a variant says which versions need it.
 """
@@ -139,12 +139,12 @@ def set_up_compiler() -> None:
 
 
 def recompiling(limit: int) -> AbstractContextManager[None]:
-    """Let a function be compiled for so many shapes; 2.8 has the public setting not yet."""
+    """Allow so many compiled shapes of a function; PyTorch 2.8 lacks the public setting."""
     return torch._dynamo.config.patch(recompile_limit=limit)
 
 
 def times_changed(x: Tensor) -> int:
-    """How often a tensor was written in place; 0 in inference mode, which does not count.
+    """Return how often a tensor was written in place; inference mode does not count, so 0.
 
     No public attribute has this number.
     """
@@ -182,12 +182,12 @@ def without_memory(network: nn.Module, sharded: bool) -> Iterator[Live]:
 
 
 def weight_bytes(network: nn.Module) -> int:
-    """Bytes of this rank's parameters and buffers."""
+    """Return the bytes of this rank's parameters and buffers."""
     return sum(x.nbytes for x in _own(network))
 
 
 def _own(network: nn.Module) -> list[Tensor]:
-    """This rank's tensors. The public `DTensor.to_local` would need a slow import."""
+    """Return this rank's tensors; the public `DTensor.to_local` would need a slow import."""
     tensors = [*network.parameters(), *network.buffers()]
     return [getattr(x, "_local_tensor", x) for x in tensors]
 

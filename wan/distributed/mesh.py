@@ -39,24 +39,24 @@ class Team:
         return self.rank == 0
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """This rank's group along one axis, or along several together (their order kept)."""
+        """Return this rank's group along one axis, or along several joined in their order."""
         mesh = self.mesh[axes]
         if len(axes) > 1:
             mesh = torch_private.flatten(mesh, "_".join(axes))
         return self._bounded(mesh).get_group()
 
     def world_mesh(self) -> DeviceMesh:
-        """All ranks in one row, for sharded weights."""
+        """Return a mesh of all ranks along one axis, for sharded weights."""
         return self._bounded(torch_private.flatten(self.mesh, "world"))
 
     def _bounded(self, mesh: DeviceMesh) -> DeviceMesh:
-        """DeviceMesh gives its groups PyTorch's default timeout, not that of the whole group."""
+        """Set the run's timeout, because DeviceMesh gives its groups PyTorch's default one."""
         if self.timeout is not None and self.device.type != "npu":  # HCCL has its own limits
             torch_private.set_timeout(mesh.get_group(), self.timeout)
         return mesh
 
     def connect(self) -> None:
-        """One small exchange of each kind in every group, so that all links are set up now.
+        """Set all links up by one small exchange of each kind in every group.
 
         Vendors' libraries do that at a group's first use, for which ranks that have loaded weights
         at different speeds may come too late.
@@ -79,7 +79,7 @@ class Team:
         self.device.synchronize()
 
     def from_main(self, make: Callable[[], Tensor]) -> Tensor:
-        """The main rank's make() on every rank and on its device; the others do not call theirs."""
+        """Call make() on the main rank only, and return its tensor on every rank's device."""
         device = self.device.torch_device
         header = torch.zeros(10, dtype=torch.int64, device=device)
         tensor = None
@@ -95,21 +95,21 @@ class Team:
         return tensor
 
     def value_from_main(self, value: T) -> T:
-        """The main rank's picklable value, on every rank."""
+        """Return the main rank's picklable value on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device.torch_device)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's picklable value, by rank, on every rank."""
+        """Return the picklable values of all ranks, in their order, on every rank."""
         values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
 
     def common_time(self) -> tuple[int, float]:
-        """A point in time on `time.perf_counter_ns`, the same on all ranks, and in `time.time`.
+        """Return one point in time for all ranks, by `time.perf_counter_ns` and by `time.time`.
 
-        Ranks of rank 0's machine share its clock; on other machines it is when they left a barrier.
+        Ranks on the machine of rank 0 share its clock; others take the time after a barrier.
         """
         dist.barrier()
         now = time.perf_counter_ns()
@@ -117,7 +117,7 @@ class Team:
         return point if machine == host.machine() else now, seconds
 
     def both_branches(self, branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """(conditional, unconditional) results: each half of the ranks computes one of them."""
+        """Return the conditional and unconditional result; each half of the ranks computes one."""
         group = self.group("cfg")
         own = branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
         both = torch.empty(2, *own.shape, dtype=own.dtype, device=own.device)
@@ -125,11 +125,10 @@ class Team:
         return both[0], both[1]
 
     def agree(self, sums: Tensor, threshold: float) -> bool:
-        """Whether sums[0] < threshold * sums[1], float32 [2], of the ranks of a sequence together.
+        """Return whether sums[0] < threshold * sums[1] for float32 [2], summed over a sequence.
 
-        One answer on all ranks, whatever each finds: the first rank of a sequence compares, and
-        where two sequences compute the guidance branches both must say yes. Reads from the device
-        once.
+        All ranks get the same answer: the first rank of each sequence compares, and where two
+        sequences compute the guidance branches, both must agree. It reads from the device once.
         """
         sequence = self.group("ring", "ulysses")
         dist.all_reduce(sums, group=sequence)
@@ -140,9 +139,9 @@ class Team:
         return bool(verdict)
 
     def release(self) -> None:
-        """Gives its groups back, with their threads and links; the process group stays.
+        """Destroy the groups of the mesh with their threads and links, but not the process group.
 
-        Every rank calls it, and all end them in the same order.
+        Every rank must call it, and all destroy the groups in the same order.
         """
         axes = (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses"))
         for group in dict.fromkeys(self.group(*names) for names in axes):

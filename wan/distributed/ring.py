@@ -1,8 +1,8 @@
-"""Ring attention (arXiv:2310.01889): K/V blocks are passed on, partial results merged by their LSE.
+"""Ring attention (arXiv:2310.01889): ranks pass K/V blocks on and merge results by their LSE.
 
 Legend: B batch, S rows, N heads, D head size, R ranks in the ring. Each rank starts with the K/V
-block of its own tokens. A hop is started before the blocks at hand are attended to, so it runs
-beside that computation; beside its own block a rank holds only blocks at hand and blocks arriving.
+block of its own tokens. A hop starts before the rank attends to the blocks that it has, so the two
+overlap. Besides its own block, a rank holds only these blocks and those that arrive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wan.distributed.exchange import (
 from wan.settings.parallel import RING_TYPES
 
 KvBlock = tuple[int, Tensor, Tensor]
-"""(rank it belongs to, k, v), k and v [B,S,N,D] each."""
+"""The rank that owns a block, and its k and v, [B,S,N,D] each."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Hop:
 
 
 def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
-    """A rank's R - 1 hops, with which it sees every other rank's block exactly once.
+    """Return the R - 1 hops of a rank, in which it receives each other rank's block exactly once.
 
-    ring: every block goes one way round. bidirectional: blocks stream both ways along the line
-    0..R-1 and stop at its ends; the link between the last and the first rank is not used.
+    In a "ring" every block goes round in one direction. "bidirectional" sends blocks in both
+    directions along the line 0..R-1; the link between the last and the first rank is not used.
     """
     if ring_type not in RING_TYPES:
         raise ValueError(f"ring_type is {ring_type!r}; use one of {', '.join(RING_TYPES)}.")
@@ -63,7 +63,7 @@ def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
 
 
 class Ring:
-    """The ranks that share a sequence by K/V blocks.
+    """The ranks that share a sequence and exchange blocks of its K/V.
 
     Args:
         group: The ranks.
@@ -79,7 +79,7 @@ class Ring:
         self.hops = hops(ring_type, self.rank, self.size)
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[KvBlock]:
-        """Every rank's block once, the own one first. All ranks must consume all of them."""
+        """Yield each rank's block, the own one first; all ranks must consume all of them."""
         ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
         group = process_group(self.group)
         for hop in self.hops:
@@ -111,9 +111,10 @@ class Ring:
         v: Tensor,
         valid: Sequence[int],
     ) -> list[Tensor]:
-        """Each query block against the keys of all ranks, of which `valid` rows each are real.
+        """Attend with each query block to the keys of all ranks.
 
-        with_lse: attention that also returns its log-sum-exp, by which the parts are merged.
+        Rank i has `valid[i]` real rows. The parts that `with_lse` computes are merged by their
+        log-sum-exp.
         """
         merged = [Merged(self.device_type) for _ in q_blocks]
         for owner, k_block, v_block in self.blocks(k, v):
@@ -132,7 +133,7 @@ class Ring:
         return [total.result().to(k.dtype) for total in merged]
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' K or V at once, [B,R*S,N,D], for kernels whose results cannot be merged."""
+        """Gather K or V of all ranks, [B,R*S,N,D], for kernels whose results cannot be merged."""
         return all_gather_tokens(x, self.group)
 
 
@@ -155,7 +156,7 @@ class Merged:
         self._lse: Tensor | None = None
 
     def add(self, out_BSND: Tensor, lse_BNS: Tensor) -> None:
-        """One more part; its keys are disjoint from the others'. lse: natural log, float32."""
+        """Add a part, whose keys are disjoint from the others'; lse is a natural log in float32."""
         device_type = self._device_type or lse_BNS.device.type
         lse = lse_BNS.double() if device_type == "cpu" else lse_BNS.float()
         if self._out is None or self._lse is None:
@@ -167,6 +168,6 @@ class Merged:
         self._lse = torch.logaddexp(self._lse, lse)
 
     def result(self) -> Tensor:
-        """[B,S,N,D], float32 if parts were merged. At least one part must have been added."""
+        """Return [B,S,N,D], in float32 if several parts were added; there must be one."""
         assert self._out is not None, "no part was added"
         return self._out

@@ -46,7 +46,7 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class ForwardInfo:
-    """What all blocks of one forward pass are told.
+    """What all blocks of one forward pass get.
 
     Attributes:
         runs: Lengths of this device's runs of tokens.
@@ -62,7 +62,7 @@ class ForwardInfo:
 
 
 class WanAttentionBlock(nn.Module):
-    """Self-attention, cross-attention, feed-forward; the timestep gates the first and last."""
+    """Self-attention, cross-attention and feed-forward; the timestep gates the first and third."""
 
     def __init__(
         self, sizes: BlockSizes, layer: int, collaborators: Collaborators | None = None
@@ -140,7 +140,7 @@ class Head(nn.Module):
 
 
 class WanAttention(nn.Module):
-    """The projections both attentions have: q, k, v, o, and norms of q and k over all channels."""
+    """The projections q, k, v, o of both attentions, and norms of q and k over all channels."""
 
     def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class WanSelfAttention(WanAttention):
 class WanCrossAttention(WanAttention):
     """Every token attends to the text, its zero-padded rows included (as the official model).
 
-    With image tokens it attends to them beside: two softmaxes, whose results are added.
+    Image tokens, if any, have a softmax of their own, and the two results are added.
     """
 
     def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
@@ -232,8 +232,13 @@ class WanCrossAttention(WanAttention):
 class ImageEmbedding(nn.Module):
     """CLIP's features of one image, or of the first and the last one, as tokens (Wan2.1).
 
-    dim_in: Channels of the features. positions: Tokens of both images where they have positions of
-    their own (first and last frame), else 0. Computed in float32.
+    It computes in float32.
+
+    Args:
+        dim_in: Channels of the features.
+        dim: Channels of a token.
+        positions: Tokens of both images where these have position embeddings of their own (first
+            and last frame), else 0.
     """
 
     def __init__(self, dim_in: int, dim: int, positions: int = 0) -> None:
