@@ -1,4 +1,4 @@
-"""The environment, read once and here (but for torchrun's in `distributed`, and API keys)."""
+"""Reads the environment variables, except those of `wan.distributed` and the API keys."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _REFUSED: dict[str, tuple[str | None, str]] = {
         "`attention_algo`",
     ),
 }
-"""Variable -> (the value without an effect, what to do instead)."""
+"""For each variable that is refused: its value without an effect, and what to do instead."""
 
 
 def world_size(environ: Mapping[str, str] = os.environ) -> int:
-    """Number of processes torchrun started; 1 without torchrun."""
+    """Returns the number of processes that torchrun started; 1 without torchrun."""
     return _count("WORLD_SIZE", 1, environ)
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process among all that torchrun started; 0 without torchrun."""
+    """Returns the number of this process among all that torchrun started; 0 without torchrun."""
     found, world = _index("RANK", environ), world_size(environ)
     if found >= world:
         raise InputError(
@@ -43,26 +43,31 @@ def rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process among the processes of its machine, which is also the index of its device."""
+    """Returns the number of this process on its machine, which is also the index of its device."""
     return _index("LOCAL_RANK", environ)
 
 
 def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
-    """Number of processes that torchrun started on this machine."""
+    """Returns the number of processes that torchrun started on this machine."""
     return _count("LOCAL_WORLD_SIZE", 1, environ)
 
 
 def refused(environ: Mapping[str, str] = os.environ) -> None:
-    """InputError for variables whose effect cannot be had here, however the run was started."""
+    """Refuses variables that ask for something which is not supported.
+
+    Raises:
+        InputError: Such a variable is set.
+    """
     for name, (harmless, instead) in _REFUSED.items():
         if environ.get(name, harmless) != harmless:
             raise InputError(f"{name} is {environ[name]!r}, {instead}.")
 
 
 def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The settings that variables of the Ascend adaptation of Wan2.2 stand for, where they are set.
+    """Returns the settings that the variables of the Ascend adaptation of Wan2.2 stand for.
 
-    InputError for other values than theirs, and as `refused`.
+    Raises:
+        InputError: A variable has another value than the adaptation's, or is refused.
     """
     refused(environ)
     found: dict[str, Any] = {}
@@ -86,9 +91,9 @@ def aliases(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def words(environ: Mapping[str, str] = os.environ) -> Words:
-    """The command line's words, in which a setting that a variable may have made names it.
+    """Returns the command line's words, which also name the variable that may have set a setting.
 
-    A setting with a value that the variable does not stand for is written without it.
+    The variable is left out where a sentence gives the setting a value that is not the variable's.
     """
 
     def setting(name: str, value: str | None) -> str:
@@ -103,14 +108,14 @@ def words(environ: Mapping[str, str] = os.environ) -> Words:
 
 
 def _says(meaning: Any, value: str) -> bool:
-    """Whether a variable's setting is the value that a sentence writes, or has it in its list."""
+    """Returns whether a variable's setting is, or contains, the value that a sentence writes."""
     if isinstance(meaning, tuple):
         return any(part in meaning for part in value.split(","))
     return str(meaning).lower() == value.lower()
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where random demo checkpoints are made: `wan` in the user's cache folder."""
+    """Returns the folder in which random demo checkpoints are made."""
     base = environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "wan"
 

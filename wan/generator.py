@@ -1,4 +1,4 @@
-"""What the official Python classes share: the checkpoint, the pipeline, the calls for videos."""
+"""The official Python classes share this: the checkpoint, the pipeline, the calls for videos."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class DefaultFloat(float):
 
 
 class DefaultInt(int):
-    """Likewise."""
+    """A default like `DefaultFloat`."""
 
 
 class DefaultStr(str):
-    """Likewise."""
+    """A default like `DefaultFloat`."""
 
 
 @dataclass(eq=False, kw_only=True)
 class VideoCall(Job):
-    """A checked call of `generate`. output_type: "pt" or "latent"."""
+    """A checked call of `generate`, whose output_type is "pt" or "latent"."""
 
     output_type: str
 
@@ -136,9 +136,9 @@ class Generator:
             self._pipeline = build.pipeline(self._setup, device, self._team, t5_dtype=t5_dtype)
 
     def __getattr__(self, name: str) -> WanModel:
-        """The official attributes low_noise_model and high_noise_model, or model where it is one.
+        """Returns the official attribute low_noise_model, high_noise_model or model: a network.
 
-        For tools that change networks in place: one that was asked for stays in memory.
+        Tools may change it in place, because a network that was asked for stays in memory.
         """
         expert = _NETWORKS.get(name)
         if expert is None or expert not in self._setup.checkpoint.experts:
@@ -147,10 +147,10 @@ class Generator:
 
     @property
     def step_cache(self) -> dict[str, Any] | None:
-        """What the step cache did in the last video, as in the record; None without a policy.
+        """What the step cache did in the last video, as the record says it; None without a policy.
 
-        {"policy": ..., "computed": {"cond": [...], "uncond": [...]}}: the steps of each branch
-        that were computed.
+        It is {"policy": ..., "computed": {"cond": [...], "uncond": [...]}} with the steps of each
+        branch that were computed.
         """
         return self._pipeline.caches.record()
 
@@ -180,10 +180,8 @@ class Generator:
         """
         with spoken(PYTHON):
             offload = OFFLOAD("`offload_model`", offload_model)
-            setup, grouped = (
-                self._with_offload(offload),
-                switch("`group_by_expert`", group_by_expert),
-            )
+            setup = self._with_offload(offload)
+            grouped = switch("`group_by_expert`", group_by_expert)
             if grouped:
                 setup.check_grouping()
             if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
@@ -192,7 +190,7 @@ class Generator:
         return self._made(asked, offload, grouped)
 
     def _generate(self, call: dict[str, Any]) -> Tensor | None:
-        """One video. call: the arguments of `generate`."""
+        """Makes one video from the arguments of `generate`."""
         with spoken(PYTHON):
             offload = OFFLOAD("`offload_model`", call["offload_model"])
             asked = self._asked(call, self._with_offload(offload))
@@ -200,7 +198,7 @@ class Generator:
         return made
 
     def _bound(self, call: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments of `generate` in a call of `generate_many`."""
+        """Returns all arguments of `generate` in a call of `generate_many`."""
         if not isinstance(call, str | Mapping):
             raise InputError(f"A call is {shown(call)}; give a prompt, or arguments of generate.")
         own = {"input_prompt": call} if isinstance(call, str) else call
@@ -231,6 +229,7 @@ class Generator:
                 raise
 
     def _asked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
+        """Checks a call and draws its seed, the same on all ranks."""
         if self._preset.kind == "i2v" and call["img"] is None:
             raise InputError(f"{type(self).__name__} starts from an image; give one as img.")
         request, image, last_image = self._request(call, setup)
@@ -243,7 +242,7 @@ class Generator:
         return VideoCall("A call", request, inputs, output_type=output_type)
 
     def _with_offload(self, offload: Offload) -> Setup:
-        """The setup of one call; InputError where the constructor's keywords exclude that."""
+        """Returns the setup of one call, which is refused if it does not fit the constructor's."""
         execution = replace(self._setup.execution, offload_model=offload)
         setup = replace(self._setup, execution=execution)
         setup.check_device(self._pipeline.device.can)
@@ -252,6 +251,7 @@ class Generator:
     def _request(
         self, call: dict[str, Any], setup: Setup
     ) -> tuple[Request, Image | None, Image | None]:
+        """Returns the video that a call asks for, and its images."""
         unknown = [name for name in call["settings"] if not is_for(name, "video")]
         if unknown:
             raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
@@ -309,7 +309,7 @@ def _described(folder: Any) -> Checkpoint:
 
 
 def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
-    """The checkpoint with the files that the config names, where the folder has them."""
+    """Returns the checkpoint with the files that the config names, if the folder has them."""
     assert checkpoint.folder is not None
     named = {
         "vae": checkpoint.folder / config.vae_checkpoint,

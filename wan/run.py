@@ -193,10 +193,10 @@ def resolve(
         make_demo: make_demo(task, folder) writes a randomly initialised checkpoint; called only
             where no checkpoint is given and none has been made yet.
         plan: The run is only planned: its ranks need not exist, nothing is written, and without a
-        plan: The run is only planned: its ranks need not exist, nothing is written, and without a
             checkpoint the task's published sizes hold.
         describe: Describes a checkpoint; many runs of one checkpoint may remember it.
 
+    Raises:
         InputError: For everything that is wrong, in one sentence.
     """
     task: str = values.get("task", "t2v-A14B")

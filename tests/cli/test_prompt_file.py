@@ -76,6 +76,7 @@ def test_lines(tiny: Any, tmp_path: Path) -> None:
     [
         ('{"prompt": "x"', "it is no JSON object"),
         ('{"prompt": 3}', "prompt"),
+        ('{"prompt": null}', "prompt has no value"),
         ('{"task": "t2v-A14B"}', "task holds for all lines; give --task on the command line"),
         ('{"ulysses_size": 2}', "ulysses_size holds for all lines"),
         ('{"offload_model": false}', "offload_model holds for all lines"),

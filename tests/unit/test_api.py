@@ -193,7 +193,7 @@ def test_an_edited_boundary_counts(tiny) -> None:
         ({"noise_device": "cpu"}, "noise_device is not a known keyword of generate"),
         ({"image": "cat.png"}, "^image has no effect on a text-to-video model; remove it"),
         ({"prompt": "a dog"}, "^prompt is called input_prompt here; use that keyword"),
-        ({"input_prompt": None}, "must be text"),
+        ({"input_prompt": None}, "input_prompt has no value"),
     ],
 )
 def test_refusals(tiny, change: dict, sentence: str) -> None:

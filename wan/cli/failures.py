@@ -1,4 +1,4 @@
-"""How a run ends that does not succeed: which errors are one sentence, and what SIGTERM does."""
+"""How a failed run ends: which errors are told in one sentence, and what SIGTERM does."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from wan import env
 from wan.settings.errors import InputError, NotFiniteError, Terminated, WriteError, is_out_of_memory
 
 DECODING = "while the video was decoded"
-"""A note on errors of this stage."""
+"""The note that an error of this stage carries."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def describe(error: BaseException) -> str | None:
-    """One sentence for what a user can act upon; None for everything else, which is our defect."""
+    """Returns one sentence for an error that a user can act on; None for a defect of ours."""
     if isinstance(error, InputError):
         error.words = env.words()
     if isinstance(error, InputError | WriteError | NotFiniteError):
@@ -43,11 +43,15 @@ def describe(error: BaseException) -> str | None:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises Terminated in here. Without an effect outside the main thread."""
+    """Makes SIGTERM raise `Terminated` in this block, if that runs in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _terminate)
+
+    def terminate(_: int, __: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
@@ -56,7 +60,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Who reads our output may leave early (`| head`); that is no failure."""
+    """Ends this block quietly when the reader of our output has left early, as `| head` does."""
     try:
         yield
         if sys.stdout is not None:  # it may have been closed: `>&-`
@@ -65,11 +69,7 @@ def readable() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
-def _terminate(_: int, __: FrameType | None) -> NoReturn:
-    raise Terminated
-
-
 def say(text: str, command: str = "generate.py") -> None:
-    """One line on stderr under the command's name."""
+    """Writes one line to stderr, which begins with the command's name."""
     sys.stderr.write(f"{command}: {' '.join(text.split())}\n")  # at once: several ranks may speak
     sys.stderr.flush()

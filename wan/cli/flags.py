@@ -88,7 +88,11 @@ class Parser(argparse.ArgumentParser):
 
 @spoken(COMMAND_LINE)
 def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The flags that were given, as checked values. InputError for anything wrong in them."""
+    """Returns the flags that were given, as checked values.
+
+    Raises:
+        InputError: A flag is unknown, is not supported, or has a value that is not allowed.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     for argument in arguments:
         name = argument.removeprefix("--").split("=")[0]
@@ -104,7 +108,7 @@ def parse(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _parser(everything: bool = True) -> Parser:
-    """The parser of all flags; `everything`: whether its help lists more than the common ones."""
+    """Returns the parser of all flags; its help lists `everything`, or only the common ones."""
     program = Path(sys.argv[0]).name
     result = Parser(
         prog=_PROGRAMS.get(program, "python generate.py"),
@@ -144,7 +148,7 @@ _PROGRAMS = {"__main__.py": "python -m wan", "wan-generate": "wan-generate"}
 
 
 def _argument(name: str, flag: Option) -> dict[str, Any]:
-    """What argparse is told of a flag, whose value `Option.read` reads."""
+    """Returns what argparse is told of a flag; `Option.read` reads its value later."""
     choices = flag.read.choices
     listed = "{" + ",".join(choices or ()) + "}"
     shown = flag.read.metavar if choices is None or len(listed) > 70 else listed

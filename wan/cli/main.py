@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from wan.distributed.start import Once, Prepared
 
 Work = Callable[[Run, "Team | None"], int]
-"""Carries out a run; returns the exit code."""
+"""It carries out a run and returns the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Runs the command line.
 
-    Exit codes: 0 done, 1 failed, 2 refused, 130 interrupted, 143 terminated.
+    Returns:
+        The exit code: 0 done, 1 failed, 2 refused, 130 interrupted, 143 terminated.
     """
     speaks = True
     try:
@@ -49,20 +50,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks or isinstance(error, InputError):
             failures.say(sentence)
         return exit_code(error)
-    return 0
+    return 0  # who read our output has left
 
 
 def carry_out(argv: Sequence[str], work: Work) -> int:
-    """What a command line asks for, given to `work`: here, or by torchrun's ranks together."""
+    """Carries out what a command line asks for, in one process or on the ranks of torchrun.
+
+    Args:
+        argv: The command line without the program's name.
+        work: Gets the run, and the ranks that share it.
+    """
     if env.world_size() > 1:
         return _launch(argv, work)
     return work(_resolved(argv, lambda make: make()), None)
 
 
 def generate(run: Run, team: Team | None = None) -> int:
-    """Carry out a resolved run; 1 where a line of a --prompt_file failed, else 0.
+    """Makes the videos of a run; of several ranks, the main one writes them.
 
-    Of several ranks, the main one writes videos.
+    Returns:
+        The exit code: 1 if a line of a prompt file failed, else 0.
     """
     load_torch()
     from wan import device as devices
@@ -105,7 +112,7 @@ def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
 
 
 def _plan(argv: Sequence[str]) -> int:
-    """Say what a run would take; under torchrun the main rank speaks for all."""
+    """Prints what a run would take; under torchrun the main rank speaks for all."""
     if env.rank() > 0:
         return 0
     run = _resolved(argv, lambda make: make(), plan=True)
@@ -117,7 +124,7 @@ def _plan(argv: Sequence[str]) -> int:
 
 
 def _launch(argv: Sequence[str], work: Work) -> int:
-    """One rank of several."""
+    """Carries out a command line as one rank of several."""
     load_torch()
     from wan import device as devices
     from wan.distributed import start
@@ -144,7 +151,7 @@ def _launch(argv: Sequence[str], work: Work) -> int:
 
 
 def _make_demo(once: Once, task: str, folder: Path) -> None:
-    """One rank per machine makes the randomly initialised checkpoint; the others wait for it."""
+    """Makes a random checkpoint on one rank of each machine, for which the others wait."""
     load_torch()
     from wan.pipeline.tiny import make_checkpoint
 
@@ -160,7 +167,7 @@ def _make_demo(once: Once, task: str, folder: Path) -> None:
 
 
 def load_torch() -> None:
-    """torch loads torch-npu where that is installed, and fails where CANN then is not."""
+    """Imports torch, which loads torch-npu if that is installed, and fails if CANN then is not."""
     try:
         import torch  # noqa: F401
     except RuntimeError as error:

@@ -48,7 +48,7 @@ class LineJob(Job):
 
 
 def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
-    """Makes the videos of all lines; every rank calls this. Returns whether a line failed."""
+    """Makes the videos of all lines and returns whether a line failed; every rank calls this."""
     is_main = team is None or team.is_main
     refused = {line.name: line.error for line in run.lines if line.error}
     for name, error in refused.items() if is_main else ():
@@ -58,8 +58,17 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
     chosen = {line.name for line in good} - {*there}
     if team is not None:  # the main rank alone looks at the folder
         chosen = team.value_from_main(chosen)
-    asked = {line.name: line.run for line in run.lines if line.run is not None}
-    jobs = [_job(name, one, pipeline, team) for name, one in asked.items() if name in chosen]
+    jobs = [
+        LineJob(
+            f"Line {line.name}",
+            line.run.request,
+            Inputs(line.run.image, line.run.last_image),
+            line=line.name,
+            video=Video(line.run, pipeline, team),
+        )
+        for line in run.lines
+        if line.run is not None and line.name in chosen
+    ]
     made: list[LineJob] = []
 
     def denoised(job: LineJob, latents: Tensor) -> None:
@@ -104,7 +113,7 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
 
 
 def _is_there(line: Line) -> bool:
-    """Whether the video of a line is there, made with the same settings as its record says."""
+    """Returns whether the video of a line is there, made with the line's settings."""
     assert line.run is not None
     output = line.run.output
     if not output.save_file.exists():
@@ -122,12 +131,6 @@ def _is_there(line: Line) -> bool:
         names = ", ".join(changed)
         logger.info("%s is made again: it differs in %s.", output.save_file, names)
     return not changed
-
-
-def _job(line: str, run: Run, pipeline: Pipeline, team: Team | None) -> LineJob:
-    video = Video(run, pipeline, team)
-    inputs = Inputs(run.image, run.last_image)
-    return LineJob(f"Line {line}", run.request, inputs, line=line, video=video)
 
 
 def _sum_up(

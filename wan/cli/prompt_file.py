@@ -30,7 +30,7 @@ _SLUG = 40
 
 
 def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Run]) -> Run:
-    """The run of a command line with --prompt_file; what is wrong in a line concerns it alone.
+    """Returns the run of a command line with --prompt_file; a bad line is refused alone.
 
     Args:
         given: The flags; `save_file` is a folder.
@@ -115,7 +115,9 @@ def _line(
         values["base_seed"], end = seed, f"_s{seed}"
     path = folder / (f"{number:03d}.mp4" if name is None else name)
     path = path.with_stem(f"{path.stem}{end}") if path.name else path
-    asked = {**_kept(shared, values), **values}
+    schedule = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
+    below = schedule if "timesteps" in values else ()  # the line's own replace them all
+    asked = {n: v for n, v in shared.items() if n not in below} | values
     run, error = resolve(asked).saved_to(path), ""
     if name is None:
         start = run.request.prompt[: 4 * _SLUG]  # of a long prompt
@@ -136,7 +138,7 @@ def _refused(number: int, error: Exception) -> Line:
 
 
 def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
-    """The settings of a line, and its seeds; [None] where it is one video."""
+    """Returns the settings of a line and its seeds, or [None] if it is one video."""
     if not text.startswith("{"):
         return {"prompt": text}, [None]
     try:
@@ -159,15 +161,8 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
     return values, seeds
 
 
-def _kept(shared: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line says beside a line; a schedule of the line's own replaces its."""
-    schedule = {"timesteps", "sample_steps", "sample_shift", "boundary_step"}
-    own = schedule & values.keys()
-    return {n: v for n, v in shared.items() if not (own & {"timesteps"} and n in schedule)}
-
-
 def _without_twins(found: list[Line]) -> list[Line]:
-    """A line that would write over an earlier one's video is refused."""
+    """Refuses a line that would write over the video or the record of an earlier one."""
     taken: dict[Path, str] = {}
     for place, line in enumerate(found):
         if line.run is None or line.error:

@@ -31,16 +31,14 @@ def resolve(
     plan: bool = False,
     describe: Callable[[Path], Checkpoint] = layout.describe,
 ) -> Run:
-    """The run that the given flags ask for.
+    """Returns the run that the given flags ask for.
 
     Args:
         given: As `wan.cli.flags.parse` returns them.
-        make_demo: As for `wan.run.resolve`.
-        plan: Likewise.
-        describe: Likewise.
+        make_demo, plan, describe: As for `wan.run.resolve`.
 
     Raises:
-        InputError: For everything that is wrong, in one sentence.
+        InputError: Something is wrong; it says what in one sentence.
     """
     with spoken(env.words()), usable_paths():
         values = layered(given)
@@ -66,9 +64,10 @@ def resolve(
 
 
 def layered(flags: Values) -> dict[str, Any]:
-    """The given flags over an earlier run's record over variables.
+    """Returns the given flags over an earlier run's record over environment variables.
 
-    A switch that a flag turns off, or another step cache, takes back what belongs to it below.
+    Where a flag turns a switch off, or names another step cache, the settings of the lower layers
+    that belong to the former one are left out.
     """
     below = {**env.aliases(), **_recorded(flags)}
     if "recipe" in flags:  # it is asked for anew, and sets what the earlier run had set
@@ -82,7 +81,7 @@ def layered(flags: Values) -> dict[str, Any]:
 
 
 def _recorded(flags: Values) -> dict[str, Any]:
-    """Settings of the earlier run that --from_json repeats or --decode_latents continues."""
+    """Returns the settings of the run that --from_json repeats or --decode_latents continues."""
     if "from_json" in flags and "decode_latents" in flags:
         raise InputError("`from_json`", why="excludes `decode_latents`", remedy="give one of them")
     if "plan" in flags and "decode_latents" in flags:

@@ -53,13 +53,13 @@ class Video:
         team: Team | None,
         part: Callable[[], None] | None = None,
     ) -> None:
-        """Starts nothing yet; every rank has one.
+        """Prepares a video on every rank; nothing is computed yet.
 
         Args:
             run: What is asked for.
             pipeline: Where it is made.
             team: The ranks; None for one process.
-            part: Called on every rank when the main rank needs the others no more.
+            part: It is called on every rank when the main rank needs the others no more.
         """
         self.run, self._pipeline, self._team, self._part = run, pipeline, team, part
         self.latents_file, self.alone = run.decode_latents, False
@@ -303,7 +303,7 @@ class NoFrames:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Tells whether a file is still the same; None where there is none."""
+    """Returns what tells whether a file is still the same; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -312,13 +312,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _unfinished(output: Output, suffix: str) -> tuple[Path, Path]:
-    """Names that no other run has: beside the video, and in the folder for temporary files."""
+    """Returns names that no other run has: beside the video, and in the temporary folder."""
     beside = output.save_file.with_suffix(f".{process_name()}{suffix}")
     return beside, Path(tempfile.gettempdir()) / beside.name
 
 
 def _first_written(paths: Iterable[Path], write: Callable[[Path], None], what: str) -> Path | None:
-    """The first of these paths that could be written; None, after saying why, if none could."""
+    """Returns the first of these paths that could be written; None, and logs why, if none could."""
     for path in paths:
         try:
             write(path)

@@ -76,7 +76,7 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
 def parallelize_transformer(
     transformer: WanTransformer3DModel, **settings: Any
 ) -> WanTransformer3DModel:
-    """As `parallelize_pipe`, for one network that another program calls.
+    """Does what `parallelize_pipe` does for one network that another program calls.
 
     Block-sparse attention has to know the step: from diffusers 0.41 on, call the network inside
     `transformer.cache_context("cond", step_index=..., num_inference_steps=...)`.
@@ -128,7 +128,7 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
 
 
 def deparallelize(pipe: Any) -> Any:
-    """Undoes the other functions; takes a transformer, too."""
+    """Undoes the other functions on a pipeline, or on a transformer; returns it."""
     alone = isinstance(pipe, nn.Module)
     networks = _checked({"dit": pipe}, ours=True) if alone else _networks(pipe, ours=True)
     session = hooks.session(networks)
@@ -162,7 +162,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _networks(pipe: Any, ours: bool = False) -> Networks:
-    """ours: our hooks may be on them."""
+    """Returns the networks of a pipeline; with `ours` they may have our hooks."""
     if not isinstance(pipe, WanPipeline | WanImageToVideoPipeline):
         kind = type(pipe).__name__
         raise InputError(f"{kind} is not supported; WanPipeline and WanImageToVideoPipeline are.")
@@ -185,7 +185,7 @@ def _checked(networks: Networks, ours: bool = False) -> Networks:
 
 
 def _objections(network: Any, ours: bool) -> Iterator[str]:
-    """What does not go with our hooks."""
+    """Yields a sentence for everything on a network that does not work with our hooks."""
     if hasattr(network, "_orig_mod") or getattr(network, "_compiled_call_impl", None) is not None:
         yield "The network is compiled as a whole; compile its blocks: compile_repeated_blocks()."
     if not isinstance(network, WanTransformer3DModel):
