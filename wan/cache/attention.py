@@ -47,7 +47,7 @@ class AttentionPolicy(Policy):
         return dict.fromkeys(BRANCHES, row)
 
     def _end(self, request: Request) -> int:
-        """The last step that may be skipped: by default 3 before the end, as 37 of the usual 40."""
+        """Returns the last step that may be skipped, by default 37 of the usual 40."""
         given, steps = self.settings.end_step, request.sample_steps
         return steps - 3 if given is None else min(given, steps - 1)
 
@@ -69,7 +69,7 @@ class AttentionCache(Cache):
         self._kept.clear()
 
     def __call__(self, attend: Callable[[], Tensor], step: StepInfo | None, layer: int) -> Tensor:
-        """What attend() returns, [B,L,C], or what it returned in an earlier step."""
+        """Returns what attend() returns, [B,L,C], or what it returned in an earlier step."""
         import torch
 
         if step is None or not self.listed or torch.is_grad_enabled():

@@ -43,10 +43,10 @@ class GuidancePolicy(Policy):
         return found
 
     def own(self, request: Request, changes: Changes | None) -> Lists:
-        """Steps of the low-noise expert or a single network are skipped.
+        """Skips steps of the low-noise expert or of a single network.
 
-        They lie between a third of the run and its last step, or nine tenths of it for 720p and
-        more.
+        They lie between a third of the run and its last step, or nine tenths of the run for 720p
+        and more.
         """
         experts, steps = schedule(request).experts, request.sample_steps
         width, height = request.video_size
@@ -80,7 +80,7 @@ class GuidanceCache(Cache):
         branches: Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]],
         branch: Callable[[str], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """The results of both guidance branches in a step, float32 [Z,f,h,w] each.
+        """Returns the results of both guidance branches in a step, float32 [Z,f,h,w] each.
 
         Args:
             step: Index of the step.
@@ -102,7 +102,7 @@ class GuidanceCache(Cache):
 
 
 def _weights(x_Zfhw: Tensor) -> Tensor:
-    """The weights of frequencies along h and w: low ones are below a quarter of the rate."""
+    """Weighs the frequencies along h and w; low ones are below a quarter of the rate."""
     import torch
 
     h, w = x_Zfhw.shape[-2:]

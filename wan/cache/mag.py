@@ -53,7 +53,7 @@ class Curve:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def fitted(self, request: Request) -> dict[str, tuple[float, ...]]:
-        """The ratios of a run's steps: the nearest ones of each branch and expert.
+        """Returns the ratios of a run's steps: the nearest ones of each branch and expert.
 
         Raises:
             InputError: The curve was made for another shift or boundary.
@@ -142,7 +142,7 @@ class Mag(Policy):
         return {branch: self.rule(ratios[branch], experts, branch) for branch in BRANCHES}
 
     def rule(self, ratios: Sequence[float], experts: Sequence[str], branch: str) -> Computed:
-        """The list of one guidance branch.
+        """Returns the list of one guidance branch.
 
         The error of a skipped step is how far the product of ratios since the last computed one is
         from 1. Errors are summed up, and a step is skipped while the sum is below the threshold.
@@ -186,12 +186,12 @@ class Mag(Policy):
 
 
 def load(path: Path) -> Curve:
-    """A curve from a file; InputError where it is none."""
+    """Reads a curve from a file; raises InputError where the file holds none."""
     return _curve(read_json(path), str(path))
 
 
 def published(task: str, with_image: bool) -> Curve | None:
-    """The curve that MagCache's authors have published for a task, if there is one."""
+    """Returns the curve that MagCache's authors have published for a task, if there is one."""
     rows = json.loads(_PUBLISHED.read_text(encoding="utf-8"))
     key = f"{task} ({'image' if with_image else 'text'})" if task == "ti2v-5B" else task
     if key not in rows:
@@ -224,7 +224,7 @@ def _curve(record: Any, origin: str) -> Curve:
 
 
 def _nearest(step: int, first: int, end: int, own_first: int, own_end: int) -> int:
-    """The step of [own_first, own_end) that lies where `step` does in [first, end)."""
+    """Returns the step of [own_first, own_end) that lies where `step` does in [first, end)."""
     if end - first == 1:
         return own_end - 1
     return own_first + round((step - first) * (own_end - 1 - own_first) / (end - 1 - first))

@@ -1,7 +1,7 @@
 """What a step cache policy is, and the caches of a pipeline's runs.
 
-A policy is one file beside this one and one row of `wan.settings.step_cache.POLICIES`. What it
-checks and lists is known before the run and needs no torch; the cache that it makes does.
+A policy is one class in a file beside this one and one row of `wan.settings.step_cache.POLICIES`.
+What it checks and lists is known before the run and needs no torch; the cache that it makes does.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Policy(ABC):
     content: Any = None
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
-        """InputError for parameters that do not go with the task or the checkpoint's folder."""
+        """Refuses parameters that do not go with the task or the checkpoint's folder."""
         self.settings, self.preset = settings, preset
 
     @abstractmethod
     def own(self, request: Request, changes: Changes | None) -> Lists | None:
-        """The lists by the policy's own rule; None where the rule needs `changes` of networks."""
+        """Returns the lists by the policy's own rule; None where it needs `changes` of networks."""
 
     def check(self, request: Request) -> tuple[str, ...]:
-        """Notices about a video; InputError for what does not go with its steps or guidance."""
+        """Returns notices about a video, and refuses one whose steps or guidance do not fit."""
         if request.sample_steps < FEWEST_STEPS and not self.settings.step_cache_force:
             raise InputError(
                 "`step_cache`",
@@ -78,7 +78,7 @@ class Policy(ABC):
     def lists(
         self, request: Request, together: bool = False, changes: Changes | None = None
     ) -> Lists | None:
-        """What a run computes: by the policy's rule, and what is computed whatever that says.
+        """Returns what a run computes: what the policy's rule says, and what is always computed.
 
         The first step of each expert has nothing to reuse. `step_cache_warmup` adds steps to it,
         and the last step of each expert.
@@ -99,7 +99,7 @@ class Policy(ABC):
         return found
 
     def describe(self, request: Request, together: bool) -> str:
-        """What a plan promises, in one line; arguments as in `lists`."""
+        """Says in one line what a plan promises. The arguments are those of `lists`."""
         lists, name = self.lists(request, together), self.settings.policy
         if self.decides:
             threshold = self.settings.threshold
@@ -118,7 +118,7 @@ class Policy(ABC):
         return f"Step cache {name}: {'; '.join(branches)}; {gain}"
 
     def cache(self, together: bool = False, agree: Agree | None = None) -> Cache:
-        """What is kept in runs.
+        """Makes what is kept in runs.
 
         Args:
             together: As in `lists`.
@@ -130,13 +130,13 @@ class Policy(ABC):
 
 
 def make(settings: StepCache, preset: Preset, folder: Path | None = None) -> Policy | None:
-    """The policy that the settings ask for; arguments and errors as in `Policy`."""
+    """Makes the policy that the settings ask for, with the arguments and errors of `Policy`."""
     row = POLICIES.get(settings.policy)
     return None if row is None else resolve_name(row.make)(settings, preset, folder)
 
 
 def phases(experts: Sequence[str]) -> list[tuple[str, int, int]]:
-    """The expert, first step and end of each expert's steps, from the experts of all steps."""
+    """Returns each expert with its first step and the end of its steps."""
     found, first = [], 0
     for expert, group in groupby(experts):
         end = first + len(list(group))
@@ -146,7 +146,7 @@ def phases(experts: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def forced(experts: Sequence[str], warmup: int) -> Computed:
-    """The steps that are computed whatever a policy says; see `Policy.lists`."""
+    """Returns the steps that are computed whatever a policy says; see `Policy.lists`."""
     always = [False] * len(experts)
     for _, first, end in phases(experts):
         count = min(max(warmup, 1), end - first)
@@ -156,7 +156,7 @@ def forced(experts: Sequence[str], warmup: int) -> Computed:
 
 
 def _ranges(row: Computed) -> str:
-    """The computed steps, as the policy `steps` takes them."""
+    """Writes the computed steps as the policy `steps` takes them."""
     found = []
     for computed, group in groupby(range(len(row)), key=row.__getitem__):
         first, *others = group
@@ -180,7 +180,7 @@ class Cache:
     """The list of a plan's steps, which keep what a run would keep."""
 
     def __init__(self, policy: Policy | None = None, together: bool = False) -> None:
-        """Arguments as in `Policy.cache`."""
+        """Takes the arguments of `Policy.cache`."""
         self.policy, self._together = policy, together
         self.changes: Changes | None = None
         self.listed: Lists = {}
@@ -189,11 +189,11 @@ class Cache:
         self._steps = 0
 
     def at(self, place: Skips) -> Any:
-        """This cache, if it is called there; else None."""
+        """Returns this cache if it is called at this place, else None."""
         return self if self.policy is not None and self.policy.skips == place else None
 
     def start(self, request: Request) -> None:
-        """A video begins."""
+        """Begins a video."""
         self._steps = request.sample_steps
         if self.policy is not None:
             lists = self.policy.lists(request, self._together, self.changes)
@@ -201,7 +201,7 @@ class Cache:
             self.begin(lists)
 
     def begin(self, lists: Lists) -> None:
-        """A run with these lists begins: nothing is kept from the one before."""
+        """Begins a run with these lists; nothing is kept from the run before."""
         self.end()
         self.listed, self.computed, self.skipped = lists, {}, {}
 
@@ -210,7 +210,7 @@ class Cache:
         self.listed = {}
 
     def kept_bytes(self) -> int:
-        """Bytes of what is kept and belongs to no layer."""
+        """Returns the bytes of what is kept and belongs to no layer."""
         return 0
 
     def note(self, branch: str, step: int, computes: bool, **facts: object) -> None:
@@ -222,11 +222,11 @@ class Cache:
         trace.mark("cache", what=self.policy and self.policy.skips, decision=decision, **facts)
 
     def skipped_steps(self) -> int:
-        """Steps of this run so far in which a branch left something out."""
+        """Counts the steps of this run so far in which a branch left something out."""
         return max(map(len, self.skipped.values()), default=0)
 
     def record(self) -> dict[str, Any] | None:
-        """For the JSON record: the policy, and which steps each branch of this rank computed."""
+        """Returns the policy and the steps that each branch computed, for the JSON record."""
         if self.policy is None:
             return None
         computed = self.computed
@@ -235,7 +235,7 @@ class Cache:
         return {"policy": self.policy.settings.policy, "computed": computed}
 
     def summary(self) -> str | None:
-        """One line on what was skipped."""
+        """Says in one line what was skipped."""
         if self.policy is None:
             return None
         skipped = [f"{name} {len(steps)} of {self._steps}" for name, steps in self.skipped.items()]

@@ -28,7 +28,7 @@ same answer on all ranks that share a video."""
 
 
 def alone(sums: Tensor, threshold: float) -> bool:
-    """`Agree` of one process. Reads from the device, once."""
+    """Implements `Agree` for one process; it reads from the device once."""
     change, size = sums.tolist()
     return bool(change < threshold * size)
 
@@ -55,7 +55,7 @@ class _Kept:
 
 
 class ResidualCache(Cache):
-    """Skips blocks."""
+    """Keeps what blocks added to the residual stream, and adds it where they are skipped."""
 
     def __init__(self, policy: Policy, together: bool = False, agree: Agree | None = None) -> None:
         super().__init__(policy, together)
@@ -80,10 +80,10 @@ class ResidualCache(Cache):
         valid: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The residual stream behind all blocks.
+        """Returns the residual stream behind all blocks.
 
         Args:
-            x_BLC: Before the first block, float32; updated in place.
+            x_BLC: The stream before the first block, float32; it is updated in place.
             blocks: Computes blocks.
             step: Where in the run this is; None: everything is computed.
             valid: How many of this rank's tokens are real.
@@ -125,7 +125,7 @@ class ResidualCache(Cache):
     def _computed(
         self, x_BLC: Tensor, blocks: Blocks, kept: _Kept, step: StepInfo, dtype: torch.dtype
     ) -> Tensor:
-        """x behind all blocks, of which the first ones are computed already."""
+        """Computes the rest of the blocks, and keeps what they add."""
         last = kept.residual if self._order else None
         kept.residual = None
         before = x_BLC.clone()
@@ -138,7 +138,7 @@ class ResidualCache(Cache):
 
 
 def change(first: Tensor, kept: Tensor, valid: int) -> Tensor:
-    """[2] float32: the sums, over real tokens, of how much it changed and of what it was."""
+    """Sums over real tokens how much `first` changed and what it was: float32 [2]."""
     was = kept[:, :valid]
     change = torch.linalg.vector_norm(first[:, :valid] - was, 1, dtype=torch.float32)
     return torch.stack((change, torch.linalg.vector_norm(was, 1, dtype=torch.float32)))

@@ -26,7 +26,7 @@ PUBLISHED = {
 
 
 class Tea(Policy):
-    """A polynomial turns a change of the embedding into one of the output; estimates add up."""
+    """Estimates by a polynomial how much the output changes when the embedding does."""
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
         super().__init__(settings, preset, folder)
@@ -49,7 +49,7 @@ class Tea(Policy):
         return dict.fromkeys(BRANCHES, self.rule(found))
 
     def rule(self, changes: Sequence[float]) -> Computed:
-        """A step is skipped while the sum of estimates is below the threshold.
+        """Skips a step while the sum of the estimates is below the threshold.
 
         Args:
             changes: For each step, mean |e - e_prev| / mean |e_prev| of the time embedding; the
@@ -65,7 +65,7 @@ class Tea(Policy):
 
 
 def embedding_changes(weights: Mapping[str, Tensor], timesteps: Sequence[float]) -> list[float]:
-    """mean |e - e_prev| / mean |e_prev| of each timestep's embedding e; 0 of the first.
+    """Returns mean |e - e_prev| / mean |e_prev| of each timestep's embedding e, 0 for the first.
 
     Args:
         weights: The two layers of the network's `time_embedding`, float32, under their names.

@@ -290,7 +290,7 @@ def process_name() -> str:
 
 
 def is_left_over(name: str) -> bool:
-    """Whether a process of this machine that `process_name` named has ended."""
+    """Returns whether a process of this machine that `process_name` named has ended."""
     host, _, process = name.rpartition("-")
     if not process.isdecimal() or host != process_name().rpartition("-")[0]:
         return False

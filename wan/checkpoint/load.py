@@ -3,9 +3,9 @@
 A network is built on the meta device, where it has no memory, and compared with the headers of its
 files by the names and shapes of all tensors (`Blueprint.check`). Then each tensor gets memory on
 its device, in its final dtype, and its values from the mapped file (`Blueprint.load`, `fill`). The
-host needs no more memory beside the network's own than for a
-slice of one tensor. A `Sharding` decides which rows a process keeps, and an `Adapt` what a tensor
-is read from: scaled FP8 values, int8 weights, or weights with LoRAs merged into them.
+host needs no more memory beside the network's own than for a slice of one tensor. A `Sharding`
+decides which rows a process keeps, and an `Adapt` what a tensor is read from: scaled FP8 values,
+int8 weights, or weights with LoRAs merged into them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from wan.pipeline.setup import Setup
 
 
 def adaptation(setup: Setup, name: str, device: Device, compute: torch.dtype) -> Adapt:
-    """Of one expert; at most one of the three is asked for (`Setup` refuses more).
+    """Returns how an expert is adapted; `Setup` refuses more than one of the three at once.
 
     Args:
         setup: The checkpoint and the settings.

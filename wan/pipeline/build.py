@@ -107,6 +107,13 @@ def pipeline(
     )
     caches.changes = loader.changes
     _log_start(setup, device, selected)
+    sharing, parallel = Sharing(), setup.parallel
+    if team is not None:
+        sharing = Sharing(
+            text=make_here if parallel.t5_fsdp else team.from_main,
+            latents=team.from_main,
+            branches=team.both_branches if parallel.cfg_size == 2 else both_here,
+        )
     stages = Stages(device.synchronize)
     loading = stages("loading")
     autoencoder = Lazy(loading(loader.video_vae))
@@ -128,12 +135,12 @@ def pipeline(
         kernel=selected.describe(),
         merges=selected.dense.can_return_lse,
         caches=caches,
-        sharing=sharing(setup.parallel, team),
+        sharing=sharing,
     )
 
 
 def dense_kernel(setup: Setup, device: Device) -> str:
-    """What computes dense attention, in words; InputError where it does not compute here."""
+    """Names what computes dense attention; raises InputError where it does not compute here."""
     compute = DTYPES[setup.execution.dit_precision_on(device.type)]
     kernel = dense(setup.attention, Target(device, setup.checkpoint.head_dim, compute))
     return f"{kernel.name} {'with' if kernel.can_return_lse else 'without'} log-sum-exp"
@@ -426,14 +433,3 @@ def vae_rows(device: Device, team: Team | None) -> MakeRows | None:
         return ShardedRows(None, heights, place)
 
     return rows
-
-
-def sharing(parallel: Parallel, team: Team | None) -> Sharing:
-    """Decides what only one rank computes for all, and where the guidance branches are computed."""
-    if team is None:
-        return Sharing()
-    return Sharing(
-        text=make_here if parallel.t5_fsdp else team.from_main,
-        latents=team.from_main,
-        branches=team.both_branches if parallel.cfg_size == 2 else both_here,
-    )

@@ -32,12 +32,12 @@ MakeRows = Callable[[int, bool], "ShardedRows"]
 
 
 class Codec:
-    """The autoencoder of a run. used: the method of the last call."""
+    """Encodes and decodes with the autoencoder of a run. used: the method of the last call."""
 
     def __init__(
         self, setup: Setup, device: Device, vae: Callable[[], VideoVAE], rows: MakeRows | None
     ) -> None:
-        """vae: Loads the autoencoder where it is needed. rows: None for one process."""
+        """Loads nothing yet. vae: loads the autoencoder. rows: None for one process."""
         self._setup, self._device, self._vae, self._rows = setup, device, vae, rows
         self.used = ""
         exact = (ALONE,) if rows is None else (ALONE, SHARED)
@@ -45,7 +45,7 @@ class Codec:
         self._decodes = (TILES,) if setup.execution.vae_tiling else (*self._encodes, TILES)
 
     def encode(self, video_3FHW: Tensor) -> Tensor | None:
-        """The normalised latents [Z,f,h,w] on the main rank; every rank calls it."""
+        """Returns the normalised latents [Z,f,h,w] on the main rank; every rank calls it."""
         _, frames, height, width = video_3FHW.shape
         time, scale, _ = self._setup.preset.vae_stride
         steps = 1 + (frames - 1) // time
@@ -59,7 +59,7 @@ class Codec:
         return self._first(self._encodes, attempt)
 
     def decode(self, latent_Zfhw: Tensor, sink: Sink, release: Callable[[], None]) -> bool:
-        """Give the frames to the sink of the main rank; every rank calls it.
+        """Gives the frames to the sink of the main rank; every rank calls it.
 
         Args:
             latent_Zfhw: The normalised latents.
@@ -92,7 +92,7 @@ class Codec:
         return is_main
 
     def _first(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
-        """attempt(method, may_fail) of each; may_fail: another method follows."""
+        """Calls attempt(method, may_fail) in turn; a method may fail where another one follows."""
         for method, following in zip(methods, (*methods[1:], None), strict=True):
             self.used = method
             try:
@@ -109,9 +109,14 @@ class Codec:
     def _run(
         self, method: str, height: int, steps: int, work: Callable[..., T], need: int
     ) -> T | None:
-        """work(vae, rows=...) on the ranks that have rows, while the others wait.
+        """Calls work(vae, rows=...) on the ranks that have rows, while the others wait.
 
-        steps: The number of agreements in `work`. need: The bytes that all rows need at least.
+        Args:
+            method: One of the three.
+            height: Rows of the latents.
+            steps: The number of agreements in `work`.
+            work: Encodes or decodes.
+            need: The bytes that all rows need at least.
         """
         if self._rows is None:
             self._check_free(need)
@@ -131,7 +136,7 @@ class Codec:
         return rows.together(attempt)
 
     def _check_free(self, need: float) -> None:
-        """Raise MemoryError if fewer bytes are free."""
+        """Raises MemoryError if fewer bytes are free."""
         free = self._device.free_memory()
         if free is not None and need > free:
             raise MemoryError(f"The VAE needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free.")

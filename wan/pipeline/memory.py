@@ -156,8 +156,7 @@ def estimate(setup: Setup, request: Request) -> Sizes:
     execution, frames = setup.execution, request.latent_shape[1]
     width, height = request.video_size
     is_on_device = planned_device(setup).type == "cpu" or not execution.t5_cpu
-    holds_frame = setup.preset.kind == "ti2v" and request.image_size is not None
-    encoded = frames if setup.preset.kind == "i2v" else int(holds_frame)
+    encoded = encoded_frames(request)
     ranks = setup.parallel.world_size if execution.vae_parallel else 1
     encoding = vae_activations(setup, "encode", (encoded, height, width)) // ranks
     video = 3 * request.frame_num * width * height * 4  # whole on the first rank
@@ -170,6 +169,13 @@ def estimate(setup: Setup, request: Request) -> Sizes:
         decoding=Usage(activations=video + (0 if execution.vae_tiling else decoding // ranks)),
         dit=_transformer(setup, request),
     )
+
+
+def encoded_frames(request: Request) -> int:
+    """Returns how many latent frames the VAE encodes: i2v's whole video, or ti2v's image."""
+    if request.preset.kind == "i2v":
+        return request.latent_shape[1]
+    return int(request.preset.kind == "ti2v" and request.image_size is not None)
 
 
 def _text_encoder(setup: Setup) -> NetworkSize:

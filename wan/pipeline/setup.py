@@ -60,10 +60,10 @@ class Setup:
         attention.check_layout(self.attention, self.parallel, self.checkpoint.head_dim)
         step_cache.check(self.cache, self.parallel, self.execution)
         if self.execution.device != "auto":
-            self._check_on(devices.candidates(self.execution.device, self.chip))
+            self.check_device(*devices.candidates(self.execution.device, self.chip))
 
     def _facts(self) -> dict[str, Any]:
-        """What `wan.settings.rules` ask about."""
+        """Returns what `wan.settings.rules` ask about."""
         return {
             **vars(self.execution),
             **vars(self.parallel),
@@ -84,33 +84,37 @@ class Setup:
         return any(info.dtype in FP8 for dit in networks for info in dit.tensors.values())
 
     def keeps_fp8(self, device: str) -> bool:
-        """Whether FP8 weights stay in FP8 on a device of this type, and are upcast when used."""
+        """Returns whether FP8 weights stay in FP8 on this type of device until they are used."""
         npu, sharded = device == "npu", self.parallel.dit_fsdp
         changed = self.quantised is not None or any(self.loras.values())
         possible = self.has_fp8 and not (npu or sharded or changed)
         return possible and self.execution.fp8_weights != "upcast"
 
     def changes_weights(self, expert: str, device: str) -> bool:
-        """Whether an expert's layers or weights are other than usual on a type of device."""
+        """Returns whether an expert's layers or weights are changed on this type of device."""
         merged = bool(self.loras.get(expert))
         return self.quantised is not None or merged or self.keeps_fp8(device)
 
-    def check_device(self, device: Capabilities) -> None:
-        """InputError for what only the device that was found can refuse."""
-        self._check_on((device,))
+    def check_device(self, *rows: Capabilities) -> None:
+        """Refuses what none of these devices can run."""
+        weights = () if self.quantised is None else self.quantised.algorithms
+        head_dim = self.checkpoint.head_dim
+        devices.check(rows, self.attention, self.execution, head_dim, weights)
+        if self.quantised is not None:
+            check_device(self.quantised, rows[0].type)
 
     def check_plan(self) -> None:
-        """InputError where no device that may be meant can run what is planned."""
+        """Refuses what none of the devices that may be meant can run."""
         rows = devices.candidates(self.execution.device, self.chip)
         for row in rows:
             try:
                 return self.check_device(row)
             except InputError:
                 continue
-        self._check_on(rows)
+        self.check_device(*rows)
 
     def check_request(self, request: Request) -> tuple[str, ...]:
-        """Notices; InputError for what does not go with this video's steps and size."""
+        """Returns notices, and refuses what does not go with this video's steps and size."""
         steps, tokens = request.sample_steps, prod(request.grid)
         rules.check(rules.REQUEST, self._facts())
         attention.check_request(self.attention, self.parallel, steps, tokens)
@@ -120,12 +124,5 @@ class Setup:
         return (*found, *parallel.check_guidance(self.parallel, guidance, heads))
 
     def check_grouping(self) -> None:
-        """InputError where `group_by_expert` has no effect, or cannot be."""
+        """Refuses `group_by_expert` where it has no effect or cannot be."""
         rules.check(rules.GROUPING, self._facts())
-
-    def _check_on(self, rows: tuple[Capabilities, ...]) -> None:
-        weights = () if self.quantised is None else self.quantised.algorithms
-        head_dim = self.checkpoint.head_dim
-        devices.check(rows, self.attention, self.execution, head_dim, weights)
-        if self.quantised is not None:
-            check_device(self.quantised, rows[0].type)

@@ -54,16 +54,14 @@ class Sink(Protocol):
     """Receives the frames of a video while it is decoded."""
 
     def begin(self, size: tuple[int, int, int]) -> None:
-        """Called with frames, height and width, and again if decoding starts from the beginning."""
-        ...
+        """Gets the number of frames, the height and the width, again where decoding starts anew."""
 
     def put(self, frames_3FHW: Tensor) -> None:
-        """The next frames, in [-1, 1], on any device."""
-        ...
+        """Gets the next frames, in [-1, 1], on any device."""
 
 
 class Collected:
-    """Implements `Sink`: the whole video as a tensor [3,F,H,W]."""
+    """Collects the whole video as a tensor [3,F,H,W], as a `Sink`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._done = device, 0
@@ -98,25 +96,27 @@ class VideoVAE:
 
     @torch.no_grad()
     def encode(self, video_3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
-        """Pixels in [-1, 1], F = 4n+1, to the normalised posterior mean [Z, n+1, h, w].
+        """Encodes pixels in [-1, 1], F = 4n+1, to the normalised posterior mean [Z, n+1, h, w].
 
         Encoding is never tiled, because tiles would change the latents of an image.
 
-        rows: The rows of this rank. The main rank gets the result, the others no rows of it.
+        Args:
+            video_3FHW: The pixels.
+            rows: The rows of this rank. The main rank gets the result, the others no rows of it.
         """
         video = rows.together(lambda: video_3FHW[None].to(self.device))
         mean = self._network.encode(video, rows).float()
         return ((mean - self.mean) * self.scale)[0]
 
     def decode(self, latent_Zfhw: Tensor) -> Tensor:
-        """Normalised latents to pixels [3, F, H, W], clamped to [-1, 1]."""
+        """Decodes normalised latents to pixels [3,F,H,W], clamped to [-1, 1]."""
         whole = Collected(self.device)
         self.stream(latent_Zfhw, whole)
         return whole.video
 
     @torch.no_grad()
     def stream(self, latent_Zfhw: Tensor, sink: Sink, rows: Rows = WHOLE) -> None:
-        """Decode, and hand over the frames of each latent frame. rows: as in `encode`."""
+        """Decodes, and hands over the frames of each latent frame. rows: as in `encode`."""
         latent = rows.together(partial(self._unnormalised, latent_Zfhw))
 
         def begin() -> None:
@@ -135,7 +135,7 @@ class VideoVAE:
 
     @torch.no_grad()
     def decode_in_tiles(self, latent_Zfhw: Tensor) -> Tensor:
-        """Decode with less memory; not exact where there is more than one tile."""
+        """Decodes with less memory; several tiles are not exact."""
         latent = self._unnormalised(latent_Zfhw)
         with progress(None, "decoding", "latent frame of a tile") as bar:
             if max(self._size(latent)[1:]) <= tiles.SIDE:
@@ -150,12 +150,12 @@ class VideoVAE:
         return latent_Zfhw[None].to(self.device, torch.float32) / self.scale + self.mean
 
     def _size(self, latent_BZfhw: Tensor) -> tuple[int, int, int]:
-        """Frames, height and width of the video."""
+        """Returns the frames, height and width of the video."""
         (f, h, w), scale = latent_BZfhw.shape[2:], self._network.version.scale
         return 1 + (f - 1) * TIME, h * scale, w * scale
 
     def _decoded(self, latent_BZfhw: Tensor, bar: Any) -> Tensor:
-        """The pixels [B,3,F,H,W] of a tile."""
+        """Decodes a tile to pixels [B,3,F,H,W]."""
         video = torch.empty((1, 3, *self._size(latent_BZfhw)), device=self.device)
         done = 0
         for frames in self._network.decode(latent_BZfhw):
@@ -166,9 +166,10 @@ class VideoVAE:
 
 
 def blueprint(path: Path) -> Blueprint[Autoencoder]:
-    """The autoencoder whose weights are in a file or folder, not loaded yet.
+    """Describes the autoencoder whose weights are in a file or folder, without loading it.
 
-    Raises InputError for the weights of another network.
+    Raises:
+        InputError: The weights belong to another network.
     """
     tensors = stored(path, vae_diffusers_name)
     try:
@@ -179,13 +180,12 @@ def blueprint(path: Path) -> Blueprint[Autoencoder]:
         if min(base, decoder_base) < 1:
             raise ValueError("a size of 0")
     except (LookupError, ValueError) as error:
-        raise InputError(
-            f"{path} does not hold the weights of a Wan 2.1 or 2.2 VAE (unexpected {error}); "
-            "download Wan2.1_VAE.pth or Wan2.2_VAE.pth (or vae/) again."
-        ) from error
+        why = f"does not hold the weights of a Wan 2.1 or 2.2 VAE (unexpected {error})"
+        remedy = "download Wan2.1_VAE.pth or Wan2.2_VAE.pth (or vae/) again"
+        raise InputError(str(path), None, why, remedy) from error
     return Blueprint("VAE", partial(Autoencoder, version, base, decoder_base), tensors, path)
 
 
 def published(version: str) -> Autoencoder:
-    """The autoencoder of Wan "2.1" or "2.2"."""
+    """Builds the autoencoder of Wan "2.1" or "2.2"."""
     return Autoencoder(version, *_PUBLISHED[version])

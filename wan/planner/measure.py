@@ -73,25 +73,24 @@ class Planner:
         self.device = Device(META, memory.planned_device(setup))
         self.precision = setup.execution.dit_precision_on(self.device.type)
         self.dtype = build.DTYPES[setup.execution.precision_on(self.device.type)]
-        self.holds_frame = setup.preset.kind == "ti2v" and request.image_size is not None
         self._text_encoder = cache(self._measure_text_encoder)
         self._autoencoder = cache(self._measure_autoencoder)
         self._transformer = cache(self._measure_transformer)
 
     def stages(self, setup: Setup | None = None) -> dict[str, Usage]:
-        """What lives on the fullest rank when the most does, for each stage in their order.
+        """Adds up what lives on the fullest rank when the most does, in each stage of a run.
 
-        setup: The planned one with another topology or memory policy.
+        setup: The planned one, perhaps with another topology or memory policy.
         """
         setup = self.setup if setup is None else setup
         return memory.stages(setup, self.request, self._sizes(setup))
 
     def need(self, setup: Setup | None = None) -> int:
-        """The most bytes that the fullest rank holds."""
+        """Returns the most bytes that the fullest rank holds."""
         return max(usage.total() for usage in self.stages(setup).values())
 
     def host(self) -> int:
-        """Bytes of page-locked host memory that the first rank takes beside its device."""
+        """Returns the page-locked host memory that the first rank takes beside its device."""
         setup, execution = self.setup, self.setup.execution
         if self.device.type == "cpu" or isinstance(execution.offload_model, bool):
             return 0
@@ -102,18 +101,20 @@ class Planner:
         return len(setup.preset.experts) * dit.weights + (encoder.weights if encoder else 0)
 
     def branches(self, parallel: Parallel) -> tuple[str, ...]:
-        """The guidance branches that a rank computes."""
+        """Returns the guidance branches that a rank computes."""
         return ("cond", "uncond")[: 2 if self.request.guided and parallel.cfg_size == 1 else 1]
 
     def tokens(self, parallel: Parallel) -> TokenPlan:
-        """How the ranks share the tokens."""
+        """Plans how the ranks share the tokens."""
         ranks = parallel.sequence_size
         multiple = self.setup.attention.row_multiple(parallel.ring_size) if ranks > 1 else 1
         return TokenPlan(prod(self.request.grid), ranks, multiple)
 
     def forwards(self, parallel: Parallel) -> list[Forward]:
-        """The forwards of the ranks that may differ: the first one, the last one where tokens are
-        padded, and one in the middle of a ring in both directions.
+        """Measures the forwards of the ranks that may differ.
+
+        They are the first one, the last one where tokens are padded, and one in the middle of a
+        ring in both directions.
         """
         tokens, last = self.tokens(parallel), parallel.ring_size - 1
         in_ring = {0, last if tokens.padded > tokens.tokens else 0}
@@ -147,7 +148,7 @@ class Planner:
         return sum(prod(info.shape) for info in tensors) * self.dtype.itemsize
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
-        """A prompt is encoded. ranks: Those that share the weights."""
+        """Encodes a prompt. ranks: how many share the weights."""
         checkpoint = self.setup.checkpoint
         path, length = checkpoint.text_encoder, checkpoint.config["text_len"]
         parallel = Parallel(ranks, 1, 1, ranks, t5_fsdp=ranks > 1)
@@ -165,7 +166,7 @@ class Planner:
         return NetworkSize(weights, block, weights - table, activations=live.peak)
 
     def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[int, Usage, Usage]:
-        """The VAE's weights, and what lives beside them while it encodes and while it decodes.
+        """Measures the VAE's weights, and what lives beside them while it encodes and decodes.
 
         Args:
             tiling: Whether it decodes in tiles.
@@ -204,7 +205,7 @@ class Planner:
             further = max(0, frames - 4) * (peaks[1].total() - peaks[0].total())
             return peaks[1] + Usage(activations=further)
 
-        encoded = {"i2v": frames, "ti2v": int(self.holds_frame)}.get(preset.kind)
+        encoded = memory.encoded_frames(request)
         encoding = peak(encode, encoded) if encoded else Usage()
         blended = tiles.kept_bytes(sides, request.frame_num) if tiling else 0
         received = (sides[0] - rows) * sides[1] * 3 * request.frame_num * 4 if ranks > 1 else 0
@@ -212,7 +213,7 @@ class Planner:
         return weight_bytes(network), encoding, decoding
 
     def _measure_transformer(self, parallel: Parallel, rank: int) -> Forward:
-        """A DiT with two or three of its blocks is run; what one block keeps, all blocks keep."""
+        """Runs a DiT with two or three of its blocks; what one block keeps, all blocks keep."""
         setup, checkpoint = replace(self.setup, parallel=parallel), self.setup.checkpoint
         compute = build.DTYPES[self.precision]
         with self._as_rank(rank, parallel) as team:
@@ -237,7 +238,7 @@ class Planner:
         return Forward(size, sent, build.attention_line(setup, selected))
 
     def _network(self, setup: Setup, shared: Any) -> WanModel:
-        """The DiT of the first expert with its quantised layers, on the meta device."""
+        """Builds the first expert's DiT with its quantised layers, on the meta device."""
         expert, files = next(iter(setup.checkpoint.experts.items()))
         with META:
             network = WanModel(**files.config, collaborators=shared)
@@ -254,7 +255,7 @@ class Planner:
     def _run_forwards(
         self, network: WanModel, live: Live, branches: tuple[str, ...]
     ) -> tuple[Sent, ...]:
-        """Run each guidance branch in each kind of step. Returns what a layer sends in each kind.
+        """Runs each guidance branch in each kind of step, and returns what a layer sends in each.
 
         With a step cache the first step is run twice: more is kept in the second one.
         """
@@ -277,7 +278,8 @@ class Planner:
         clip_fea = empty(images, clip.TOKENS, config["image_dim"]) if images else None
         live.leave_out(z for z in (x, y, *texts, clip_fea) if z is not None)
         t = torch.tensor([500.0])
-        if self.holds_frame and live.device == "meta":  # the image's tokens are at timestep 0
+        holds_frame = setup.preset.kind == "ti2v" and memory.encoded_frames(request) == 1
+        if holds_frame and live.device == "meta":  # the image's tokens are at timestep 0
             t = 500.0 * (torch.arange(prod(grid)) >= prod(grid[1:])).unsqueeze(0)
         sparse_from = setup.attention.start_step(steps) if setup.attention.use_rainfusion else 0
         kinds, sent = sorted({0, sparse_from}), list[Sent]()
@@ -293,7 +295,7 @@ class Planner:
 
     @contextmanager
     def _as_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.Team | None]:
-        """This process has a rank of a run. Yields its team; None for a run of one process."""
+        """Gives this process a rank of a run, and yields its team, None where it is alone."""
         logging.disable(logging.INFO)  # progress bars are logged, too
         several = parallel.world_size > 1
         with torch.no_grad(), WithoutData(), ExitStack() as after:
@@ -308,7 +310,7 @@ class Planner:
 def _without_data(
     network: nn.Module, blocks: nn.ModuleList, dtype_of: DTypeOf, sharding: Sharding
 ) -> Iterator[tuple[Live, int, int]]:
-    """Make a network from the meta device ready to run, with two or three of its blocks.
+    """Makes a network from the meta device ready to run, with two or three of its blocks.
 
     With FSDP three blocks are needed: the first, the last and one that has neighbours.
 

@@ -30,7 +30,7 @@ _LASER_ROWS, _LASER_HEAD = 256, 128  # the laser kernel pads to multiples of the
 
 
 def load(name: str) -> Any:
-    """`wan.kernels.base.Load` of a plan: what a name stands for on tensors without data."""
+    """Implements `wan.kernels.base.Load`: what a name stands for on tensors without data."""
     return _STAND_INS[name] if name in _STAND_INS else resolve_name(name)
 
 
@@ -90,7 +90,7 @@ def _like(x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _flex(q_BNSD: Tensor, *_: Tensor, block_mask: BlockMask) -> Tensor:
-    """What the compiled FlexAttention makes: no scores."""
+    """Makes what the compiled FlexAttention makes, which is no scores."""
     lse_BNS = q_BNSD.new_empty(q_BNSD.shape[:3], dtype=torch.float32)
     del lse_BNS
     return torch.empty_like(q_BNSD)
@@ -121,14 +121,14 @@ _STAND_INS: dict[str, Any] = {
 
 
 def quantise(network: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Replace the layers of an export in a network. sizes: name of a layer -> its stored bytes."""
+    """Replaces an export's layers in a network. sizes: name of a layer -> its stored bytes."""
     for name, nbytes in sizes.items():
         layer: Any = network.get_submodule(name)
         network.set_submodule(name, _QuantisedLinear(nbytes, layer.out_features))
 
 
 class _QuantisedLinear(nn.Module):
-    """Its tensors as stored, the input in 8 bits with a scale per token, the result."""
+    """Makes its stored tensors, the input in 8 bits with a scale per token, and the result."""
 
     def __init__(self, nbytes: int, outputs: int) -> None:
         super().__init__()

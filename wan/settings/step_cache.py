@@ -76,7 +76,7 @@ _ROWS = (
     PolicyRow(
         "steps:LIST",
         "all blocks but the first, in the steps that are not listed",
-        make="wan.cache.steps:Steps",
+        make="wan.cache.first_block:Steps",
         reads=("step_cache_order",),
         argument=listed,
     ),
