@@ -120,12 +120,6 @@ class ResidualCache(Cache):
             if kept.slope is not None:
                 x_BLC.add_(kept.slope, alpha=step.index - kept.step)
             return x_BLC
-        return self._computed(x_BLC, blocks, kept, step, dtype)
-
-    def _computed(
-        self, x_BLC: Tensor, blocks: Blocks, kept: _Kept, step: StepInfo, dtype: torch.dtype
-    ) -> Tensor:
-        """Computes the rest of the blocks, and keeps what they add."""
         last = kept.residual if self._order else None
         kept.residual = None
         before = x_BLC.clone()
