@@ -1,4 +1,4 @@
-"""Checks where results go, and says where the latents are after a failure."""
+"""Checks the files of results in advance, and tells after a failure where the latents are."""
 
 from __future__ import annotations
 

@@ -147,15 +147,19 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
         raise InputError(f"it is no JSON object ({error}).") from error
     if len({"seed", "base_seed", "seeds"} & raw.keys()) > 1:
         raise InputError("seed, base_seed and seeds say the same; give one of them.")
-    seeds: Any = raw.pop("seeds", [None])
-    if not isinstance(seeds, list) or not 0 < len(seeds) <= 1000 or len({*seeds}) < len(seeds):
-        raise InputError("seeds", shown(seeds), "must be a list of different whole numbers")
-    if seeds != [None]:
-        seeds = [FLAGS["base_seed"].read("seeds", one) for one in seeds]
     for name in raw:
         if name in FLAGS and not FLAGS[name].line:
             raise InputError(f"{name} holds for all lines; give `{name}` on the command line.")
-    seed = {"base_seed": FLAGS["base_seed"].read("seed", raw.pop("seed"))} if "seed" in raw else {}
+    seeds: list[int | None] = [None]
+    whole = FLAGS["base_seed"].read
+    if (listed := raw.get("seeds")) is not None:
+        known = isinstance(listed, list) and 0 < len(listed) <= 1000 and None not in listed
+        seeds = [whole("seeds", one) for one in raw.pop("seeds")] if known else []
+        if not known or len({*seeds}) < len(seeds):
+            raise InputError(
+                "seeds", shown(listed, json.dumps), "must be a list of different whole numbers"
+            )
+    seed = {} if raw.get("seed") is None else {"base_seed": whole("seed", raw.pop("seed"))}
     values = read(raw, "{}") | seed
     check_given(values)
     return values, seeds

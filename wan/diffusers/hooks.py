@@ -38,13 +38,13 @@ def attach(session: Session) -> None:
 
 
 def detach(networks: Networks) -> None:
-    """Takes them away."""
+    """Takes our hooks away from networks."""
     for network in networks.values():
         _registry(network).remove_hook(NAME, recurse=True)
 
 
 def session(networks: Networks) -> Session | None:
-    """Whose hooks are there."""
+    """Returns the session whose hooks are on the networks, if there are any."""
     found = [_registry(network).get_hook(NAME) for network in networks.values()]
     return found[0].session if found and found[0] is not None else None
 
@@ -54,7 +54,7 @@ def _registry(module: Any) -> Any:
 
 
 class _Calls(StateManager):
-    """What `cache_context` says of the call under way: a name alone before diffusers 0.41."""
+    """Keeps what `cache_context` says of the present call: only a name before diffusers 0.41."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -65,7 +65,7 @@ class _Calls(StateManager):
 
 
 class _Network(ModelHook):
-    """On a transformer: says which step a call is, and shards its tokens."""
+    """The hook on a transformer finds out which step a call is, and shards its tokens."""
 
     _is_stateful = True
 
@@ -88,7 +88,7 @@ class _Network(ModelHook):
         return module
 
     def reset_state(self, module: Any) -> Any:
-        """A pipeline does that at the end of a video."""
+        """Ends a video, because a pipeline calls this then."""
         self.session.end()
         return module
 
@@ -128,7 +128,7 @@ class _Network(ModelHook):
         return session.pair(step, hidden_states, compute)
 
     def _step(self, grid: Grid) -> StepInfo | None:
-        """Which one a call is; None where nobody says."""
+        """Returns the step that the present call computes; None if nobody says it."""
         told, pipe = self.calls.told, self.session.pipe
         if pipe is None:
             index = getattr(told, "step_index", None)
@@ -142,7 +142,7 @@ class _Network(ModelHook):
 
 
 class _Block(ModelHook):
-    """On a block, for a step cache: the first one's call computes what is to be computed of all."""
+    """The hook on a block for a step cache: the first block's call computes all blocks."""
 
     def __init__(self, session: Session, blocks: Sequence[Any], layer: int) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class _AttentionProcessor:
         attention_mask: Tensor | None = None,
         rotary_emb: RopeTable | None = None,
     ) -> Tensor:
-        """[B,L,C], as diffusers calls it; rotary_emb is what `_shard_rotation` has made."""
+        """Returns [B,L,C], as diffusers asks for it; `_shard_rotation` has made rotary_emb."""
         session, cache = self.session, self.session.given.attention_cache
         assert rotary_emb is not None, "self-attention rotates"
 
@@ -208,18 +208,18 @@ class _AttentionProcessor:
 
 
 def _rotated(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:
-    """[B,L,N,D]."""
+    """Returns the rotated heads [B,L,N,D]."""
     return apply_rope(x_BLC.unflatten(-1, (heads, -1)).float(), table).type_as(x_BLC)
 
 
 def _shard_patches(x_BCFHW: Tensor, tokens: TokenShard, grid: Grid) -> Tensor:
-    """[B,C,L,1,1], with a convolution's strides, of which diffusers makes [B,L,C]."""
+    """Returns a rank's patches [B,C,L,1,1], strided like a convolution's output."""
     x_BLC = tokens.shard(x_BCFHW.flatten(2).transpose(1, 2), grid)
     return x_BLC.transpose(1, 2).contiguous()[..., None, None]
 
 
 def _shard_rotation(table: RopeTable, tokens: TokenShard, grid: Grid) -> RopeTable:
-    """diffusers' cosines and sines, [1,S,1,D] each, as `apply_rope` takes them."""
+    """Returns a rank's part of diffusers' table, two of [1,S,1,D], as `apply_rope` takes it."""
     cos, sin = (tokens.shard(rows, grid) for rows in table)
     signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[-1] // 2)
     return cos, sin * signs

@@ -40,7 +40,7 @@ _PRECISIONS = {dtype: name for name, dtype in build.DTYPES.items()}
 
 
 class Session:
-    """What the hooks on the networks of one pipeline share.
+    """The hooks on the networks of one pipeline share this.
 
     Attributes:
         given: Attention, shards and caches.
@@ -57,11 +57,11 @@ class Session:
         world: int,
         team: Team | None = None,
     ) -> None:
-        """Checks and composes.
+        """Checks the settings and composes attention, shards and caches.
 
         Args:
-            networks: Of the pipeline.
-            pipe: None where another program calls the network.
+            networks: The networks of the pipeline.
+            pipe: The pipeline; None if another program calls the network.
             values: Checked settings.
             world: Ranks that share each video.
             team: The same ranks, if their groups exist already.
@@ -88,14 +88,14 @@ class Session:
         self._notices, self._line = notices, build.attention_line(self.setup, selected)
 
     def announce(self) -> None:
-        """How the run is carried out; rank 0 alone says it."""
+        """Logs on the main rank how the run is carried out."""
         if self.team is None or self.team.is_main:
             for notice in self._notices:
                 logger.warning(DIFFUSERS.render(notice))
             logger.info("%s", self._line)
 
     def begin(self, grid: Grid, x_BCFHW: Tensor) -> None:
-        """A video begins: refuses what does not go with it, on all ranks alike."""
+        """Begins a video, and refuses on all ranks alike what does not fit it."""
         self._waiting = None
         request = self._request(grid)
         if self.team is not None:
@@ -112,7 +112,7 @@ class Session:
         self._running = True
 
     def check_noise(self, x_BCFHW: Tensor) -> None:
-        """InputError where a scheduler has added other noise on each rank in the first step."""
+        """Refuses a scheduler that has added other noise on each rank in the first step."""
         if self.team is None:
             return
         x = x_BCFHW[:, : self.setup.preset.latent_channels, -1].float()
@@ -124,7 +124,7 @@ class Session:
             )
 
     def check_network(self, network: Any) -> None:
-        """InputError for what has been put on a network since, or a call of somebody else's."""
+        """Refuses what has been put on a network since, and a call by another program."""
         if network.is_cache_enabled or getattr(network, "_parallel_config", None) is not None:
             raise InputError(
                 "The network has been given diffusers' own cache or parallelism beside ours; call "
@@ -137,7 +137,7 @@ class Session:
             )
 
     def end(self) -> None:
-        """A video ends: frees what is kept, and says what was skipped."""
+        """Ends a video: frees what is kept, and logs what was skipped."""
         summary = self.caches.summary() if self._running else None
         if summary is not None and (self.team is None or self.team.is_main):
             logger.info("%s", summary)
@@ -145,7 +145,7 @@ class Session:
         self.caches.end()
 
     def pair(self, step: StepInfo, x_BCFHW: Tensor, compute: Callable[[], Any]) -> tuple[Tensor]:
-        """A call of a step whose two branches are computed together.
+        """Computes a call of a step whose two branches are computed together.
 
         The conditional call returns a tensor of NaNs; the unconditional one fills it in.
         """
@@ -172,7 +172,7 @@ class Session:
         return (uncond.to(out.dtype),)
 
     def _request(self, grid: Grid) -> Request:
-        """The pipeline's call, as the checks and the step caches know a video."""
+        """Returns the pipeline's video in the form that checks and step caches take."""
         pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
         told, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
         high = sum(t >= (boundary or 0) * config.num_train_timesteps for t in told)
@@ -219,7 +219,7 @@ class Session:
 
 
 def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setup, tuple[str, ...]]:
-    """`make_setup` for networks that are loaded already."""
+    """Returns the setup, and notices, for networks that are loaded already."""
     one = next(iter(networks.values()))
     dtypes = {network.dtype for network in networks.values()}
     if dtypes - _PRECISIONS.keys() or len(dtypes) > 1:
@@ -235,7 +235,7 @@ def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setu
 
 
 def _described(networks: Networks) -> tuple[Preset, Checkpoint]:
-    """The task of a pipeline, and its networks as a checkpoint of no files."""
+    """Returns the task of a pipeline, and its networks as a checkpoint without files."""
     config = next(iter(networks.values())).config
     kind, heads = KINDS.get(config.in_channels), config.num_attention_heads
     if kind is None:

@@ -57,13 +57,13 @@ def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
     Raises:
         InputError: A name is unknown, or its value is missing or not allowed.
     """
+    for key in (key for key, value in raw.items() if value is None):
+        raise InputError(source.format(key), why="has no value", remedy="give one or leave it out")
     unknown = [key for key in raw if key not in FLAGS]
     if unknown:
         raise InputError(
             source.format(unknown[0]), why="is not a known setting", remedy="remove it"
         )
-    for key in (key for key, value in raw.items() if value is None):
-        raise InputError(source.format(key), why="has no value", remedy="give one or leave it out")
     return {key: FLAGS[key].read(source.format(key), value) for key, value in raw.items()}
 
 
