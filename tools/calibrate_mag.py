@@ -3,9 +3,10 @@
     python tools/calibrate_mag.py --ckpt_dir ./Wan2.2-T2V-A14B --size 832*480 --out curve.json
     python tools/calibrate_mag.py --ckpt_dir examples/demo/t2v-A14B
 
-One run of the pipeline, with any flag of generate.py that is about the video or the device; every
-step is computed, and how much its residual has grown since the step before is noted. --out: the
-curve; default: mag_curve.json in the checkpoint folder, where `--step_cache mag` looks for it.
+It runs the pipeline once, with any flags of generate.py that are about the video or the device. It
+computes every step and notes how much the residual has grown since the step before. The curve is
+written to --out, by default to mag_curve.json in the checkpoint folder, where `--step_cache mag`
+looks for it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ from wan.settings.step_cache import StepCache
 
 
 class Recorder(Cache):
-    """Computes every step and notes its ratio. Attribute ratios: branch -> one for each step."""
+    """Computes every step and notes its ratio.
+
+    Attributes:
+        ratios: Guidance branch -> a ratio for each step.
+    """
 
     def __init__(self, policy: Policy | None) -> None:
         super().__init__(policy)
@@ -66,7 +71,7 @@ class Recorder(Cache):
 
 
 def calibrate(argv: list[str]) -> Curve:
-    """The curve of a run with these flags of generate.py; InputError for wrong ones."""
+    """Returns the curve of a run with these flags; raises InputError for wrong ones."""
     run = resolve(flags.parse(argv), lambda *_: None)
     request, setup = run.request, run.setup
     if setup.cache.policy != "none":

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 import wan
+from tools import calibrate_mag
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
 from wan.cache.tea import Tea, embedding_changes
@@ -25,6 +27,7 @@ from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.configs import WAN_CONFIGS
 from wan.kernels.base import StepInfo
+from wan.modules.blocks import WanAttentionBlock
 from wan.modules.model import WanModel
 from wan.pipeline.denoise import both_here
 from wan.planner import report
@@ -105,6 +108,40 @@ def test_mag_skips_what_the_published_rule_skips() -> None:
     assert all(rule("t2v-A14B", 0))
     image = rule("i2v-A14B", 1, step_cache_max_skip=9)
     assert skipped(image)[0] == 29, "image to video: all of the high-noise expert's steps"
+
+
+def test_a_curve_is_the_growth_of_what_blocks_add(
+    tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Any = None) -> None:
+        if isinstance(module, WanAttentionBlock):
+            kept, x = (inputs, args[0]) if output is None else (outputs, output[0])
+            kept.append(x.clone())
+
+    out, folder = tmp_path / "curve.json", tiny("t2v-A14B")
+    argv = f"--task t2v-A14B --ckpt_dir {folder} --prompt x --device cpu --out {out}".split()
+    argv += ["--size", "64*64", "--frame_num", "5", "--sample_steps", "3"]
+    hooks = (
+        module_hooks.register_module_forward_pre_hook(note),
+        module_hooks.register_module_forward_hook(note),
+    )
+    try:
+        assert calibrate_mag.main(argv) == 0
+    finally:
+        for hook in hooks:
+            hook.remove()
+    curve = mag.load(out)
+    assert (curve.task, curve.steps, curve.sample_shift) == ("t2v-A14B", 3, 12)
+    pairs = zip(inputs[::2], outputs[1::2], strict=True)  # each expert has two blocks
+    norms = [(last - first).norm(dim=-1) for first, last in pairs]
+    for branch, own in (("cond", norms[::2]), ("uncond", norms[1::2])):
+        growth = [(b / a).mean().item() for a, b in zip([own[0], *own], own, strict=False)]
+        assert curve.ratios[branch] == pytest.approx(growth, rel=1e-5)
+    assert calibrate_mag.main([*argv, "--sample_guide_scale", "1"]) == 2
+    assert "both guidance branches" in capsys.readouterr().err
 
 
 def test_forced_steps_are_added_and_change_no_counter() -> None:
