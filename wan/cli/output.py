@@ -15,7 +15,6 @@ from wan.cli.failures import DECODING
 from wan.log import logger
 from wan.settings.command import Output
 from wan.settings.errors import InputError
-from wan.settings.values import shown
 
 
 @contextmanager
@@ -24,7 +23,7 @@ def usable_paths() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = "A path" if error.filename is None else shown(os.fsdecode(error.filename), str)
+        what = "A path" if error.filename is None else os.fsdecode(error.filename)
         why = f"cannot be used ({error.strerror or error})"
         raise InputError(what, why=why, remedy="give another one") from error
 
