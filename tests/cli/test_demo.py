@@ -86,12 +86,14 @@ def test_its_lora_draws_in_four_steps() -> None:
     assert found["colour"] >= 95 and found["motion"] >= 85 and found["shape"] >= 80, found
 
 
+@pytest.mark.slow
 def test_a_video_starts_with_the_image_it_is_given() -> None:
     model = WanI2V(WAN_CONFIGS["i2v-A14B"], DEMO / "i2v-A14B")
     found = evaluate.score_i2v(model, evaluate.Setting(8, 3.0, prompts=4, shift=5.0))
     assert found["first_frame_psnr"] >= 25 and found["colour"] == 100, found
 
 
+@pytest.mark.slow
 def test_the_vae_keeps_held_out_clips() -> None:
     file = DEMO / "t2v-A14B" / "Wan2.1_VAE.safetensors"
     assert evaluate.score_vae(file, 6)["mean_psnr"] >= 30

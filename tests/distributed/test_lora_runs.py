@@ -66,7 +66,7 @@ def made(ranks: int, arguments: list[str], out: Path) -> Tensor:
     ("ranks", "flags"),
     [
         slow(1, ""),
-        (2, "--comm_type 1 --dit_fsdp"),
+        slow(2, "--comm_type 1 --dit_fsdp"),
         slow(4, "--cfg_size 2 --dit_fsdp"),
         slow(2, "--offload_model true --ring_size 2"),
         slow(2, "--offload_model block --ring_size 2"),

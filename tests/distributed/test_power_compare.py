@@ -89,7 +89,7 @@ def check(out: Path, ranks: int, names: list[str]) -> None:
     ("ranks", "more", "flags"),
     [
         slow(2, ["--chunks", "3"], []),
-        (2, ["--modes", "1"], []),
+        slow(2, ["--modes", "1"], []),
         slow(4, ["--modes", "2"], ["--ring_size", "2"]),
         slow(4, [], ["--cfg_size", "2", "--dit_fsdp"]),
         slow(2, [], ["--fa_quant", "fp8", "--quant_alltoall"]),

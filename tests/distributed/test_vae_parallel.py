@@ -253,7 +253,7 @@ def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
     ("ranks", "rank", "flags", "used", "where"),
     [
         (1, 0, [], "tiles", SECOND_FRAME),
-        (2, 0, [], "rows shared by all ranks", SECOND_FRAME),
+        slow(2, 0, [], "rows shared by all ranks", SECOND_FRAME),
         slow(3, 1, ["--vae_parallel"], "tiles", SECOND_FRAME),
         slow(3, 1, ["--vae_parallel"], "tiles", (nn.Conv3d, 1)),
     ],

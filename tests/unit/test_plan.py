@@ -229,7 +229,7 @@ def living(found: Run) -> tuple[int, int]:
         slow(("--comm_type", "1")),
         slow(("--comm_type", "2", "--precision", "bf16", "--text_kv_cache", "false")),
         slow(("--ring_size", "2", "--ulysses_size", "1", "--sample_guide_scale", "1")),
-        ("--fa_quant", "fp8"),
+        slow(("--fa_quant", "fp8")),
     ],
 )
 def test_two_real_ranks_hold_what_is_planned(tiny, argv: tuple[str, ...]) -> None:
@@ -336,7 +336,7 @@ def within(least: dict[str, int], stages: dict[str, int]) -> bool:
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--task", "t2v-A14B", *HD, *EIGHT),
+        slow(("--task", "t2v-A14B", *HD, *EIGHT)),
         slow(("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false")),
         slow(("--task", "ti2v-5B", "--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp")),
     ],

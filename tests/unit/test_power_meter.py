@@ -161,6 +161,7 @@ def test_a_failing_run_does_not_wait_for_the_meter() -> None:
     assert not [t for t in threading.enumerate() if t.name == "power meter"]
 
 
+@pytest.mark.slow
 def test_a_series_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a long run, the record has evenly spaced readings, and the sums are those of all."""
     monkeypatch.setattr(meter, "MOST_RECORDED", 100)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.conftest import slow
 from tests.dist import REPO
 from wan.cli import flags
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
@@ -117,7 +118,7 @@ def test_flops_against_the_block() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (2, 2)], ids=["ulysses 4", "ulysses 2, ring 2"])
-@pytest.mark.parametrize("comm_type", list(MODES))
+@pytest.mark.parametrize("comm_type", [slow(mode) if mode != 1 else mode for mode in MODES])
 def test_bytes_against_the_layers(
     sizes: tuple[int, int], comm_type: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
