@@ -422,7 +422,7 @@ def test_nan_makes_no_video(several: bool, tiny, tmp_path: Path, capfd) -> None:
     if several:
         line = json.dumps({"prompt": "a", "save_file": str(out)})
         (tmp_path / "p.txt").write_text(f"{line}\n")
-        asked = ["--prompt_file", tmp_path / "p.txt"]
+        asked = ["--prompt_file", tmp_path / "p.txt", "--save_file", tmp_path]
     argv = ["--task", "t2v-1.3B", "--ckpt_dir", folder, *QUICK, *asked]
     assert generate.main([str(word) for word in argv]) == 1
     said = "".join(capfd.readouterr())
