@@ -146,10 +146,15 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--task", "ti2v-5B", "--pfa", "1.2"]) == 0
     out = capsys.readouterr().out
     assert "108.35" not in out and "command line" in out
+    longest = ["--frame_num", "4093", "--size", "7680*4320", "--sample_steps", "50"]
+    assert main(["predict", *longest]) == 0  # 10^9 lowerings of the clock
+    assert "nan" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "argv", ["--ulysses_size 1", "--pfa 0.2", "--tau x", "--task s2v", "--nonsense 1", "--ps 1"]
+    "argv",
+    ["--ulysses_size 1", "--pfa 0.2", "--tau x", "--task s2v", "--nonsense 1", "--ps 1"]
+    + ["--pfa 2 --f_low 0.9"],
 )
 def test_refused(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *argv.split()]) == 2

@@ -380,14 +380,7 @@ def _read(path: Path) -> Trace:
         return Trace(plan, sorted(events, key=lambda event: event.begin), about)
     except OSError as error:
         raise InputError(str(path), None, f"cannot be read ({error.strerror})") from error
-    except (
-        ArithmeticError,
-        AttributeError,
-        KeyError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _DAMAGED as error:
         reason = f"{type(error).__name__}: {str(error)[:100]}"
         why = f"is no whole trace of generate.py --trace ({reason})"
         raise InputError(str(path), None, why, "trace the run again") from error

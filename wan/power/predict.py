@@ -71,9 +71,11 @@ class Constants:
 
     def __post_init__(self) -> None:
         if self.pfa <= self.ps:
-            raise InputError(
-                "--pfa", self.pfa, f"is not above --ps {self.ps:g}", "give a larger one"
-            )
+            reason = f"is not above --ps {self.ps:g}"
+            raise InputError("--pfa", self.pfa, reason, "give a larger one")
+        if max(self.power(kind, self.f_low) for kind in ("fa", "linear", "comm")) >= 1:
+            reason = "is a clock at which the device is not below its limit"
+            raise InputError("--f_low", self.f_low, reason, "give a lower one")
 
     def power(self, kind: str, clock: float) -> float:
         """Power that the device draws while it does work of a kind at a clock."""
@@ -183,6 +185,11 @@ def denoise(layer: Sequence[tuple[str, float]], count: int, by: Constants) -> tu
                 seconds, energy = seconds + taken, energy + taken * power
                 throttled += taken * (clock < 1)
                 if taken == until and not left:
+                    whole = _cycle(kind, by)
+                    cycles = work // whole[0]
+                    work -= cycles * whole[0]
+                    seconds, energy = seconds + cycles * whole[1], energy + cycles * whole[2]
+                    throttled += cycles * by.hold
                     average, left = 1.0, by.hold
                     continue
                 average = power + (average - power) * math.exp(-taken / by.tau)
@@ -194,11 +201,19 @@ def denoise(layer: Sequence[tuple[str, float]], count: int, by: Constants) -> tu
     return tuple(whole + more * (whole - first) for whole, first in totals)
 
 
+def _cycle(kind: str, by: Constants) -> tuple[float, float, float]:
+    """Work, seconds and energy from one lowering of the clock to the next within this work."""
+    low, high = by.power(kind, by.f_low), by.power(kind, 1.0)
+    raised = _reaches_limit(low + (1 - low) * math.exp(-by.hold / by.tau), high, by.tau)
+    speed = by.f_low if kind in ("fa", "linear") else 1.0
+    return by.hold * speed + raised, by.hold + raised, by.hold * low + raised * high
+
+
 def _reaches_limit(average: float, power: float, tau: float) -> float:
     """Seconds of this power until the moving average is at the limit."""
-    if average >= 1:
-        return 0.0
-    return tau * math.log((power - average) / (power - 1)) if power > 1 else math.inf
+    if power <= 1:
+        return math.inf
+    return tau * math.log((power - average) / (power - 1)) if average < 1 else 0.0
 
 
 def predict(work: Workload, by: Constants, mode: Mode, chunks: int, name: str = "") -> Prediction:
@@ -275,10 +290,10 @@ def _lines(
         f"{request.frame_num} frames, {request.sample_steps} steps; cfg {parallel.cfg_size} x ring "
         f"{parallel.ring_size} x ulysses {parallel.ulysses_size}; {work.layers} layers per rank."
     )
-    yield f"\n{'mode':30}{'chunks':>7}{'time':>11}{'gain':>9}{'power':>10}{'throttled':>11}"
+    yield f"\n{'mode':30}{'chunks':>7}{'time':>15}{'gain':>9}{'power':>10}{'throttled':>11}"
     for row in found:
         gain = "" if row is base else f"{1 - row.seconds / base.seconds:z.1%}"
-        numbers = f"{row.seconds:>9.2f} s{gain:>9}{row.power:>6.2f} TDP{row.throttled:>11.0%}"
+        numbers = f"{row.seconds:>13.2f} s{gain:>9}{row.power:>6.2f} TDP{row.throttled:>11.0%}"
         yield f"{row.name:30}{row.chunks:>7}{numbers}"
     if is_published:
         times = "; ".join(f"mode {key} {seconds:.2f} s" for key, seconds in PUBLISHED.items())
@@ -286,9 +301,7 @@ def _lines(
     by_chunks = [predict(work, by, MODES[1], n + 1) for n in range(work.local_heads)]
     best = min(by_chunks, key=lambda row: round(row.seconds, 1))
     saved = 1 - best.seconds / base.seconds
-    helps = (
-        "help" if saved >= 0.02 else "do not help"
-    )  # the model can tell no smaller gain from none
+    helps = "help" if saved >= 0.02 else "do not help"  # it can tell no smaller gain from none
     reason = "" if base.throttled else " The baseline is not throttled, so nothing can be saved."
     yield f"\nPredicted: head chunks {helps}, {saved:z.1%} with {best.chunks} of mode 1.{reason}"
     yield f"\nGain of mode 1 when a constant that was {FITTED} is multiplied by"

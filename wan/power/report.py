@@ -114,7 +114,7 @@ def analyse(trace: Trace) -> RankReport:
             parts[_PART[event.kind]] += event.length / _MS
             end = event.end
     parts["other"] = max(step - sum(parts.values()), 0.0)
-    layers = list(_layers(events))
+    layers = timeline.by_layer(events)
     counts = Counter(tuple(_counts(inside).items()) for _, inside in layers)
     within, across = list[float](), list[float]()
     calls = [event for event in events if event.kind == "attention"]
@@ -135,17 +135,6 @@ def analyse(trace: Trace) -> RankReport:
         across=Gaps.of(across),
         layers=[_layer(event, inside) for event, inside in layers],
     )
-
-
-def _layers(events: Sequence[Event]) -> Iterator[tuple[Event, list[Event]]]:
-    """The range of each layer, and what is recorded inside it."""
-    inside: list[Event] = []
-    for event in events:
-        if event.kind == "layer":
-            inside = []
-            yield event, inside  # it is filled until the next one is asked for
-        elif "layer" in event.facts:
-            inside.append(event)
 
 
 def _counts(inside: Iterable[Event]) -> dict[str, int]:

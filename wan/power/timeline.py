@@ -59,24 +59,27 @@ def under_way(events: Iterable[Event]) -> list[tuple[int, int]]:
     return found
 
 
+def by_layer(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
+    """The range of each layer, and what is recorded inside it, from events in order of begin."""
+    found: list[tuple[Event, list[Event]]] = []
+    for event in events:
+        if event.kind == "layer":
+            found.append((event, []))
+        elif found and "layer" in event.facts:
+            found[-1][1].append(event)
+    return found
+
+
 def layer_of(trace: Trace) -> tuple[Event, list[Event]]:
     """A layer's own range and what is inside: of all that attend, the one of median length.
 
     InputError where no layer attends.
     """
-    layers = [event for event in trace.events if event.kind == "layer"]
-    found = []
-    for layer in layers:
-        inside = [e for e in trace.events if e is not layer and _inside(e, layer)]
-        if any(event.kind == "attention" for event in inside):
-            found.append((layer, inside))
+    layers = by_layer(trace.events)
+    found = [pair for pair in layers if any(one.kind == "attention" for one in pair[1])]
     if not found:
         raise InputError(f"No layer of rank {trace.plan.rank} computes attention: nothing to draw.")
     return sorted(found, key=lambda pair: pair[0].length)[len(found) // 2]
-
-
-def _inside(event: Event, layer: Event) -> bool:
-    return layer.begin <= event.begin and event.end <= layer.end and "layer" in event.facts
 
 
 def bars(layer: Event, inside: Sequence[Event]) -> Iterator[Bar]:
