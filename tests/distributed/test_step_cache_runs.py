@@ -81,7 +81,8 @@ def test_ranks_make_what_one_process_does(name: str, tiny, image_path, tmp_path:
         alone = f"--step_cache steps:{','.join(map(str, computed['cond']))}"
     expected, own = made(1, [*arguments, *alone.split()], tmp_path / "alone.mp4")
     assert own["computed"] == computed
-    assert (found - expected).abs().max() <= 1e-4
+    # Where products of other sizes round otherwise, an FP8 value can be the neighbouring one.
+    assert (found - expected).abs().max() <= (5e-3 if "fp8" in flags else 1e-4)
 
 
 @pytest.mark.slow
