@@ -25,14 +25,20 @@ from torch.utils._pytree import tree_leaves
 _aten = torch.ops.aten
 
 
-def all_to_all_in_graph(send: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`dist.all_to_all_single` with equal parts, as an operation that returns what it received.
+def all_to_all_in_graph(
+    send: Tensor,
+    arriving: list[int] | None,
+    leaving: list[int] | None,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """`dist.all_to_all_single` as an operation that returns what it received.
 
     The public function writes into a buffer, which a compiled graph turns into one more copy.
+    arriving, leaving: rows from and to each rank; None: equal parts.
     """
     group = dist.group.WORLD if group is None else group
     assert group is not None, "there is a default group"
-    return functional.all_to_all_single(send, None, None, group)
+    return functional.all_to_all_single(send, arriving, leaving, group)
 
 
 def all_gather(received: Tensor, send: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,28 +25,30 @@ from wan.settings.schedule import MODES
 pytestmark = pytest.mark.dist
 
 RANKS, HEADS, HEAD_DIM, LOCAL, TEXT = 2, 8, 6, 12, 5
-CHANNELS = HEADS * HEAD_DIM
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-STAGES = {
-    mode: min(row.chunks, HEADS // RANKS) * ["EEE", row.blocks * "A", "E"]
-    for mode, row in MODES.items()
-}
+EXCHANGES = {"split": "EEE", "fused": "E"}
+
+
+def stages(mode: int, exchange: str, heads: int) -> list[str]:
+    row = MODES[mode]
+    return min(row.chunks, heads // RANKS) * [EXCHANGES[exchange], row.blocks * "A", "E"]
 
 
 @pytest.mark.parametrize(
-    ("mode", "valid_len"),
-    [slow(*case) for case in product(MODES, (24, 21))],
+    ("mode", "valid_len", "exchange", "heads"),
+    [slow(*case) for case in (*product(MODES, (24, 21), EXCHANGES, (8,)), (1, 24, "fused", 7))],
 )
-def test_compiled_block(mode: int, valid_len: int) -> None:
-    for found in dist.run(RANKS, compile_block, mode, valid_len):
+def test_compiled_block(mode: int, valid_len: int, exchange: str, heads: int) -> None:
+    for found in dist.run(RANKS, compile_block, mode, valid_len, exchange, heads):
         assert found["graphs"] == 1
-        assert found["order"] == "".join(STAGES[mode]) + "A", "the last one is the text's"
+        order = "".join(stages(mode, exchange, heads))
+        assert found["order"] == f"{order}A", "the last one is the text's"
         assert found["free"] == [], "these events do not wait for all of the stage before"
         assert found["off"] <= 2e-6  # the compiler is given other forms of RoPE and GELU
 
 
-def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
+def compile_block(mode: int, valid_len: int, exchange: str, heads: int) -> dict[str, Any]:
     """On one rank: a block compiled for this mode, and its graph seen as a sequence of events."""
     torch._dynamo.reset()
     graphs: list[torch.fx.Graph] = []
@@ -56,7 +57,7 @@ def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
         graphs.append(module.graph)
         return module.forward
 
-    block, x_BLC, others = block_and_inputs(mode, valid_len)
+    block, x_BLC, others = block_and_inputs(mode, valid_len, exchange, heads)
     compiled = torch.compile(block, fullgraph=True, backend=aot_autograd(fw_compiler=record))
     with torch.no_grad():
         expected = block(x_BLC.clone(), *others)[0]
@@ -65,7 +66,7 @@ def compile_block(mode: int, valid_len: int) -> dict[str, Any]:
     return {
         "graphs": len(graphs),
         "order": "".join("E" if node.target is EXCHANGE else "A" for node in events),
-        "free": not_forced(events, STAGES[mode]),
+        "free": not_forced(events, stages(mode, exchange, heads)),
         "off": (found - expected).abs().max().item(),
     }
 
@@ -117,14 +118,18 @@ def needed(node: torch.fx.Node) -> set[torch.fx.Node]:
     return found
 
 
-def block_and_inputs(mode: int, valid_len: int) -> tuple[WanAttentionBlock, torch.Tensor, Any]:
+def block_and_inputs(
+    mode: int, valid_len: int, exchange: str = "split", heads: int = HEADS
+) -> tuple[WanAttentionBlock, torch.Tensor, Any]:
     torch.manual_seed(0)
     rank = torch.distributed.get_rank()
-    attention = FAPowerCapAttention(SimpleNamespace(comm_type=mode), torch.distributed.group.WORLD)
-    sizes = BlockSizes(CHANNELS, 2 * CHANNELS, HEADS)
+    group = torch.distributed.group.WORLD
+    attention = FAPowerCapAttention(comm_type=mode, ulysses_pg=group, exchange=exchange)
+    channels = heads * HEAD_DIM
+    sizes = BlockSizes(channels, 2 * channels, heads)
     block = WanAttentionBlock(sizes, 0, Collaborators(lambda _: attention))
-    e0_BR6C, context_BTC = torch.randn(1, 1, 6, CHANNELS), torch.randn(1, TEXT, CHANNELS)
-    x_BSC = torch.randn(1, RANKS * LOCAL, CHANNELS)
+    e0_BR6C, context_BTC = torch.randn(1, 1, 6, channels), torch.randn(1, TEXT, channels)
+    x_BSC = torch.randn(1, RANKS * LOCAL, channels)
     mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
     cos, sin = (table[mine] for table in rope_table((1, 4, 6), HEAD_DIM))
     others = (e0_BR6C, context_BTC, None, ForwardInfo((LOCAL,), (cos, sin), valid_len))

@@ -61,6 +61,7 @@ def attention_layer(
     mode: str,
     kernel: Kernel | None = None,
     methods: Sequence[Method] = (),
+    exchange: str = "split",
 ) -> FAPowerCapAttention:
     """mode: A key of ROWS."""
     ulysses_group, ring_group = groups(topology.ulysses, topology.ring)
@@ -72,6 +73,7 @@ def attention_layer(
         kernel=kernel,
         ring=Ring(ring_group, topology.ring_type),
         methods=methods,
+        exchange=exchange,
     )
 
 

@@ -154,8 +154,10 @@ def made_in_a_call(name: str, mode: str) -> set[str]:
 @pytest.mark.parametrize("mode", ["0", "overlap"])
 @pytest.mark.parametrize("name", ["dense", "fp8-transport", "v2", "v3-fp8"])
 def test_a_call_makes_no_group_stream_or_kernel(name: str, mode: str) -> None:
-    """Only the handles of exchanges, and the sums of a ring; nor does it read the environment."""
-    made = {"Pending.__init__"} | ({"Merged.__init__"} if name == "dense" else set())
+    """Only exchanges and their memory, and the sums of a ring; it does not read the environment."""
+    made = {"Pending.__init__", "Pieces.__init__"} | (
+        {"Merged.__init__"} if name == "dense" else set()
+    )
     assert run(4, made_in_a_call, name, mode) == [made] * 4
 
 

@@ -42,7 +42,11 @@ def checked(
         (8, 40, {}, (1, 1, 8)),
         (16, 40, {}, (1, 2, 8)),
         (16, 24, {}, (1, 2, 8)),
-        (7, 40, {}, (1, 7, 1)),
+        (7, 40, {}, (1, 1, 7)),
+        (6, 40, {}, (1, 1, 6)),
+        (16, 12, {}, (1, 4, 4)),
+        (17, 12, {}, (1, 17, 1)),
+        (16, 40, {"ulysses_size": 16}, (1, 1, 16)),
         (8, 40, {"ulysses_size": 1}, (1, 8, 1)),
         (8, 40, {"ring_size": 1}, (1, 1, 8)),
         (8, 40, {"ring_size": 4}, (1, 4, 2)),
@@ -63,8 +67,8 @@ def test_choices_are_announced() -> None:
 
 
 def test_refusals_list_what_works() -> None:
-    text = refusal(16, 40, ulysses_size=16)
-    assert "16" in text and "40 heads" in text and "--ring_size 2 --ulysses_size 8" in text
+    text = refusal(64, 40, ulysses_size=64)
+    assert "64" in text and "40 heads" in text and "--ring_size 2 --ulysses_size 32" in text
     assert "makes 6 ranks, but 8 were started" in refusal(8, ring_size=2, ulysses_size=3, heads=24)
     text = refusal(4, guide=(1.0, 1.0), cfg_size=2)
     assert "there is only one" in text and "--cfg_size" not in text.split("can use:")[1]
@@ -78,6 +82,7 @@ def test_refusals_list_what_works() -> None:
 
 
 def test_notes() -> None:
+    assert resolve({}, 6, 40)[1][1] == "40 heads on 6 ranks of a Ulysses group: 7, 7, 7, 7, 6, 6."
     _, notices = checked({"cfg_size": 2, "ulysses_size": 2, "ring_size": 1}, 4, 40, (1.0, 4.0))
     assert len(notices) == 1 and "low-noise" in notices[0]
     flags = {"comm_type": 1, "ulysses_size": 12, "ring_size": 1}
@@ -119,7 +124,7 @@ def test_any_flags_resolve_or_are_refused(
             resolve({"cfg_size": 1, **proposed}, world, heads)
         return
     assert parallel.cfg_size * parallel.sequence_size == world
-    assert heads % parallel.ulysses_size == 0
+    assert heads >= parallel.ulysses_size
     assert all(getattr(parallel, k) == v for k, v in flags.items() if hasattr(parallel, k))
     assert parallel.sizes in set(legal(world, heads))
     assert parallel.comm_type == 0 or parallel.ulysses_size > 1

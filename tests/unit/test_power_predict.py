@@ -153,8 +153,10 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    ["--ulysses_size 1", "--pfa 0.2", "--tau x", "--task s2v", "--nonsense 1", "--ps 1"]
-    + ["--pfa 2 --f_low 0.9"],
+    [
+        *("--ulysses_size 1", "--pfa 0.2", "--tau x", "--task s2v", "--nonsense 1", "--ps 1"),
+        "--pfa 2 --f_low 0.9",
+    ],
 )
 def test_refused(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *argv.split()]) == 2

@@ -296,6 +296,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "ring_size": ("2", 2, ()),
     "ulysses_size": ("2", 2, ()),
     "ring_type": ("bidirectional", "bidirectional", ("--ring_size", "2")),
+    "exchange": ("fused", "fused", TWO),
     "comm_type": ("1", 1, TWO),
     "chunks": ("3", 3, (*TWO, "--comm_type", "1")),
     "fa_alltoall_overlap": ("true", True, TWO),

@@ -79,9 +79,10 @@ def test_the_order_of_a_chunk(comm_type: int, chunks: int, fa: str) -> None:
         ),
         (
             {"fp8": True, "fp8_exchange": True},
-            f"{INTO}, A2A q scale, A2A k scale, A2A v scale, wait q, wait q scale, wait k, "
-            f"wait k scale, wait v, wait v scale, FA 0, {OUT}",
+            f"{INTO}, A2A q scale, A2A k scale, A2A v scale, {GOT}, wait q scale, wait k scale, "
+            f"wait v scale, FA 0, {OUT}",
         ),
+        ({"fp8": True, "fp8_exchange": True, "fused": True}, f"A2A qkv, wait qkv, FA 0, {OUT}"),
         # 10 tokens: a sparse or quantised call divides queries at multiples of 128 rows.
         ({"comm_type": 2, "sparse_from": 0}, f"{INTO}, {GOT}, FA 0, {OUT}"),
         ({"comm_type": 2, "sparse_from": 1}, f"{INTO}, {GOT}, FA 0, FA 1, {OUT}"),

@@ -147,7 +147,7 @@ class Video:
         steps = run.output.trace_steps or nth_steps(experts, 1) if folder else ()
         rank = 0 if self._team is None else self._team.rank
         recording = Recording(
-            plan_of(run.setup, run.request, steps, pipeline.merges, rank),
+            plan_of(run.setup, run.request, steps, pipeline.merges, pipeline.device.type, rank),
             pipeline.device,
             nth_steps(experts, 0) if run.verbose else (),
             None if folder is None else self._team,

@@ -1,32 +1,35 @@
-"""The exchange as operations of a compiled graph, which keeps them and their order.
-
-Legend: P ranks in the group.
-"""
+"""The exchange as operations of a compiled graph, which keeps them and their order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from wan.torch_private import all_to_all_in_graph
+from wan.distributed import pieces
+from wan.distributed.pieces import Pieces, parts_of
 
 
-def all_to_all(x_Pxxx: Tensor, after: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
-    """Part i of the first axis goes to rank i; not before `after` has been computed."""
-    send = x_Pxxx.contiguous() if after is None else _pack_after(x_Pxxx, after)
-    return all_to_all_in_graph(send, group)
+def packed(tensors: Sequence[Tensor], heads: Sequence[int], after: Tensor | None) -> Pieces:
+    """`pieces.packed`; the tensors are not packed before `after` has been computed."""
+    parts = parts_of(tensors)
+    if after is None and len(parts) == 1 and len(set(heads)) == 1:
+        # Operations that a compiler fuses with what made the tensors.
+        by_rank = [x.unflatten(2, (len(heads), -1)).movedim(2, 0) for x in tensors]
+        return Pieces(parts, heads, torch.cat(by_rank, dim=-1).contiguous())
+    return Pieces(parts, heads, _pack(list(tensors), list(heads), after))
 
 
-@torch.library.custom_op("wan::pack_after", mutates_args=())
-def _pack_after(x: Tensor, after: Tensor) -> Tensor:
-    """x in contiguous memory, by one opaque operation that needs `after`.
+@torch.library.custom_op("wan::pack", mutates_args=())
+def _pack(tensors: list[Tensor], heads: list[int], after: Tensor | None) -> Tensor:
+    """The memory of `pieces.packed`, by one opaque operation that needs `after`.
 
     Nothing else keeps a compiler from exchanging all chunks before the first is attended to.
     """
-    return x.clone(memory_format=torch.contiguous_format)
+    return pieces.packed(tensors, heads).memory
 
 
-@_pack_after.register_fake
-def _(x: Tensor, after: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
+@_pack.register_fake
+def _(tensors: list[Tensor], heads: list[int], after: Tensor | None) -> Tensor:
+    return Pieces(parts_of(tensors), heads, tensors[0].device).memory

@@ -53,6 +53,7 @@ class Plan:
         fp8_exchange: So are its exchanges, which then have scales.
         sparse_from: The first step of RainFusion; None: never.
         steps: Those that are traced, and the expert of each.
+        fused: q, k and v of a chunk, and their scales, are exchanged together.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class Plan:
     fp8_exchange: bool
     sparse_from: int | None
     steps: Mapping[int, str]
+    fused: bool = False
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Plan:
@@ -83,7 +85,7 @@ class Plan:
                 raise ValueError(f"{one.name} is {str(value)[:40]}")
         if len(plan.sizes) != 3 or not all(type(size) is int and size > 0 for size in plan.sizes):
             raise ValueError(f"sizes is {str(plan.sizes)[:40]}")
-        if plan.world > 1 << 16 or plan.rank >= plan.world or plan.heads % plan.sizes[2]:
+        if plan.world > 1 << 16 or plan.rank >= plan.world or plan.heads < plan.sizes[2]:
             raise ValueError("sizes do not fit together in its plan")
         _ = plan.mode, plan.valid
         return plan
@@ -121,9 +123,10 @@ def expected(plan: Plan, step: int) -> list[Item]:
     chunks = head_ranges(plan.heads, plan.sizes[2], plan.mode.chunks)
     exchanges, method = plan.sizes[2] > 1, plan.method(step)
     parts = ("", " scale") if method == "fp8" and plan.fp8_exchange else ("",)
+    sent = ["qkv"] if plan.fused else [f"{x}{part}" for part in parts for x in "qkv"]
     names = {
-        "start": [f"A2A {x}{part}" for part in parts for x in "qkv"],
-        "attend": [f"wait {x}{part}" for x in "qkv" for part in parts],
+        "start": [f"A2A {what}" for what in sent],
+        "attend": [f"wait {what}" for what in sent],
         "finish": ["wait out"],
     }
     found: list[Item] = []

@@ -34,7 +34,12 @@ def nth_steps(experts: tuple[str, ...], place: int) -> tuple[int, ...]:
 
 
 def plan_of(
-    setup: Setup, request: Request, steps: tuple[int, ...], merges: bool, rank: int = 0
+    setup: Setup,
+    request: Request,
+    steps: tuple[int, ...],
+    merges: bool,
+    device_type: str,
+    rank: int = 0,
 ) -> Plan:
     """What the order in a rank's layers follows from.
 
@@ -43,6 +48,7 @@ def plan_of(
         request: The video.
         steps: Those that are traced.
         merges: The dense kernel returns the log-sum-exp.
+        device_type: Of the device that computes.
         rank: Of all ranks.
     """
     parallel, attention = setup.parallel, setup.attention
@@ -64,6 +70,7 @@ def plan_of(
         fp8_exchange=attention.quant_alltoall,
         sparse_from=attention.start_step(request.sample_steps) if sparse else None,
         steps={step: experts[step] for step in steps},
+        fused=setup.exchange_on(device_type) == "fused",
     )
 
 

@@ -159,6 +159,11 @@ class Method(Protocol):
         """Whether it applies to every call."""
         ...
 
+    @property
+    def packs(self) -> bool:
+        """Whether `pack` makes something else of q, k and v."""
+        ...
+
     def applies(self, step: StepInfo | None) -> bool:
         """Whether this call is computed this way. ValueError where that cannot be told."""
         ...

@@ -246,7 +246,7 @@ class Fp8Attention:
         place: Form = as_they_are,
     ) -> None:
         self._quantiser, self._dtype, self._kernel = quantiser, dtype, kernel
-        self._before_exchange, self._place = before_exchange, place
+        self.packs, self._place = before_exchange, place
         self.name = f"fp8 ({quantiser.name}; {kernel.name})"
         self.q_multiple = quantiser.q_rows
 
@@ -262,7 +262,7 @@ class Fp8Attention:
         ValueError if s is no multiple of the rows of a key's scale: ranks' scales could not be
         joined.
         """
-        if not self._before_exchange:
+        if not self.packs:
             return Payload(q_BsND), Payload(k_BsND), Payload(v_BsND)
         rows, multiple = q_BsND.shape[1], self._quantiser.kv_rows
         if rows % multiple:

@@ -117,6 +117,8 @@ class RainFusionAttention:
 
     q_multiple = Q_ROWS
 
+    packs = False
+
     def __init__(
         self,
         kind: str,

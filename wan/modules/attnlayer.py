@@ -1,7 +1,7 @@
 """Sequence-parallel self-attention with FA_Power_Cap: attention in pieces, exchanges between.
 
 Legend: B batch, s this rank's tokens, S all tokens, R ring size, P Ulysses size, N all heads,
-N_c heads of a chunk, h_c = N_c / P, D head size.
+N_c heads of a chunk, h_c this rank's share of them, D head size.
 
 The device is to rest between pieces of attention, and the exchanges that have to happen anyway are
 the rests. Which pieces, and in which order, is a row of `schedule.MODES`; one loop carries out all
@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from wan import trace
-from wan.distributed.exchange import Group, Pending, group_rank, group_size, start_all_to_all_4D
+from wan.distributed.exchange import Group, Pending, group_rank, group_size, start_in, start_out
+from wan.distributed.pieces import Part, Pieces
 from wan.distributed.ring import Ring
 from wan.kernels.base import QKV, AttendRows, Kernel, Method, Payload, StepInfo
 from wan.kernels.sdpa import SdpaKernel
@@ -28,6 +30,9 @@ from wan.settings import schedule
 from wan.settings.schedule import Range
 
 Tensors = tuple[Tensor, Tensor, Tensor]
+Chunk = Tensors | Pieces
+"""q, k and v of a chunk of heads, [B,s,N_c,D] each, or the pieces that hold them already."""
+EXCHANGES = ("split", "fused")
 
 
 class Args(Protocol):
@@ -38,20 +43,45 @@ class Args(Protocol):
 
 
 class _Call(NamedTuple):
-    """What holds for all chunks of one call. method: None is the dense kernel."""
+    """What holds for all chunks of one call.
 
+    shape: [B,s,N,D], with dtype and device of the result. shares: for each chunk, the heads of each
+    rank. method: None is the dense kernel.
+    """
+
+    shape: Sequence[int]
     dtype: torch.dtype
+    device: torch.device
+    shares: tuple[tuple[int, ...], ...]
     valid_len: int | None
     method: Method | None
     step: StepInfo | None
 
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """The global heads of each chunk."""
+        ends = list(accumulate(map(sum, self.shares)))
+        return tuple(zip([0, *ends], ends, strict=False))
+
 
 class _Incoming(NamedTuple):
-    """An exchange of q, k or v that has been started: of the values, and of scales if any."""
+    """The exchanges of a chunk that have been started, and how many rows share a scale."""
 
-    values: Pending
-    scale: Pending | None
-    rows: int
+    pending: list[Pending]
+    rows: tuple[int, ...] = (1, 1, 1)
+
+
+class _Written(NamedTuple):
+    """Implements `wan.modules.interfaces.Sending`."""
+
+    layer: FAPowerCapAttention
+    pieces: Pieces
+
+    def put(self, place: int, x_BsND: Tensor, first: int = 0) -> None:
+        self.pieces.put(place, x_BsND, first)
+
+    def attend(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
+        return self.layer.attend(self.pieces, valid_len=valid_len, step=step)
 
 
 class FAPowerCapAttention:
@@ -70,6 +100,8 @@ class FAPowerCapAttention:
         methods: The first one that applies to a call computes it; where none applies, `kernel`.
         clock: Entered around every call.
         chunks: Most head chunks of a call, in place of the mode's; ValueError for mode 0.
+        exchange: "split": q, k and v of a chunk are exchanged one after the other; "fused": in one
+            exchange, which changes no bit. ValueError for another value.
     """
 
     def __init__(
@@ -85,7 +117,10 @@ class FAPowerCapAttention:
         methods: Sequence[Method] = (),
         clock: AbstractContextManager[object] | None = None,
         chunks: int | None = None,
+        exchange: str = "split",
     ) -> None:
+        if exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be split or fused, but got {exchange!r}.")
         if args is not None and comm_type is None:
             comm_type = args.comm_type
         elif args is not None or comm_type is None:
@@ -97,7 +132,7 @@ class FAPowerCapAttention:
         self.world_size, self.rank = group_size(ulysses_pg), group_rank(ulysses_pg)
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
-        self.methods = tuple(methods)
+        self.methods, self.exchange = tuple(methods), exchange
         self.clock = nullcontext() if clock is None else clock
 
     def __call__(
@@ -125,12 +160,58 @@ class FAPowerCapAttention:
             [B,s,N,D] in the dtype of query.
 
         Raises:
-            ValueError: P does not divide N, or a method needs step and layer and does not get them.
+            ValueError: N is below P, or a method needs step and layer and does not get them.
         """
-        rows, heads = query.shape[1:3]
-        if heads % self.world_size:
+        call = self._call(query.shape, query, valid_len, step, layer)
+        chunks = self._split_qkv_by_head((query, key, value), call.ranges)
+        with self.clock:
+            return self._dispatch(chunks, call)
+
+    def begin(self, x_BsC: Tensor, heads: int, step: StepInfo | None) -> _Written | None:
+        """A call whose q, k and v are written where they are sent from, in place of given.
+
+        Args:
+            x_BsC: A tensor of this rank's tokens, of which only batch, rows, channels, dtype and
+                device count.
+            heads: All heads.
+            step: As for a call.
+
+        Returns:
+            None where a call takes tensors, because they are not sent together, or not as they are.
+        """
+        compiled = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        if self.exchange != "fused" or self.world_size == 1 or compiled:
+            return None
+        batch, rows, channels = x_BsC.shape
+        call = self._call((batch, rows, heads, channels // heads), x_BsC, None, step)
+        if call.method is not None and call.method.packs:
+            return None
+        part = Part(batch, rows, 3, channels // heads, x_BsC.dtype)
+        pieces = Pieces([part], [heads for share in call.shares for heads in share], x_BsC.device)
+        return _Written(self, pieces)
+
+    def attend(
+        self, pieces: Pieces, *, valid_len: int | None = None, step: StepInfo | None = None
+    ) -> Tensor:
+        """As a call, of q, k and v that have been written into `pieces`, which are used up."""
+        (part,) = pieces.parts
+        shape = (part.batch, part.rows, sum(pieces.heads), part.width)
+        call = self._call(shape, pieces.memory, valid_len, step)
+        with self.clock:
+            return self._dispatch(dict(enumerate(pieces.chunks(call.shares))), call)
+
+    def _call(
+        self,
+        shape: Sequence[int],
+        like: Tensor,
+        valid_len: int | None,
+        step: StepInfo | None,
+        layer: int | None = None,
+    ) -> _Call:
+        rows, heads = shape[1:3]
+        if heads < self.world_size:
             raise ValueError(
-                f"head_count must be divisible by ulysses world size, but got "
+                f"head_count must be at least ulysses world size, but got "
                 f"head_count={heads}, world_size={self.world_size}."
             )
         if self.methods and step is not None:
@@ -138,70 +219,70 @@ class FAPowerCapAttention:
             first_row = 0 if self.ring is None else self.ring.rank * rows * self.world_size
             step = replace(step, layer=layer, first_row=first_row)
         method = next((method for method in self.methods if method.applies(step)), None)
-        with self.clock:
-            return self._dispatch((query, key, value), _Call(query.dtype, valid_len, method, step))
+        shares = schedule.head_split(heads, self.world_size, self.mode.chunks)
+        return _Call(shape, like.dtype, like.device, shares, valid_len, method, step)
 
-    def _dispatch(self, qkv: Tensors, call: _Call) -> Tensor:
+    def _dispatch(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
         """Calls the loop under the mode's published name; a mode without one calls it directly."""
         if self.fa_alltoall_overlap:
-            return self._run_fa_alltoall_overlap(qkv, call)
+            return self._run_fa_alltoall_overlap(chunks, call)
         if self.comm_type == 1:
-            return self._run_insertcomm(qkv, call)
+            return self._run_insertcomm(chunks, call)
         if self.comm_type == 2:
-            return self._run_blockattn(qkv, call)
+            return self._run_blockattn(chunks, call)
         if self.comm_type == 0:
-            return self._run_baseline(qkv, call)
-        return self._run(qkv, call)
+            return self._run_baseline(chunks, call)
+        return self._run(chunks, call)
 
-    def _run_baseline(self, qkv: Tensors, call: _Call) -> Tensor:
-        return self._run(qkv, call)
+    def _run_baseline(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
+        return self._run(chunks, call)
 
-    def _run_insertcomm(self, qkv: Tensors, call: _Call) -> Tensor:
-        return self._run(qkv, call)
+    def _run_insertcomm(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
+        return self._run(chunks, call)
 
-    def _run_blockattn(self, qkv: Tensors, call: _Call) -> Tensor:
-        return self._run(qkv, call)
+    def _run_blockattn(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
+        return self._run(chunks, call)
 
-    def _run_fa_alltoall_overlap(self, qkv: Tensors, call: _Call) -> Tensor:
-        return self._run(qkv, call)
+    def _run_fa_alltoall_overlap(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
+        return self._run(chunks, call)
 
-    def _run(self, qkv: Tensors, call: _Call) -> Tensor:
+    def _run(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
         """The one loop of all modes: the mode's order says what happens to which chunk.
 
         No exchange in is started before the last chunk finished so far, also where it is compiled.
         """
-        ranges = schedule.head_ranges(qkv[0].shape[2], self.world_size, self.mode.chunks)
-        chunks = self._split_qkv_by_head(qkv, ranges)
         out_BsND: Tensor | None = None  # not made before it is needed: attention is the peak
-        incoming: dict[int, list[_Incoming]] = {}
+        incoming: dict[int, _Incoming] = {}
         outgoing: dict[int, Pending] = {}
         finished: Pending | None = None
-        for verb, chunk in self.mode.order(len(ranges)):
-            first, last = ranges[chunk]
+        ranges = call.ranges
+        for verb, chunk in self.mode.order(len(chunks)):
+            (first, last), share = ranges[chunk], call.shares[chunk]
             of_chunk = call
             if call.method is not None and call.step is not None:
-                mine = first + (last - first) // self.world_size * self.rank
+                mine = first + sum(share[: self.rank])
                 of_chunk = call._replace(step=replace(call.step, first_head=mine))
             with trace.place(chunk=chunk):
                 if verb == "start":
-                    packed = self._packed(chunks[chunk], of_chunk)
-                    incoming[chunk] = self._exchange_in(packed, finished)
+                    packed = chunks.pop(chunk)
+                    incoming[chunk] = self._exchange_in(packed, share, of_chunk, finished)
                     del packed
                 elif verb == "attend":
                     result = self._attention_forward(incoming.pop(chunk), of_chunk)
-                    outgoing[chunk] = self._exchange_out(result)
+                    outgoing[chunk] = self._exchange_out(result, share)
                     del result
                 else:
                     finished = outgoing.pop(chunk)
-                    out_BsND = torch.empty_like(qkv[0]) if out_BsND is None else out_BsND
+                    if out_BsND is None:
+                        out_BsND = torch.empty(call.shape, dtype=call.dtype, device=call.device)
                     finished.wait(into=out_BsND[:, :, first:last])
         assert out_BsND is not None, "there is no chunk"
         return out_BsND
 
-    def _split_qkv_by_head(self, qkv: Tensors, ranges: tuple[Range, ...]) -> list[Tensors]:
+    def _split_qkv_by_head(self, qkv: Tensors, ranges: tuple[Range, ...]) -> dict[int, Chunk]:
         """Views of the chunks' heads."""
         q, k, v = qkv
-        return [(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for a, b in ranges]
+        return {i: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for i, (a, b) in enumerate(ranges)}
 
     def _packed(self, qkv_BsND: Tensors, call: _Call) -> QKV:
         """What is sent: q, k, v themselves, or what the method makes of them before."""
@@ -215,29 +296,38 @@ class FAPowerCapAttention:
             valid = schedule.valid_rows(call.valid_len, shard, rows)
         return call.method.pack(*qkv_BsND, valid, call.step)
 
-    def _exchange_in(self, packed: QKV, after: Pending | None) -> list[_Incoming]:
-        """Start [B,s,N,D] -> [B,S,h,D] for q, k, v: heads scattered, tokens gathered.
+    def _exchange_in(
+        self, chunk: Tensors | Pieces, share: tuple[int, ...], call: _Call, after: Pending | None
+    ) -> _Incoming:
+        """Start [B,s,N_c,D] -> [B,S,h_c,D] for q, k, v: heads scattered, tokens gathered.
 
-        The values of all three go first, then the scales, which are small and of their own kind.
+        The values of all three go first, then the scales, which are small; or all go together.
         """
 
-        def start(x: Tensor, what: str) -> Pending:
+        def start(tensors: Sequence[Tensor] | Pieces, what: str) -> Pending:
             group, overlaps = self.ulysses_pg, self.overlaps
-            return start_all_to_all_4D(x, 2, 1, group, async_op=overlaps, after=after, what=what)
+            return start_in(tensors, share, group, async_op=overlaps, after=after, what=what)
 
-        named = list(zip("qkv", packed, strict=True))
-        values = [start(x.values, name) for name, x in named]
-        scales = [None if x.scale is None else start(x.scale, f"{name} scale") for name, x in named]
-        return [_Incoming(v, s, x.rows) for v, s, x in zip(values, scales, packed, strict=True)]
+        if isinstance(chunk, Pieces):
+            return _Incoming([start(chunk, "qkv")])
+        packed = self._packed(chunk, call)
+        rows = tuple(payload.rows for payload in packed)
+        named = {name: x.values for name, x in zip("qkv", packed, strict=True)}
+        for name, x in zip("qkv", packed, strict=True):
+            named |= {} if x.scale is None else {f"{name} scale": x.scale}
+        if self.exchange == "fused" and self.world_size > 1:
+            return _Incoming([start(list(named.values()), "qkv")], rows)
+        return _Incoming([start([x], name) for name, x in named.items()], rows)
 
-    def _exchange_out(self, out_BSND: Tensor) -> Pending:
-        """Start [B,S,h,D] -> [B,s,N,D]."""
-        group, overlaps = self.ulysses_pg, self.overlaps
-        return start_all_to_all_4D(out_BSND, 1, 2, group, async_op=overlaps, what="out")
+    def _exchange_out(self, out_BShD: Tensor, share: tuple[int, ...]) -> Pending:
+        """Start [B,S,h_c,D] -> [B,s,N_c,D]."""
+        return start_out(out_BShD, share, self.ulysses_pg, async_op=self.overlaps)
 
-    def _attention_forward(self, incoming: list[_Incoming], call: _Call) -> Tensor:
+    def _attention_forward(self, incoming: _Incoming, call: _Call) -> Tensor:
         """One chunk [B,S/R,h_c,D]: queries in blocks, each against all keys; padding cut away."""
         q, k, v = _received(incoming)
+        if self.ring is not None:  # which sends them on, and so needs contiguous tensors
+            q, k, v = (x.map(_contiguous) for x in (q, k, v))
         rows = q.values.shape[1]
         ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)
         total = ring_size * rows if call.valid_len is None else call.valid_len
@@ -288,11 +378,16 @@ class FAPowerCapAttention:
         return attend
 
 
-def _received(incoming: list[_Incoming]) -> QKV:
-    """q, k, v once they have arrived; the list is emptied, so that it keeps nothing alive."""
-    arrived = []
-    while incoming:
-        values, scale, rows = incoming.pop(0)
-        arrived.append(Payload(values.wait(), None if scale is None else scale.wait(), rows))
-    q, k, v = arrived
+def _contiguous(x: Tensor) -> Tensor:
+    if x.is_contiguous():
+        return x
+    with trace.span("copy", x):
+        return x.contiguous()
+
+
+def _received(incoming: _Incoming) -> QKV:
+    """q, k, v once they have arrived; nothing else keeps them alive."""
+    arrived = [x for pending in incoming.pending for x in pending.tensors()]
+    scales: Sequence[Tensor | None] = arrived[3:] or [None] * 3
+    q, k, v = map(Payload, arrived[:3], scales, incoming.rows)
     return q, k, v

@@ -14,6 +14,8 @@ residual stream is updated in place, which saves one copy of it at the peak.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,9 @@ from torch import Tensor, nn
 
 from wan import trace
 from wan.kernels.base import StepInfo
-from wan.modules.interfaces import Collaborators
+from wan.modules.interfaces import Collaborators, SendsWritten
 from wan.modules.rope import RopeTable
-from wan.modules.small_ops import BlockOps
+from wan.modules.small_ops import BlockOps, Put
 from wan.modules.textcache import TextKV
 
 Runs = tuple[int, ...]
@@ -150,15 +152,17 @@ class WanAttention(nn.Module):
             nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity() for _ in range(2)
         )
 
-    def queries(self, x_BLC: Tensor, rope: RopeTable | None = None) -> Tensor:
-        """[B,L,N,D], normalised (and rotated)."""
+    def queries(
+        self, x_BLC: Tensor, rope: RopeTable | None = None, put: Put | None = None
+    ) -> Tensor:
+        """[B,L,N,D], normalised (and rotated); `put` gets them in place of the caller."""
         with trace.span("project", what="q"):
-            return self.normed(self.norm_q, self.q(x_BLC), rope)
+            return self.normed(self.norm_q, self.q(x_BLC), rope, put)
 
-    def keys(self, x_BLC: Tensor, rope: RopeTable | None = None) -> Tensor:
-        """[B,L,N,D], normalised (and rotated)."""
+    def keys(self, x_BLC: Tensor, rope: RopeTable | None = None, put: Put | None = None) -> Tensor:
+        """As `queries`."""
         with trace.span("project", what="k"):
-            return self.normed(self.norm_k, self.k(x_BLC), rope)
+            return self.normed(self.norm_k, self.k(x_BLC), rope, put)
 
     def values(self, x_BLC: Tensor) -> Tensor:
         """[B,L,N,D]."""
@@ -170,10 +174,16 @@ class WanAttention(nn.Module):
         with trace.span("project", what="o"):
             return self.o(x_BLND.flatten(2))
 
-    def normed(self, norm: nn.Module, x_BLC: Tensor, rope: RopeTable | None = None) -> Tensor:
+    def normed(
+        self,
+        norm: nn.Module,
+        x_BLC: Tensor,
+        rope: RopeTable | None = None,
+        put: Put | None = None,
+    ) -> Tensor:
         """Normalised (and rotated) queries or keys [B,L,N,D]; x is used up."""
         weight_C = norm.weight if isinstance(norm, nn.RMSNorm) else None
-        return self.ops.norm_heads(x_BLC, weight_C, self.num_heads, self.eps, rope)
+        return self.ops.norm_heads(x_BLC, weight_C, self.num_heads, self.eps, rope, put)
 
 
 class WanSelfAttention(WanAttention):
@@ -184,13 +194,21 @@ class WanSelfAttention(WanAttention):
         self.attention = given.attention(layer)
 
     def forward(self, x_BLC: Tensor, info: ForwardInfo) -> Tensor:
+        known: dict[str, Any] = {"valid_len": info.valid_len, "step": info.step}
+        call = None
+        if isinstance(self.attention, SendsWritten):
+            call = self.attention.begin(x_BLC, self.num_heads, info.step)
+        if call is not None:
+            self.queries(x_BLC, info.rope, partial(call.put, 0))
+            self.keys(x_BLC, info.rope, partial(call.put, 1))
+            call.put(2, self.values(x_BLC))
+            return self.out(call.attend(**known))
         # The layer's arguments are given without names, so that they are freed when it returns.
         out_BLND = self.attention(
             self.queries(x_BLC, info.rope),
             self.keys(x_BLC, info.rope),
             self.values(x_BLC),
-            valid_len=info.valid_len,
-            step=info.step,
+            **known,
         )
         return self.out(out_BLND)
 

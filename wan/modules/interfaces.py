@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,27 @@ class SelfAttention(Protocol):
         valid_len: int | None = None,
         step: StepInfo | None = None,
     ) -> Tensor: ...
+
+
+class Sending(Protocol):
+    """A call of self-attention whose q, k and v are written where they will be sent from."""
+
+    def put(self, place: int, x_BLND: Tensor, first: int = 0) -> None:
+        """Takes tokens from `first` on, of q (place 0), k (1) or v (2)."""
+        ...
+
+    def attend(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
+        """The call, once everything has been written."""
+        ...
+
+
+@runtime_checkable
+class SendsWritten(Protocol):
+    """Self-attention that may want q, k and v written in place of given."""
+
+    def begin(self, x_BLC: Tensor, heads: int, step: StepInfo | None) -> Sending | None:
+        """A call for these tokens; None: it is to be called with tensors."""
+        ...
 
 
 MakeAttention = Callable[[int], SelfAttention]

@@ -25,6 +25,10 @@ from wan.torch_private import gelu_in_place
 _GELU = 2 * math.sqrt(2 / math.pi)
 
 
+Put = Callable[[Tensor, int], None]
+"""put(x_BLND, first): takes the tokens from `first` on, of any floating dtype."""
+
+
 class Runner(Protocol):
     """Carries out a step: as it is written, or as a compiled function that does the same."""
 
@@ -121,16 +125,24 @@ class BlockOps:
         heads: int,
         eps: float,
         rope: RopeTable | None = None,
+        put: Put | None = None,
     ) -> Tensor:
         """[B,L,N,D] in x's dtype: the RMS norm over all channels, and the rotation; x is used up.
 
-        weight_C: None where the network has no such norm.
+        weight_C: None where the network has no such norm. put: gets the result too, slice by slice
+        where nothing else would, and then x is returned.
         """
         if rope is not None:
-            return self._run(self._norm_rope, x_BLC, *rope, weight_C, heads, eps)
-        if weight_C is not None:
-            x_BLC = self._run(self._rms_norm, x_BLC, weight_C, eps)
-        return x_BLC.unflatten(-1, (heads, -1))
+            if put is not None and self._run is as_written:
+                return self._norm_rope(x_BLC, *rope, weight_C, heads, eps, put)
+            x_BLND = self._run(self._norm_rope, x_BLC, *rope, weight_C, heads, eps)
+        else:
+            if weight_C is not None:
+                x_BLC = self._run(self._rms_norm, x_BLC, weight_C, eps)
+            x_BLND = x_BLC.unflatten(-1, (heads, -1))
+        if put is not None:
+            put(x_BLND, 0)
+        return x_BLND
 
     def gelu(self, x_BLC: Tensor) -> Tensor:
         """GELU in its tanh form; in place in inference, where the input is always ours."""
@@ -183,12 +195,19 @@ class BlockOps:
         weight_C: Tensor | None,
         heads: int,
         eps: float,
+        put: Put | None = None,
     ) -> Tensor:
         def compute(x_BLC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             normed = x_BLC.float() if weight_C is None else self._rms(x_BLC, weight_C, eps)
             return self._rope(normed.unflatten(-1, (heads, -1)), (cos, sin)).flatten(2)
 
-        out_BLC = self.by_slices(compute, x_BLC, x_BLC.dtype, cos_L1D, sin_L1D, overwrite=True)
+        rows = cos_L1D, sin_L1D
+        if put is not None:
+            for part in self._slices(x_BLC):
+                result = compute(x_BLC[:, part], *(table[part] for table in rows))
+                put(result.unflatten(-1, (heads, -1)), part.start)
+            return x_BLC
+        out_BLC = self.by_slices(compute, x_BLC, x_BLC.dtype, *rows, overwrite=True)
         return out_BLC.unflatten(-1, (heads, -1))
 
     def _rms_norm(self, x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -222,11 +241,9 @@ class BlockOps:
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return compute(x_BLC, *rows_L).to(dtype)
-        size = self._slice_tokens(x_BLC)
         reuse = overwrite and x_BLC.dtype == dtype
         out_BLC = x_BLC if reuse else torch.empty_like(x_BLC, dtype=dtype)
-        for first in range(0, x_BLC.shape[1], size):
-            part = slice(first, first + size)
+        for part in self._slices(x_BLC):
             out_BLC[:, part] = compute(x_BLC[:, part], *(rows[part] for rows in rows_L))
         return out_BLC
 
@@ -236,15 +253,15 @@ class BlockOps:
         if x_BLC.dtype == y_BLC.dtype or not on_cpu or torch.compiler.is_compiling():
             yield x_BLC, y_BLC
             return
-        size = self._slice_tokens(x_BLC)
-        for first in range(0, x_BLC.shape[1], size):
-            part = slice(first, first + size)
+        for part in self._slices(x_BLC):
             yield x_BLC[:, part], y_BLC[:, part].to(x_BLC.dtype)
 
-    def _slice_tokens(self, x_BLC: Tensor) -> int:
-        """How many tokens are handled at a time."""
+    def _slices(self, x_BLC: Tensor) -> Iterator[slice]:
+        """The tokens that are handled at a time."""
         elements = slice_elements(self._device_type or x_BLC.device.type)
-        return max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
+        size = max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
+        for first in range(0, x_BLC.shape[1], size):
+            yield slice(first, first + size)
 
 
 def _runs(

@@ -170,6 +170,11 @@ def attention_line(setup: Setup, selected: Selected) -> str:
     sizes = heads_per_chunk(setup.checkpoint.heads, parallel.ulysses_size, parallel.mode.chunks)
     each = "/".join(str(size) for size in sorted(set(sizes), reverse=True))
     chunks = f"{len(sizes)} head chunk{'s' if len(sizes) > 1 else ''} of {each} per rank"
+    exchange = ""
+    if parallel.ulysses_size > 1:
+        exchange = f"; exchanges {setup.exchange_on(selected.device_type)}"
+        if parallel.exchange == "auto" and exchange.endswith("split"):
+            exchange += " (fused: not measured here)"
     ring = f" ({parallel.ring_type})" if parallel.ring_size > 1 else ""
     quantised = "no quantisation"
     if attention.fp8:
@@ -190,8 +195,8 @@ def attention_line(setup: Setup, selected: Selected) -> str:
     without = f"; K/V are gathered over the ring for {' and '.join(names)} (no log-sum-exp)"
     return (
         f"Attention: {parallel.mode.name}, {chunks}; ulysses {parallel.ulysses_size} x ring "
-        f"{parallel.ring_size}{ring} x cfg {parallel.cfg_size}; kernel {selected.describe()}; "
-        f"{quantised}, {sparse}{without if names else ''}"
+        f"{parallel.ring_size}{ring} x cfg {parallel.cfg_size}{exchange}; "
+        f"kernel {selected.describe()}; {quantised}, {sparse}{without if names else ''}"
     )
 
 
@@ -399,6 +404,7 @@ def collaborators(
             methods=selected.methods_of(expert, layer),
             clock=selected.clock,
             chunks=parallel.chunks,
+            exchange=setup.exchange_on(selected.device_type),
         )
 
     multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1

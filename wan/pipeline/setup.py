@@ -90,6 +90,17 @@ class Setup:
         possible = self.has_fp8 and not (npu or sharded or changed)
         return possible and self.execution.fp8_weights != "upcast"
 
+    def exchange_on(self, device: str) -> str:
+        """How q, k and v are exchanged on this type of device: "fused" or "split".
+
+        `auto` is fused only where that was measured, which it was not with a ring.
+        """
+        parallel = self.parallel
+        if parallel.exchange != "auto":
+            return parallel.exchange
+        measured = device in self.attention.dense.fused and parallel.ring_size == 1
+        return "fused" if measured and not self.execution.compile else "split"
+
     def changes_weights(self, expert: str, device: str) -> bool:
         """Returns whether an expert's layers or weights are changed on this type of device."""
         merged = bool(self.loras.get(expert))

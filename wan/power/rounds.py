@@ -23,14 +23,14 @@ from wan.evidence.nvml import Lock
 from wan.evidence.recording import Recording, plan_of
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.modules.interfaces import SelfAttention
+from wan.modules.interfaces import SelfAttention, Sending, SendsWritten
 from wan.pipeline import build, video
 from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Result, Variant, rests, schedule
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.request import Request
-from wan.settings.schedule import MODES, heads_per_chunk
+from wan.settings.schedule import MODES, heads_per_rank
 
 
 class SideBySide:
@@ -41,6 +41,11 @@ class SideBySide:
 
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
         return self.layers[self.chosen()](*qkv_BsND, **context)
+
+    def begin(self, *x_heads_step: Any) -> Sending | None:
+        """As the chosen layer's, if it has one."""
+        layer = self.layers[self.chosen()]
+        return layer.begin(*x_heads_step) if isinstance(layer, SendsWritten) else None
 
 
 def layer_of(
@@ -62,6 +67,7 @@ def layer_of(
         methods=built.methods,
         clock=built.clock,
         chunks=variant.chunks,
+        exchange=built.exchange,
     )
 
 
@@ -85,16 +91,17 @@ class Rests:
 
     def __call__(self, *qkv_BsND: Tensor, **context: Any) -> Tensor:
         """Takes and returns what `FAPowerCapAttention` does."""
-        qkv_BShD = [all_to_all_4D(x, 2, 1, self.group) for x in qkv_BsND]
+        heads = heads_per_rank(qkv_BsND[0].shape[2], self.world)
+        qkv_BShD = [all_to_all_4D(x, 2, 1, self.group, heads) for x in qkv_BsND]
         parts: list[Tensor] = []
         first = 0
-        for size in heads_per_chunk(qkv_BsND[0].shape[2], self.world, self.chunks):
+        for size in heads_per_rank(qkv_BShD[0].shape[2], min(self.chunks, *heads)):
             if parts:
                 self.rest()
             chunk = (x[:, :, first : first + size].contiguous() for x in qkv_BShD)
             parts.append(self._alone(*chunk, **context))
             first += size
-        return all_to_all_4D(torch.cat(parts, dim=2), 1, 2, self.group)
+        return all_to_all_4D(torch.cat(parts, dim=2), 1, 2, self.group, heads)
 
 
 class StepTimes(trace.Recorder):
@@ -168,7 +175,7 @@ class Rounds:
             self._denoise(short)
             parallel = replace(parallel, comm_type=variant.comm_type, chunks=variant.chunks)
             setup = replace(self._run.setup, parallel=parallel)
-            plan = plan_of(setup, short, steps, self._pipeline.merges, rank)
+            plan = plan_of(setup, short, steps, self._pipeline.merges, device.type, rank)
             recording = Recording(plan, device, team=self._team)
             with trace.recording(recording.recorder):
                 self._denoise(short)

@@ -9,9 +9,10 @@ from typing import Any
 from wan.settings import rules
 from wan.settings.errors import InputError
 from wan.settings.fields import fill, layout
-from wan.settings.schedule import MODES, Mode, mode_of
+from wan.settings.schedule import MODES, Mode, heads_per_rank, mode_of
 from wan.settings.values import choice, integer, real, switch
 
+EXCHANGES = ("split", "fused")
 RING_TYPES = ("ring", "bidirectional")
 SIZES = ("cfg_size", "ring_size", "ulysses_size")
 _SIZE = integer(1, 4096)
@@ -49,6 +50,12 @@ class Parallel:
         diffusers=True,
         variables={"OVERLAP": {"0": False, "1": True}},
     )
+    exchange: str = layout(
+        "auto",
+        choice("auto", *EXCHANGES),
+        "q, k, v of a head chunk together (fused) or one by one; auto: what was measured (auto)",
+        diffusers=True,
+    )
     t5_fsdp: bool = layout(False, switch, "shard the text encoder")
     dit_fsdp: bool = layout(False, switch, "shard the DiT", common=True)
     dist_timeout: float = layout(30.0, real(0, 10080, above=True), "minutes to wait for ranks (30)")
@@ -70,20 +77,38 @@ class Parallel:
 
 
 def legal(world: int, heads: int) -> Iterator[tuple[int, int, int]]:
-    """Every (cfg, ring, ulysses) that `world` ranks can form, the largest ulysses first."""
+    """Every (cfg, ring, ulysses) that `world` ranks can form, the largest ulysses first.
+
+    A Ulysses group needs a head for each rank; where it does not divide the heads, some ranks have
+    one more than others.
+    """
     for cfg in (1, 2):
         if world % cfg:
             continue
         ranks = world // cfg
         for ulysses in range(ranks, 0, -1):
-            if ranks % ulysses == 0 and heads % ulysses == 0:
+            if ranks % ulysses == 0 and ulysses <= heads:
                 yield cfg, ranks // ulysses, ulysses
+
+
+def ulysses_for(ranks: int, heads: int) -> int:
+    """How many of the ranks that share a sequence should exchange heads; the rest is the ring.
+
+    The largest divisor of the ranks that also divides the heads; but all ranks, some with one head
+    more than others, where that would leave a ring of more than two or exchange nothing. No rank is
+    without a head.
+
+    >>> [ulysses_for(ranks, 40) for ranks in (2, 6, 7, 8, 12, 16)], ulysses_for(16, 12)
+    ([2, 6, 7, 8, 12, 8], 4)
+    """
+    even = max(u for u in range(1, ranks + 1) if ranks % u == 0 and heads % u == 0)
+    return ranks if ranks <= heads and (ranks // even > 2 or even == 1) else even
 
 
 def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel, tuple[str, ...]]:
     """The topology for checked settings, and notices about what was chosen.
 
-    Sizes that are absent are chosen: as much Ulysses as heads and ranks allow, the rest ring.
+    Sizes that are absent are chosen, see `ulysses_for`.
 
     Args:
         values: Checked settings under their flags' names; other subjects' are ignored.
@@ -98,8 +123,7 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
     cfg = 1 if cfg is None else cfg
     ranks = max(world // cfg, 1)
     if ulysses is None:
-        rest = max(ranks // (ring or 1), 1)
-        ulysses = max(u for u in range(1, rest + 1) if rest % u == 0 and heads % u == 0)
+        ulysses = ulysses_for(ranks, heads) if ring is None else max(ranks // ring, 1)
     if ring is None:
         ring = max(ranks // ulysses, 1)
     shown, product = size_flags(cfg, ring, ulysses), cfg * ring * ulysses
@@ -107,8 +131,8 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
         why = f"needs {product} ranks, but this is one process"
         remedy = f"start it with torchrun --nproc_per_node={product}, or drop the sizes"
         raise InputError(shown, None, why, remedy)
-    if heads % ulysses:
-        why = f"does not divide the model's {heads} heads"
+    if ulysses > heads:
+        why = f"is more than the model's {heads} heads, and every rank needs one"
         raise InputError(f"`ulysses_size={ulysses}`", None, why, _legal_words(world, heads))
     if product != world:
         why = f"makes {product} ranks, but {world} were started"
@@ -121,10 +145,13 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
     notices = []
     if world > 1 and ("ulysses_size" not in values or ("ring_size" not in values and ring > 1)):
         notices.append(f"Chosen: {shown} for {world} ranks.")
-    if parallel.mode.chunks > 1 and heads == ulysses:
+    if heads % ulysses:
+        shares = ", ".join(map(str, heads_per_rank(heads, ulysses)))
+        notices.append(f"{heads} heads on {ulysses} ranks of a Ulysses group: {shares}.")
+    if parallel.mode.chunks > 1 and heads // ulysses == 1:
         notices.append(
-            "Each rank has one head, so there is one head chunk and nothing to interleave; "
-            "use a smaller `ulysses_size`."
+            f"{'A' if heads % ulysses else 'Each'} rank has one head, so there is one head chunk "
+            "and nothing to interleave; use a smaller `ulysses_size`."
         )
     return parallel, tuple(notices)
 

@@ -124,6 +124,12 @@ LAYOUT = (
         lambda s: s.ulysses_size <= 1,
     ),
     Rule(
+        ("exchange",),
+        "has no effect with `ulysses_size=1`",
+        "drop it, or use a larger one",
+        lambda s: "exchange" in s.given and s.ulysses_size == 1,
+    ),
+    Rule(
         ("ring_type",),
         "has no effect with `ring_size=1`",
         "drop it, or use a larger ring",

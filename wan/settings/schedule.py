@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 Range = tuple[int, int]
 Grid = tuple[int, int, int]
@@ -104,26 +104,46 @@ def near_even(total: int, parts: int) -> tuple[Range, ...]:
     return tuple(zip(borders, borders[1:], strict=False))
 
 
-def head_ranges(heads: int, world: int, most: int) -> tuple[Range, ...]:
-    """The chunks of a call, `most` at most, as ranges of global heads; `world` divides `heads`.
+def heads_per_rank(heads: int, world: int) -> tuple[int, ...]:
+    """How many heads each rank attends with: as many as the others, or one more.
 
-    A chunk's head count is a multiple of `world`, so that each rank gets as many of it, and joining
-    the chunks' results on the head axis restores the order.
+    >>> heads_per_rank(40, 6)
+    (7, 7, 7, 7, 6, 6)
+    """
+    return tuple(b - a for a, b in near_even(heads, world))
+
+
+def head_split(heads: int, world: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """How many heads of each chunk of a call, `most` chunks at most, each rank attends with.
+
+    Every rank has as many chunks. Joining the chunks' results on the head axis, and in a chunk the
+    ranks', restores the order.
+
+    >>> head_split(7, 3, 10)
+    ((2, 1, 1), (1, 1, 1))
+    """
+    of_rank = heads_per_rank(heads, world)
+    chunks = min(most, *of_rank)
+    return tuple(zip(*(heads_per_rank(mine, chunks) for mine in of_rank), strict=True))
+
+
+def head_ranges(heads: int, world: int, most: int) -> tuple[Range, ...]:
+    """The chunks of a call as ranges of global heads.
 
     >>> head_ranges(40, 8, 10)
     ((0, 8), (8, 16), (16, 24), (24, 32), (32, 40))
     """
-    local = heads // world
-    return tuple((a * world, b * world) for a, b in near_even(local, min(most, local)))
+    ends = list(accumulate(map(sum, head_split(heads, world, most))))
+    return tuple(zip([0, *ends], ends, strict=False))
 
 
-def heads_per_chunk(heads: int, world: int, most: int) -> tuple[int, ...]:
-    """How many heads a rank holds of each chunk.
+def heads_per_chunk(heads: int, world: int, most: int, rank: int = 0) -> tuple[int, ...]:
+    """How many heads a rank holds of each chunk; the first rank has most.
 
     >>> heads_per_chunk(24, 2, 10)
     (2, 2, 1, 1, 1, 1, 1, 1, 1, 1)
     """
-    return tuple((b - a) // world for a, b in head_ranges(heads, world, most))
+    return tuple(chunk[rank] for chunk in head_split(heads, world, most))
 
 
 def q_ranges(rows: int, blocks: int, multiple: int = 1) -> tuple[Range, ...]:

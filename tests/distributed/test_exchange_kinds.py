@@ -1,0 +1,123 @@
+"""One exchange of q, k and v, and heads that the ranks do not divide: the same bits by any way.
+
+Legend: B batch, S all tokens, N heads, D head size. Padding holds NaN where it stays on its rank.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.conftest import slow
+from tests.dist import run
+from tests.distributed.methods import HEAD_DIM, KINDS, Kind, make_methods
+from tests.distributed.topology import ROWS, Topology, attention_layer
+from wan.kernels.base import StepInfo
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.settings.schedule import TokenPlan
+
+pytestmark = pytest.mark.dist
+
+GRID = (3, 16, 10)
+TOKENS = prod(GRID)
+DENSE = Kind("dense")
+
+
+def qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(heads)
+    return list(torch.randn(3, batch, TOKENS, heads, HEAD_DIM, generator=generator).to(dtype))
+
+
+def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
+    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
+    padding = [0, 0, 0, 0, 0, plan.shard_len - valid]
+    return F.pad(x_BSND[:, first : first + valid], padding, value=fill)
+
+
+def written(layer: FAPowerCapAttention, own: list[Tensor], **known: Any) -> Tensor | None:
+    """The call whose q, k, v are written in two slices of tokens; None where there is no such."""
+    with torch.no_grad():
+        call = layer.begin(own[0].flatten(2), own[0].shape[2], known["step"])
+        if call is None:
+            return None
+        for place, x in enumerate(own):
+            call.put(place, x[:, :7])
+            call.put(place, x[:, 7:], 7)
+        return call.attend(**known)
+
+
+def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: torch.dtype) -> Any:
+    """This rank's rows by every mode and exchange, and the collectives of each."""
+    plan = TokenPlan(TOKENS, topology.world, 1 if kind == DENSE else kind.multiple)
+    own = [shard(x, plan, torch.nan) for x in qkv(heads, batch, dtype)]
+    step = StepInfo(3, 8, "cond", "dit", GRID, TOKENS, layer=0)
+    found, counts, was_written = {}, {}, False
+    for mode in ROWS:
+        for exchange in ("split", "fused", "written"):
+            layer = attention_layer(
+                topology,
+                mode,
+                methods=() if kind == DENSE else make_methods(kind, dtype),
+                exchange="split" if exchange == "split" else "fused",
+            )
+            layer.layer, known = 0, {"valid_len": TOKENS, "step": step}
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+                if exchange == "written":
+                    out = written(layer, own, **known)
+                    was_written = was_written or out is not None
+                else:
+                    out = layer(*own, **known)
+            names = [event.name for event in seen.events()]
+            if out is not None:
+                found[mode, exchange] = out
+                counts[mode, exchange] = names.count("gloo:all_to_all")
+    return found, counts, was_written, plan.valid(dist.get_rank())
+
+
+CASES = [
+    (topology, kind, heads, batch, dtype)
+    for topology in (Topology(2, 1), Topology(4, 1), Topology(3, 1), Topology(2, 2))
+    for kind in (DENSE, *KINDS)
+    for heads, batch, dtype in ((5, 1, torch.float32), (12, 2, torch.bfloat16))
+    if batch == 1 or kind == DENSE
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        c if (c[0].world == 2 and c[3] == 1) or c[:2] == (Topology(3, 1), DENSE) else slow(c)
+        for c in CASES
+    ],
+    ids=str,
+)
+def test_no_way_changes_a_bit(case: tuple[Topology, Kind, int, int, torch.dtype]) -> None:
+    topology, kind, _, _, _ = case
+    for found, counts, was_written, _ in run(topology.world, every_way, *case):
+        assert was_written == (not kind.transport)
+        chunks = counts["1", "fused"] // 2
+        for (mode, exchange), out in found.items():
+            assert torch.equal(out, found["0", "split"]), f"mode {mode}, {exchange}"
+            number = 1 if mode == "0" else chunks
+            each = 2 if exchange != "split" else 7 if kind.transport else 4
+            assert counts[mode, exchange] == each * number, f"mode {mode}, {exchange}"
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 40), *map(slow, [(3, 4), (5, 12), (5, 24), (6, 40), (7, 12), (7, 40)])]
+)
+def test_heads_that_ranks_do_not_divide(sizes: tuple[int, int]) -> None:
+    ranks, heads = sizes
+    q, k, v = (x.transpose(1, 2) for x in qkv(heads, 1, torch.float32))
+    expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    shares = run(ranks, every_way, Topology(ranks, 1), DENSE, heads, 1, torch.float32)
+    for way in shares[0][0]:
+        parts = [found[way][:, :valid] for found, _, _, valid in shares]
+        assert (torch.cat(parts, 1) - expected).abs().max() <= 2e-5
+        assert all(torch.equal(found[way], found["0", "split"]) for found, *_ in shares)
