@@ -3,13 +3,15 @@
     python benchmarks/traffic.py --ranks 1
     python benchmarks/traffic.py --ranks 8 --json results/traffic.json
 
-One block of the 14B networks (40 heads of 128, bfloat16, mode 0, text given as keys and values)
-runs on tensors without data, with the sizes that it has on a GPU. Every operation that makes or
-changes a tensor is one launch. It moves the bytes of the tensors that it reads and of those that it
-writes; a broadcast tensor counts once. Matrix products, attention kernels, exchanges between ranks,
-views and allocations do not count. diffusers' block is counted in the same way, on one rank; it
-computes the text's keys and values in each call, and keeps the residual stream in bfloat16. The
-program prints the totals and the eight largest operations; the JSON file has all operations.
+One block of the 14B networks (40 heads of 128, bfloat16, text given as keys and values) runs on
+tensors without data, with the sizes that it has on a GPU. Every operation that makes or changes a
+tensor is one launch. It moves the bytes of the tensors that it reads and of those that it writes; a
+broadcast tensor counts once. Matrix products, attention kernels, exchanges between ranks, views and
+allocations do not count. diffusers' block is counted in the same way, on one rank; it computes the
+text's keys and values in each call, and keeps the residual stream in bfloat16. The program prints
+the totals and the eight largest operations; the JSON file has all operations. On several ranks it
+adds a table of each mode's self-attention with either exchange: its collectives, the bytes that a
+rank sends in them, launches and bytes as above, and the most bytes of tensors that lived.
 
 "fused" has the small operations of `--fused_ops auto`. Of each compiled function it counts what
 PyTorch's compiler (Inductor) says: the buffers that its kernels read and write and the number of
@@ -25,7 +27,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
 from wan.modules.interfaces import Collaborators
 from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
-from wan.torch_private import WithoutData, fake_process_group
+from wan.settings.parallel import EXCHANGES
+from wan.settings.schedule import MODES
+from wan.torch_private import Live, WithoutData, fake_process_group
 
 HEADS, HEAD_DIM, FFN, TEXT = 40, 128, 13824, 512
 TOKENS = 75_600  # 1280*720, 81 frames
@@ -62,6 +65,7 @@ class Traffic(TorchDispatchMode):
         self.bytes, self.launches = Counter[str](), Counter[str]()
         self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
         self.counts = True
+        self.collectives, self.sent = 0, 0
 
     def run(self, step: Callable[..., Tensor], x: Tensor, /, *rest: Any) -> Tensor:
         """Implements `wan.modules.small_ops.Runner`: notes a step that a run would compile."""
@@ -82,6 +86,9 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
+        if "alltoall" in name:
+            self.collectives += 1
+            self.sent += args[1].nbytes
         left_out = (
             not self.counts
             or func.is_view
@@ -118,14 +125,16 @@ def accounted(step: Callable[..., Tensor], arguments: tuple[Any, ...]) -> tuple[
     return metrics.num_bytes_accessed, len(metrics.nodes_num_elem)
 
 
-def ours(ranks: int, ops: BlockOps) -> Callable[[], Any]:
-    """A call of our block as the first of these ranks makes it."""
+def ours(
+    ranks: int, ops: BlockOps, comm_type: int = 0, exchange: str = "split", part: str = "block"
+) -> Callable[[], Any]:
+    """A call of our block, or of its self-attention, as the first of these ranks makes it."""
     group: Group = ALONE
     if ranks > 1:
         if not dist.is_initialized():
             fake_process_group(0, ranks)
         group = None
-    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), group)
+    layer = FAPowerCapAttention(comm_type=comm_type, ulysses_pg=group, exchange=exchange)
     tokens = TOKENS // ranks
     with META:
         block = WanAttentionBlock(
@@ -139,6 +148,9 @@ def ours(ranks: int, ops: BlockOps) -> Callable[[], Any]:
         rope = (torch.empty(tokens, 1, HEAD_DIM), torch.empty(tokens, 1, HEAD_DIM))
         kv = torch.empty(2, 1, TEXT, HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(0)
     info = ForwardInfo((tokens,), rope, TOKENS)
+    if part == "self-attention":
+        normed_BLC = x_BLC.bfloat16()
+        return lambda: block.self_attn(normed_BLC, info)
     return lambda: block(x_BLC, e0_BR6C, context_BTC, (kv[0], kv[1]), info)
 
 
@@ -170,9 +182,24 @@ def counted(call: Callable[[], Any], traffic: Traffic) -> dict[str, Any]:
     }
 
 
+def exchanges(ranks: int) -> dict[str, Any]:
+    """What each mode does with either exchange. sent: without what a rank keeps."""
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        for exchange in EXCHANGES:
+            traffic, live = Traffic(), Live("meta")
+            call = ours(ranks, BlockOps(device_type="cuda"), mode, exchange, "self-attention")
+            with live:
+                one = counted(call, traffic)
+            sent = traffic.sent * (ranks - 1) // ranks
+            more = {"collectives": traffic.collectives, "sent": sent, "peak": live.peak.total()}
+            found[f"mode {mode}, {exchange}"] = {k: one[k] for k in ("bytes", "launches")} | more
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4, 5, 8))
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4, 5, 6, 8))
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args(argv)
     account = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
@@ -185,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ),
         "ours, plain": counted(ours(options.ranks, BlockOps(device_type="cuda")), plain),
     }
+    by_mode = {} if options.ranks == 1 else exchanges(options.ranks)
     if options.ranks == 1:
         found["diffusers"] = counted(theirs(), Traffic())
     for name, one in found.items():
@@ -192,7 +220,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name}, {options.ranks} ranks, {TOKENS} tokens: {total}")
         for operation, part in list(one["by_operation"].items())[:8]:
             print(f"  {operation:24}{part['bytes'] / 1e9:8.2f} GB {part['launches']:6}")
-    common.write_json(options.json, torch.device("cpu"), [found])
+    for name, row in by_mode.items():
+        size, sent, peak = row["bytes"] / 1e9, row["sent"] / 1e6, row["peak"] / 1e9
+        print(
+            f"self-attention, {name}: {row['collectives']} collectives, sent {sent:.0f} MB; "
+            f"{size:.2f} GB in {row['launches']} launches; peak {peak:.3f} GB"
+        )
+    common.write_json(options.json, torch.device("cpu"), [found, by_mode])
 
 
 if __name__ == "__main__":
