@@ -1,6 +1,6 @@
-"""One image of several videos: a strip of frames each, with its prompt underneath.
+"""One image of several videos: a strip of frames each, with its prompt or name underneath.
 
-    python tools/contact_sheet.py --out sheet.png [--gif all.gif] a.mp4 b.mp4 ...
+    python tools/contact_sheet.py --out sheet.png [--gif all.gif] [--names] a.mp4 b.mp4 ...
 
 The prompts come from the records that generate.py writes beside its videos.
 """
@@ -39,9 +39,9 @@ def prompt_of(video: Path) -> str:
     return str(json.loads(record.read_text(encoding="utf-8"))["settings"]["prompt"])
 
 
-def contact_sheet(videos: Sequence[Path]) -> Image.Image:
-    """The strips of the videos, one below the other."""
-    strips = [_strip(video) for video in videos]
+def contact_sheet(videos: Sequence[Path], names: bool = False) -> Image.Image:
+    """The strips of the videos, one below the other, with their names or else their prompts."""
+    strips = [_strip(video, video.stem if names else prompt_of(video)) for video in videos]
     sheet = Image.new("RGB", (max(s.width for s in strips), sum(s.height for s in strips)), _PAPER)
     top = 0
     for strip in strips:
@@ -50,7 +50,7 @@ def contact_sheet(videos: Sequence[Path]) -> Image.Image:
     return sheet
 
 
-def _strip(video: Path) -> Image.Image:
+def _strip(video: Path, words: str) -> Image.Image:
     frames = read_frames(video)
     chosen = np.linspace(0, len(frames) - 1, min(FRAMES, len(frames))).round().astype(int)
     shown = [_scaled(frames[index]) for index in chosen]
@@ -59,7 +59,7 @@ def _strip(video: Path) -> Image.Image:
     for place, frame in enumerate(shown):
         strip.paste(frame, (_GAP + place * (width + _GAP), _GAP))
     font = ImageFont.load_default(size=13)
-    ImageDraw.Draw(strip).text((_GAP, height + _GAP), prompt_of(video), fill=_INK, font=font)
+    ImageDraw.Draw(strip).text((_GAP, height + _GAP), words, fill=_INK, font=font)
     return strip
 
 
@@ -96,10 +96,15 @@ def _save(path: Path, picture: Image.Image, **options: Any) -> None:
 
 
 def write(
-    videos: Sequence[Path], out: Path, gif: Path | None = None, *, milliseconds: int = 125
+    videos: Sequence[Path],
+    out: Path,
+    gif: Path | None = None,
+    *,
+    names: bool = False,
+    milliseconds: int = 125,
 ) -> None:
     """Write the sheet (PNG) and, if named, an endless GIF with that long a pause per frame."""
-    _save(out, contact_sheet(videos), optimize=True)
+    _save(out, contact_sheet(videos, names), optimize=True)
     if gif is not None:
         first, *rest = animation(videos)
         _save(gif, first, save_all=True, append_images=rest, duration=milliseconds, loop=0)
@@ -110,11 +115,12 @@ def main() -> None:
     parser.add_argument("videos", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, help="the PNG")
     parser.add_argument("--gif", type=Path, help="also all videos moving, side by side")
+    parser.add_argument("--names", action="store_true", help="the files' names, not the prompts")
     options = parser.parse_args()
     for video in options.videos:
         if not video.is_file():
             parser.error(f"{video} does not exist; give videos of generate.py")
-    write(options.videos, options.out, options.gif)
+    write(options.videos, options.out, options.gif, names=options.names)
 
 
 if __name__ == "__main__":
