@@ -25,7 +25,7 @@ from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import parallel, recipes, step_cache
 from wan.settings.attention import Attention
-from wan.settings.command import Loras, Output, PromptExtension
+from wan.settings.command import Loras, Output, Planning, PromptExtension
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import fill, options
@@ -88,6 +88,7 @@ class Run:
         last_image: The image to end with.
         extension: How the prompt is extended.
         decode_latents: The latents that are only decoded.
+        planning: What `plan` says more.
         device_memory: Bytes of a device that the plan is compared with.
         power: The run is metered.
         settings: For the JSON record: what `--from_json` repeats the run from.
@@ -105,6 +106,7 @@ class Run:
     last_image: Image | None
     extension: PromptExtension | None
     decode_latents: Path | None
+    planning: Planning
     device_memory: int | None
     power: bool
     settings: dict[str, Any]
@@ -238,6 +240,7 @@ def resolve(
         last_image=last_image,
         extension=fill(PromptExtension, values) if values.get("use_prompt_extend") else None,
         decode_latents=values.get("decode_latents"),
+        planning=fill(Planning, values),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
         power=values.get("power", False),
         settings=_record({**values, "task": task, "ckpt_dir": folder}, setup, request, output),
@@ -302,6 +305,8 @@ def make_setup(
             raise InputError("`chip`", chip, why, "drop one of them")
         execution = replace(execution, device="npu")
     topology, notices = parallel.resolve(values, world, checkpoint.heads)
+    if env.world_size() > 1:
+        notices += parallel.spanning(topology, env.local_world_size(), checkpoint.heads)
     attention = fill(Attention, values)
     exported = None
     if "quant_dit_path" in values:

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan.distributed import ring
+from wan.planner.placement import layouts
 from wan.settings.errors import COMMAND_LINE, InputError
-from wan.settings.parallel import RING_TYPES, Parallel, check_guidance, legal, resolve
+from wan.settings.parallel import (
+    RING_TYPES,
+    Parallel,
+    check_guidance,
+    legal,
+    resolve,
+    spanning,
+)
 from wan.settings.schedule import MODES
 
 BOTH = (3.0, 4.0)
@@ -128,6 +136,39 @@ def test_any_flags_resolve_or_are_refused(
     assert all(getattr(parallel, k) == v for k, v in flags.items() if hasattr(parallel, k))
     assert parallel.sizes in set(legal(world, heads))
     assert parallel.comm_type == 0 or parallel.ulysses_size > 1
+
+
+@pytest.mark.parametrize(
+    ("world", "per_machine", "flags", "inside"),
+    [
+        (16, 8, {"ulysses_size": 16}, "--ring_size 2 --ulysses_size 8"),
+        (12, 6, {}, "--ring_size 2 --ulysses_size 6"),  # 40 heads: ulysses 12, unevenly
+        (4, 1, {}, "--ring_size 4 --ulysses_size 1"),
+        (16, 8, {}, None),
+        (8, 8, {}, None),
+        (16, 8, {"ulysses_size": 1}, None),
+    ],
+)
+def test_groups_that_span_machines_are_noticed(
+    world: int, per_machine: int, flags: dict[str, int], inside: str | None
+) -> None:
+    notices = spanning(resolve(flags, world, 40)[0], per_machine, 40)
+    assert len(notices) == (inside is not None)
+    assert inside is None or inside in COMMAND_LINE.render(notices[0])
+
+
+def test_layouts_on_two_machines() -> None:
+    """8 ranks, 4 on each; q of a rank's tokens is 1 MB."""
+    by_sizes = {one.sizes: one for one in layouts(8, 40, 2, 8e6, (100.0, 10.0))}
+    whole, both = by_sizes[1, 1, 8], by_sizes[1, 2, 4]
+    assert (whole.inside, whole.between) == pytest.approx((4e6 * 3 / 8, 4e6 * 4 / 8))
+    assert (both.inside, both.between) == pytest.approx((4e6 * 3 / 4, 2e6))
+    assert whole.seconds == pytest.approx(1.5e6 / 1e11 + 2e6 / 1e10)
+    only = by_sizes[1, 8, 1]  # the rank that passes on to the other machine
+    assert (only.inside, only.between) == pytest.approx((0, 14e6))
+    assert layouts(8, 40, 2, 8e6, None)[0].between == min(o.between for o in by_sizes.values())
+    with pytest.raises(InputError, match="does not divide the 8 ranks"):
+        layouts(8, 40, 3, 8e6, None)
 
 
 def test_alone() -> None:

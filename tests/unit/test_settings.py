@@ -318,7 +318,16 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
     *("prompt_file", "skip_existing", "group_by_expert", "power"),
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "recipe"),
-    *("plan", "device_memory", "chip", "decode_latents", "from_json", "step_cache_curve"),
+    *(
+        "plan",
+        "device_memory",
+        "nodes",
+        "link_gbs",
+        "chip",
+        "decode_latents",
+        "from_json",
+        "step_cache_curve",
+    ),
 }
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from wan import env
 from wan.pipeline.memory import gpu_memory
+from wan.planner import placement
 from wan.planner.measure import Planner
+from wan.planner.placement import layouts
 from wan.planner.topology import decodings, nearest
 from wan.run import Run
 from wan.settings.errors import InputError
@@ -15,6 +19,10 @@ def show(run: Run) -> None:
     planner = Planner(run.setup, run.request)
     words = env.words()
     said = [*map(words.render, run.notices), *lines(planner, run.settings["task"])]
+    if run.planning.link_gbs is not None and run.planning.nodes is None:
+        raise InputError("`link_gbs`", None, "has no effect without `nodes`", "add `nodes`")
+    if run.planning.nodes is not None:
+        said += map(words.render, _placed(planner, run.planning.nodes, run.planning.link_gbs))
     print(*said, sep="\n", flush=True)
     memory = run.device_memory or planner.device.can.memory
     if memory is None and planner.device.type == "cuda":
@@ -45,6 +53,14 @@ def lines(planner: Planner, task: str) -> list[str]:
     if host:
         found.append(f"Page-locked host memory of a rank: {_size(host)}")
     return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
+
+
+def _placed(planner: Planner, nodes: int, rates: tuple[float, float] | None) -> Iterator[str]:
+    """Describes what every layout sends inside and between so many machines."""
+    parallel, checkpoint = planner.setup.parallel, planner.setup.checkpoint
+    sequence = planner.tokens(parallel).padded * checkpoint.config["dim"] * planner.dtype.itemsize
+    placed = layouts(parallel.world_size, checkpoint.heads, nodes, sequence, rates)
+    return placement.lines(placed, parallel.sizes, rates)
 
 
 def check(planner: Planner, memory: int | None) -> str:

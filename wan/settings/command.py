@@ -15,7 +15,7 @@ from wan.settings.errors import InputError
 from wan.settings.fields import REQUIRED, command, loading, option
 from wan.settings.presets import PRESETS, UNSUPPORTED_TASKS
 from wan.settings.recipes import NAMES as RECIPES
-from wan.settings.values import Reader, choice, real, switch
+from wan.settings.values import Reader, choice, integer, real, switch
 
 
 def _task(name: str, raw: Any) -> str:
@@ -98,6 +98,20 @@ class Planning:
         None,
         real(0, 1e6, above=True),
         "GB (1e9 bytes) per device that the plan must fit; default: this machine's GPU",
+        record=False,
+        needs="plan",
+    )
+    nodes: int | None = command(
+        None,
+        integer(1, 4096),
+        "machines to compare layouts for: bytes inside and between them",
+        record=False,
+        needs="plan",
+    )
+    link_gbs: tuple[float, float] | None = command(
+        None,
+        values.link_rates,
+        "GB/s that a rank sends inside a machine, and to another one, for `nodes`",
         record=False,
         needs="plan",
     )

@@ -156,6 +156,20 @@ def resolve(values: Mapping[str, Any], world: int, heads: int) -> tuple[Parallel
     return parallel, tuple(notices)
 
 
+def spanning(parallel: Parallel, per_machine: int, heads: int) -> tuple[str, ...]:
+    """A notice where a Ulysses group has ranks on several machines of `per_machine` ranks each."""
+    world, ulysses = parallel.world_size, parallel.ulysses_size
+    if ulysses == 1 or per_machine >= world or per_machine % ulysses == 0:
+        return ()
+    ranks = parallel.sequence_size
+    inside = [u for u in range(1, heads + 1) if ranks % u == 0 and per_machine % u == 0]
+    better = size_flags(parallel.cfg_size, ranks // inside[-1], inside[-1])
+    return (
+        f"Groups of `ulysses_size={ulysses}` span machines of {per_machine} ranks each, so that "
+        f"every exchange goes between machines; {better} would keep exchanges inside.",
+    )
+
+
 def check_guidance(parallel: Parallel, scales: tuple[float, float], heads: int) -> tuple[str, ...]:
     """Notices; InputError where --cfg_size 2 has only one guidance branch to compute."""
     if parallel.cfg_size == 1 or 1 not in scales:

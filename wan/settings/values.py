@@ -262,6 +262,16 @@ def guide_scale(name: str, raw: Any) -> tuple[float, float]:
     return one(name, parts[0]), one(name, parts[-1])
 
 
+@partial(Reader, metavar="INSIDE,BETWEEN")
+def link_rates(name: str, raw: Any) -> tuple[float, float]:
+    """Two positive numbers."""
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(parts, list | tuple) or len(parts) != 2:
+        raise InputError(name, shown(raw), "must be two numbers, INSIDE,BETWEEN")
+    one = real(0, 1e6, above=True)
+    return one(name, parts[0]), one(name, parts[1])
+
+
 @partial(Reader, metavar="0-5,8")
 def steps(name: str, raw: Any) -> tuple[int, ...]:
     """Sampling steps, as in `0-5,8,11`."""

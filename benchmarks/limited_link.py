@@ -1,0 +1,305 @@
+"""The attention layer over a link of a limited rate: what is hidden, and what was predicted.
+
+    sudo python benchmarks/limited_link.py --ranks 2 --json results/limited_link.json
+
+Each rank runs in a network namespace of its own, joined to the others by a switch; what a rank
+sends is limited by the kernel's token bucket (`tc tbf`). Needs Linux, root, `ip` and `tc`; the
+namespaces are taken away at the end. For each rate it times every mode, the overlap and the ring,
+with fused and with split exchanges, interleaved, and prints beside each the time that follows from
+two figures of the same run: attention alone, and the exchanges of a layer alone. (That of the ring
+is from bytes / rate; gloo's all-to-all takes up to twice that, since it does not always send and
+receive at once, which makes its times unsteady.) Rates are multiples of the one at which exchanges
+take as long as attention. A trace of the baseline and of the overlap at that rate goes to --out as
+timeline.png.
+
+"hidden": the share of the exchanges' time that the layer did not wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import common
+from wan import trace
+from wan.distributed.exchange import ALONE
+from wan.distributed.ring import Ring
+from wan.evidence.order import Plan, Trace, file_of, write
+from wan.kernels.sdpa import SdpaKernel
+from wan.modules.attnlayer import FAPowerCapAttention
+from wan.settings.parallel import EXCHANGES
+from wan.settings.schedule import MODES, OVERLAP, Mode, heads_per_chunk
+
+MODES_HERE: dict[str, tuple[int, bool, int | None]] = {  # comm_type, overlap, chunks
+    **{f"mode {key}": (key, False, None) for key in MODES},
+    "overlap": (0, True, None),
+    "overlap, 20 chunks": (0, True, 20),
+}
+TRACED = ("mode 0, split", "mode 0, fused", "overlap, fused", "overlap, 20 chunks, fused")
+_PAYLOAD = 1448 / 1514  # of an Ethernet frame's bytes are TCP's payload
+_NETWORK, _PORT, _DEVICE = "10.201.77", 29_631, "ranks"
+
+
+def run(*command: str) -> str:
+    """The command's output; CalledProcessError where it fails."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def namespaces(ranks: int) -> Iterator[list[str]]:
+    """Names of namespaces that a switch joins; each one's device is `_DEVICE`."""
+    names = [f"wan{os.getpid()}-{rank}" for rank in range(ranks)]
+    switch = f"wan{os.getpid()}-s"
+    with ExitStack() as stack:
+        for name in (*names, switch):
+            run("ip", "netns", "add", name)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+        run("ip", "-n", switch, "link", "add", "hub", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "hub", "up")
+        for rank, name in enumerate(names):
+            peer = ("peer", "name", f"port{rank}", "netns", switch)
+            run("ip", "-n", name, "link", "add", "name", _DEVICE, "type", "veth", *peer)
+            run("ip", "-n", switch, "link", "set", f"port{rank}", "master", "hub", "up")
+            run("ip", "-n", name, "address", "add", f"{_NETWORK}.{rank + 1}/24", "dev", _DEVICE)
+            for device in ("lo", _DEVICE):
+                run("ip", "-n", name, "link", "set", device, "up")
+        yield names
+
+
+def limit(names: Sequence[str], rate: float) -> None:
+    """Each rank sends at most `rate` bytes of payload per second."""
+    bucket = ("burst", "64kb", "latency", "20ms")
+    for name in names:
+        where = ("-n", name, "qdisc", "replace", "dev", _DEVICE, "root")
+        run("tc", *where, "tbf", "rate", f"{rate * 8 / _PAYLOAD:.0f}bit", *bucket)
+
+
+def on_ranks(names: Sequence[str], job: dict[str, Any]) -> Any:
+    """What the first rank answers, with one torchrun in each namespace."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
+        torchrun += [f"--nnodes={len(names)}", f"--master_addr={_NETWORK}.1"]
+        torchrun += [f"--master_port={_PORT}"]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": _DEVICE, "OMP_NUM_THREADS": "1"}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # there is no name server
+        worker = __file__, "--job", json.dumps(job | {"answer": str(answer)})
+        started = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *torchrun, f"--node_rank={rank}", *worker],
+                env=environment,
+            )
+            for rank, name in enumerate(names)
+        ]
+        try:
+            failed = [process.wait(900) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        if any(failed):
+            raise SystemExit(f"A rank failed: exit codes {failed}.")
+        return json.loads(answer.read_text())
+
+
+def layer_of(name: str, group: Any) -> FAPowerCapAttention:
+    """name: a key of MODES_HERE, or "ring", and an exchange."""
+    mode, _, exchange = name.rpartition(", ")
+    if mode == "ring":
+        return FAPowerCapAttention(comm_type=0, ulysses_pg=ALONE, ring=Ring(None))
+    comm_type, overlap, chunks = MODES_HERE[mode]
+    return FAPowerCapAttention(
+        None, group, overlap, comm_type=comm_type, chunks=chunks, exchange=exchange
+    )
+
+
+class NoAttention(SdpaKernel):
+    """Returns the queries, so that only the exchanges of a layer are left."""
+
+    can_return_lse = False
+
+    def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
+        return q_BSND
+
+
+def work(job: dict[str, Any]) -> None:
+    """One rank: attention alone, then every way of the layer, interleaved."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens, heads, width = job["tokens"], job["heads"], job["head_dim"]
+    torch.manual_seed(rank)
+    qkv = torch.randn(3, 1, tokens // ranks, heads, width).unbind(0)
+    gathered = torch.randn(3, 1, tokens, heads // ranks, width).unbind(0)
+    alone = FAPowerCapAttention(comm_type=0, ulysses_pg=ALONE)
+    names = [f"{mode}, {exchange}" for mode in MODES_HERE for exchange in EXCHANGES]
+    ways = {name: partial(layer_of(name, None), *qkv) for name in (*names, "ring, hops")}
+    if not job["rounds"]:
+        ways = {}
+    with torch.inference_mode():
+        ways["attention"] = partial(alone, *gathered)
+        ways["exchange"] = partial(FAPowerCapAttention(comm_type=0, kernel=NoAttention()), *qkv)
+        times = common.interleave(ways, job["rounds"] or 3)
+        for name in job["traced"]:
+            traced(name, Path(job["out"]), tokens, heads, qkv)
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, times)
+    if rank == 0:
+        Path(job["answer"]).write_text(json.dumps(common.slowest(found)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def traced(name: str, out: Path, tokens: int, heads: int, qkv: Any) -> None:
+    """One call of a layer as a trace, which the report checks and draws."""
+    layer, events = layer_of(name, None), list[trace.Event]()
+    mode, _, exchange = name.rpartition(", ")
+    comm_type, overlap, chunks = MODES_HERE[mode]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plan = Plan(
+        rank=rank,
+        comm_type=comm_type,
+        overlap=overlap,
+        chunks=chunks,
+        heads=heads,
+        layers=1,
+        tokens=tokens,
+        multiple=1,
+        sizes=(1, 1, ranks),
+        ring_type="ring",
+        merges=True,
+        fp8=False,
+        fp8_exchange=False,
+        sparse_from=None,
+        steps={0: "dit"},
+        fused=exchange == "fused",
+    )
+    dist.barrier()
+    recorder = trace.Recorder((0,), trace.HostClock(), events.extend)
+    with (
+        trace.recording(recorder),
+        trace.step(0, "dit"),
+        trace.span("branch", branch="cond"),
+        trace.span("layer", layer=0),
+    ):
+        layer(*qkv)
+    folder = out / name.replace(", ", "-").replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"clock": "host clock", "kernel": layer.kernel.name, "device": "CPU", "run": name}
+    write(Trace(plan, events, about), folder, events[0].begin)
+
+
+def predicted(
+    name: str, ranks: int, heads: int, attention: float, exchange: float, by_rate: float
+) -> float:
+    """Seconds of the layer: one lane computes and one sends, in the order of the mode.
+
+    attention: seconds of all heads of a rank. exchange: seconds of all exchanges of a layer.
+    by_rate: what these are by their bytes and the link's rate.
+    """
+    way, _, _ = name.rpartition(", ")
+    if way == "ring":  # two tensors, under the attention to the block that is there
+        hop, part = by_rate / 2 * ranks / (ranks - 1), attention / ranks
+        return max(hop, part) * (ranks - 1) + part
+    comm_type, overlap, chunks = MODES_HERE[way]
+    mode: Mode = OVERLAP if overlap else MODES[comm_type]
+    sizes = heads_per_chunk(heads, ranks, mode.chunks if chunks is None else chunks)
+    now = lane = 0.0
+    arrived, returned = dict[int, float](), dict[int, float]()
+    for verb, chunk in mode.order(len(sizes)):
+        share = sizes[chunk] / sum(sizes)
+        if verb == "start":
+            arrived[chunk] = lane = max(lane, now) + 0.75 * share * exchange
+            now = now if mode.overlaps else lane
+        elif verb == "attend":
+            now = max(now, arrived[chunk]) + share * attention
+            returned[chunk] = lane = max(lane, now) + 0.25 * share * exchange
+        else:
+            now = max(now, returned[chunk])
+    return now
+
+
+def measured(names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of all rates."""
+    size = {name: getattr(options, name) for name in ("tokens", "heads", "head_dim")}
+    ranks, rows = len(names), []
+    sent = 4 * 4 * options.tokens // ranks * options.heads * options.head_dim * (ranks - 1) / ranks
+    limit(names, 1e9)
+    job = {**size, "rounds": 0, "traced": [], "out": str(options.out)}
+    attention = median(on_ranks(names, job)["attention"])
+    limit(names, balanced := sent / attention)
+    balanced *= median(on_ranks(names, job)["exchange"]) / attention
+    for multiple in options.rates:
+        rate = balanced * multiple
+        limit(names, rate)
+        job |= {"rounds": options.rounds, "traced": TRACED if multiple == 1 else []}
+        times = on_ranks(names, job)
+        alone, exchange = (median(times.pop(name)) for name in ("attention", "exchange"))
+        known = ranks, options.heads, alone, exchange, sent / rate
+        print(
+            f"\n{ranks} ranks, {rate * 8 / 1e6:.0f} Mbit/s ({multiple:g} x balanced): attention "
+            f"{alone:.3f} s, exchanges {exchange:.3f} s ({sent / 1e6:.1f} MB / rate: "
+            f"{sent / rate:.3f} s)"
+        )
+        print(
+            f"{'':26}{'seconds':>9}{'predicted':>11}{'off':>7}{'hidden':>8}{'gain':>8}{'pred.':>8}"
+        )
+        base = median(times["mode 0, split"]), predicted("mode 0, split", *known)
+        for name, seconds in times.items():
+            found, ours = median(seconds), predicted(name, *known)
+            row = {"rate": rate, "way": name, "seconds": found, "predicted": ours}
+            row |= {"hidden": 1 - (found - alone) / exchange, "all": seconds}
+            row |= {"gain": base[0] / found, "predicted_gain": base[1] / ours}
+            rows.append(row | {"ranks": ranks, "attention": alone, "exchange": exchange})
+            print(
+                f"{name:26}{found:9.3f}{ours:11.3f}{found / ours - 1:7.0%}{row['hidden']:8.0%}"
+                f"{row['gain']:8.2f}{row['predicted_gain']:8.2f}",
+                flush=True,
+            )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=40)
+    parser.add_argument("--head_dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 1.0, 0.25])
+    parser.add_argument("--out", type=Path, default=Path("limited_link"), help="for the traces")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.job:
+        return work(json.loads(options.job))
+    lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if platform.system() != "Linux" or os.geteuid() or lacking:
+        parser.error(f"needs Linux, root, ip and tc{'; there is no ' if lacking else ''}{lacking}")
+    with namespaces(options.ranks) as names:
+        rows = measured(names, options)
+    common.write_json(options.json, common.CPU, rows)
+    folders = [str(path.parent) for path in sorted(options.out.glob(f"*/{file_of(Path(), 0)}"))]
+    report = [sys.executable, "-m", "wan.power", "report", *folders, "--out", str(options.out)]
+    print(subprocess.run(report, capture_output=True, text=True).stdout.rpartition("Side")[2])
+
+
+if __name__ == "__main__":
+    main()
