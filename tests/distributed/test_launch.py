@@ -113,9 +113,11 @@ def differ(what: str) -> int:
     ("what", "sentence", "code"),
     [
         ("fact", "rank 1 on HOST: --frame_num is 6, but 5 on rank 0; start all ranks alike.", 2),
-        ("line", "rank 1 on HOST: line 2 differs from that of rank 0; start all ranks alike.", 2),
+        slow(
+            "line", "rank 1 on HOST: line 2 differs from that of rank 0; start all ranks alike.", 2
+        ),
         ("refuses", "rank 1 on HOST: There is no such folder.", 2),
-        ("all refuse", "--sample_steps is 0.", 2),
+        slow("all refuse", "--sample_steps is 0.", 2),
         ("fails", "rank 1 on HOST: TypeError: a defect.", 1),
     ],
 )
@@ -342,7 +344,7 @@ def test_a_refusal_by_all_is_said_once() -> None:
 
 @pytest.mark.parametrize(
     ("number", "sentence", "code"),
-    [(signal.SIGTERM, "terminated", 143), (signal.SIGINT, "interrupted", 130)],
+    [(signal.SIGTERM, "terminated", 143), slow(signal.SIGINT, "interrupted", 130)],
 )
 def test_signals(number: signal.Signals, sentence: str, code: int) -> None:
     """To all ranks, as from torchrun or a terminal."""

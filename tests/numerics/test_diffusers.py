@@ -124,7 +124,7 @@ def official_scheduler(solver: str, shift: float) -> Any:
         ("t2v-A14B", 0, "unipc"),
         slow("t2v-A14B", 0, "dpm++"),
         ("t2v-A14B", 0, "euler"),
-        ("i2v-A14B", 1, "unipc"),
+        slow("i2v-A14B", 1, "unipc"),
         slow("i2v-A14B", 2, "unipc"),
         slow("i2v-14B", 1, "unipc"),
         ("flf2v-14B", 2, "euler"),

@@ -246,6 +246,7 @@ def test_a_record_keeps_the_schedule_and_steps_take_it_back(tmp_path: Path) -> N
     assert listed.sample_steps == 2 and listed.boundary_step is None
 
 
+@pytest.mark.slow
 def test_python_classes_take_a_recipe(tiny: Any) -> None:
     """It sets what is not given, and nothing else."""
     model = wan.WanT2V("t2v-A14B", tiny("t2v-A14B"))

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "FP8 weights": ("FP8", (*FEW, "--precision", "bf16")),
     "FP8, upcast": ("FP8", (*FEW, "--precision", "bf16", "--fp8_weights", "upcast")),
 }
-QUICKLY = ("two experts", "step cache", "int8", "LoRA")
+QUICKLY = ("two experts", "int8")
 
 
 def case(name: str, deep: Any, tmp_path: Path) -> tuple[Path, list[str]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 import wan
+from tests.conftest import slow
 from tools import calibrate_mag
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
@@ -462,7 +463,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Forward]:
     return found
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("first_block", "cfg") else slow(name) for name in POLICIES]
+)
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_computes_what_its_policy_promises(
     name: str, tiny: Any, monkeypatch: pytest.MonkeyPatch
