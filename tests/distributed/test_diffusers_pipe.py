@@ -132,7 +132,7 @@ def test_ranks_share_a_video(tiny: Any, form: str, world: int) -> None:
     check(expected, settings[:1], run(world, shared, two, settings[:1], timeout=600))
 
 
-@pytest.mark.parametrize("form", ["2.1", *(slow(form) for form in FORMS if form != "2.1")])
+@pytest.mark.parametrize("form", [slow(form) for form in FORMS])
 @pytest.mark.usefixtures("one_thread")
 def test_our_own_classes_make_the_same(tiny: Any, image_path: Path, form: str) -> None:
     """Same weights, noise and noise levels; four ranks in two layouts, ours alone."""

@@ -142,6 +142,7 @@ def step_by_step(kind: Kind) -> None:
                 assert torch.equal(found[0], other), (index, branch)
 
 
+@pytest.mark.slow
 def test_masks_kept_over_steps_do_not_depend_on_the_mode() -> None:
     for kind in ("v2", "v3"):
         run(2, step_by_step, Kind(kind, start=1, refresh=3))

@@ -238,6 +238,7 @@ def exhausted(rank: int, kind: type[nn.Module], place: int, arguments: list[str]
     return generate.main(arguments)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_latents_again(alone, tmp_path: Path) -> None:
     """Image encoded and video decoded by three ranks, of four rows of latents."""
     arguments, expected, latents = alone

@@ -93,8 +93,13 @@ def composed(kind: Kind) -> Selected:
     return select(kind.attention, Target(on_chip(kind.chip), HEAD_DIM, torch.bfloat16), {})
 
 
-def layer_of(topology: Topology, mode: str, chosen: Selected) -> FAPowerCapAttention:
-    return attention_layer(topology, mode, chosen.dense, chosen.methods)
+def layer_of(
+    topology: Topology, mode: str, chosen: Selected, exchange: str = "split"
+) -> FAPowerCapAttention:
+    """As a run on an NPU builds it."""
+    layer = attention_layer(topology, mode, chosen.dense, chosen.methods, exchange)
+    layer.contiguous = True
+    return layer
 
 
 @cache

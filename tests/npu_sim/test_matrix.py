@@ -30,6 +30,8 @@ from tests.npu_sim.ranks import (
     layer_of,
     step_info,
 )
+from wan import trace
+from wan.settings.parallel import EXCHANGES
 from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
@@ -175,3 +177,36 @@ def test_all_combinations(topology: Topology, kind: Kind) -> None:
     for heads in (2 * topology.ulysses,) if laser else HEADS:
         for grid in LASER_GRIDS[topology.ring] if laser else GRIDS:
             check((topology, kind, heads, grid))
+
+
+def exchanged(name: str, heads: int) -> list[tuple[str, bool, int]]:
+    """(mode, whether one exchange of q, k, v gives the bits of three, its copies)."""
+    kind, grid, found = KINDS[name], GRIDS[0], []
+    chosen = composed(kind)
+    plan = TokenPlan(prod(grid), 2, kind.attention.row_multiple(1))
+    own = [shard(x, plan, torch.nan) for x in arranged(chosen, heads, grid)]
+    known = {"valid_len": prod(grid), "step": step_info(kind, grid), "layer": 0}
+    for mode in ROWS:
+        split, fused = (
+            layer_of(Topology(2, 1), mode, composed(kind), exchange) for exchange in EXCHANGES
+        )
+        expected, events = split(*own, **known), list[trace.Event]()
+        recorder = trace.Recorder((0,), trace.HostClock(), events.extend)
+        with trace.recording(recorder), trace.step(0, "dit"):
+            out = fused(*own, **known)
+        copies = sum(event.kind == "copy" for event in events)
+        found.append((mode, torch.equal(out, expected), copies))
+    return found
+
+
+@pytest.mark.parametrize("name", ["dense", "fp8", "fp8-transport", "v2", "v3-fp8"])
+def test_one_exchange_gives_operators_what_they_take(name: str) -> None:
+    """One copy of q, k, v in each chunk; what is quantised before is contiguous as it arrives."""
+    tensors = 0 if name == "fp8-transport" else 3
+    for heads, chunks in ((8, 4), (5, 2)):
+        for found in run(2, exchanged, name, heads):
+            for mode, same, copies in found:
+                assert same, f"mode {mode}, {heads} heads"
+                assert copies == tensors * (1 if mode == "0" else chunks), (
+                    f"mode {mode}, {heads} heads"
+                )

@@ -162,7 +162,7 @@ def test_whole_run(tiny, image_path: Path, task: str, images: int, solver: str) 
     assert (ours - theirs).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("threshold", [0.5, 0.8])
+@pytest.mark.parametrize("threshold", [0.5, slow(0.8)])
 def test_first_block_cache(tiny, threshold: float) -> None:
     """diffusers' own: the same steps computed by both experts, the same latents."""
     generator = torch.Generator().manual_seed(5)

@@ -400,7 +400,7 @@ def test_too_little_memory(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--device_memory", "20"), "it fits with offload_model=block on 1 rank"),
+        slow(("--device_memory", "20"), "it fits with offload_model=block on 1 rank"),
         slow(("--device_memory", "7"), "it fits with offload_model=block on 1 rank"),
         slow(("--device_memory", "40", "--offload_model", "false"), "with offload_model=true on"),
     ],

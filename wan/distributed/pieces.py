@@ -117,12 +117,12 @@ class Pieces:
     def tensors(self) -> list[Tensor]:
         """What has arrived, [B,S,h,D] each; pieces have equal heads, and their rows are joined.
 
-        Of one part and a batch of one these are views, else a part is copied once.
+        Of one part and a batch of one these are views, else each is copied once.
         """
         found: list[Tensor] = []
         for index in range(len(self.parts)):
-            ((_, run),) = self.runs(index)
-            found += run.movedim(0, 1).flatten(1, 2).unbind(3)
+            ((_, run_mBshTD),) = self.runs(index)
+            found += (x_mBshD.movedim(0, 1).flatten(1, 2) for x_mBshD in run_mBshTD.unbind(4))
         return found
 
 

@@ -102,6 +102,7 @@ class FAPowerCapAttention:
         chunks: Most head chunks of a call, in place of the mode's; ValueError for mode 0.
         exchange: "split": q, k and v of a chunk are exchanged one after the other; "fused": in one
             exchange, which changes no bit. ValueError for another value.
+        contiguous: The kernels need contiguous tensors: what arrives together is copied once.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class FAPowerCapAttention:
         clock: AbstractContextManager[object] | None = None,
         chunks: int | None = None,
         exchange: str = "split",
+        contiguous: bool = False,
     ) -> None:
         if exchange not in EXCHANGES:
             raise ValueError(f"exchange must be split or fused, but got {exchange!r}.")
@@ -133,6 +135,7 @@ class FAPowerCapAttention:
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
         self.methods, self.exchange = tuple(methods), exchange
+        self.contiguous = contiguous or self.ring is not None  # a ring sends k and v on
         self.clock = nullcontext() if clock is None else clock
 
     def __call__(
@@ -326,7 +329,7 @@ class FAPowerCapAttention:
     def _attention_forward(self, incoming: _Incoming, call: _Call) -> Tensor:
         """One chunk [B,S/R,h_c,D]: queries in blocks, each against all keys; padding cut away."""
         q, k, v = _received(incoming)
-        if self.ring is not None:  # which sends them on, and so needs contiguous tensors
+        if self.contiguous:
             q, k, v = (x.map(_contiguous) for x in (q, k, v))
         rows = q.values.shape[1]
         ring_size, ring_rank = (1, 0) if self.ring is None else (self.ring.size, self.ring.rank)

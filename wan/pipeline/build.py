@@ -405,6 +405,7 @@ def collaborators(
             clock=selected.clock,
             chunks=parallel.chunks,
             exchange=setup.exchange_on(selected.device_type),
+            contiguous=selected.device_type not in setup.attention.dense.strided,
         )
 
     multiple = setup.attention.row_multiple(parallel.ring_size) if several else 1

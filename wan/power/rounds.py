@@ -68,6 +68,7 @@ def layer_of(
         clock=built.clock,
         chunks=variant.chunks,
         exchange=built.exchange,
+        contiguous=built.contiguous,
     )
 
 

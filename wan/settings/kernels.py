@@ -44,8 +44,10 @@ class Dense(KernelRow):
         min_rows: Fewest queries and keys of a call.
         max_head: Most channels of a head.
         low_precision: It quantises by itself.
-        fused: The devices on which one exchange of q, k and v, which gives it strided tensors, was
-            measured to be no slower than three.
+        strided: The devices on which it takes strided tensors as they are; elsewhere what has
+            arrived in one exchange is copied for it.
+        fused: The devices on which one exchange of q, k and v was measured to be no slower than
+            three.
         member: Its name in xfuser's `AttentionBackendType`; None for kernels of our own.
         modules: What must be importable beside xfuser.
         install: The packages that bring these modules, by their names in registries and records.
@@ -57,6 +59,7 @@ class Dense(KernelRow):
     min_rows: int = 1
     max_head: int | None = None
     low_precision: bool = False
+    strided: tuple[str, ...] = ()
     fused: tuple[str, ...] = ()
     member: str | None = None
     modules: tuple[str, ...] = ()
@@ -98,6 +101,7 @@ _DENSE = (
             "cuda": "wan.kernels.sdpa:on_cuda",
             "npu": "wan.kernels.npu.dense:FusedKernel",
         },
+        strided=("cpu", "cuda"),
         fused=("cpu",),
     ),
     Dense(
@@ -113,6 +117,7 @@ _DENSE = (
     Dense(
         name="sdpa",
         make={"cpu": _SDPA, "cuda": "wan.kernels.sdpa:sdpa_on_cuda", "npu": _SDPA},
+        strided=("cpu", "cuda"),
         fused=("cpu",),
     ),
     Dense(name="cudnn", make={"cuda": "wan.kernels.sdpa:by_cudnn"}, precisions=("bf16",)),
