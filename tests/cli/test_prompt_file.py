@@ -194,6 +194,7 @@ def test_videos_are_those_of_single_runs(offload: str, tiny: Any, tmp_path: Path
     assert after.pop("own.mp4") > times.pop("own.mp4") and after == times
 
 
+@pytest.mark.slow
 def test_experts_are_loaded_once(tiny: Any, tmp_path: Path, monkeypatch) -> None:
     """With --group_by_expert; the videos are the same, and a line that fails ends no other."""
     each, made, built = tmp_path / "each", tmp_path / "made", []

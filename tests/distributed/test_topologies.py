@@ -157,6 +157,7 @@ def python_class(folder: str, keywords: dict[str, Any]) -> Any:
     return video, model.generate("a cat", **common, seed=-1, output_type="latent")
 
 
+@pytest.mark.slow
 def test_python_classes(tiny, one_thread: None) -> None:
     """use_sp shares a video among the processes of an existing group."""
     folder = str(tiny("t2v-A14B"))

@@ -264,6 +264,7 @@ def test_calls_that_do_not_fit() -> None:
         model(model_type="i2v", in_dim=36)([x], t, [context], 18)
 
 
+@pytest.mark.slow
 def test_blocks_compile_without_a_break() -> None:
     """fullgraph; one graph for all layers and all steps with the text cache full."""
     torch._dynamo.reset()
