@@ -30,7 +30,7 @@ from wan.trace import Event
 
 PARTS = {  # of a step -> kinds of ranges
     "attention": ("attention",),
-    "communication": ("a2a", "a2a wait", "hop", "hop wait", "gather"),
+    "communication": ("pack", "a2a", "a2a wait", "copy", "hop", "hop wait", "gather"),
     "rotate, quantise": timeline.QUANTISES,
     "projections": ("project",),
     "cross-attention": ("cross-attention",),

@@ -33,6 +33,7 @@ _COLOURS = {  # Okabe and Ito's, which everybody can tell apart
     "all-to-all of q, k, v": "#E69F00",
     "all-to-all of the result": "#D55E00",
     "exchange under way": "#F6DFB0",
+    "packed, copied": "#F0E442",
     "ring": "#CC79A7",
     "attention": "#0072B2",
     "rotate, quantise": "#009E73",
@@ -96,6 +97,8 @@ def bars(layer: Event, inside: Sequence[Event]) -> Iterator[Bar]:
             whose = "the result" if what == "out" else "q, k, v"
             label = what if event.kind == "a2a" else ""
             yield at("exchange", f"all-to-all of {whose}", *times, label)
+        elif event.kind in ("pack", "copy"):
+            yield at("exchange", "packed, copied", *times)
         elif event.kind in ("hop", "hop wait", "gather"):
             yield at("exchange", "ring", *times)
         elif event.kind == "attention":
