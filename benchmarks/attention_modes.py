@@ -11,6 +11,7 @@ whether they meet the targets of those that have one; the JSON file has every ro
 modes    compares the three modes: time, and memory that a call holds beyond its inputs (in units of
          one rank's Q)
 overlap  makes the link slow and says how much of its time A2A/FA overlap hides
+exchange compares one exchange of q, k and v with three, in self-attention with its projections
 ring     runs all ranks as one ring, both ways round, and gathers keys and values instead
 block    compares a whole block on two ranks with one rank
 compile  compiles the block with Inductor and reads the order of exchanges and attention in its code
@@ -26,6 +27,7 @@ from typing import Any
 from benchmarks import attention_runs, common
 from benchmarks.attention_runs import Size
 from benchmarks.common import CPU, launch, slowest
+from wan.settings.schedule import MODES
 
 Record = dict[str, Any]
 Figures = Mapping[str, float]
@@ -94,6 +96,14 @@ def overlap(options: argparse.Namespace) -> Iterator[Record]:
     yield record
 
 
+def exchange(options: argparse.Namespace) -> Iterator[Record]:
+    for ranks in options.ranks:
+        record = measure("exchange", ranks, attention_runs.exchanges, options.block)
+        names = (f"mode {mode}" for mode in MODES)
+        record["checks"] = [against(record, f"{n}, fused", f"{n}, split", 1.0) for n in names]
+        yield record
+
+
 def ring(options: argparse.Namespace) -> Iterator[Record]:
     before: Record | None = None
     for ranks in RINGS:
@@ -142,6 +152,7 @@ def compiled(options: argparse.Namespace) -> Iterator[Record]:
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "modes": modes,
     "overlap": overlap,
+    "exchange": exchange,
     "ring": ring,
     "block": block,
     "compile": compiled,

@@ -31,6 +31,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
 from wan.modules.interfaces import Collaborators
 from wan.modules.rope import rope_table
+from wan.settings.parallel import EXCHANGES
 from wan.settings.schedule import MODES, OVERLAP, Mode, head_ranges
 
 TEXT = 512
@@ -109,10 +110,15 @@ def slow_link(delay: float, pause: float = 0.0) -> Iterator[None]:
     exchange, free = dist.all_to_all_single, 0.0
 
     def slow(
-        received: Tensor, send: Tensor, group: Group = None, async_op: bool = False
+        received: Tensor,
+        send: Tensor,
+        arriving: list[int] | None = None,
+        leaving: list[int] | None = None,
+        group: Group = None,
+        async_op: bool = False,
     ) -> SimpleNamespace | None:
         nonlocal free
-        work = exchange(received, send, group=process_group(group), async_op=True)
+        work = exchange(received, send, arriving, leaving, process_group(group), async_op=True)
         free = end = max(free, time.perf_counter()) + delay
 
         def wait() -> None:
@@ -198,6 +204,20 @@ def scaling(size: Size) -> dict[str, Any]:
         runs[f"mode {mode}"] = partial(run, module)
     module, run = block(size, attention(0, group=single), 1)
     runs["one rank"] = partial(run, module) if dist.get_rank() == 0 else lambda: None
+    return {"seconds": interleave(runs, size.rounds)}
+
+
+def exchanges(size: Size) -> dict[str, Any]:
+    """Self-attention with its projections, with one exchange of q, k and v and with three."""
+    runs: dict[str, common.Run] = {}
+    for mode in MODES:
+        for exchange in EXCHANGES:
+            module, _ = block(size, attention(mode, exchange=exchange), dist.get_world_size())
+            tokens = size.tokens // dist.get_world_size()
+            table = rope_table((1, 1, tokens), size.head_dim)
+            info = ForwardInfo((tokens,), table, size.tokens)
+            x_BsC = torch.randn(1, tokens, size.heads * size.head_dim)
+            runs[f"mode {mode}, {exchange}"] = partial(module.self_attn, x_BsC, info)
     return {"seconds": interleave(runs, size.rounds)}
 
 
