@@ -216,8 +216,10 @@ def test_another_program_at_the_port() -> None:
 
 def unreachable() -> int:
     """Rank 0 listens where the other does not find it, as behind a firewall."""
-    create = socket.create_server
-    socket.create_server = lambda *_, **__: create(("127.0.0.2", 0))  # type: ignore[assignment]
+    create, blocked = socket.create_server, socket.socket()
+    blocked.bind(("127.0.0.1", 0))  # and does not listen; no other program takes the port
+    port = blocked.getsockname()[1]
+    socket.create_server = lambda *_, **__: create(("127.0.0.2", port))  # type: ignore[assignment]
     return start()
 
 
