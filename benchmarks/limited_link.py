@@ -2,15 +2,13 @@
 
     sudo python benchmarks/limited_link.py --ranks 2 --json results/limited_link.json
 
-Each rank runs in a network namespace of its own, joined to the others by a switch; what a rank
-sends is limited by the kernel's token bucket (`tc tbf`). Needs Linux, root, `ip` and `tc`; the
-namespaces are taken away at the end. For each rate it times every mode, the overlap and the ring,
-with fused and with split exchanges, interleaved, and prints beside each the time that follows from
-two figures of the same run: attention alone, and the exchanges of a layer alone. (That of the ring
-is from bytes / rate; gloo's all-to-all takes up to twice that, since it does not always send and
-receive at once, which makes its times unsteady.) Rates are multiples of the one at which exchanges
-take as long as attention. A trace of the baseline and of the overlap at that rate goes to --out as
-timeline.png.
+Each rank runs in a network namespace of its own, joined to the others by a switch; all frames leave
+one device of the switch, whose rate the kernel limits (`tc tbf`). Needs Linux, root, `ip` and `tc`;
+the namespaces are taken away at the end. For each rate it times every mode, the overlap and the
+ring, with fused and with split exchanges, interleaved, and prints beside each the time that follows
+from two figures of the same run: attention alone, and the exchanges of a layer alone. (That of the
+ring is from bytes / rate.) Rates are multiples of the one at which exchanges take as long as
+attention. Traces of the baseline and of the overlap at that rate go to --out, as timeline.png.
 
 "hidden": the share of the exchanges' time that the layer did not wait for.
 """
@@ -55,7 +53,9 @@ MODES_HERE: dict[str, tuple[int, bool, int | None]] = {  # comm_type, overlap, c
 }
 TRACED = ("mode 0, split", "mode 0, fused", "overlap, fused", "overlap, 20 chunks, fused")
 _PAYLOAD = 1448 / 1514  # of an Ethernet frame's bytes are TCP's payload
-_NETWORK, _PORT, _DEVICE = "10.201.77", 29_631, "ranks"
+DEVICE, ADDRESS = "ranks", "10.201.77.10{}"  # in each rank's namespace
+PORTS, LINK = ["port0", "port1", "port2", "port3"], "shared"  # in the switch's
+_ROUTER = "10.201.77.1"
 
 
 def run(*command: str) -> str:
@@ -64,8 +64,8 @@ def run(*command: str) -> str:
 
 
 @contextmanager
-def namespaces(ranks: int) -> Iterator[list[str]]:
-    """Names of namespaces that a switch joins; each one's device is `_DEVICE`."""
+def namespaces(ranks: int) -> Iterator[tuple[list[str], str]]:
+    """Names of a namespace for each rank, and of that of the switch that joins them."""
     names = [f"wan{os.getpid()}-{rank}" for rank in range(ranks)]
     switch = f"wan{os.getpid()}-s"
     with ExitStack() as stack:
@@ -74,22 +74,43 @@ def namespaces(ranks: int) -> Iterator[list[str]]:
             stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
         run("ip", "-n", switch, "link", "add", "hub", "type", "bridge")
         run("ip", "-n", switch, "link", "set", "hub", "up")
-        for rank, name in enumerate(names):
-            peer = ("peer", "name", f"port{rank}", "netns", switch)
-            run("ip", "-n", name, "link", "add", "name", _DEVICE, "type", "veth", *peer)
-            run("ip", "-n", switch, "link", "set", f"port{rank}", "master", "hub", "up")
-            run("ip", "-n", name, "address", "add", f"{_NETWORK}.{rank + 1}/24", "dev", _DEVICE)
-            for device in ("lo", _DEVICE):
+        for rank, (name, port) in enumerate(zip(names, PORTS, strict=False)):
+            peer = ("peer", "name", port, "netns", switch)
+            run("ip", "-n", name, "link", "add", "name", DEVICE, "type", "veth", *peer)
+            run("ip", "-n", switch, "link", "set", port, "master", "hub", "up")
+            address = f"{ADDRESS.format(rank)}/24"
+            run("ip", "-n", name, "address", "add", address, "dev", DEVICE)
+            for device in ("lo", DEVICE):
                 run("ip", "-n", name, "link", "set", device, "up")
-        yield names
+        yield names, switch
 
 
-def limit(names: Sequence[str], rate: float) -> None:
-    """Each rank sends at most `rate` bytes of payload per second."""
-    bucket = ("burst", "64kb", "latency", "20ms")
-    for name in names:
-        where = ("-n", name, "qdisc", "replace", "dev", _DEVICE, "root")
-        run("tc", *where, "tbf", "rate", f"{rate * 8 / _PAYLOAD:.0f}bit", *bucket)
+def share_one_link(names: Sequence[str], switch: str) -> None:
+    """All frames between the ranks leave one device of the switch's namespace, `LINK`.
+
+    So both directions share a rate: gloo sends and receives at once by turns only, and over a link
+    with a rate for each direction one exchange takes up to twice as long as the next.
+    """
+    run("ip", "-n", switch, "link", "add", "name", LINK, "type", "veth", "peer", "name", "bend")
+    run("ip", "-n", switch, "link", "set", "bend", "master", "hub", "up")
+    run("ip", "-n", switch, "link", "set", LINK, "up")
+    run("ip", "-n", switch, "address", "add", f"{_ROUTER}/24", "dev", LINK)
+    for setting in ("ip_forward=1", f"conf.{LINK}.send_redirects=0", "conf.all.send_redirects=0"):
+        name, _, value = setting.partition("=")
+        file = "/proc/sys/net/ipv4/" + name.replace(".", "/")
+        run("ip", "netns", "exec", switch, "sh", "-c", f"echo {value} > {file}")
+    for rank, (name, port) in enumerate(zip(names, PORTS, strict=False)):
+        run("ip", "-n", switch, "link", "set", port, "type", "bridge_slave", "isolated", "on")
+        run("ip", "-n", name, "address", "flush", "dev", DEVICE)
+        run("ip", "-n", name, "address", "add", f"{ADDRESS.format(rank)}/32", "dev", DEVICE)
+        run("ip", "-n", name, "route", "add", _ROUTER, "dev", DEVICE)
+        run("ip", "-n", name, "route", "add", "default", "via", _ROUTER)
+
+
+def limit(namespace: str, device: str, rate: float) -> None:
+    """The device sends at most `rate` bytes of payload per second."""
+    bucket = ("rate", f"{rate * 8 / _PAYLOAD:.0f}bit", "burst", "256kb", "latency", "20ms")
+    run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
 
 
 def on_ranks(names: Sequence[str], job: dict[str, Any]) -> Any:
@@ -97,9 +118,8 @@ def on_ranks(names: Sequence[str], job: dict[str, Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
-        torchrun += [f"--nnodes={len(names)}", f"--master_addr={_NETWORK}.1"]
-        torchrun += [f"--master_port={_PORT}"]
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": _DEVICE, "OMP_NUM_THREADS": "1"}
+        torchrun += [f"--nnodes={len(names)}", f"--master_addr={ADDRESS.format(0)}"]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # there is no name server
         worker = __file__, "--job", json.dumps(job | {"answer": str(answer)})
         started = [
@@ -156,7 +176,7 @@ def work(job: dict[str, Any]) -> None:
     with torch.inference_mode():
         ways["attention"] = partial(alone, *gathered)
         ways["exchange"] = partial(FAPowerCapAttention(comm_type=0, kernel=NoAttention()), *qkv)
-        times = common.interleave(ways, job["rounds"] or 3)
+        times = common.interleave(ways, job["rounds"] or 10)
         for name in job["traced"]:
             traced(name, Path(job["out"]), tokens, heads, qkv)
     found: list[Any] = [None] * ranks
@@ -236,19 +256,18 @@ def predicted(
     return now
 
 
-def measured(names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(
+    names: Sequence[str], switch: str, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Rows of all rates."""
     size = {name: getattr(options, name) for name in ("tokens", "heads", "head_dim")}
     ranks, rows = len(names), []
-    sent = 4 * 4 * options.tokens // ranks * options.heads * options.head_dim * (ranks - 1) / ranks
-    limit(names, 1e9)
+    sent = 4 * 4 * options.tokens * options.heads * options.head_dim * (ranks - 1) / ranks
     job = {**size, "rounds": 0, "traced": [], "out": str(options.out)}
     attention = median(on_ranks(names, job)["attention"])
-    limit(names, balanced := sent / attention)
-    balanced *= median(on_ranks(names, job)["exchange"]) / attention
     for multiple in options.rates:
-        rate = balanced * multiple
-        limit(names, rate)
+        rate = sent / attention * multiple
+        limit(switch, LINK, rate)
         job |= {"rounds": options.rounds, "traced": TRACED if multiple == 1 else []}
         times = on_ranks(names, job)
         alone, exchange = (median(times.pop(name)) for name in ("attention", "exchange"))
@@ -293,8 +312,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if platform.system() != "Linux" or os.geteuid() or lacking:
         parser.error(f"needs Linux, root, ip and tc{'; there is no ' if lacking else ''}{lacking}")
-    with namespaces(options.ranks) as names:
-        rows = measured(names, options)
+    with namespaces(options.ranks) as (names, switch):
+        share_one_link(names, switch)
+        rows = measured(names, switch, options)
     common.write_json(options.json, common.CPU, rows)
     folders = [str(path.parent) for path in sorted(options.out.glob(f"*/{file_of(Path(), 0)}"))]
     report = [sys.executable, "-m", "wan.power", "report", *folders, "--out", str(options.out)]
