@@ -1,6 +1,7 @@
 """generate.py with a fault in the second step: `failing.py KIND RANK arguments...`.
 
-KIND: raise (an exception), kill (kill -9), memory (more than there is), wait (until a signal).
+KIND: raise (an exception), kill (kill -9), memory (more than there is), wait (until a signal),
+pause (for a second, in which a test breaks something else).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -23,6 +25,8 @@ def fail(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "memory":
         torch.empty(1 << 60, dtype=torch.uint8)
+    if kind == "pause":
+        return time.sleep(1)
     signal.pause()
 
 
@@ -32,10 +36,10 @@ def main(kind: str, rank: str, *arguments: str) -> int:
 
     def count(module: torch.nn.Module, _: object) -> None:
         nonlocal forwards
-        forwards += type(module).__name__ == "WanModel"
-        if forwards == 3:
-            forwards = 0
-            fail(kind)
+        if type(module).__name__ == "WanModel":
+            forwards += 1
+            if forwards == 3:
+                fail(kind)
 
     if os.environ.get("RANK", "0") == rank:
         register_module_forward_pre_hook(count)

@@ -467,8 +467,8 @@ class Watch:
         culprit, how = self._loss or (self.own, "ended:")
         near, orphaned = culprit.node == self.own.node, how == _ORPHANED
         if (near and orphaned) or (culprit.rank == 0 and not how.startswith("ended:")):
-            # The store may be gone with torchrun or rank 0.
-            return self._env.local_rank == (1 if near and not orphaned else 0)
+            # The store may be gone with torchrun or rank 0, unless this is rank 0.
+            return self._env.local_rank == int(near and not orphaned and culprit != self.own)
         key, rank = f"said/{self.own.node}", str(self.own.rank)
         said = _within(_ANSWER, lambda: self._store.compare_set(key, "", rank).decode(), rank)
         return said == rank
@@ -534,7 +534,7 @@ class Watch:
             self._loss = culprit, how
         self._tell("lost", asdict(culprit), how, stopped)
         self._known.set()
-        if stopped and culprit.machine == self.own.machine:
+        if stopped and culprit.machine == self.own.machine and culprit != self.own:  # heard late
             with suppress(OSError):
                 os.kill(culprit.pid, signal.SIGKILL)
         time.sleep(_OWN)

@@ -1,0 +1,132 @@
+"""Two machines whose link fails while they make a video: the right video, or both end and say so.
+
+A machine is a network namespace with torchrun's agent and one rank; `tests/relay.py` is the switch
+between them. Needs Linux, root, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks import limited_link as link
+from tests import failing, relay
+from tests.dist import TORCHRUN, Ranks
+from wan.cli import main as generate
+
+RIGHTS = platform.system() == "Linux" and os.geteuid() == 0 and shutil.which("ip") is not None
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.skipif(not RIGHTS, reason="network namespaces need Linux, root and ip"),
+]
+LIMIT_S = 6
+AGENT = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_port=29632"]
+AGENT += [f"--master_addr={link.ADDRESS.format(0)}"]
+
+
+class Switch:
+    """The relay of two machines."""
+
+    def __init__(self, names: list[str], switch: str) -> None:
+        self.names = names
+        here = ["ip", "netns", "exec"]
+        for name, port in zip(names, link.PORTS, strict=False):
+            subprocess.run([*here, name, sys.executable, relay.__file__, link.DEVICE], check=True)
+            link.run("ip", "-n", switch, "link", "set", port, "nomaster")
+        self._process = subprocess.Popen(
+            [*here, switch, sys.executable, relay.__file__, *link.PORTS[:2]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.set(0, 0)
+
+    def set(self, delay_s: float, loss: float) -> None:
+        """From now on each frame takes `delay_s`, and the share `loss` of them is lost."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(delay_s, loss, file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "done\n"
+
+    def limit(self, rate: float) -> None:
+        """From now on each machine sends at most `rate` bytes per second."""
+        for name in self.names:
+            link.limit(name, link.DEVICE, rate)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    with link.namespaces(2) as (names, switch):
+        made = Switch(names, switch)
+        yield made
+        made.close()
+
+
+def machine(names: list[str], arguments: list[str]) -> int:
+    """As torchrun's agent of one machine, with a name and processes of its own."""
+    node = int(os.environ["NODE"])
+    named = f'hostname machine{node}; exec "$0" "$@"'
+    command = ["ip", "netns", "exec", names[node], "unshare", "--uts", "--pid", "--fork"]
+    command += ["--kill-child", "sh", "-c", named, sys.executable, *AGENT, f"--node_rank={node}"]
+    os.execvp("ip", [*command, failing.__file__, "pause", "1", *arguments])
+
+
+BREAKS = {
+    "cut": lambda switch: switch.set(0, 1),
+    "unplugged": lambda switch: link.run(
+        "ip", "-n", switch.names[1], "link", "set", link.DEVICE, "down"
+    ),
+    "slowed to 1 Mbit/s": lambda switch: switch.limit(125_000),
+    "slowed to 8 kbit/s": lambda switch: switch.limit(1_000),
+    "late by 0.1 s": lambda switch: switch.set(0.1, 0),
+    "losing 5 %": lambda switch: switch.set(0.01, 0.05),
+    "losing 70 %": lambda switch: switch.set(0.01, 0.7),
+}
+ALWAYS_RIGHT = {"slowed to 1 Mbit/s", "late by 0.1 s", "losing 5 %"}
+NEVER_RIGHT = {"cut", "unplugged"}
+
+
+@pytest.mark.parametrize("comm_type", ["0", "1"])
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_link_that_breaks(how: str, comm_type: str, switch: Switch, tiny, tmp_path: Path) -> None:
+    arguments = ["--task", "t2v-A14B", "--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48"]
+    arguments += ["--frame_num", "5", "--sample_steps", "4", "--base_seed", "7", "--save_latents"]
+    alone, out = tmp_path / "alone.mp4", tmp_path / "out" / "v.mp4"
+    with Ranks([{}], generate.main, [*arguments, "--save_file", str(alone)]) as process:
+        assert process.ended() == [0], process.said()
+    arguments += ["--comm_type", comm_type, "--dist_timeout", str(LIMIT_S / 60)]
+    known = {**TORCHRUN, "GLOO_SOCKET_IFNAME": link.DEVICE, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    variables = [{**known, "NODE": node} for node in "01"]
+    with Ranks(variables, machine, switch.names, [*arguments, "--save_file", str(out)]) as agents:
+        agents.until(1, "fault", 120)
+        begin = time.monotonic()
+        BREAKS[how](switch)
+        codes = agents.ended(LIMIT_S + (120 if how in ALWAYS_RIGHT else 30))
+    print(f"{how}, mode {comm_type}: {codes} after {time.monotonic() - begin:.1f} s")
+    print("\n".join(agents.lines()))
+    if any(codes) or how in NEVER_RIGHT:
+        assert all(codes) and how not in ALWAYS_RIGHT, agents.said()
+        for rank, text in enumerate(agents.texts):
+            said = [line for line in text.splitlines() if line.startswith("generate.py: ")]
+            names = [f"Rank {1 - rank} on machine{1 - rank} "]
+            names += [] if how in NEVER_RIGHT else [f"Rank {rank} "]  # as the other machine says
+            assert len(said) == 1 and any(name in said[0] for name in names), agents.said()
+            assert "Traceback" not in text.split("generate.py: ")[0], agents.said()
+        assert not list(out.parent.glob("*")), "no partial video"
+        return
+    ours, theirs = (load_file(x.with_suffix(".latents.safetensors")) for x in (out, alone))
+    assert (ours["latents"] - theirs["latents"]).abs().max() <= 1e-4
