@@ -30,6 +30,7 @@ from wan.configs import WAN_CONFIGS
 from wan.diffusers import deparallelize, parallelize_transformer
 from wan.modules.blocks import WanAttentionBlock
 from wan.settings.errors import InputError
+from wan.settings.parallel import EXCHANGES
 
 pytestmark = pytest.mark.dist
 
@@ -92,6 +93,15 @@ def test_two_ranks_share_a_video(tiny: Any, form: str) -> None:
     video = make(tiny, form, steps=2)
     expected = video.latents(video.pipe())
     check(expected, SOME[form], run(2, shared, video, SOME[form]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES.values())
+@pytest.mark.usefixtures("one_thread")
+def test_no_exchange_changes_a_bit(tiny: Any, mode: Settings) -> None:
+    settings = [{**mode, "ulysses_size": 2, "exchange": how} for how in EXCHANGES]
+    for split, fused in run(2, shared, make(tiny, "2.2", steps=2), settings):
+        assert split.equal(fused)
 
 
 def test_a_batch_with_timesteps_of_its_own(tiny: Any) -> None:

@@ -322,3 +322,28 @@ def test_torchrun_ends_ranks_on_a_busy_machine(fault: str) -> None:
     finally:
         for process in busy:
             process.kill()
+
+
+EXCHANGED = [
+    (2, ["--comm_type", "1", "--dit_fsdp"]),
+    (2, ["--fa_alltoall_overlap", "--offload_model", "block"]),
+    (2, ["--comm_type", "2", "--compile"]),
+    (3, ["--comm_type", "2", "--ulysses_size", "3", "--dit_fsdp"]),
+    (4, ["--comm_type", "2", "--ring_size", "2", "--dit_fsdp"]),
+    (8, ["--comm_type", "1", "--ulysses_size", "8", "--dit_fsdp"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "flags"), EXCHANGED, ids=lambda x: str(x).replace("--", ""))
+def test_no_exchange_changes_a_bit(ranks: int, flags: list[str], alone, tmp_path: Path) -> None:
+    arguments, _ = alone("t2v-A14B")
+    found = []
+    for exchange in ("split", "fused"):
+        out = tmp_path / f"{exchange}.mp4"
+        line = [*arguments, *flags, "--exchange", exchange, "--save_file", str(out)]
+        with Ranks(launcher(ranks), generate_each, [line] * ranks) as processes:
+            assert not any(processes.ended(180)), processes.said()
+        assert json.loads(out.with_suffix(".json").read_text())["used"]["exchange"] == exchange
+        found.append(latents(out))
+    assert found[0].equal(found[1]), (found[0] - found[1]).abs().max()

@@ -27,12 +27,12 @@ from wan.distributed.ring import Ring
 from wan.kernels.base import QKV, AttendRows, Kernel, Method, Payload, StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings import schedule
+from wan.settings.parallel import EXCHANGES
 from wan.settings.schedule import Range
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 Chunk = Tensors | Pieces
 """q, k and v of a chunk of heads, [B,s,N_c,D] each, or the pieces that hold them already."""
-EXCHANGES = ("split", "fused")
 
 
 class Args(Protocol):
