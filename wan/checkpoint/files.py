@@ -26,9 +26,23 @@ from wan.settings.values import shown
 
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantised
 FP8 = ("F8_E4M3",)
+GGUF = {
+    "Q8_0": (32, 34),
+    "Q6_K": (256, 210),
+    "Q5_K": (256, 176),
+    "Q5_1": (32, 24),
+    "Q5_0": (32, 22),
+    "Q4_K": (256, 144),
+    "Q4_1": (32, 20),
+    "Q4_0": (32, 18),
+    "Q3_K": (256, 110),
+    "Q2_K": (256, 84),
+}
+"""GGUF's quantised kinds -> the values and the bytes of a block."""
+WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `file_tensors` reads
 _INDEX = ".safetensors.index.json"
 _STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call weight files
-OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)")  # not a lone weight file
+OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone one
 _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}  # dtype -> struct's code
 _SAMPLE = 1 << 16  # bytes
 _AGAIN = "download it again"
@@ -42,11 +56,12 @@ class TensorInfo:
     Attributes:
         file: The file.
         name: The tensor's name there.
-        dtype: As safetensors writes it: "BF16".
+        dtype: As safetensors writes it: "BF16"; or a kind of `GGUF`.
         shape: Its shape.
         nbytes: Its size in the file.
         scale: What FP8 values are multiplied by: one number, or one for each row.
         first: Its first row, where it is a part of the tensor in the file.
+        start: Where its bytes begin in a GGUF file.
     """
 
     file: Path
@@ -56,6 +71,7 @@ class TensorInfo:
     nbytes: int
     scale: TensorInfo | None = None
     first: int = 0
+    start: int = 0
 
 
 def is_folder(path: Path) -> bool:
@@ -99,6 +115,15 @@ def read_json(path: Path) -> dict[str, Any]:
         why = f"holds a JSON {type(value).__name__}, not an object"
         raise InputError(f"{path}", None, why, "replace it")
     return value
+
+
+def file_tensors(path: Path) -> dict[str, TensorInfo]:
+    """Returns the tensors of a safetensors or GGUF file by name; InputError if it is not whole."""
+    if path.suffix == ".gguf":
+        from wan.checkpoint import gguf
+
+        return gguf.header(path)
+    return safetensors_header(path)
 
 
 def safetensors_header(path: Path) -> dict[str, TensorInfo]:
@@ -184,8 +209,11 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
         if any(folder.glob(f"{stem}-*-of-*.safetensors")):
             why = "is missing, but its shards are there"
             raise InputError(f"{index}", None, why, "download the index")
-    lone = [path for path in folder.glob("*.safetensors") if not OTHER_PARTS.search(path.name)]
-    return safetensors_header(lone[0]) if len(lone) == 1 else None
+    for suffix in WEIGHT_FILES:
+        lone = [file for file in folder.glob(f"*{suffix}") if not OTHER_PARTS.search(file.name)]
+        if lone:
+            return file_tensors(lone[0]) if len(lone) == 1 else None
+    return None
 
 
 def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
@@ -223,11 +251,11 @@ def network_tensors(
         rename: Makes the other name.
 
     Raises:
-        InputError: A tensor is neither floating point nor FP8, or two have one name.
+        InputError: A tensor is neither floating point nor FP8 or of `GGUF`, or two have one name.
     """
     renamed: dict[str, TensorInfo] = {}
     for name, info in _with_scales(tensors).items():
-        if info.dtype not in (*FLOATS, *FP8):
+        if info.dtype not in (*FLOATS, *FP8, *GGUF):
             why = f"is stored as {info.dtype}, and quantised weights are not supported there"
             remedy = f"give weights in one of {', '.join(FLOATS)}"
             raise InputError(f"{info.file}: {name}", None, why, remedy)
@@ -265,8 +293,8 @@ def check_complete(path: Path) -> Path:
     if path.suffix == ".pth" and not zipfile.is_zipfile(path):  # a truncated one has lost its end
         why = "is not a complete PyTorch file, but truncated or corrupt"
         raise InputError(f"{path}", None, why, _AGAIN)
-    if path.suffix == ".safetensors":
-        safetensors_header(path)
+    if path.suffix in WEIGHT_FILES:
+        file_tensors(path)
     return path
 
 

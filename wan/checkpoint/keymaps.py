@@ -58,6 +58,19 @@ _T5: Renames = (
     (".ffn.fc2", ".layer.1.DenseReluDense.wo"),
 )
 
+_T5_GGUF: Renames = (  # (llama.cpp's, transformers')
+    ("token_embd", "shared"),
+    ("enc.output_norm", "encoder.final_layer_norm"),
+    ("enc.blk", "encoder.block"),
+    (".attn_norm", ".layer.0.layer_norm"),
+    *((f".attn_{part}", f".layer.0.SelfAttention.{part}") for part in "qkvo"),
+    (".attn_rel_b", ".layer.0.SelfAttention.relative_attention_bias"),
+    (".ffn_norm", ".layer.1.layer_norm"),
+    (".ffn_gate", ".layer.1.DenseReluDense.wi_0"),
+    (".ffn_up", ".layer.1.DenseReluDense.wi_1"),
+    (".ffn_down", ".layer.1.DenseReluDense.wo"),
+)
+
 _VAE: Renames = (
     ("conv1", "quant_conv"),
     ("conv2", "post_quant_conv"),
@@ -122,9 +135,9 @@ def dit_diffusers_name(official: str) -> str:
     return _rename(official, _DIT)
 
 
-def t5_transformers_name(official: str) -> str:
-    """Returns the name in transformers' UMT5EncoderModel of an official text encoder tensor."""
-    return _rename(official, _T5)
+def t5_transformers_name(name: str) -> str:
+    """Returns the name in UMT5EncoderModel of an official text encoder tensor, or llama.cpp's."""
+    return _rename(name, _T5_GGUF + _T5)
 
 
 def t5_official_name(name: str) -> str:

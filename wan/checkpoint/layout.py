@@ -15,13 +15,14 @@ from typing import Any, TypedDict, cast
 
 from wan.checkpoint.files import (
     OTHER_PARTS,
+    WEIGHT_FILES,
     TensorInfo,
     check_complete,
+    file_tensors,
     folder_tensors,
     is_folder,
     network_tensors,
     read_json,
-    safetensors_header,
 )
 from wan.checkpoint.keymaps import dit_official_name
 from wan.settings.errors import InputError
@@ -38,7 +39,7 @@ _STEMS = {  # official files end with .pth or .safetensors
 }
 _EXPECTED = {
     "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth or vae/",
-    "text_encoder": f"{_STEMS['text_encoder']}.pth or text_encoder/",
+    "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or *umt5*.gguf",
     "image_encoder": f"{_STEMS['image_encoder']}.pth or image_encoder/",
     "tokenizer": "google/umt5-xxl/ or tokenizer/",
 }
@@ -197,6 +198,9 @@ def describe(folder: Path) -> Checkpoint:
     else:
         stems = {"vae": "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE", **_STEMS}
         found = {part: _file(folder, stem) for part, stem in stems.items()}
+        encoders = [path for path in folder.glob("*.gguf") if "umt5" in path.name.lower()]
+        if found["text_encoder"] is None and len(encoders) == 1:
+            found["text_encoder"] = check_complete(encoders[0])
     if not first.config["image_dim"]:
         found["image_encoder"] = None
     tokenizer = folder / ("tokenizer" if diffusers else "google/umt5-xxl")
@@ -249,15 +253,22 @@ def _find_experts(folder: Path, diffusers: bool) -> dict[str, DitFiles]:
         raise InputError(f"{missing}", None, "is missing", "download the other expert too")
     if folders:
         return {expert: _dit_files(path) for expert, path in folders.items()}
-    pair = {expert: sorted(folder.glob(f"*{expert}*.safetensors")) for expert in EXPERT_FOLDERS}
+    pair = {expert: _named(folder, expert) for expert in EXPERT_FOLDERS}
     if all(len(files) == 1 for files in pair.values()):
         return {expert: _dit_files(folder, files[0]) for expert, files in pair.items()}
     return {"dit": _dit_files(folder)}
 
 
+def _named(folder: Path, expert: str) -> list[Path]:
+    """Returns the weight files whose names say an expert; a folder may be between (QuantStack)."""
+    says = re.compile(expert.replace("_", "[-_ ]?"), re.IGNORECASE)
+    files = (*folder.iterdir(), *folder.glob("*/*.gguf"))
+    return sorted(f for f in files if f.suffix in WEIGHT_FILES and says.search(f.name))
+
+
 def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
     """Describes the network of a folder, or of one file in it."""
-    found = folder_tensors(folder) if file is None else safetensors_header(file)
+    found = folder_tensors(folder) if file is None else file_tensors(file)
     if found is None:
         why = "holds no video network (DiT)"
         remedy = (
@@ -265,9 +276,7 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             "folders high_noise_model/ and low_noise_model/"
         )
         pickled = [path.name for path in folder.glob("*.pth") if not OTHER_PARTS.search(path.name)]
-        if any(folder.glob("*.gguf")):
-            why, remedy = "holds GGUF weights, which are not supported", "get safetensors"
-        elif pickled:
+        if pickled:
             why = f"holds {pickled[0]}, but a video network is read from safetensors only"
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)

@@ -1,0 +1,180 @@
+"""Reads the headers of GGUF files: names, kinds and shapes of tensors, and where they begin.
+
+The `gguf` package is the tests' oracle and is not used here: its reader makes several objects of
+every element of the metadata, and believes the counts that a damaged file states. This one skips
+the metadata that no network needs, and keeps to the bytes that the file has.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from wan.checkpoint.files import GGUF, TensorInfo, opened
+from wan.settings.errors import InputError
+from wan.settings.values import shown
+
+_KINDS = {
+    **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1"))),
+    **dict(enumerate(("Q5_0", "Q5_1", "Q8_0", "Q8_1"), start=6)),
+    **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K"), start=10)),
+    **dict(enumerate(("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S"), start=16)),
+    **dict(enumerate(("IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64"), start=22)),
+    29: "IQ1_M",
+    30: "BF16",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+}
+"""The format's number of a kind of tensors -> its name, also of those that are refused."""
+_PLAIN = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)}  # values and bytes, as of `GGUF`
+# Type of a metadata value -> struct's code of a number.
+_NUMBERS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", start=10))
+_STRING, _ARRAY = 8, 9
+_ORIGINAL = "comfy.gguf.orig_shape."  # then a tensor's name: its shape before it was flattened
+_LONGEST = 1 << 25  # bytes of a header; one with a tokenizer of 256 000 words has 10 MB
+_MOST_AXES = 8
+
+
+class _DamagedError(Exception):
+    """What is wrong with a header."""
+
+
+class _Header:
+    """A header, read from its beginning."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory, self.at, self._end = memory, 0, min(len(memory), _LONGEST)
+
+    def skip(self, size: int) -> int:
+        """Passes over so many bytes, which must be there, and returns where they begin."""
+        start = self.at
+        if size > self._end - start:
+            long = self._end == _LONGEST
+            raise _DamagedError(f"more than {_LONGEST >> 20} MB of header" if long else "truncated")
+        self.at = start + size
+        return start
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        """Reads numbers by struct's codes."""
+        form = f"<{form}"
+        return struct.unpack_from(form, self._memory, self.skip(struct.calcsize(form)))
+
+    def number(self, form: str) -> int:
+        """Reads one number."""
+        return int(self.numbers(form)[0])
+
+    def text(self) -> str:
+        """Reads a string."""
+        size = self.number("Q")
+        start = self.skip(size)
+        try:
+            return self._memory[start : start + size].decode("utf-8")
+        except UnicodeDecodeError:
+            raise _DamagedError("a name is no text") from None
+
+    def value(self, name: str) -> tuple[int, ...]:
+        """Passes over the value of a key, and returns it where it says how tensors lie."""
+        kind = self.number("I")
+        count = 1
+        if is_array := kind == _ARRAY:
+            kind, count = self.numbers("IQ")
+        if kind == _STRING:
+            for _ in range(count):  # each takes eight bytes at least, so that a file's end ends it
+                self.skip(self.number("Q"))
+            return ()
+        if kind not in _NUMBERS:
+            raise _DamagedError(f"metadata of the unknown type {kind}")
+        code = _NUMBERS[kind]
+        if name == "general.alignment" or (is_array and name.startswith(_ORIGINAL)):
+            if count > _MOST_AXES or code in "fd?":
+                raise _DamagedError(f"{shown(name, str)} is no shape or size")
+            return self.numbers(code * count)
+        self.skip(struct.calcsize(f"<{code}") * count)
+        return ()
+
+
+def header(path: Path) -> dict[str, TensorInfo]:
+    """Returns the tensors of a GGUF file by name.
+
+    Raises:
+        InputError: The file is not whole, or has tensors of a kind that is not supported.
+    """
+    with opened(path) as file:
+        size = path.stat().st_size
+        if size < 24:  # which cannot be mapped where it is empty
+            raise _not_whole(path, "truncated")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            try:
+                return _tensors(path, _Header(memory), size)
+            except _DamagedError as error:
+                raise _not_whole(path, str(error)) from None
+
+
+def _not_whole(path: Path, reason: str) -> InputError:
+    return InputError(f"{path}", None, f"is no whole GGUF file ({reason})", "download it again")
+
+
+def _tensors(path: Path, read: _Header, size: int) -> dict[str, TensorInfo]:
+    if read.number("I") != int.from_bytes(b"GGUF", "little"):
+        raise _DamagedError("it does not begin with GGUF")
+    if (version := read.number("I")) not in (2, 3):
+        raise _DamagedError(f"version {version}; 2 and 3 are supported")
+    count, keys = read.numbers("QQ")
+    said: dict[str, tuple[int, ...]] = {}
+    for _ in range(keys):
+        name = read.text()
+        if value := read.value(name):
+            said[name] = value
+    alignment = said.get("general.alignment", (32,))[0]
+    if alignment < 8 or alignment > 1 << 20 or alignment & (alignment - 1):
+        raise _DamagedError(f"alignment {alignment}")
+    found: dict[str, TensorInfo] = {}
+    for _ in range(count):
+        name = read.text()
+        axes = read.number("I")
+        if axes > _MOST_AXES:
+            raise _DamagedError(f"{shown(name, str)} has {axes} axes")
+        sizes = read.numbers(f"{axes}Q")
+        kind, start = read.numbers("IQ")
+        if name in found:
+            raise _DamagedError(f"{shown(name, str)} is there twice")
+        if start % alignment:
+            raise _DamagedError(f"{shown(name, str)} begins between two multiples of {alignment}")
+        shape = said.get(_ORIGINAL + name, sizes[::-1])
+        found[name] = _info(path, name, kind, sizes, shape, start)
+    data = -(-read.at // alignment) * alignment
+    for name, info in found.items():
+        if data + info.start + info.nbytes > size:
+            raise _DamagedError(f"{shown(name, str)} ends behind the end of the file")
+        found[name] = replace(info, start=data + info.start)
+    return found
+
+
+def _info(
+    path: Path,
+    name: str,
+    kind: int,
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    start: int,
+) -> TensorInfo:
+    """Describes a tensor whose bytes begin at `start` behind the header."""
+    dtype = _KINDS.get(kind, f"kind {kind}")
+    known = _PLAIN | GGUF
+    if dtype not in known:
+        why = f"is stored as {dtype}, which is not supported"
+        remedy = f"get a file of {', '.join(known)}"
+        raise InputError(f"{path}: {shown(name, str)}", None, why, remedy)
+    values, nbytes = known[dtype]
+    count = prod(sizes)
+    if count < 1 or (sizes[0] if sizes else 1) % values:
+        raise _DamagedError(f"{shown(name, str)} has rows that are no whole blocks of {dtype}")
+    if min(shape, default=1) < 1 or prod(shape) != count:
+        raise _DamagedError(f"{shown(name, str)} has two shapes")
+    return TensorInfo(path, name, dtype, shape, count // values * nbytes, start=start)
