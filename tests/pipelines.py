@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from wan.checkpoint.layout import describe
+from wan.cli import flags
+from wan.cli.resolve import resolve as asked_for
 from wan.device import resolve
 from wan.pipeline import build
 from wan.pipeline.pipeline import Pipeline
-from wan.run import make_setup
+from wan.run import Run, make_setup
 from wan.settings.presets import PRESETS
+
+QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
 
 
 def on_cpu(task: str, folder: Path, **values: Any) -> Pipeline:
@@ -18,3 +24,26 @@ def on_cpu(task: str, folder: Path, **values: Any) -> Pipeline:
     checkpoint = describe(folder)
     setup, _ = make_setup({**values, "device": "cpu"}, PRESETS[task], checkpoint, world=1)
     return build.pipeline(setup, resolve("cpu"))
+
+
+def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
+    """What a quick command line asks for, and the pipeline that makes it."""
+    task = () if "--task" in argv else ("--task", folder.name)
+    asked = asked_for(flags.parse(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), no_demo)
+    return asked, build.pipeline(asked.setup, resolve("cpu"))
+
+
+def no_demo(*_: Any) -> None:
+    raise AssertionError("no demo checkpoint is asked for here")
+
+
+def latents(folder: Path, *argv: str) -> Tensor:
+    """The latents of a quick command line."""
+    asked, pipeline = composed(folder, *argv)
+    return pipeline.latents(asked.request)
+
+
+def held(network: nn.Module) -> int:
+    """Bytes of memory behind the tensors of a network."""
+    storages = (x.untyped_storage() for x in (*network.parameters(), *network.buffers()))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,3 +129,20 @@ def test_what_does_not_fit_is_said_once_under_torchrun(tmp_path: Path) -> None:
     refused = torchrun(2, *REAL, "--device_memory", "20", XDG_CACHE_HOME=str(tmp_path))
     assert refused.returncode != 0 and refused.stderr.count("generate.py: The run needs") == 1
     assert refused.stdout.count("Plan: ") == 1
+
+
+def test_what_streamed_blocks_take_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """40 blocks of 8 C^2 + 2 C F values in bfloat16, twice a step."""
+    words = ["--plan", "--task", "t2v-A14B", "--size", "832*480", "--device", "cuda"]
+    words += ["--offload_model", "block", "--resident_blocks", "0", "--host_gbs", "25"]
+    assert generate.main([*words, "--device_memory", "24"]) == 0
+    said = capsys.readouterr().out
+    expected = 80 * 2 * (8 * 5120**2 + 2 * 5120 * 13824)
+    found = re.search(
+        r"Copied per step: (\S+) GB, 40 blocks in 2 forwards, (\S+) s at 25 GB/s", said
+    )
+    assert found is not None
+    assert float(found[1]) * 1e9 == pytest.approx(expected, rel=0.01)
+    assert float(found[2]) == pytest.approx(expected / 25e9, rel=0.01)
+    assert generate.main(["--plan", "--task", "t2v-A14B", "--host_gbs", "25"]) == 2
+    assert "--host_gbs has no effect" in capsys.readouterr().err

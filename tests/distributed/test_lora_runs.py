@@ -1,4 +1,4 @@
-"""Whole runs with LoRAs, few steps and FP8 files, against checkpoints that were made beforehand."""
+"""Whole runs with LoRAs, few steps, FP8 and GGUF files, against checkpoints made beforehand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.dist import Ranks, launcher
 from tests.distributed.test_torchrun import latents
+from tests.gguf_files import with_gguf
 from wan.cli import main as generate
+from wan.pipeline.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
 QUICK = ["--size", "64*48", "--frame_num", "5", "--base_seed", "7", "--save_latents"]
@@ -177,3 +179,59 @@ def test_plain_fp8_files(tiny: Any, tmp_path: Path) -> None:
         task = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--sample_steps", "2"]
         videos.append(made(1, [*QUICK, *task], tmp_path / f"{kind}.mp4"))
     assert torch.equal(*videos)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, "--gguf_weights keep"),
+        (2, "--comm_type 1 --gguf_weights keep"),
+        (2, "--dit_fsdp --comm_type 2"),
+        (4, "--cfg_size 2 --ring_size 2 --offload_model block"),
+        (4, "--dit_fsdp --cfg_size 2"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_gguf_files(ranks: int, flags: str, kind: str, wide_gguf: Any, tmp_path: Path) -> None:
+    """With and without a LoRA: what the values of these files make, merged in float64."""
+    files, plain, lora, merged = wide_gguf(kind)
+    words = [*QUICK, "--task", "t2v-1.3B", "--sample_steps", "2"]
+    for folder, more in ((plain, []), (merged, ["--lora", f"{lora}=0.5"])):
+        given = ["--ckpt_dir", str(files), *words, *more, *flags.split()]
+        found = made(ranks, given, tmp_path / "v.mp4")
+        expected = made(1, ["--ckpt_dir", str(folder), *words], tmp_path / "plain.mp4")
+        bound = 1e-4 if ranks > 1 else 1e-5 * expected.abs().max()
+        assert (found - expected).abs().max() <= bound
+
+
+@pytest.fixture(scope="module")
+def wide_gguf(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """wide_gguf(kind): GGUF files, a checkpoint of their values, a LoRA, one with it merged."""
+    base, found = tmp_path_factory.mktemp("gguf"), {}
+    sizes = {"dim": 768, "ffn_dim": 1024, "num_layers": 2}
+    source = make_checkpoint("t2v-1.3B", base / "source", sizes=sizes)
+
+    def make(kind: str) -> tuple[Path, Path, Path, Path]:
+        if kind not in found:
+            files, plain = with_gguf(source, kind, base / kind)
+            merged, lora = base / kind / "merged", base / kind / "lora.safetensors"
+            shutil.copytree(plain, merged)
+            file = "diffusion_pytorch_model.safetensors"
+            state, tensors = load_file(plain / file), {}
+            generator = torch.Generator().manual_seed(4)
+            for layer in (
+                f"blocks.{n}.{name}" for n in (0, 1) for name in ("ffn.0", "self_attn.q")
+            ):
+                weight = state[f"{layer}.weight"]
+                down = torch.randn(4, weight.shape[1], generator=generator) / 30
+                up = torch.randn(len(weight), 4, generator=generator) / 30
+                tensors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+                total = weight.double() + 0.5 * up.double() @ down.double()
+                state[f"{layer}.weight"] = total.float()
+            save_file(state, merged / file)
+            save_file(tensors, lora)
+            found[kind] = files, plain, lora, merged
+        return found[kind]
+
+    return make

@@ -326,12 +326,6 @@ def test_turbo_weights_attend_densely(tiny: Any, tmp_path: Path) -> None:
     assert turbo.tensors.keys() == plain.tensors.keys()
 
 
-def test_gguf_is_named(tmp_path: Path) -> None:
-    (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").touch()
-    with pytest.raises(InputError, match="GGUF weights, which are not supported"):
-        describe(tmp_path)
-
-
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_solver_ends_where_a_known_flow_ends(solver: str) -> None:
     """All noise flows straight to one video: velocity (x - video) / sigma, for any latents x."""

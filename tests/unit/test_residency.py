@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
+from tests.pipelines import QUICK, composed, held, latents, no_demo
 from tools.quantize_dit import quantize
 from wan import WanTI2V, host
 from wan import device as devices
@@ -23,18 +24,15 @@ from wan.checkpoint.load import Source, as_stored, fill
 from wan.cli import flags
 from wan.cli import main as generate
 from wan.cli.resolve import resolve
-from wan.pipeline import build, memory
-from wan.pipeline.pipeline import Pipeline
+from wan.pipeline import memory
 from wan.pipeline.residency import streamed
 from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
 from wan.planner.report import check
-from wan.run import Run
 from wan.settings.errors import InputError
 
 CPU = torch.device("cpu")
 LAYERS = 4
-QUICK = ["--size", "64*64", "--frame_num", "5", "--base_seed", "7", "--device", "cpu"]
 EXPERTS = ("high_noise", "low_noise")
 
 
@@ -49,21 +47,6 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return made[task]
 
     return make
-
-
-def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
-    task = () if "--task" in argv else ("--task", folder.name)
-    asked = resolve(flags.parse(["--ckpt_dir", str(folder), *QUICK, *task, *argv]), _none)
-    return asked, build.pipeline(asked.setup, devices.resolve("cpu"))
-
-
-def _none(*_: Any) -> None:
-    raise AssertionError("no demo checkpoint is asked for here")
-
-
-def latents(folder: Path, *argv: str) -> Tensor:
-    asked, pipeline = composed(folder, *argv)
-    return pipeline.latents(asked.request)
 
 
 def with_fp8(folder: Path, out: Path) -> Path:
@@ -158,12 +141,6 @@ def test_the_same_bits_of_many(
     assert torch.equal(made[0], made[2]) and not torch.equal(made[0], made[1])
     for found, prompt in zip(made, ("one", "two"), strict=False):
         assert torch.equal(found, latents(folder, *words, "--prompt", prompt).cpu())
-
-
-def held(network: nn.Module) -> int:
-    """Bytes of memory behind the tensors of a network."""
-    storages = (x.untyped_storage() for x in (*network.parameters(), *network.buffers()))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @pytest.mark.parametrize("resident", [slow(0), 1, slow(2)])
@@ -361,7 +338,7 @@ def test_shards_stay_where_they_are(way: str, flag: str, reason: str) -> None:
     told = ("--plan", "--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
     sentence = f"^--offload_model {way} copies weights .* but {flag} {reason} .* drop one of them"
     with pytest.raises(InputError, match=sentence):
-        resolve(flags.parse(told), _none, plan=True)
+        resolve(flags.parse(told), no_demo, plan=True)
 
 
 def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -> None:
@@ -369,10 +346,10 @@ def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -
     folder = deep("t2v-1.3B")
     told = ["--plan", "--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
     told += ["--quant_dit_path", str(quantize(folder, tmp_path / "export"))]
-    resolve(flags.parse([*told, "--offload_model", "true"]), _none, plan=True)
+    resolve(flags.parse([*told, "--offload_model", "true"]), no_demo, plan=True)
     for way in ("cpu", "block"):
         with pytest.raises(InputError, match=f"offload_model.{way} with .*quant_dit_path needs"):
-            resolve(flags.parse([*told, "--offload_model", way]), _none, plan=True)
+            resolve(flags.parse([*told, "--offload_model", way]), no_demo, plan=True)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +365,7 @@ def test_too_little_memory(
 ) -> None:
     """Streaming is named where it would fit, and nothing that was asked for forbids it."""
     told = ("--plan", "--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9")
-    asked = resolve(flags.parse([*told, "--device", "cpu", *argv]), _none, plan=True)
+    asked = resolve(flags.parse([*told, "--device", "cpu", *argv]), no_demo, plan=True)
     monkeypatch.setattr(host, "available_memory", lambda: gigabytes * 10**9)
     with pytest.raises(InputError, match=words):
         memory.check(asked.setup, asked.request, 1)
@@ -407,7 +384,7 @@ def test_too_little_memory(
 )
 def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], words: str) -> None:
     told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
-    asked = resolve(flags.parse([*told, *argv]), _none, plan=True)
+    asked = resolve(flags.parse([*told, *argv]), no_demo, plan=True)
     with pytest.raises(InputError) as refused:
         check(Planner(asked.setup, asked.request), asked.device_memory)
     assert words in str(refused.value)
@@ -418,7 +395,7 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], wor
 def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
     told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
     told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
-    asked = resolve(flags.parse(told), _none, plan=True)
+    asked = resolve(flags.parse(told), no_demo, plan=True)
     with pytest.raises(InputError) as refused:
         check(Planner(asked.setup, asked.request), asked.device_memory)
     assert "fsdp" not in str(refused.value)
@@ -430,7 +407,7 @@ def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> Non
 def test_the_bound_lies_below_the_plan(device_type: str) -> None:
     told = ("--plan", "--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
-    asked = resolve(flags.parse([*told, *argv]), _none, plan=True)
+    asked = resolve(flags.parse([*told, *argv]), no_demo, plan=True)
     stages = Planner(asked.setup, asked.request).stages()
     sizes = memory.estimate(asked.setup, asked.request)
     least = memory.stages(asked.setup, asked.request, sizes)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import mmap
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,11 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from wan import host
+from wan.checkpoint.dequantise import dequantise
 from wan.checkpoint.files import (
+    FP8,
+    GGUF,
     TensorInfo,
+    file_tensors,
     folder_tensors,
     network_tensors,
-    safetensors_header,
     safetensors_places,
 )
 from wan.checkpoint.lora import Change, Lora
@@ -40,7 +44,7 @@ from wan.settings.values import shown
 _SLICE = 1 << 24  # elements that are copied at a time
 _TILE = 256  # rows whose LoRAs are summed at a time
 _FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
-_DTYPES = {
+DTYPES = {
     **{name: dtype for dtype, name in _FLOATS.items()},
     "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
@@ -248,8 +252,8 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     """Returns the tensors of one network in a file or folder; no weight is read.
 
     Args:
-        path: A `.pth` of plain tensors (never unpickled as code), a `.safetensors` file, or a
-            folder in the layout of diffusers or transformers.
+        path: A `.pth` of plain tensors (never unpickled as code), a `.safetensors` or `.gguf`
+            file, or a folder in the layout of diffusers or transformers.
         rename: Makes the network's name of a tensor.
 
     Raises:
@@ -263,7 +267,7 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
             for name, t in state.items()
         }
     else:
-        found = (safetensors_header(path) if path.is_file() else folder_tensors(path)) or {}
+        found = (file_tensors(path) if path.is_file() else folder_tensors(path)) or {}
     if not found:
         raise InputError(f"{path}", None, "holds no weights", "download them")
     return network_tensors(found, rename)
@@ -275,13 +279,27 @@ def in_safetensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
     The format's own library maps it writable, which Linux refuses for a file larger than memory.
     """
     places = safetensors_places(file)
+    return _views(file, {name: places[name] for name in names})
+
+
+def in_gguf(file: Path, tensors: Iterable[TensorInfo]) -> dict[str, Tensor]:
+    """Returns tensors of a file by name, as such views; quantised ones are uint8 [bytes]."""
+    places = {}
+    for info in tensors:
+        plain = info.dtype not in GGUF
+        shape = list(info.shape) if plain else [info.nbytes]
+        places[info.name] = info.dtype if plain else "U8", shape, info.start
+    return _views(file, places)
+
+
+def _views(file: Path, places: Mapping[str, tuple[str, list[int], int]]) -> dict[str, Tensor]:
+    """Maps a file, and returns the tensors of these dtypes and shapes that begin there."""
     with file.open("rb") as opened:
         memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     found = {}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of what is not written
-        for name in names:
-            dtype, shape, start = places[name]
-            of = {"dtype": _DTYPES[dtype], "count": prod(shape), "offset": start}
+        for name, (dtype, shape, start) in places.items():
+            of = {"dtype": DTYPES[dtype], "count": prod(shape), "offset": start}
             found[name] = torch.frombuffer(memory, **of).view(shape)
     return found
 
@@ -319,11 +337,18 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
         by_file.setdefault(info.file, []).append(name)
     sources: dict[str, Source] = {}
     for file, names in by_file.items():
-        wanted = {tensors[name].name for name in names}
-        views = in_pth(file) if file.suffix == ".pth" else in_safetensors(file, wanted)
-        for name in names:
-            info = tensors[name]
+        infos = [tensors[name] for name in names]
+        if file.suffix == ".gguf":
+            views = in_gguf(file, infos)
+        elif file.suffix == ".pth":
+            views = in_pth(file)
+        else:
+            views = in_safetensors(file, {info.name for info in infos})
+        for name, info in zip(names, infos, strict=True):
             view = views[info.name]
+            if info.dtype in GGUF:
+                sources[name] = _dequantised(view, info)
+                continue
             if view.shape != info.shape:
                 rows = view.reshape(-1, *info.shape[1:])
                 view = rows[info.first : info.first + info.shape[0]]
@@ -352,10 +377,26 @@ def _scaled(stored: Source, scale: Source) -> Source:
     return Source(torch.float32, stored.shape, read, stored.mapped)
 
 
-def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """Returns the buffers of the layers that stay in FP8, from layer -> its weight."""
-    infos = {f"{layer}.weight": replace(info, scale=None) for layer, info in kept.items()}
-    scales = {f"{layer}.weight_scale": info.scale for layer, info in kept.items()}
+def _dequantised(stored: Tensor, info: TensorInfo) -> Source:
+    """Dequantises the blocks that hold the rows; a tensor of other rows was flattened."""
+    values, size = GGUF[info.dtype]
+    columns, blocks = prod(info.shape[1:]), stored.view(-1, size)
+
+    def read(rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(info.shape[0])
+        first, last = start * columns // values, -(-stop * columns // values)
+        part = dequantise(info.dtype, blocks[first:last]).view(-1)[
+            start * columns - first * values :
+        ]
+        return part[: (stop - start) * columns].view(stop - start, *info.shape[1:])
+
+    return Source(torch.float32, info.shape, read, stored)
+
+
+def kept_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
+    """Returns the buffers of the layers that stay as stored, from layer -> its weight."""
+    infos = {f"{layer}.weight": as_bytes(info) for layer, info in kept.items()}
+    scales = {f"{layer}.weight_scale": i.scale for layer, i in kept.items() if i.dtype in FP8}
     sources = mapped(infos | {name: info for name, info in scales.items() if info is not None})
     for name, info in scales.items():
         values = torch.ones(1) if info is None else sources[name].read(slice(None)).float()
@@ -364,16 +405,77 @@ def fp8_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
     return sources
 
 
-def merged(sources: Sources, loras: Sequence[Lora]) -> Sources:
-    """Merges LoRAs into weights while they are loaded; float32 where something is added.
+def as_bytes(info: TensorInfo) -> TensorInfo:
+    """Returns the tensor whose values are what the file stores: without a scale, GGUF as bytes."""
+    if info.dtype in GGUF:
+        return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
+    return replace(info, scale=None)
 
-    Tiles of rows begin at multiples of the tile, wherever a process's own rows begin, and are
-    summed in float64. So every sharding has the same bits: the exact sum, rounded once.
+
+def lora_sources(pairs: Mapping[str, Sequence[Change]], dtype: torch.dtype) -> dict[str, Source]:
+    """Returns the buffers of low-rank changes that are computed beside a kept weight.
+
+    Args:
+        pairs: Layer -> the changes of its weight, which have no `full`.
+        dtype: What the factors are rounded to, once.
     """
+    infos = {
+        f"{layer}.{index}.{part}": info
+        for layer, changes in pairs.items()
+        for index, change in enumerate(changes)
+        for part, info in (("up", change.up), ("down", change.down))
+        if info is not None
+    }
+    read, found = mapped(infos), {}
+
+    def values(layer: str, part: str, rows: slice) -> Tensor:
+        """All ups are columns of one matrix, and all downs rows of another."""
+        tensors = []
+        for index, change in enumerate(pairs[layer]):
+            one = read[f"{layer}.{index}.{part}"].read(slice(None)).to(torch.float64).flatten(1)
+            tensors.append(one * change.factor if part == "up" else one)
+        whole = torch.cat(tensors, dim=1 if part == "up" else 0)[rows].to(dtype)
+        _check_finite(whole, pairs[layer])
+        return whole
+
+    for layer, changes in pairs.items():
+        rank = sum(change.rank for change in changes)
+        for part in ("up", "down"):
+            info = infos[f"{layer}.0.{part}"]
+            shape = (info.shape[0], rank) if part == "up" else (rank, prod(info.shape[1:]))
+            found[f"{layer}.lora_{part}"] = Source(dtype, shape, partial(values, layer, part))
+    return found
+
+
+def _check_finite(values: Tensor, changes: Sequence[Change]) -> None:
+    if not bool(values.isfinite().all()):
+        files = {str(info.file) for c in changes if (info := c.full or c.up) is not None}
+        why = "makes weights NaN or infinite"
+        remedy = "it is damaged, or its strength is too large"
+        raise InputError("LoRA", ", ".join(sorted(files)), why, remedy)
+
+
+def changes_of(loras: Sequence[Lora]) -> dict[str, list[Change]]:
+    """Returns what all LoRAs of a network add to each parameter."""
     changes: dict[str, list[Change]] = {}
     for lora in loras:
         for name, added in lora.changes.items():
             changes.setdefault(name, []).extend(added)
+    return changes
+
+
+def merged(sources: Sources, loras: Sequence[Lora], beside: Collection[str] = ()) -> Sources:
+    """Merges LoRAs into weights while they are loaded; float32 where something is added.
+
+    Tiles of rows begin at multiples of the tile, wherever a process's own rows begin, and are
+    summed in float64. So every sharding has the same bits: the exact sum, rounded once.
+
+    Args:
+        sources: The weights by name.
+        loras: What is added to them.
+        beside: The names of those that are left as they are.
+    """
+    changes = {name: c for name, c in changes_of(loras).items() if name not in beside}
     infos = {
         f"{info.file}:{info.name}": info
         for added in changes.values()
@@ -409,11 +511,7 @@ def _summed(
             assert change.up is not None and change.down is not None
             up, down = values(change.up, rows), values(change.down, slice(None))
             total.addmm_(up.flatten(1), down.flatten(1), alpha=change.factor)
-        if not bool(total.float().isfinite().all()):
-            files = {str(info.file) for c in changes if (info := c.full or c.up) is not None}
-            why = "makes weights NaN or infinite"
-            remedy = "it is damaged, or its strength is too large"
-            raise InputError("LoRA", ", ".join(sorted(files)), why, remedy)
+        _check_finite(total.float(), changes)
         return total.reshape(kept.shape)
 
     def read(rows: slice) -> Tensor:

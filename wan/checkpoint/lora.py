@@ -113,6 +113,11 @@ class Change:
     down: TensorInfo | None = None
     full: TensorInfo | None = None
 
+    @property
+    def rank(self) -> int:
+        """The rank of up @ down; 0 where there is none."""
+        return 0 if self.down is None else self.down.shape[0]
+
 
 @dataclass(frozen=True)
 class Lora:

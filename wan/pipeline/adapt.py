@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import nn
 
-from wan.checkpoint.files import FP8, TensorInfo
-from wan.checkpoint.load import Adapt, Sources, as_stored, fp8_sources, int8_sources, merged
+from wan.checkpoint.dequantise import TO_FLOAT
+from wan.checkpoint.files import FP8, GGUF, TensorInfo
+from wan.checkpoint.load import (
+    DTYPES,
+    Adapt,
+    Sources,
+    as_bytes,
+    as_stored,
+    changes_of,
+    int8_sources,
+    kept_sources,
+    lora_sources,
+    merged,
+)
+from wan.checkpoint.lora import Change
 from wan.checkpoint.quantised import Export
 from wan.device import Device
-from wan.kernels.fp8_linear import Fp8Linear
 from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.kept_linear import KeptLinear
 from wan.kernels.npu import linear as npu_linear
 from wan.pipeline.setup import Setup
 
 
 def adaptation(setup: Setup, name: str, device: Device, compute: torch.dtype) -> Adapt:
-    """Returns how an expert is adapted; `Setup` refuses more than one of the three at once.
+    """Returns how an expert is adapted; `Setup` refuses LoRAs with quantised layers.
 
     Args:
         setup: The checkpoint and the settings.
@@ -29,30 +42,72 @@ def adaptation(setup: Setup, name: str, device: Device, compute: torch.dtype) ->
     """
     if setup.quantised is not None:
         return quantised_layers(setup.quantised.experts[name], device, compute)
-    loras = setup.loras.get(name, ())
-    if loras:
-        return lambda _, sources: merged(sources, loras)
-    if setup.keeps_fp8(device.type):
-        tensors = setup.checkpoint.experts[name].tensors
-        return lambda network, sources: keep_fp8(tensors, network, sources)
-    return as_stored
+
+    def adapt(network: nn.Module, sources: Sources) -> Sources:
+        kept = kept_layers(setup, name, device.type, network, compute)
+        beside = {layer: changes for layer, (_, changes) in kept.items() if changes}
+        weights = {f"{layer}.weight" for layer in kept}
+        return {
+            **merged(sources, setup.loras.get(name, ()), weights),
+            **kept_sources({layer: info for layer, (info, _) in kept.items()}),
+            **lora_sources(beside, compute),
+        }
+
+    return adapt
 
 
-def keep_fp8(tensors: Mapping[str, TensorInfo], network: nn.Module, sources: Sources) -> Sources:
-    """Puts `Fp8Linear` in the place of the blocks' linear layers that the files have in FP8."""
-    kept: dict[str, TensorInfo] = {}
-    for layer, module in list(network.named_modules()):
+def kept_layers(
+    setup: Setup, name: str, device_type: str, network: nn.Module, compute: torch.dtype
+) -> dict[str, tuple[TensorInfo, list[Change]]]:
+    """Puts `KeptLinear` in the place of the blocks' linear layers that stay as they are stored.
+
+    A layer whose weight a LoRA file changes as a whole is left to be upcast and merged.
+
+    Returns:
+        Layer -> its weight in the file, and what LoRAs add to it.
+    """
+    kinds, tensors = setup.kept(device_type), setup.checkpoint.experts[name].tensors
+    added = changes_of(setup.loras.get(name, ()))
+    kept: dict[str, tuple[TensorInfo, list[Change]]] = {}
+    for layer, module in list(network.named_modules()) if kinds else ():
         info = tensors.get(f"{layer}.weight")
         if not (isinstance(module, nn.Linear) and layer.startswith("blocks.")):
             continue
-        if info is None or info.dtype not in FP8:
+        if (
+            info is None
+            or info.dtype not in kinds
+            or info.shape[-1] % GGUF.get(info.dtype, (1, 1))[0]
+        ):
             continue
+        changes = added.get(f"{layer}.weight", [])
+        if any(change.full is not None for change in changes):
+            continue
+        network.set_submodule(layer, _empty(info, module, changes, compute))
+        kept[layer] = info, changes
+    return kept
+
+
+def _empty(
+    info: TensorInfo, module: nn.Linear, changes: Sequence[Change], compute: torch.dtype
+) -> KeptLinear:
+    """Makes a layer without memory."""
+    weight, scale, lora = as_bytes(info), None, None
+    if info.dtype in FP8:
         rows = 1 if info.scale is None else prod(info.scale.shape)
         scale = torch.empty(1 if rows == 1 else (rows, 1), device="meta")
-        weight = torch.empty(info.shape, dtype=torch.float8_e4m3fn, device="meta")
-        network.set_submodule(layer, Fp8Linear(weight, scale, module.bias))
-        kept[layer] = info
-    return {**sources, **fp8_sources(kept)}
+    if changes:
+        rank = sum(change.rank for change in changes)
+        sizes = (module.out_features, rank), (rank, module.in_features)
+        up, down = (torch.empty(size, dtype=compute, device="meta") for size in sizes)
+        lora = up, down
+    return KeptLinear(
+        torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta"),
+        TO_FLOAT[info.dtype],
+        module.bias,
+        in_features=module.in_features,
+        scale=scale,
+        lora=lora,
+    )
 
 
 def quantised_layers(export: Export, device: Device, compute: torch.dtype) -> Adapt:

@@ -38,7 +38,7 @@ from wan.pipeline import memory, text, vae
 from wan.pipeline.decoding import Codec, MakeRows
 from wan.pipeline.denoise import both_here
 from wan.pipeline.pipeline import Experts, Lazy, Pipeline, Residency, Sharing, make_here
-from wan.pipeline.setup import Setup
+from wan.pipeline.setup import KEEPABLE, Setup
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import VideoVAE
 from wan.settings.errors import InputError
@@ -153,9 +153,11 @@ def _log_start(setup: Setup, device: Device, selected: Selected) -> None:
     network = f"{precision}, {layers} x {checkpoint.heads} heads"
     logger.info("%s checkpoint, %s, %s", checkpoint.layout, device.name(), network)
     logger.info("%s", attention_line(setup, selected))
-    if setup.has_fp8:
-        kept = setup.keeps_fp8(device.type)
-        logger.info("FP8 weights: %s", "kept, upcast when used" if kept else "upcast once")
+    for name, kinds in KEEPABLE.items():
+        if held := setup.kinds & {*kinds}:
+            kept = held & setup.kept(device.type)
+            how = "kept, upcast when used" if kept else "upcast once"
+            logger.info("%s weights: %s", name.removesuffix("_weights").upper(), how)
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")
     is_large = checkpoint.config["dim"] >= 1024  # the demo's is not

@@ -203,8 +203,14 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
     block = (8 * c + 2 * f) * c * e
     if setup.quantised is not None:
         block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
-    elif setup.keeps_fp8(device):
-        block = (8 * c + 2 * f) * c
+    elif kinds := setup.kept(device):
+        tensors = next(iter(setup.checkpoint.experts.values())).tensors
+        sizes = [
+            info.nbytes if info.dtype in kinds else prod(info.shape) * e
+            for name, info in tensors.items()
+            if name.startswith("blocks.") and len(info.shape) == 2
+        ]
+        block = sum(sizes) // layers
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     branches = 2 if request.guided and parallel.cfg_size == 1 else 1
     text = branches * execution.text_kv_cache * config["text_len"] * c * e

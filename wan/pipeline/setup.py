@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from wan.cache.policy import Policy
-from wan.checkpoint.files import FP8
+from wan.checkpoint.files import FP8, GGUF
 from wan.checkpoint.layout import Checkpoint
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.quantised import QuantisedDit, check_device
@@ -24,6 +24,9 @@ from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
 from wan.settings.request import Request
 from wan.settings.step_cache import StepCache
+
+KEEPABLE = {"fp8_weights": FP8, "gguf_weights": tuple(GGUF)}
+"""Setting -> the dtypes of weights that it keeps as they are stored, or upcasts."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,7 @@ class Setup:
             **vars(self.execution),
             **vars(self.parallel),
             **vars(self.cache),
-            "has_fp8": self.has_fp8,
-            "has_loras": any(self.loras.values()),
+            "kinds": self.kinds,
             "quantised": self.quantised is not None,
             "task": self.preset.task,
             "experts": len(self.preset.experts),
@@ -78,17 +80,19 @@ class Setup:
         }
 
     @property
-    def has_fp8(self) -> bool:
-        """Whether the checkpoint has weights in FP8."""
+    def kinds(self) -> set[str]:
+        """The dtypes of the DiTs' tensors in the checkpoint."""
         networks = self.checkpoint.experts.values()
-        return any(info.dtype in FP8 for dit in networks for info in dit.tensors.values())
+        return {info.dtype for dit in networks for info in dit.tensors.values()}
 
-    def keeps_fp8(self, device: str) -> bool:
-        """Returns whether FP8 weights stay in FP8 on this type of device until they are used."""
-        npu, sharded = device == "npu", self.parallel.dit_fsdp
-        changed = self.quantised is not None or any(self.loras.values())
-        possible = self.has_fp8 and not (npu or sharded or changed)
-        return possible and self.execution.fp8_weights != "upcast"
+    def kept(self, device: str) -> set[str]:
+        """Returns the dtypes that stay as stored on this type of device until they are used."""
+        if self.quantised is not None or self.parallel.dit_fsdp:
+            return set()
+        # NPUs have no FP8, and GGUF's bits have not been unpacked on one.
+        asked = ("keep",) if device == "npu" else ("keep", "auto")
+        settings = [name for name in KEEPABLE if getattr(self.execution, name) in asked]
+        return self.kinds & {kind for name in settings for kind in KEEPABLE[name]}
 
     def exchange_on(self, device: str) -> str:
         """How q, k and v are exchanged on this type of device: "fused" or "split".
@@ -104,7 +108,7 @@ class Setup:
     def changes_weights(self, expert: str, device: str) -> bool:
         """Returns whether an expert's layers or weights are changed on this type of device."""
         merged = bool(self.loras.get(expert))
-        return self.quantised is not None or merged or self.keeps_fp8(device)
+        return self.quantised is not None or merged or bool(self.kept(device))
 
     def check_device(self, *rows: Capabilities) -> None:
         """Refuses what none of these devices can run."""

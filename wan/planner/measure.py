@@ -100,6 +100,20 @@ class Planner:
             return max(dit.blocks, encoder.blocks if encoder else 0)
         return len(setup.preset.experts) * dit.weights + (encoder.weights if encoder else 0)
 
+    def streamed(self) -> tuple[int, int, int]:
+        """Returns what `offload_model=block` copies in a step.
+
+        The blocks of a DiT that are copied in a forward, the forwards of a step on a rank, and the
+        bytes of all these copies.
+        """
+        setup, execution = self.setup, self.setup.execution
+        layers = setup.checkpoint.config["num_layers"]
+        held = execution.blocks_held(layers, self.device.type)
+        moving = 0 if held == layers else layers - (execution.resident_blocks or 0)
+        forwards = len(self.branches(setup.parallel))
+        size = self.forwards(setup.parallel)[0].size.block if moving else 0
+        return moving, forwards, moving * forwards * size
+
     def branches(self, parallel: Parallel) -> tuple[str, ...]:
         """Returns the guidance branches that a rank computes."""
         return ("cond", "uncond")[: 2 if self.request.guided and parallel.cfg_size == 1 else 1]
@@ -240,15 +254,15 @@ class Planner:
     def _network(self, setup: Setup, shared: Any) -> WanModel:
         """Builds the first expert's DiT with its quantised layers, on the meta device."""
         expert, files = next(iter(setup.checkpoint.experts.items()))
+        compute = build.DTYPES[self.precision]
         with META:
             network = WanModel(**files.config, collaborators=shared)
             if setup.quantised is None:
-                if setup.keeps_fp8(self.device.type):
-                    adapt.keep_fp8(files.tensors, network, {})
+                adapt.kept_layers(setup, expert, self.device.type, network, compute)
             elif self.device.type == "npu":
                 operators.quantise(network, setup.quantised.experts[expert].sizes)
             else:
-                export, compute = setup.quantised.experts[expert], build.DTYPES[self.precision]
+                export = setup.quantised.experts[expert]
                 adapt.quantised_layers(export, self.device, compute)(network, {})
         return network
 

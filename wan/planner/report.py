@@ -16,13 +16,18 @@ from wan.settings.errors import InputError
 
 def show(run: Run) -> None:
     """Prints the plan of a run; raises InputError where the run does not fit its device."""
+    planning = run.planning
+    if planning.link_gbs is not None and planning.nodes is None:
+        raise InputError("`link_gbs`", None, "has no effect without `nodes`", "add `nodes`")
+    if planning.host_gbs is not None and run.setup.execution.offload_model != "block":
+        remedy = "add `offload_model=block`"
+        raise InputError("`host_gbs`", None, "has no effect where no blocks are copied", remedy)
     planner = Planner(run.setup, run.request)
     words = env.words()
-    said = [*map(words.render, run.notices), *lines(planner, run.settings["task"])]
-    if run.planning.link_gbs is not None and run.planning.nodes is None:
-        raise InputError("`link_gbs`", None, "has no effect without `nodes`", "add `nodes`")
-    if run.planning.nodes is not None:
-        said += map(words.render, _placed(planner, run.planning.nodes, run.planning.link_gbs))
+    said = [*map(words.render, run.notices)]
+    said += lines(planner, run.settings["task"], planning.host_gbs)
+    if planning.nodes is not None:
+        said += map(words.render, _placed(planner, planning.nodes, planning.link_gbs))
     print(*said, sep="\n", flush=True)
     memory = run.device_memory or planner.device.can.memory
     if memory is None and planner.device.type == "cuda":
@@ -30,8 +35,14 @@ def show(run: Run) -> None:
     print(words.render(check(planner, memory)))
 
 
-def lines(planner: Planner, task: str) -> list[str]:
-    """Returns the plan, one fact in each line. task: the name that the user gave."""
+def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[str]:
+    """Returns the plan, one fact in each line.
+
+    Args:
+        planner: The planner of the run.
+        task: The name that the user gave.
+        host_gbs: The GB/s at which blocks are copied; None where they are not known.
+    """
     setup, request, parallel = planner.setup, planner.request, planner.setup.parallel
     folder, (width, height) = setup.checkpoint.folder, request.video_size
     tokens, need = planner.tokens(parallel), planner.need()
@@ -52,6 +63,17 @@ def lines(planner: Planner, task: str) -> list[str]:
     host = planner.host()
     if host:
         found.append(f"Page-locked host memory of a rank: {_size(host)}")
+    moving, forwards, total = planner.streamed()
+    if moving:
+        fits = setup.execution.resident_blocks is None and planner.device.type != "cpu"
+        at_most = "at most " if fits else ""  # as many blocks stay as fit when it runs
+        seconds = (
+            "" if host_gbs is None else f", {total / host_gbs / 1e9:.2f} s at {host_gbs:g} GB/s"
+        )
+        found.append(
+            f"Copied per step: {at_most}{_size(total)}, {_count(moving, 'block')} in "
+            f"{_count(forwards, 'forward')}{seconds}"
+        )
     return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
 
 

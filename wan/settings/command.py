@@ -115,6 +115,13 @@ class Planning:
         record=False,
         needs="plan",
     )
+    host_gbs: float | None = command(
+        None,
+        real(0, 1e6, above=True),
+        "GB/s from host memory to the device, for blocks that are copied (offload_model block)",
+        record=False,
+        needs="plan",
+    )
     chip: str | None = command(
         None, choice(*CHIPS), "the NPU model to plan for", record=False, needs="plan"
     )

@@ -196,17 +196,23 @@ SETTINGS = (
     ),
     *(
         Rule(
-            ("fp8_weights=keep",),
+            (f"{name}=keep",),
             f"cannot be: {why}",
-            "use `fp8_weights=upcast`, or drop it",
+            f"use `{name}=upcast`, or drop it",
             when,
+        )
+        for name, form, has in (
+            ("fp8_weights", "FP8", lambda s: any(kind.startswith("F8") for kind in s.kinds)),
+            ("gguf_weights", "GGUF", lambda s: any(kind.startswith("Q") for kind in s.kinds)),
         )
         for why, when in (
             ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),
-            ("a LoRA is merged in float32", lambda s: s.has_loras),
             ("`quant_dit_path` brings other weights", lambda s: s.quantised),
-            ("NPUs have no FP8 weights", lambda s: s.device == "npu"),
-            ("the checkpoint has no FP8 weights", lambda s: not s.has_fp8),
+            (
+                "NPUs have no FP8 weights",
+                lambda s, form=form: form == "FP8" and s.device == "npu",
+            ),
+            (f"the checkpoint has no {form} weights", lambda s, has=has: not has(s)),
         )
     ),
     *(

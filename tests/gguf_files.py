@@ -1,0 +1,185 @@
+"""GGUF files for tests: the `gguf` package writes them and says what their values are.
+
+The package has no quantiser for the kinds of 256 values a block. The ones here are simple (a scale,
+or a scale and an offset, by the largest and smallest value of each part), so their files are worse
+than published ones of the same kind; the layouts are those of ggml.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+PACKAGED = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1")
+BLOCK = 256
+
+
+def kind_of(name: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[name]
+
+
+def quantise(values: Tensor, kind: str) -> Bytes:
+    """The rows' bytes: whole blocks lie within a row."""
+    array = values.float().numpy()
+    if kind in PACKAGED:
+        return gguf.quants.quantize(array, kind_of(kind))
+    blocks = _QUANTISERS[kind](array.reshape(-1, BLOCK))
+    return blocks.reshape(len(array), -1)
+
+
+def meant(stored: Bytes, kind: str) -> Tensor:
+    """What the package says that the values are."""
+    return torch.from_numpy(gguf.quants.dequantize(stored, kind_of(kind)))
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> dict[str, Tensor]:
+    """Writes a file of the tensors, and returns the values that it means.
+
+    A matrix whose rows are no whole blocks is flattened, as ComfyUI's converter does. Tensors
+    without a kind are float32.
+    """
+    writer = gguf.GGUFWriter(path, "wan")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b", "c"])
+    found = {}
+    for name, tensor in tensors.items():
+        if name not in kinds:
+            writer.add_tensor(name, tensor.float().contiguous().numpy())
+            found[name] = tensor.float()
+            continue
+        kind, rows = kinds[name], tensor
+        if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0]:
+            rows = tensor.reshape(-1, BLOCK)
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
+        stored = quantise(rows, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind_of(kind))
+        found[name] = meant(stored, kind).reshape(tensor.shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+def with_gguf(source: Path, kind: str, out: Path) -> tuple[Path, Path]:
+    """A folder whose DiTs are GGUF files as they are published, and one of their values."""
+    made = out / "gguf" / source.name, out / "plain" / source.name
+    others = shutil.ignore_patterns("diffusion_pytorch_model*", "*_model", "config.json")
+    for folder in made:
+        shutil.copytree(source, folder, ignore=others)
+    shutil.copy(next(source.rglob("config.json")), made[0] / "config.json")
+    for path in sorted({file.parent for file in source.rglob("diffusion_pytorch_model*")}):
+        network, (files, plain) = path.relative_to(source), made
+        expert = {"high_noise_model": "HighNoise", "low_noise_model": "LowNoise"}.get(path.name, "")
+        (files / expert).mkdir(exist_ok=True)
+        (plain / network).mkdir(exist_ok=True)
+        state: dict[str, Tensor] = {}
+        for shard in sorted(path.glob("*.safetensors")):
+            state |= load_file(shard)
+        matrices = [n for n, x in state.items() if x.dim() == 2 and n.startswith("blocks.")]
+        kinds = {name: kind for name in matrices if name.endswith("weight")}
+        file = files / expert / f"Wan2.2-{expert}-{kind}.gguf"
+        values = write(file, state, kinds)
+        save_file(values, plain / network / "diffusion_pytorch_model.safetensors")
+        shutil.copy(path / "config.json", plain / network / "config.json")
+    return made
+
+
+def _half(values: Floats) -> Bytes:
+    return values.astype(np.float16).reshape(-1, 1).view(np.uint8)
+
+
+def _over(values: Floats, by: Floats) -> Floats:
+    return np.divide(values, by, out=np.zeros_like(values), where=by != 0)
+
+
+def _packed(values: NDArray[np.uint8], width: int, bits: int) -> Bytes:
+    """Of every `width` bytes the lowest bits first."""
+    parts = values.reshape(len(values), -1, 8 // bits, width)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
+    return np.bitwise_or.reduce(parts << shifts, axis=2).reshape(len(values), -1)
+
+
+def _with_offsets(blocks: Floats, parts: int, levels: int, most: int) -> tuple[NDArray, ...]:
+    """Scales, offsets and values of parts that reach from their least value to their largest."""
+    x = blocks.reshape(len(blocks), parts, -1)
+    least = np.minimum(x.min(axis=2), 0)
+    reach = (x.max(axis=2) - least) / levels
+    d, m = (side.max(axis=1, keepdims=True) / most for side in (reach, -least))
+    d, m = (side.astype(np.float16).astype(np.float32) for side in (d, m))
+    scales = np.clip(np.rint(_over(reach, d * np.ones_like(reach))), 0, most).astype(np.uint8)
+    offsets = np.clip(np.rint(_over(-least, m * np.ones_like(least))), 0, most).astype(np.uint8)
+    each = (d * scales)[..., None] * np.ones_like(x)
+    values = np.clip(np.rint(_over(x + (m * offsets)[..., None], each)), 0, levels)
+    return d, m, scales, offsets, values.astype(np.uint8).reshape(len(x), -1)
+
+
+def _six_bits(scales: NDArray[np.uint8], offsets: NDArray[np.uint8]) -> Bytes:
+    """Eight scales and eight offsets of six bits in twelve bytes."""
+    first = (scales[:, :4] & 63) | (scales[:, 4:] >> 4 << 6)
+    second = (offsets[:, :4] & 63) | (offsets[:, 4:] >> 4 << 6)
+    last = (scales[:, 4:] & 15) | (offsets[:, 4:] & 15) << 4
+    return np.concatenate([first, second, last], axis=1)
+
+
+def _q4_k(blocks: Floats) -> Bytes:
+    d, m, scales, offsets, values = _with_offsets(blocks, 8, 15, 63)
+    parts = _half(d), _half(m), _six_bits(scales, offsets), _packed(values, 32, 4)
+    return np.concatenate(parts, axis=1)
+
+
+def _q5_k(blocks: Floats) -> Bytes:
+    d, m, scales, offsets, values = _with_offsets(blocks, 8, 31, 63)
+    low, fifth = _packed(values & 15, 32, 4), _packed(values >> 4, 32, 1)
+    return np.concatenate([_half(d), _half(m), _six_bits(scales, offsets), fifth, low], axis=1)
+
+
+def _q2_k(blocks: Floats) -> Bytes:
+    d, m, scales, offsets, values = _with_offsets(blocks, 16, 3, 15)
+    return np.concatenate(
+        [scales | offsets << 4, _packed(values, 32, 2), _half(d), _half(m)], axis=1
+    )
+
+
+def _around_zero(blocks: Floats, half: int, most: int) -> tuple[NDArray, ...]:
+    """The scales, and the values from -half to half - 1, of sixteen parts."""
+    x = blocks.reshape(len(blocks), 16, 16)
+    reach = np.abs(x).max(axis=2) / (half - 0.5)
+    d = (reach.max(axis=1, keepdims=True) / most).astype(np.float16).astype(np.float32)
+    scales = np.clip(np.rint(_over(reach, d * np.ones_like(reach))), 0, most).astype(np.int8)
+    each = (d * scales)[..., None] * np.ones_like(x)
+    values = np.clip(np.rint(_over(x, each)), -half, half - 1).astype(np.int8)
+    return d, scales, (values + half).astype(np.uint8).reshape(len(x), -1)
+
+
+def _q6_k(blocks: Floats) -> Bytes:
+    d, scales, values = _around_zero(blocks, 32, 127)
+    low, high = _packed(values & 15, 64, 4), _packed(values >> 4, 32, 2)
+    return np.concatenate([low, high, scales.view(np.uint8), _half(d)], axis=1)
+
+
+def _q3_k(blocks: Floats) -> Bytes:
+    d, scales, values = _around_zero(blocks, 4, 31)
+    each = (scales + 32).astype(np.uint8)
+    packed = np.concatenate([_packed(each & 15, 8, 4), _packed(each >> 4, 4, 2)], axis=1)
+    third, low = _packed(values >> 2, 32, 1), _packed(values & 3, 32, 2)
+    return np.concatenate([third, low, packed, _half(d)], axis=1)
+
+
+_QUANTISERS: dict[str, Callable[[Floats], Bytes]] = {
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+KINDS = (*PACKAGED, *_QUANTISERS)

@@ -1,0 +1,286 @@
+"""GGUF: headers, values of every kind, layers that stay as stored, and whole runs from such files.
+
+The `gguf` package writes the files, reads their headers and says what the values are.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests import gguf_files
+from tests.conftest import slow
+from tests.gguf_files import KINDS, kind_of, meant, quantise, with_gguf
+from tests.pipelines import composed, held, latents
+from wan.checkpoint.dequantise import TO_FLOAT, dequantise
+from wan.checkpoint.files import file_tensors
+from wan.checkpoint.keymaps import t5_transformers_name
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import mapped
+from wan.kernels.kept_linear import KeptLinear
+from wan.pipeline import text
+from wan.pipeline.tiny import make_checkpoint
+from wan.planner.measure import Planner
+from wan.settings.errors import InputError
+
+LLAMA = (  # official name, llama.cpp's
+    ("token_embedding", "token_embd"),
+    ("blocks.", "enc.blk."),
+    ("attn.", "attn_"),
+    ("norm1", "attn_norm"),
+    ("norm2", "ffn_norm"),
+    ("ffn.gate.0", "ffn_gate"),
+    ("ffn.fc1", "ffn_up"),
+    ("ffn.fc2", "ffn_down"),
+    ("pos_embedding.embedding", "attn_rel_b"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@np.errstate(invalid="ignore")
+def test_values_of_any_bytes(kind: str) -> None:
+    """Also scales that are subnormal or NaN."""
+    stored = torch.from_numpy(quantise(torch.zeros(1, 512), kind))
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randint(256, (300, stored.shape[1]), generator=generator, dtype=torch.uint8)
+    found, expected = dequantise(kind, stored), meant(stored.numpy(), kind)
+    assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().any()
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"a.weight": (48, 512), "b.weight": (64, 96), "c": (3,), "d.weight": (8, 4, 1, 2, 2)}
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "x.gguf"
+    gguf_files.write(path, tensors(), {"a.weight": "Q4_K", "b.weight": "Q6_K"})
+    return path
+
+
+def test_headers_are_those_of_the_package(file: Path) -> None:
+    found, expected = file_tensors(file), gguf.GGUFReader(file).tensors
+    assert list(found) == [tensor.name for tensor in expected]
+    for tensor in expected:
+        info = found[tensor.name]
+        assert info.dtype == tensor.tensor_type.name
+        assert info.start == tensor.data_offset and info.nbytes == tensor.n_bytes
+        assert info.shape == tuple(tensors()[tensor.name].shape)  # also where it was flattened
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 2), slice(7, 40), slice(60, 64)])
+def test_rows_of_a_file(rows: slice, file: Path, tmp_path: Path) -> None:
+    """Rows of the flattened matrix begin inside of blocks."""
+    values = gguf_files.write(tmp_path / "y.gguf", tensors(), {"b.weight": "Q6_K"})["b.weight"]
+    source = mapped(file_tensors(file))["b.weight"]
+    assert torch.equal(source.read(rows), values[rows])
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_plain_kinds(half: torch.dtype, tmp_path: Path) -> None:
+    values = tensors()["a.weight"].to(half)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "wan")
+    kind = {torch.float16: "F16", torch.bfloat16: "BF16"}[half]
+    writer.add_tensor("x", values.view(torch.uint8).numpy(), raw_dtype=kind_of(kind))
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+    ):
+        write()
+    writer.close()
+    assert torch.equal(
+        mapped(file_tensors(tmp_path / "x.gguf"))["x"].read(slice(3, 9)), values[3:9]
+    )
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "TQ1_0"])
+def test_other_kinds_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    values, size = gguf.GGML_QUANT_SIZES[kind_of(kind)]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "wan")
+    stored = np.zeros((4, 256 // values * size), np.uint8)
+    writer.add_tensor("blocks.0.x", stored, raw_dtype=kind_of(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InputError, match=rf"blocks\.0\.x.*is stored as {kind}.*Q8_0, Q6_K"):
+        file_tensors(tmp_path / "x.gguf")
+
+
+def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
+    """One sentence or a header that keeps to the file, at once and without memory."""
+    whole, chance, refused = file.read_bytes(), random.Random(0), 0
+    data = min(info.start for info in file_tensors(file).values())
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    path = tmp_path / "damaged.gguf"
+    for number in range(500):
+        damaged = bytearray(whole)
+        at = chance.randrange(data)
+        how = number % 5
+        if how == 0:
+            del damaged[at:]
+        elif how == 1:
+            damaged[at] ^= 1 << chance.randrange(8)
+        elif how == 2:
+            damaged[at : at + 8] = chance.choice([1 << 60, 1 << 31, (1 << 64) - 1]).to_bytes(
+                8, "little"
+            )
+        elif how == 3:
+            damaged[at:at] = chance.randbytes(chance.randrange(1, 40))
+        else:
+            damaged[at : at + 4] = chance.randbytes(4)
+        path.write_bytes(damaged)
+        try:
+            found = file_tensors(path)
+        except InputError as error:
+            assert "\n" not in str(error) and len(str(error)) < 600
+            refused += 1
+        else:
+            assert all(i.start + i.nbytes <= len(damaged) for i in found.values())
+    assert refused > 250
+    assert time.monotonic() - started < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # kB
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kept_layer_is_the_upcast_one(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(40, 512, generator=generator) / 20, torch.randn(40)
+    stored = quantise(weight, kind)
+    layer = KeptLinear(
+        torch.from_numpy(stored), TO_FLOAT[kind], nn.Parameter(bias), in_features=512
+    )
+    x = torch.randn(2, 7, 512, generator=generator)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = layer(x.to(dtype)) if dtype == torch.float32 else layer.bfloat16()(x.to(dtype))
+        values = meant(stored, kind).to(dtype)
+        assert torch.equal(found, torch.nn.functional.linear(x.to(dtype), values, bias.to(dtype)))
+
+
+def test_a_truncated_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    for size in (0, 10):
+        (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").write_bytes(b"GGUF" * 3 if size else b"")
+        with pytest.raises(InputError, match=r"no whole GGUF file \(truncated\)"):
+            describe(tmp_path)
+
+
+def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> None:
+    state = torch.load(tiny("t2v-1.3B") / "models_t5_umt5-xxl-enc-bf16.pth")
+    named = {}
+    for name, tensor in state.items():
+        other = "enc.output_norm.weight" if name == "norm.weight" else name
+        for official, llama in LLAMA:
+            other = other.replace(official, llama)
+        named[other] = tensor
+    kinds = {name: "Q8_0" for name, x in named.items() if x.dim() == 2 and "rel_b" not in name}
+    path = tmp_path / "umt5.gguf"
+    values = gguf_files.write(path, named, kinds)
+    network = text.blueprint(path).load(
+        device=torch.device("cpu"), dtype_of=text.dtypes(torch.float32)
+    )
+    expected = {
+        t5_transformers_name(name): x for name, x in zip(state, values.values(), strict=True)
+    }
+    parameters = dict(network.named_parameters())
+    assert parameters.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(parameters[name].float(), x), name
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint whose rows are whole blocks of 256 values."""
+    sizes = {"dim": 768, "ffn_dim": 1024, "num_layers": 2}
+    return make_checkpoint("t2v-1.3B", tmp_path_factory.mktemp("wide") / "t2v-1.3B", sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "precision"),
+    [
+        ("t2v-A14B", "Q8_0", "bf16"),
+        slow("t2v-A14B", "Q5_0", "fp32"),
+        slow("t2v-A14B", "Q6_K", "bf16"),
+        *(slow("wide", kind, "bf16") for kind in KINDS),
+        slow("wide", "Q4_K", "fp32"),
+    ],
+)
+def test_a_run_from_gguf_is_that_of_its_values(
+    task: str, kind: str, precision: str, tiny: Any, request: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """Kept, upcast, and block by block; Q6_K is flattened in the narrow network, and upcast."""
+    source = request.getfixturevalue("wide") if task == "wide" else tiny(task)
+    source = Path(shutil.copytree(source, tmp_path / ("t2v-1.3B" if task == "wide" else task)))
+    files, plain = with_gguf(source, kind, tmp_path)
+    words = ["--sample_steps", "2", "--precision", precision]
+    expected = latents(plain, *words)
+    for how in ("keep", "upcast", "auto"):
+        assert torch.equal(latents(files, *words, "--gguf_weights", how), expected), how
+    assert torch.equal(latents(files, *words, "--offload_model", "block"), expected)
+
+
+@pytest.mark.parametrize("kind", [slow("Q8_0"), "Q4_K"])
+def test_a_lora_beside_kept_weights(
+    kind: str, wide: Path, tmp_path: Path, one_thread: None
+) -> None:
+    """Low rank and whole changes, and two files of one layer, against merging in float64."""
+    files, plain = with_gguf(wide, kind, tmp_path)
+    path = plain / "diffusion_pytorch_model.safetensors"
+    state, generator = load_file(path), torch.Generator().manual_seed(2)
+    added: list[dict[str, Tensor]] = [{}, {}]
+    for name, weight in list(state.items()):
+        layer, total = name.removesuffix(".weight"), weight.double()
+        if weight.dim() != 2 or not name.startswith("blocks."):
+            continue
+        for number, rank in enumerate((4, 2)):
+            up = torch.randn(len(weight), rank, generator=generator) / 20
+            down = torch.randn(rank, weight.shape[1], generator=generator) / 20
+            added[number] |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+            total += (0.5, 0.25)[number] * up.double() @ down.double()
+        if layer.endswith("self_attn.k"):
+            added[0][f"{layer}.diff"] = torch.randn(weight.shape, generator=generator) / 50
+            total += 0.5 * added[0][f"{layer}.diff"].double()
+        state[name] = total.float()
+    save_file(state, path)
+    loras = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
+    for lora, tensors in zip(loras, added, strict=True):
+        save_file(tensors, lora)
+    words = ["--sample_steps", "2", "--precision", "fp32"]
+    expected = latents(plain, *words)
+    words += ["--lora", f"{loras[0]}=0.5", "--lora", f"{loras[1]}=0.25"]
+    for how in ("keep", "upcast"):
+        for offload in ("false", "block"):
+            ways = ["--gguf_weights", how, "--offload_model", offload]
+            found = latents(files, *words, *ways)
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), ways
+
+
+def test_kept_weights_take_the_bytes_of_the_file(wide: Path, tmp_path: Path) -> None:
+    """In memory, and of what is copied where blocks are streamed."""
+    files, _ = with_gguf(wide, "Q4_K", tmp_path)
+    found = {}
+    for how in ("keep", "upcast"):
+        words = ["--gguf_weights", how, "--precision", "bf16", "--sample_steps", "1"]
+        asked, pipeline = composed(files, *words, "--offload_model", "false")
+        network = pipeline.experts.get("dit")
+        planned = Planner(asked.setup, asked.request).stages()["denoising"]["DiT weights"]
+        assert planned == pytest.approx(held(network), rel=0.03)
+        found[how] = held(network.blocks)
+        streams, _ = composed(files, *words, "--offload_model", "block")
+        copied = Planner(streams.setup, streams.request).streamed()
+        assert copied == (2, 2, pytest.approx(2 * found[how], rel=0.03))
+    assert found["keep"] < 0.35 * found["upcast"]
