@@ -39,7 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
 CLIP_DIM = 160  # two heads of CLIP's size
 TEXT_SIZES = {"d_model": 64, "d_kv": 8, "d_ff": 160, "num_layers": 3, "num_heads": 8}
-_VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the 2.2 one
+VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the 2.2 one
     "latents_mean": STATISTICS[48][0],
     "latents_std": STATISTICS[48][1],
     "z_dim": 48,
@@ -102,7 +102,7 @@ class RandomNetworks:
     ) -> None:
         self.task, self.tokenizer = task, train_tokenizer()
         is_22 = task.vae == "2.2"
-        vae: Any = {"decoder_base_dim": 10, **_VAE_22} if is_22 else {"z_dim": 16}
+        vae: Any = {"decoder_base_dim": 10, **VAE_22} if is_22 else {"z_dim": 16}
         words = self.tokenizer.get_vocab_size()
         dim = task.num_heads * task.tiny_head_dim
         small = {"dim": dim, "ffn_dim": 2 * dim, "num_layers": 2, "text_dim": TEXT_SIZES["d_model"]}
