@@ -1,4 +1,4 @@
-"""What stored bytes mean: the float32 values of weights in FP8 and in GGUF's quantised kinds.
+"""What stored bytes mean: the float32 values of weights in FP8, NVFP4 and GGUF's quantised kinds.
 
 A block of GGUF has a scale in float16, and its values in a few bits each; blocks of 256 values also
 have a scale for every 16 or 32 of them. The layouts are those of ggml, and every operation is
@@ -129,6 +129,37 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * (values.view(-1, 16, 16).float() - 32)).flatten(1)
 
 
+def nvfp4(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
+    """Returns the float32 values of ComfyUI's NVFP4.
+
+    Args:
+        stored: Two values of four bits in each byte, the first in the high bits,
+            [rows, columns / 2].
+        scales: For each 16 values, [rows, columns / 16 or more], in FP8.
+        scale: For all, float32 [1].
+
+    Returns:
+        The values, [rows, columns].
+    """
+    values = torch.tensor(_E2M1, device=stored.device)
+    bits = torch.stack([stored >> 4, stored & 15], dim=-1).int()
+    blocks = values[bits].view(len(stored), -1, 16)
+    each = (scale * scales[:, : blocks.shape[1]].float()).unsqueeze(-1)
+    return (blocks * each).flatten(1)
+
+
+def untiled(scales: Tensor, rows: int) -> Tensor:
+    """Returns the scales of NVFP4's blocks row by row; the file has them as cuBLAS takes them.
+
+    Those are tiles of 128 rows and 4 columns, one after the other. A tile has 32 parts of 16
+    values: the four columns of the rows n, n + 32, n + 64 and n + 96.
+    """
+    down = -(-rows // 128)
+    tiles = scales.reshape(down, -1, 32, 4, 4).transpose(2, 3)  # [down, across, row, row, column]
+    return tiles.permute(0, 2, 3, 1, 4).reshape(128 * down, -1)[:rows]
+
+
+_E2M1 = [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": _q8_0,
     "Q6_K": _q6_k,

@@ -11,9 +11,9 @@ import shutil
 import stat
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -39,6 +39,7 @@ GGUF = {
     "Q2_K": (256, 84),
 }
 """GGUF's quantised kinds -> the values and the bytes of a block."""
+NVFP4 = "NVFP4"  # ComfyUI's: two values of four bits in a byte, scales for 16 values in FP8
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `file_tensors` reads
 _INDEX = ".safetensors.index.json"
 _STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call weight files
@@ -56,10 +57,11 @@ class TensorInfo:
     Attributes:
         file: The file.
         name: The tensor's name there.
-        dtype: As safetensors writes it: "BF16"; or a kind of `GGUF`.
+        dtype: As safetensors writes it: "BF16"; or a kind of `GGUF`, or `NVFP4`.
         shape: Its shape.
         nbytes: Its size in the file.
-        scale: What FP8 values are multiplied by: one number, or one for each row.
+        scale: What quantised values are multiplied by: one number, or one for each row.
+        blocks: What the blocks of NVFP4 are multiplied by.
         first: Its first row, where it is a part of the tensor in the file.
         start: Where its bytes begin in a GGUF file.
     """
@@ -70,6 +72,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     nbytes: int
     scale: TensorInfo | None = None
+    blocks: TensorInfo | None = None
     first: int = 0
     start: int = 0
 
@@ -239,51 +242,6 @@ def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
             remedy = "the shard belongs to another download: fetch index and shards again"
             raise InputError(f"{shard}", None, why, remedy)
     return {name: shards[file][name] for name, file in weight_map.items()}
-
-
-def network_tensors(
-    tensors: Mapping[str, TensorInfo], rename: Callable[[str], str]
-) -> dict[str, TensorInfo]:
-    """Returns the tensors of one network under other names, FP8 weights with their scales.
-
-    Args:
-        tensors: By their names in the files.
-        rename: Makes the other name.
-
-    Raises:
-        InputError: A tensor is neither floating point nor FP8 or of `GGUF`, or two have one name.
-    """
-    renamed: dict[str, TensorInfo] = {}
-    for name, info in _with_scales(tensors).items():
-        if info.dtype not in (*FLOATS, *FP8, *GGUF):
-            why = f"is stored as {info.dtype}, and quantised weights are not supported there"
-            remedy = f"give weights in one of {', '.join(FLOATS)}"
-            raise InputError(f"{info.file}: {name}", None, why, remedy)
-        twin = renamed.setdefault(rename(name), info)
-        if twin is not info:
-            why = f"has {name} again, which is {twin.name} there"
-            raise InputError(f"{info.file}", None, why, _AGAIN)
-    return renamed
-
-
-def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Joins `X.weight` and `X.scale_weight` of ComfyUI's scaled files, and drops their marks."""
-    found = dict(tensors)
-    for name, info in tensors.items():
-        if name.endswith(("scaled_fp8", ".scale_input")):  # a mark; for products in FP8
-            del found[name]
-        if not name.endswith((".scale_weight", ".weight_scale")):
-            continue
-        weight = f"{name.rpartition('.')[0]}.weight"
-        own = found.get(weight)
-        if own is None or own.dtype not in FP8 or own.scale is not None:
-            continue  # refused under its own name
-        if prod(info.shape) not in (1, own.shape[0]) or info.dtype not in FLOATS:
-            what = f"{info.file}: {name} {list(info.shape)} {info.dtype}"
-            raise InputError(what, None, f"is no scale of {weight} {list(own.shape)}", _AGAIN)
-        found[weight] = replace(own, scale=info)
-        del found[name]
-    return found
 
 
 def check_complete(path: Path) -> Path:

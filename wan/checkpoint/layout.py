@@ -21,10 +21,10 @@ from wan.checkpoint.files import (
     file_tensors,
     folder_tensors,
     is_folder,
-    network_tensors,
     read_json,
 )
 from wan.checkpoint.keymaps import dit_official_name
+from wan.checkpoint.marks import network_tensors
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
 from wan.settings.values import shown

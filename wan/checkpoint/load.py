@@ -24,17 +24,18 @@ import torch
 from torch import Tensor, nn
 
 from wan import host
-from wan.checkpoint.dequantise import dequantise
+from wan.checkpoint.dequantise import dequantise, nvfp4, untiled
 from wan.checkpoint.files import (
     FP8,
     GGUF,
+    NVFP4,
     TensorInfo,
     file_tensors,
     folder_tensors,
-    network_tensors,
     safetensors_places,
 )
 from wan.checkpoint.lora import Change, Lora
+from wan.checkpoint.marks import network_tensors
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
 from wan.log import progress
 from wan.settings.errors import InputError
@@ -349,14 +350,20 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
             if info.dtype in GGUF:
                 sources[name] = _dequantised(view, info)
                 continue
-            if view.shape != info.shape:
+            if info.dtype != NVFP4 and view.shape != info.shape:
                 rows = view.reshape(-1, *info.shape[1:])
                 view = rows[info.first : info.first + info.shape[0]]
             sources[name] = _source(view)
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
-        factors = mapped(scales)
-        sources |= {name: _scaled(sources[name], factors[name]) for name in scales}
+        blocks = {name: i.blocks for name, i in tensors.items() if i.blocks is not None}
+        factors, of_blocks = mapped(scales), mapped(blocks)
+        for name in scales:
+            stored, scale = sources[name], factors[name]
+            if name in blocks:
+                sources[name] = _nvfp4(stored, scale, of_blocks[name])
+            else:
+                sources[name] = _scaled(stored, scale)
     return sources
 
 
@@ -367,7 +374,7 @@ def _source(view: Tensor) -> Source:
 
 
 def _scaled(stored: Source, scale: Source) -> Source:
-    """Multiplies FP8 values by their scale, one number or one for each row, in float32."""
+    """Multiplies FP8 or int8 values by their scale, one number or one for each row, in float32."""
     factors, one = scale.read(slice(None)).float().reshape(-1, 1), prod(scale.shape) == 1
 
     def read(rows: slice) -> Tensor:
@@ -375,6 +382,17 @@ def _scaled(stored: Source, scale: Source) -> Source:
         return part.to(torch.float32).mul_(factors if one else factors[rows])
 
     return Source(torch.float32, stored.shape, read, stored.mapped)
+
+
+def _nvfp4(stored: Source, scale: Source, blocks: Source) -> Source:
+    """Dequantises rows of NVFP4."""
+    rows, columns = stored.shape[0], 2 * stored.shape[1]
+    one = scale.read(slice(None)).float()
+
+    def read(wanted: slice) -> Tensor:
+        return nvfp4(stored.read(wanted), untiled(blocks.read(slice(None)), rows)[wanted], one)
+
+    return Source(torch.float32, (rows, columns), read, stored.mapped)
 
 
 def _dequantised(stored: Tensor, info: TensorInfo) -> Source:

@@ -1,0 +1,230 @@
+"""Quantised safetensors files of ComfyUI and ModelOpt: what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.conftest import slow
+from tests.pipelines import latents
+from wan.checkpoint.files import safetensors_header
+from wan.checkpoint.keymaps import t5_transformers_name
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import mapped
+from wan.checkpoint.marks import network_tensors
+from wan.pipeline import text
+from wan.settings.errors import InputError
+
+Stored = tuple[dict[str, Tensor], Tensor]
+"""A layer's tensors by the ends of their names, and what they mean."""
+WORDS = ("--sample_steps", "2")
+
+
+def mark(**said: Any) -> Tensor:
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def float8(weight: Tensor) -> Stored:
+    scale = weight.abs().max() / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+
+def int8(weight: Tensor, by_row: bool = False) -> Stored:
+    scale = (weight.abs().amax(1, keepdim=True) if by_row else weight.abs().max()) / 127
+    values = (weight / scale).round().to(torch.int8)
+    return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+
+def nvfp4(weight: Tensor) -> Stored:
+    """Element by element, where the layout of cuBLAS's block scales puts each."""
+    rows, columns = weight.shape
+    whole = weight.abs().max() / (448 * 6)
+    blocks = weight.view(rows, -1, 16)
+    each = (blocks.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+    known = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scaled = blocks / (whole * each.float()).unsqueeze(-1)
+    bits = (scaled.abs().unsqueeze(-1) - known).abs().argmin(-1)
+    meant = known[bits] * torch.where(scaled < 0, -1.0, 1.0)
+    meant = (meant * (whole * each.float()).unsqueeze(-1)).view(rows, columns)
+    bits = (bits + 8 * (scaled < 0)).view(rows, columns).to(torch.uint8)
+    down, across = -(-rows // 128), -(-each.shape[1] // 4)
+    tiled = torch.zeros(down * across * 512, dtype=torch.uint8)
+    for row in range(rows):
+        for column in range(each.shape[1]):
+            tile = row // 128 * across + column // 4
+            at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            tiled[at] = each.view(torch.uint8)[row, column]
+    scales = tiled.view(torch.float8_e4m3fn).view(128 * down, 4 * across)
+    packed = bits[:, 0::2] << 4 | bits[:, 1::2]
+    return {"weight": packed, "weight_scale": scales, "weight_scale_2": whole}, meant
+
+
+FORMATS: dict[str, tuple[str, Callable[[Tensor], Stored]]] = {
+    "float8": ("float8_e4m3fn", float8),
+    "int8": ("int8_tensorwise", int8),
+    "int8 by row": ("int8_tensorwise", lambda weight: int8(weight, by_row=True)),
+    "nvfp4": ("nvfp4", nvfp4),
+}
+
+
+def written(
+    state: Mapping[str, Tensor], form: str, prefix: str = "", **said: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A file's tensors, with the matrices of the blocks quantised and marked, and the values."""
+    name, quantise = FORMATS[form]
+    stored, meant = {}, {}
+    for key, tensor in state.items():
+        layer = f"{prefix}{key.removesuffix('.weight')}"
+        if not ("blocks." in key or "block." in key) or tensor.dim() != 2 or layer == prefix + key:
+            stored[prefix + key] = meant[key] = tensor.float()
+            continue
+        parts, meant[key] = quantise(tensor.float())
+        stored |= {f"{layer}.{part}": x.contiguous() for part, x in parts.items()}
+        stored[f"{layer}.comfy_quant"] = mark(format=name, **said)
+        stored[f"{layer}.input_scale"] = torch.ones(())
+    return stored, meant
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", [(96, 192), (256, 64), (300, 48)])
+def test_values(form: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    stored, meant = written({"blocks.0.q.weight": weight}, form)
+    save_file(stored, tmp_path / "x.safetensors")
+    found = network_tensors(safetensors_header(tmp_path / "x.safetensors"), str)
+    assert found.keys() == meant.keys()
+    source = mapped(found)["blocks.0.q.weight"]
+    assert source.shape == shape
+    for rows in (slice(None), slice(5, 6), slice(40, 96)):
+        assert torch.equal(source.read(rows), meant["blocks.0.q.weight"][rows])
+
+
+@pytest.mark.parametrize("form", [slow("float8"), slow("int8"), slow("int8 by row"), "nvfp4"])
+def test_a_run_is_that_of_the_values(
+    form: str, tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    source, file = tiny("t2v-1.3B"), "diffusion_pytorch_model.safetensors"
+    marked, plain = (Path(shutil.copytree(source, tmp_path / n / "t2v-1.3B")) for n in "ab")
+    said = {"full_precision_matrix_mult": True}
+    stored, meant = written(load_file(source / file), form, "model.diffusion_model.", **said)
+    (marked / file).unlink()
+    save_file(stored, marked / f"wan2.1_t2v_1.3B_{form.replace(' ', '_')}.safetensors")
+    save_file(meant, plain / file)
+    expected = latents(plain, *WORDS)
+    assert torch.equal(latents(marked, *WORDS), expected)
+    if form == "float8":
+        assert torch.equal(latents(marked, *WORDS, "--fp8_weights", "keep"), expected)
+    assert torch.equal(latents(marked, *WORDS, "--offload_model", "block"), expected)
+
+
+def test_marks_in_the_metadata(tmp_path: Path) -> None:
+    weight = torch.randn(32, 32)
+    stored, meant = int8(weight)
+    tensors = {f"a.{part}": x for part, x in stored.items()}
+    layers = {"a": {"format": "int8_tensorwise"}}
+    said = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    save_file(tensors, tmp_path / "x.safetensors", metadata=said)
+    found = mapped(network_tensors(safetensors_header(tmp_path / "x.safetensors"), str))
+    assert torch.equal(found["a.weight"].read(slice(None)), meant)
+
+
+@pytest.mark.slow
+def test_a_folder_of_modelopt(tiny: Any, tmp_path: Path, one_thread: None) -> None:
+    """Diffusers' layout, with scales of weights and inputs, and a note in config.json."""
+    source = tiny("t2v-1.3B", "diffusers")
+    quantised, plain = (Path(shutil.copytree(source, tmp_path / n / "t2v-1.3B")) for n in "ab")
+    file = Path("transformer", "diffusion_pytorch_model.safetensors")
+    stored, meant = written(load_file(source / file), "float8")
+    stored = {name: x for name, x in stored.items() if not name.endswith("comfy_quant")}
+    save_file(stored, quantised / file)
+    save_file(meant, plain / file)
+    path = quantised / "transformer" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    path.write_text(json.dumps(config))
+    for how in ("keep", "upcast"):
+        found = latents(quantised, *WORDS, "--fp8_weights", how)
+        assert torch.equal(found, latents(plain, *WORDS))
+
+
+def test_the_text_encoder_in_one_file(tiny: Any, tmp_path: Path) -> None:
+    """transformers' names, FP8 with scales, and the tokenizer's bytes beside them."""
+    state = torch.load(tiny("t2v-1.3B") / "models_t5_umt5-xxl-enc-bf16.pth")
+    stored, meant = written({t5_transformers_name(k): x for k, x in state.items()}, "float8")
+    stored = {n.replace("weight_scale", "scale_weight"): x for n, x in stored.items()}
+    stored = {name: x for name, x in stored.items() if "comfy_quant" not in name}
+    stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
+    stored["spiece_model"] = torch.zeros(100, dtype=torch.uint8)
+    path = tmp_path / "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
+    save_file(stored, path)
+    dtypes = text.dtypes(torch.float32)
+    network = text.blueprint(path).load(device=torch.device("cpu"), dtype_of=dtypes)
+    parameters = dict(network.named_parameters())
+    assert parameters.keys() == meant.keys()
+    assert all(torch.equal(parameters[name].float(), x) for name, x in meant.items())
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "unknown format": (
+        lambda t: t.update({"blocks.0.q.comfy_quant": mark(format="mxfp8")}),
+        "blocks.0.q is marked as mxfp8, which is not supported; get a file of float8_e4m3fn",
+    ),
+    "no format": (lambda t: t.update({"blocks.0.q.comfy_quant": mark()}), "marked as None"),
+    "rotated": (
+        lambda t: t.update(
+            {"blocks.0.q.comfy_quant": mark(format="int8_tensorwise", convrot=True)}
+        ),
+        "int8 of rotated weights",
+    ),
+    "not JSON": (
+        lambda t: t.update({"blocks.0.q.comfy_quant": torch.zeros(9, dtype=torch.uint8)}),
+        "is no mark",
+    ),
+    "too long": (
+        lambda t: t.update({"blocks.0.q.comfy_quant": torch.full((1 << 20,), 32).byte()}),
+        "is no mark",
+    ),
+    "another dtype": (
+        lambda t: t.update({"blocks.0.q.comfy_quant": mark(format="int8_tensorwise")}),
+        "is marked as int8_tensorwise, and stored as U8",
+    ),
+    "no scale": (lambda t: t.pop("blocks.0.q.weight_scale"), "no scales that fit NVFP4"),
+    "no second scale": (lambda t: t.pop("blocks.0.q.weight_scale_2"), "no scales that fit NVFP4"),
+    "a small scale": (
+        lambda t: t.update(
+            {"blocks.0.q.weight_scale": t["blocks.0.q.weight_scale"][:, :4].clone()}
+        ),
+        "no scales that fit NVFP4",
+    ),
+    "no mark": (lambda t: t.pop("blocks.0.q.comfy_quant"), "is stored as U8"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_refused(what: str, tmp_path: Path) -> None:
+    tensors, _ = written({"blocks.0.q.weight": torch.randn(64, 96)}, "nvfp4")
+    change, sentence = WRONG[what]
+    change(tensors)
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(InputError) as refused:
+        network_tensors(safetensors_header(tmp_path / "x.safetensors"), str)
+    assert sentence in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_int8_without_a_mark_is_refused(tiny: Any, tmp_path: Path) -> None:
+    """It may be rotated, or an export that `--quant_dit_path` takes."""
+    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
+    file = folder / "diffusion_pytorch_model.safetensors"
+    stored, _ = written(load_file(file), "int8")
+    save_file({name: x for name, x in stored.items() if "comfy_quant" not in name}, file)
+    with pytest.raises(InputError, match="is stored as I8"):
+        describe(folder)
