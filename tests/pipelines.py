@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wan.checkpoint.layout import describe
+from wan.checkpoint.source import is_own
 from wan.cli import flags
 from wan.cli.resolve import resolve as asked_for
 from wan.device import resolve
@@ -44,6 +45,7 @@ def latents(folder: Path, *argv: str) -> Tensor:
 
 
 def held(network: nn.Module) -> int:
-    """Bytes of memory behind the tensors of a network."""
-    storages = (x.untyped_storage() for x in (*network.parameters(), *network.buffers()))
+    """Bytes of memory behind the tensors of a network that are not in mapped files."""
+    tensors = (x for x in (*network.parameters(), *network.buffers()) if is_own(x))
+    storages = (x.untyped_storage() for x in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -34,9 +34,10 @@ from tools.safetensors_stream import write
 from wan.checkpoint import lora
 from wan.checkpoint.files import whole_folder
 from wan.checkpoint.layout import Checkpoint, DitFiles, describe
-from wan.checkpoint.load import Source, mapped, merged
+from wan.checkpoint.load import mapped, merged
 from wan.checkpoint.lora import Lora
 from wan.checkpoint.quantised import DESCRIPTIONS, EVERYWHERE, FOLDERS, FP8_DYNAMIC, MODE
+from wan.checkpoint.source import Source
 from wan.cli.flags import Parser
 from wan.kernels.fp8 import hadamard
 from wan.kernels.int8_linear import per_token

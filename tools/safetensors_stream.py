@@ -21,17 +21,23 @@ _SIZES = {torch.int8: ("I8", 1), torch.float32: ("F32", 4), torch.bfloat16: ("BF
 def write(path: Path, form: Form, tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
     """The header is written first: every tensor of `form` must come, in any order.
 
-    Wider dtypes lie first, as the format's own writer has them, so that every tensor is aligned.
-    label: of the progress bar.
+    The header ends, and of each dtype those tensors lie first that end, at a multiple of 64 bytes,
+    so that large tensors begin at one and may be used where they are mapped. Wider dtypes lie
+    first, as the format's own writer has them. label: of the progress bar.
     """
     header: dict[str, Any] = {}
     end = 0
-    for name in sorted(form, key=lambda name: -_SIZES[form[name][0]][1]):
+
+    def size(name: str) -> int:
         dtype, shape = form[name]
-        start, end = end, end + torch.Size(shape).numel() * _SIZES[dtype][1]
+        return torch.Size(shape).numel() * _SIZES[dtype][1]
+
+    for name in sorted(form, key=lambda name: (-_SIZES[form[name][0]][1], size(name) % 64 > 0)):
+        dtype, shape = form[name]
+        start, end = end, end + size(name)
         header[name] = {"dtype": _SIZES[dtype][0], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % 64)
     with path.open("wb") as file, progress(end, label, "B") as bar:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors:

@@ -13,17 +13,82 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _PIECE = 1 << 20  # bytes; of one request to read ahead, Linux serves a few hundred kB to some MB
 
 
-def peak_memory() -> int:
-    """The process's highest resident memory so far, bytes."""
+@dataclass
+class PeakMemory:
+    """The highest memory of this process so far, in bytes.
+
+    Attributes:
+        resident: All of it, also pages of mapped files, as the system counts it.
+        anonymous: What was allocated, of samples every 10 ms; None where Linux does not say it.
+        mapped: Pages of files and memory shared with other processes, as above.
+    """
+
+    resident: int
+    anonymous: int | None
+    mapped: int | None
+
+    def record(self) -> dict[str, int | None]:
+        """Returns the values as a record has them."""
+        return {"host": self.resident, "host_anonymous": self.anonymous, "host_mapped": self.mapped}
+
+    def line(self) -> str:
+        """Describes the values in one line."""
+        found = f"host {self.resident / 2**30:.2f} GiB"
+        if self.anonymous is None or self.mapped is None:
+            return found
+        parts = (
+            f"{self.anonymous / 2**30:.2f} allocated, {self.mapped / 2**30:.2f} mapped from files"
+        )
+        return f"{found} ({parts})"
+
+
+_SAMPLED = [0, 0]  # the highest anonymous and mapped bytes of all samples
+_STATM = Path("/proc/self/statm")
+
+
+def peak_memory() -> PeakMemory:
+    """Returns the highest memory so far; both kinds apart while `memory_sampled` runs."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    peak = peak if sys.platform == "darwin" else peak * 1024
+    if not _STATM.exists():
+        return PeakMemory(peak, None, None)
+    _sample()
+    return PeakMemory(max(peak, *_SAMPLED), *_SAMPLED)
+
+
+def _sample() -> None:
+    """Notes what is resident now; Linux keeps a highest value of both kinds together only."""
+    resident, shared = (int(pages) * mmap.PAGESIZE for pages in _STATM.read_text().split()[1:3])
+    _SAMPLED[:] = max(_SAMPLED[0], resident - shared), max(_SAMPLED[1], shared)
+
+
+@contextmanager
+def memory_sampled() -> Iterator[None]:
+    """Follows, while the block runs, how much memory of each kind this process has."""
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.wait(0.01):
+            _sample()
+
+    thread = threading.Thread(target=follow, daemon=True)
+    if _STATM.exists():
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 def cores() -> int:
@@ -86,6 +151,11 @@ def on_own_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def in_background(work: Callable[[], object]) -> None:
+    """Starts a thread for work that nothing waits for and that the end of the process ends."""
+    threading.Thread(target=work, daemon=True).start()
 
 
 def read_ahead(files: Iterable[Path]) -> None:

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from tests.conftest import slow
 from tests.dist import run
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import UNSHARDED, Blueprint, Source, Sources, dit_dtypes, stored
+from wan.checkpoint.load import UNSHARDED, Blueprint, dit_dtypes, stored
+from wan.checkpoint.source import Source, Sources
 from wan.distributed.fsdp import Sharded, local_rows
 from wan.kernels.compiled_ops import STEPS, Compiled
 from wan.modules.interfaces import Collaborators

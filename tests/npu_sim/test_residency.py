@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from tests.dist import run
 from tests.npu_sim.latents import composed, latents
 from tests.npu_sim.ranks import HEAD_DIM
-from wan.checkpoint.load import Source, as_stored
+from wan.checkpoint.load import as_stored
+from wan.checkpoint.source import Source
 from wan.pipeline import residency
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.residency import streamed

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan import host
-from wan.checkpoint.load import Blueprint, Source, Sources, mapped, stored
-from wan.settings.errors import InputError
+from wan.checkpoint.load import Blueprint, mapped, stored
+from wan.checkpoint.source import Source, Sources, is_own, own
+from wan.settings.errors import FileChangedError, InputError
 
 CPU = torch.device("cpu")
 SUFFIXES = pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -90,11 +91,104 @@ def test_the_network_that_was_checked_is_the_one_that_is_filled(
             assert torch.equal(parameter, ones()[name].bfloat16())
 
 
-def test_memory_is_not_that_of_the_file(tmp_path: Path) -> None:
-    """What is computed with is aligned, and changing it changes no file."""
-    file = write(ones(), tmp_path / "weights.safetensors")
-    load(file).weight.data.zero_()
+def alignable(file: Path) -> Path:
+    """Places the first tensor of a safetensors file at a multiple of 64 bytes."""
+    if file.suffix == ".safetensors":
+        start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        shift(file, -start % 64)
+    return file
+
+
+@SUFFIXES
+def test_what_is_stored_as_it_is_used_stays_mapped(suffix: str, tmp_path: Path) -> None:
+    """The others are copies; a network's own tensors may be changed, which changes no file."""
+    state = ones(bias=torch.ones(3, dtype=torch.bfloat16))
+    file = alignable(write(state, tmp_path / f"weights{suffix}"))
+    network = plan(file).load(device=CPU, dtype_of=lambda *_: torch.float32)
+    assert not is_own(network.weight) and is_own(network.bias)
+    assert file.name in mapping_of(network.weight) and file.name not in mapping_of(network.bias)
+    assert own(network) is network and is_own(network.weight)
+    network.weight.zero_(), network.bias.zero_()
     assert torch.equal(load(file).weight, torch.ones(3, 2))
+
+
+def mapping_of(tensor: Tensor) -> str:
+    """The line of /proc/self/maps that a tensor begins in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line
+    raise AssertionError("is in no mapping")
+
+
+def test_nothing_is_allocated_for_what_stays_mapped(tmp_path: Path) -> None:
+    file = alignable(write({"weight": torch.ones(8 << 20, 2)}, tmp_path / "x.safetensors"))
+    before = anonymous()
+    network = load(file, lambda: nn.Linear(2, 8 << 20, bias=False))
+    assert network.weight.sum() == 16 << 20
+    assert anonymous() - before < 16 << 20, "of 64 MiB"
+
+
+def anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+@SUFFIXES
+@pytest.mark.parametrize("how", ["truncated", "written", "replaced"])
+def test_files_that_change_while_they_are_used(how: str, suffix: str, tmp_path: Path) -> None:
+    """Reading a mapped page behind a file's end would end the process (SIGBUS)."""
+    state = {"weight": torch.ones(3, 4096), "bias": torch.ones(3)}
+    file = alignable(write(state, tmp_path / f"weights{suffix}"))
+    network, x = load(file, lambda: nn.Linear(4096, 3)), torch.ones(1, 4096)
+    assert (network(x) == 4097).all()
+    content = file.read_bytes()
+    if how == "replaced":
+        other = tmp_path / "other"
+        other.write_bytes(bytes(len(content)))
+        other.replace(file)
+        assert (network(x) == 4097).all(), "it has the file that it had"
+        return
+    if how == "truncated":
+        os.truncate(file, 100)
+    else:
+        os.utime(file, ns=(0, 0))
+    with pytest.raises(FileChangedError, match=r"weights.*was changed while"):
+        network(x)
+    file.write_bytes(content)  # nothing behind the end is touched when the process ends
+
+
+def test_a_file_that_was_truncated_before_it_is_copied(tmp_path: Path) -> None:
+    file = write(ones(weight=torch.ones(3, 4096)), tmp_path / "weights.safetensors")
+
+    def adapt(_: nn.Module, sources: Sources) -> Sources:
+        os.truncate(file, 100)
+        return sources
+
+    with pytest.raises(FileChangedError, match="was changed"):
+        plan(file, lambda: nn.Linear(4096, 3)).load(
+            device=CPU, dtype_of=lambda *_: torch.bfloat16, adapt=adapt
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_have_the_same_bits_wherever_weights_begin(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Mapped where that is so, else copied: MKL's SSE code (`MKL_ENABLE_INSTRUCTIONS`) differs."""
+    torch.manual_seed(0)
+    weight, mapped_at = torch.randn(96, 80).to(dtype), []
+    inputs = [torch.randn(rows, 80).to(dtype) for rows in (1, 7, 64)]
+    for _ in range(64):
+        file = write({"weight": weight}, tmp_path / "x.safetensors")
+        shift(file, len(mapped_at))
+        network = load(file, lambda: nn.Linear(80, 96, bias=False))
+        place = network.weight.data_ptr() % 64
+        mapped_at.append(None if is_own(network.weight) else place)
+        for x in inputs:
+            assert torch.equal(network(x), nn.functional.linear(x, weight)), place
+    found = sorted(place for place in mapped_at if place is not None)
+    assert found == ([0] if dtype == torch.float32 else list(range(0, 64, 2)))
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "b"])
@@ -226,15 +320,20 @@ def test_a_file_larger_than_memory(tmp_path: Path) -> None:
     assert source.shape == (rows, 1024) and not source.read(slice(rows - 2, rows)).any()
 
 
+def shift(file: Path, count: int) -> None:
+    """Makes the header longer, so that all tensors begin `count` bytes later."""
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    padded = content[8 : 8 + size] + b" " * count
+    file.write_bytes(len(padded).to_bytes(8, "little") + padded + content[8 + size :])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_tensors_that_are_not_aligned(dtype: torch.dtype, tmp_path: Path) -> None:
     """As behind a header of odd length; views of bytes could not begin there."""
     values = torch.arange(12.0).reshape(4, 3).to(dtype)
     file = write({"x": values}, tmp_path / "x.safetensors")
-    content = file.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    padded = content[8 : 8 + size] + b" "
-    file.write_bytes(len(padded).to_bytes(8, "little") + padded + content[8 + size :])
+    shift(file, 1)
     found = mapped(stored(file, str))["x"].read(slice(1, 3))
     assert torch.equal(found.float(), values[1:3].float())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,44 @@ def test_memory_of_a_host(group: str, tmp_path: Path) -> None:
     assert host.available_memory(tmp_path) == 1500
     (tmp_path / folder / limit).write_text("max\n")
     assert host.available_memory(tmp_path) == 7 * 1024
+
+
+PEAKS = """
+import mmap, sys, time
+from pathlib import Path
+from wan import host
+
+def now(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
+
+def wait(index, least):
+    end = time.monotonic() + 20
+    while host._SAMPLED[index] < least and time.monotonic() < end:
+        time.sleep(0.01)
+
+with host.memory_sampled():
+    before = now("RssAnon"), now("RssFile")
+    allocated = b"x" * (80 << 20)
+    wait(0, before[0] + (80 << 20))
+    del allocated
+    with open(sys.argv[1], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+        assert not any(view[at] for at in range(0, len(view), mmap.PAGESIZE))
+        wait(1, before[1] + (48 << 20))
+peak = host.peak_memory()
+print(peak.anonymous - before[0], peak.mapped - before[1], peak.resident >= peak.anonymous)
+print(peak.line())
+print(peak.record())
+"""
+
+
+def test_peaks_tell_allocated_from_mapped(tmp_path: Path) -> None:
+    """What has gone since as well; /proc/self/status has both kinds of a moment."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(48 << 20))
+    command = [sys.executable, "-c", PEAKS, str(file)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    anonymous, mapped, holds = said[0].split()
+    assert int(anonymous) == pytest.approx(80 << 20, rel=0.03)
+    assert int(mapped) == pytest.approx(48 << 20, rel=0.03)
+    assert holds == "True" and "allocated" in said[1] and "host_mapped" in said[2]

@@ -20,7 +20,8 @@ from tests.pipelines import QUICK, composed, held, latents, no_demo
 from tools.quantize_dit import quantize
 from wan import WanTI2V, host
 from wan import device as devices
-from wan.checkpoint.load import Source, as_stored, fill
+from wan.checkpoint.load import as_stored, fill
+from wan.checkpoint.source import Source
 from wan.cli import flags
 from wan.cli import main as generate
 from wan.cli.resolve import resolve

@@ -24,7 +24,8 @@ from tools.device_check import steps
 from tools.device_check.bench import Bench, distance, ranks_text
 from tools.device_check.steps import SLOW, Figure, Measured, error, gigabytes, line, milliseconds
 from wan.checkpoint.layout import published
-from wan.checkpoint.load import UNSHARDED, Source, dit_dtypes, fill
+from wan.checkpoint.load import UNSHARDED, dit_dtypes, fill
+from wan.checkpoint.source import Source
 from wan.distributed import mesh
 from wan.distributed.fsdp import Sharded
 from wan.distributed.mesh import Team

@@ -50,6 +50,14 @@ _AGAIN = "download it again"
 _MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
+def alignment(itemsize: int) -> int:
+    """Returns what the place of a tensor in its file must be a multiple of, to be used there.
+
+    64 bytes, as PyTorch aligns memory, for elements of 4 and 8; the size of smaller ones.
+    """
+    return 64 if itemsize > 2 else itemsize
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """A tensor in a file.

@@ -1,11 +1,13 @@
-"""Loads weights from files into networks: memory-mapped, converted while they are copied.
+"""Loads weights from files into networks: used where they are mapped, or converted and copied.
 
 A network is built on the meta device, where it has no memory, and compared with the headers of its
 files by the names and shapes of all tensors (`Blueprint.check`). Then each tensor gets memory on
-its device, in its final dtype, and its values from the mapped file (`Blueprint.load`, `fill`). The
-host needs no more memory beside the network's own than for a slice of one tensor. A `Sharding`
-decides which rows a process keeps, and an `Adapt` what a tensor is read from: scaled FP8 values,
-int8 weights, or weights with LoRAs merged into them.
+its device, in its final dtype, and its values from the mapped file (`Blueprint.load`, `fill`). On a
+CPU a tensor that is stored as it is computed with gets no memory: it is a view of the file, which
+must not be written (`own` makes a network's tensors its own). The host needs no more memory beside
+the network's own than for a slice of one tensor. A `Sharding` decides which rows a process keeps,
+and an `Adapt` what a tensor is read from: scaled FP8 values, int8 weights, or weights with LoRAs
+merged into them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,15 @@ from wan.checkpoint.files import (
 from wan.checkpoint.lora import Change, Lora
 from wan.checkpoint.marks import network_tensors
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
+from wan.checkpoint.source import (
+    MappedFile,
+    Source,
+    Sources,
+    is_own,
+    tensors_of,
+    use_mapped,
+    watch,
+)
 from wan.log import progress
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
@@ -54,31 +65,6 @@ DTYPES = {
 
 DTypeOf = Callable[[str, torch.dtype], torch.dtype]
 """Decides a parameter's dtype in memory from its name and its dtype in the file."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the values of one tensor come from, and what they become while they are loaded.
-
-    Attributes:
-        dtype: What the values are read as.
-        shape: The shape that the network has.
-        read: Returns rows on the CPU, in any dtype; the caller copies them.
-        mapped: The part of the file that is read, for reading ahead.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[slice], Tensor]
-    mapped: Tensor | None = None
-
-    def read_ahead(self) -> None:
-        """Asks the system to read all of it from the disk soon, and does not wait."""
-        if self.mapped is not None:
-            host.read_ahead_mapped(self.mapped.data_ptr(), self.mapped.nbytes)
-
-
-Sources = Mapping[str, Source]
 
 
 class Sharding(Protocol):
@@ -193,30 +179,31 @@ def fill(
 ) -> None:
     """Gives memory and values to what a network has on the meta device, for inference.
 
-    Buffers keep their dtype, and every process keeps them whole.
+    Buffers keep their dtype, and every process keeps them whole. What stays mapped is read from the
+    disk in the background, if there is memory for all of it; its files are looked at whenever the
+    network, or a module directly inside it, is called.
     """
     for name, parameter in network.named_parameters():
         if parameter.is_meta:
             parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))  # still meta
     sharding.prepare(network.eval().requires_grad_(False))
-    empty = {name for name, tensor in _tensors(network).items() if tensor.is_meta}
+    empty = {name for name, tensor in tensors_of(network).items() if tensor.is_meta}
     for module in reversed(list(network.modules())):  # a sharded one looks at what is inside it
-        if all(tensor.is_meta for tensor in _tensors(module, recurse=False).values()):
+        if all(tensor.is_meta for tensor in tensors_of(module, recurse=False).values()):
             module.to_empty(device=device, recurse=False)
     kept = {
         name: sharding.share(tensor) if isinstance(tensor, nn.Parameter) else (tensor, slice(None))
-        for name, tensor in _tensors(network).items()
+        for name, tensor in tensors_of(network).items()
         if name in empty
     }
+    if device.type == "cpu" and sharding is UNSHARDED:
+        used = use_mapped((tensor, sources[name]) for name, (tensor, _) in kept.items())
+        kept = {name: found for name, found in kept.items() if is_own(found[0])}
+        watch(network, used)
     total = sum(tensor.nbytes for tensor, _ in kept.values())
     with progress(total, f"loading {label}", "B") as bar, host.on_own_cores():
         for name, (tensor, rows) in kept.items():
             copy(tensor, sources[name], rows, bar.update)
-
-
-def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
-    parameters = module.named_parameters(recurse=recurse)
-    return dict(parameters) | dict(module.named_buffers(recurse=recurse))
 
 
 @torch.no_grad()
@@ -228,16 +215,16 @@ def copy(
 ) -> None:
     """Copies rows of a source into the tensor that keeps them, a slice at a time.
 
-    Weights are never used where they are mapped: memory that PyTorch allocates is aligned, a
-    tensor in a file is not, and products of differently aligned weights may differ in the last
-    bit. The same tensors must give the same video from every file layout.
-
     Args:
         target: The tensor that keeps the rows.
         source: Where the values come from.
         rows: Which rows of the source.
         done: Is called with the bytes of each slice.
+
+    Raises:
+        FileChangedError: The source's file is not what it was when it was mapped.
     """
+    source.check()
     start, stop, _ = rows.indices(source.shape[0])
     step = max(1, _SLICE // max(1, prod(source.shape[1:])))
     for first in range(start, stop, step):
@@ -338,7 +325,7 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
         by_file.setdefault(info.file, []).append(name)
     sources: dict[str, Source] = {}
     for file, names in by_file.items():
-        infos = [tensors[name] for name in names]
+        infos, opened = [tensors[name] for name in names], MappedFile.open(file)
         if file.suffix == ".gguf":
             views = in_gguf(file, infos)
         elif file.suffix == ".pth":
@@ -348,12 +335,12 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
         for name, info in zip(names, infos, strict=True):
             view = views[info.name]
             if info.dtype in GGUF:
-                sources[name] = _dequantised(view, info)
+                sources[name] = _dequantised(view, info, opened)
                 continue
             if info.dtype != NVFP4 and view.shape != info.shape:
                 rows = view.reshape(-1, *info.shape[1:])
                 view = rows[info.first : info.first + info.shape[0]]
-            sources[name] = _source(view)
+            sources[name] = _source(view, opened)
     scales = {name: info.scale for name, info in tensors.items() if info.scale is not None}
     if scales:
         blocks = {name: i.blocks for name, i in tensors.items() if i.blocks is not None}
@@ -367,10 +354,10 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     return sources
 
 
-def _source(view: Tensor) -> Source:
+def _source(view: Tensor, file: MappedFile | None = None) -> Source:
     """Makes a source of a view of a mapped file, which reads the rows that it is asked for."""
     view = view.reshape(1) if view.dim() == 0 else view
-    return Source(view.dtype, tuple(view.shape), view.__getitem__, view)
+    return Source(view.dtype, tuple(view.shape), view.__getitem__, view, file)
 
 
 def _scaled(stored: Source, scale: Source) -> Source:
@@ -381,7 +368,7 @@ def _scaled(stored: Source, scale: Source) -> Source:
         part = stored.read(rows)
         return part.to(torch.float32).mul_(factors if one else factors[rows])
 
-    return Source(torch.float32, stored.shape, read, stored.mapped)
+    return Source(torch.float32, stored.shape, read, stored.mapped, stored.file)
 
 
 def _nvfp4(stored: Source, scale: Source, blocks: Source) -> Source:
@@ -392,10 +379,10 @@ def _nvfp4(stored: Source, scale: Source, blocks: Source) -> Source:
     def read(wanted: slice) -> Tensor:
         return nvfp4(stored.read(wanted), untiled(blocks.read(slice(None)), rows)[wanted], one)
 
-    return Source(torch.float32, (rows, columns), read, stored.mapped)
+    return Source(torch.float32, (rows, columns), read, stored.mapped, stored.file)
 
 
-def _dequantised(stored: Tensor, info: TensorInfo) -> Source:
+def _dequantised(stored: Tensor, info: TensorInfo, file: MappedFile) -> Source:
     """Dequantises the blocks that hold the rows; a tensor of other rows was flattened."""
     values, size = GGUF[info.dtype]
     columns, blocks = prod(info.shape[1:]), stored.view(-1, size)
@@ -408,7 +395,7 @@ def _dequantised(stored: Tensor, info: TensorInfo) -> Source:
         ]
         return part[: (stop - start) * columns].view(stop - start, *info.shape[1:])
 
-    return Source(torch.float32, info.shape, read, stored)
+    return Source(torch.float32, info.shape, read, stored, file)
 
 
 def kept_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
@@ -538,7 +525,7 @@ def _summed(
         tiles = [tile(at) for at in range(first, stop, _TILE)]
         return torch.cat(tiles)[start - first : stop - first].float()
 
-    return Source(torch.float32, base.shape, read, base.mapped)
+    return Source(torch.float32, base.shape, read, base.mapped, base.file)
 
 
 def dit_dtypes(compute: torch.dtype, convert_all: bool) -> DTypeOf:

@@ -13,7 +13,14 @@ from types import FrameType
 from typing import NoReturn
 
 from wan import env
-from wan.settings.errors import InputError, NotFiniteError, Terminated, WriteError, is_out_of_memory
+from wan.settings.errors import (
+    FileChangedError,
+    InputError,
+    NotFiniteError,
+    Terminated,
+    WriteError,
+    is_out_of_memory,
+)
 
 DECODING = "while the video was decoded"
 """The note that an error of this stage carries."""
@@ -24,7 +31,7 @@ def describe(error: BaseException) -> str | None:
     """Returns one sentence for an error that a user can act on; None for a defect of ours."""
     if isinstance(error, InputError):
         error.words = env.words()
-    if isinstance(error, InputError | WriteError | NotFiniteError):
+    if isinstance(error, InputError | WriteError | FileChangedError | NotFiniteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; the video was not written."

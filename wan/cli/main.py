@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
-from wan import env, log
+from wan import env, host, log
 from wan.checkpoint.layout import describe
 from wan.cli import failures, flags
 from wan.cli.output import check_current_folder, usable_paths
@@ -65,6 +65,7 @@ def carry_out(argv: Sequence[str], work: Work) -> int:
     return work(_resolved(argv, lambda make: make()), None)
 
 
+@host.memory_sampled()
 def generate(run: Run, team: Team | None = None) -> int:
     """Makes the videos of a run; of several ranks, the main one writes them.
 

@@ -255,7 +255,7 @@ class Video:
             **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
             **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},
-            "peak_memory_bytes": {"device": device.peak_memory(), "host": host.peak_memory()},
+            "peak_memory_bytes": {"device": device.peak_memory(), **host.peak_memory().record()},
             **({"power": power.record()} if power is not None else {}),
             "versions": {"wan": wan.__version__} | log.versions(device.type, packages),
             "run": {
@@ -277,7 +277,7 @@ class Video:
 
     def _sum_up(self, record: Path | None, power: Measured | None) -> None:
         run, pipeline = self.run, self._pipeline
-        memory = f"host {host.peak_memory() / 2**30:.2f} GiB"
+        memory = host.peak_memory().line()
         if (peak := pipeline.device.peak_memory()) is not None:
             memory = f"device {peak / 2**30:.2f} GiB, {memory}"
         stages = [f"{name} {seconds:.1f} s" for name, seconds in pipeline.stages.seconds.items()]

@@ -13,7 +13,6 @@ from wan.checkpoint.files import FP8, GGUF, TensorInfo
 from wan.checkpoint.load import (
     DTYPES,
     Adapt,
-    Sources,
     as_bytes,
     as_stored,
     changes_of,
@@ -24,6 +23,7 @@ from wan.checkpoint.load import (
 )
 from wan.checkpoint.lora import Change
 from wan.checkpoint.quantised import Export
+from wan.checkpoint.source import Sources
 from wan.device import Device
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.kept_linear import KeptLinear

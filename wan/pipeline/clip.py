@@ -20,7 +20,8 @@ from torch import Tensor
 
 from wan.checkpoint.files import TensorInfo
 from wan.checkpoint.keymaps import clip_transformers_name
-from wan.checkpoint.load import Blueprint, Source, Sources, stored
+from wan.checkpoint.load import Blueprint, stored
+from wan.checkpoint.source import Source, Sources
 from wan.settings.errors import InputError
 
 SIDE = 224  # pixels

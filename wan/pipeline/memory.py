@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from wan import host
-from wan.checkpoint.files import folder_tensors
+from wan.checkpoint.files import alignment, folder_tensors, safetensors_places
 from wan.pipeline.setup import Setup
 from wan.settings import devices
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import buffers
+from wan.settings.numerics import keeps_fp32
 from wan.settings.request import Request
 
 Usage = Counter[str]
@@ -48,15 +49,29 @@ _NPU_DRIVER = Path("/dev/davinci_manager")  # it does not say how much memory is
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Bytes of a network's weights on the rank that holds the most.
+
+    Attributes:
+        weights: Those that take memory.
+        mapped: Those that a CPU uses where their files are mapped.
+    """
+
+    weights: int
+    mapped: int = 0
+
+
+@dataclass(frozen=True)
 class NetworkSize:
     """Bytes of the text encoder or a DiT on the rank that holds the most.
 
     Attributes:
-        weights: This rank's weights.
-        block: The weights of one block.
-        blocks: The weights that `offload_model=block` copies: those of all blocks.
+        weights: This rank's weights that take memory.
+        block: Those of one block.
+        blocks: Those that `offload_model=block` copies: those of all blocks.
         kept: What lives from one call to the next.
         activations: What lives beside the weights and `kept` when the most does.
+        mapped: The weights that a CPU uses where their files are mapped.
     """
 
     weights: int
@@ -64,6 +79,7 @@ class NetworkSize:
     blocks: int
     kept: Usage = field(default_factory=Usage)
     activations: Usage = field(default_factory=Usage)
+    mapped: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,8 +96,8 @@ class Sizes:
     """
 
     text: NetworkSize | None
-    clip: int
-    vae: int
+    clip: Weights
+    vae: Weights
     encoding: Usage
     decoding: Usage
     dit: NetworkSize
@@ -113,8 +129,8 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
         weights = buffers(device) * sizes.text.block if streams else sizes.text.weights
         stage("text encoder", Usage({"text encoder weights": weights}), sizes.text.activations)
     if keeps_all:  # otherwise CLIP is released before the VAE works
-        stays.update({"CLIP weights": sizes.clip})
-    vae = Usage({"VAE weights": sizes.vae})
+        stays.update({"CLIP weights": sizes.clip.weights})
+    vae = Usage({"VAE weights": sizes.vae.weights})
     if sizes.encoding:
         stage("image encoder", vae, sizes.encoding)
     dit, layers = sizes.dit, setup.checkpoint.config["num_layers"]
@@ -125,6 +141,21 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
     stage("denoising", resident, dit.activations + _latents(request))
     stage("decoding", vae - stays, sizes.decoding)
     return found
+
+
+def mapped(sizes: Sizes) -> dict[str, Usage]:
+    """Adds up the weights that each stage uses where their files are mapped.
+
+    They take no memory of a process. The system keeps their pages while memory is free, and reads
+    them from the disk again where it is not.
+    """
+    found = {
+        "text encoder": Usage({"text encoder weights": sizes.text.mapped if sizes.text else 0}),
+        "image encoder": Usage({"VAE weights": sizes.vae.mapped if sizes.encoding else 0}),
+        "denoising": Usage({"DiT weights": sizes.dit.mapped}),
+        "decoding": Usage({"VAE weights": sizes.vae.mapped}),
+    }
+    return {stage: +usage for stage, usage in found.items() if +usage}
 
 
 def _latents(request: Request) -> Usage:
@@ -150,21 +181,22 @@ def estimate(setup: Setup, request: Request) -> Sizes:
     """Estimates the sizes by formulas.
 
     No size is above what the planner measures, and the fullest stage is at least 85 % of that.
-    Weights have the size of their files. The formulas leave out CLIP, and what a VAE takes beside
-    the video while it decodes in tiles.
+    Weights have the size of their files, without those that a CPU may use where they are mapped.
+    The formulas leave out CLIP, and what a VAE takes beside the video while it decodes in tiles.
     """
     execution, frames = setup.execution, request.latent_shape[1]
     width, height = request.video_size
     is_on_device = planned_device(setup).type == "cpu" or not execution.t5_cpu
-    encoded = encoded_frames(request)
+    encoded, vae_size = encoded_frames(request), _ITEMSIZE[execution.vae_precision]
     ranks = setup.parallel.world_size if execution.vae_parallel else 1
+    may_stay = _may_stay(setup, setup.checkpoint.vae) and vae_size == 4
     encoding = vae_activations(setup, "encode", (encoded, height, width)) // ranks
     video = 3 * request.frame_num * width * height * 4  # whole on the first rank
     decoding = vae_activations(setup, "decode", (frames, height, width)) - video
     return Sizes(
         text=_text_encoder(setup) if is_on_device else None,
-        clip=0,
-        vae=int(_vae_weights(setup) * _ITEMSIZE[execution.vae_precision] / 4),
+        clip=Weights(0),
+        vae=Weights(0 if may_stay else int(_vae_weights(setup) * vae_size / 4)),
         encoding=+Usage(activations=encoding),
         decoding=Usage(activations=video + (0 if execution.vae_tiling else decoding // ranks)),
         dit=_transformer(setup, request),
@@ -186,6 +218,8 @@ def _text_encoder(setup: Setup) -> NetworkSize:
     ranks = parallel.world_size if parallel.t5_fsdp else 1
     gathered = Usage({"gathered weights": 2 * words if parallel.t5_fsdp else 0})
     blocks = (size - words) // ranks
+    if ranks == 1 and _may_stay(setup, path):
+        size, blocks = 0, 0
     return NetworkSize(size // ranks, blocks // 24, blocks, activations=gathered)
 
 
@@ -212,6 +246,9 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
         ]
         block = sum(sizes) // layers
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
+    if device == "cpu" and not parallel.dit_fsdp:
+        in_blocks, elsewhere = _mapped_dit(setup)
+        block, outside = max(0, block - in_blocks // layers), max(0, outside - elsewhere)
     branches = 2 if request.guided and parallel.cfg_size == 1 else 1
     text = branches * execution.text_kv_cache * config["text_len"] * c * e
     tokens = -(-prod(request.grid) // parallel.sequence_size)
@@ -226,6 +263,34 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
         kept=Usage({"text": text, "text K/V": 2 * layers * text}),
         activations=Usage({"activations": activations, "gathered weights": gathered}),
     )
+
+
+def _mapped_dit(setup: Setup) -> tuple[int, int]:
+    """Returns the bytes of a DiT that a CPU uses where they are mapped: in the blocks, and not."""
+    expert, files = next(iter(setup.checkpoint.experts.items()))
+    execution, found = setup.execution, Counter[bool]()
+    compute = {"bf16": "BF16", "fp32": "F32"}[execution.dit_precision_on("cpu")]
+    kinds = setup.kept("cpu")
+    changed = {name for lora in setup.loras.get(expert, ()) for name in lora.changes}
+    tensors = {n: x for n, x in files.tensors.items() if n not in changed or x.dtype in kinds}
+    if setup.quantised is not None:
+        for layer, linear in setup.quantised.experts[expert].linears.items():
+            tensors[f"{layer}.weight"] = linear.tensors["weight"]
+    used = {info.file for info in tensors.values() if info.file.suffix == ".safetensors"}
+    places = {file: safetensors_places(file) for file in used}
+    for name, info in tensors.items():
+        held = "F32" if keeps_fp32(name) and not execution.convert_model_dtype else compute
+        start = places[info.file][info.name][2] if info.file in places else info.start
+        itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is kept as bytes
+        is_as_used = (info.scale is None and info.dtype in (held, "I8")) or info.dtype in kinds
+        if is_as_used and (info.dtype in kinds or start % alignment(itemsize) == 0):
+            found[name.startswith("blocks.")] += info.nbytes
+    return found[True], found[False]
+
+
+def _may_stay(setup: Setup, path: Path | None) -> bool:
+    """Returns whether weights in a file may be used there; only torch can tell for a .pth."""
+    return path is not None and planned_device(setup).type == "cpu"
 
 
 def beside_blocks(setup: Setup, request: Request) -> int:

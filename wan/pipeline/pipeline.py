@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wan import host
 from wan.cache.policy import Cache
+from wan.checkpoint.source import own
 from wan.device import Device
 from wan.log import Stages
 from wan.pipeline import conditioning
@@ -108,7 +109,8 @@ class Experts:
         """Returns a network that the caller may change; it stays in memory as it is changed."""
         if name not in self._kept:
             loaded = name in self._loaded and isinstance(self.offload, bool)
-            self._kept[name] = self._loaded.pop(name) if loaded else self._whole(name)
+            network = self._loaded.pop(name) if loaded else self._whole(name)
+            self._kept[name] = own(network)
         return self._kept[name]
 
     def get(self, name: str) -> WanModel:
@@ -136,8 +138,7 @@ class Experts:
 
 
 def _read_ahead(files: Iterable[Path]) -> None:
-    names = sorted(set(files))
-    threading.Thread(target=host.read_ahead, args=(names,), daemon=True).start()
+    host.in_background(partial(host.read_ahead, sorted(set(files))))
 
 
 T = TypeVar("T")

@@ -2,8 +2,9 @@
 
 With `block` only some of a network's blocks are on its device; each is copied there before it is
 called. An accelerator has two buffers: a block computes in one while the next block is copied into
-the other, on a stream of its own, from page-locked host memory. A CPU has one buffer, filled from
-the mapped files; weights are converted, merged or rounded as when the whole network is loaded.
+the other, on a stream of its own, from page-locked host memory. On a CPU weights that are stored as
+they are computed with are used where their files are mapped, as when the whole network is loaded;
+the others are converted, merged or rounded into one buffer.
 
 With `cpu` networks stay in page-locked host memory, and one of them at a time is on the
 accelerator, whole.
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint.load import Adapt, DTypeOf, Source, Sources, copy
+from wan.checkpoint.load import Adapt, DTypeOf, copy
+from wan.checkpoint.source import Source, Sources, is_own, use_mapped
 from wan.device import CopyStream
 from wan.host import on_own_cores
 from wan.log import progress
@@ -34,15 +36,15 @@ _SLAB = 1 << 28  # bytes; PyTorch rounds page-locked memory up to a power of two
 
 
 class Flat:
-    """The tensors of a module, one behind the other in one piece of memory.
+    """Tensors of a module, one behind the other in one piece of memory.
 
     Attributes:
-        tensors: The parameters, then the buffers.
+        tensors: The tensors.
         size: The bytes that they take.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
         self._layout: list[tuple[slice, torch.dtype, torch.Size]] = []
         self.size = 0
         for tensor in self.tensors:
@@ -91,11 +93,20 @@ class Pinned:
 
 @dataclass(eq=False)
 class StreamedBlock:
-    """A block, the sources of its weights, and the buffer that it is in, if any."""
+    """A block, and where its weights are.
+
+    Attributes:
+        module: The block.
+        flat: The tensors that are read into a buffer.
+        sources: What they are read from.
+        mapped: The sources of the others, which are used where they are mapped.
+        buffer: The buffer that the block is in, if any.
+    """
 
     module: nn.Module
     flat: Flat
     sources: Sequence[Source]
+    mapped: Sequence[Source] = ()
     buffer: Buffer | None = None
 
     def read(self, memory: Tensor, done: Callable[[int], object] = int) -> None:
@@ -130,7 +141,8 @@ class FromFiles:
 
     def fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
         block.read(buffer.memory)
-        for source in self._next[block].sources:
+        following = self._next[block]
+        for source in (*following.sources, *following.mapped):
             source.read_ahead()
 
     def arrive(self, buffer: Buffer) -> None:
@@ -229,6 +241,8 @@ class StreamedBlocks:
                 self._fetch(wanted, next(b for b in self._buffers if b.block not in due))
         if block.buffer is not None:
             self._source.arrive(block.buffer)
+        for source in block.mapped:
+            source.check()
 
     def _fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
         if buffer.block is not None:
@@ -270,14 +284,15 @@ def streamed(
         sources = adapt(network, sources)
         found = []
         for index, module in enumerate(network.get_submodule(blocks).children()):
-            flat, names = _on_device(module, f"{blocks}.{index}.", sources, device, dtype_of)
-            found.append(StreamedBlock(module, flat, [sources[name] for name in names]))
+            placed = _on_device(module, f"{blocks}.{index}.", sources, device, dtype_of)
+            found.append(StreamedBlock(module, *placed))
         most = max(block.flat.size for block in found)
         StreamedBlocks(found, device, min(resident(most, len(found)), len(found)))
         if table is not None:
             module = network.get_submodule(table)
-            _, (name,) = _on_device(module, f"{table}.", sources, device, dtype_of)
-            module.register_forward_hook(partial(_look_up, sources[name]))
+            _, read, _ = _on_device(module, f"{table}.", sources, device, dtype_of)
+            for source in read:
+                module.register_forward_hook(partial(_look_up, source))
         return sources
 
     return adapted
@@ -285,19 +300,32 @@ def streamed(
 
 def _on_device(
     module: nn.Module, prefix: str, sources: Sources, device: torch.device, dtype_of: DTypeOf
-) -> tuple[Flat, list[str]]:
-    """Moves a meta module to a device without memory; returns also its tensors' names."""
+) -> tuple[Flat, list[Source], list[Source]]:
+    """Moves a meta module to a device without memory.
+
+    Returns:
+        The tensors without values, their sources, and the sources of those that are mapped.
+    """
     for name, parameter in module.named_parameters(prefix=prefix[:-1]):
         parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))
-    flat = Flat(module.to_empty(device=device))
+    module.to_empty(device=device)
+    tensors = {
+        name: (tensor, sources[f"{prefix}{name}"])
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    if device.type == "cpu":
+        use_mapped(tensors.values())
+    read = [(tensor, source) for tensor, source in tensors.values() if is_own(tensor)]
+    flat = Flat([tensor for tensor, _ in read])
     flat.rest()
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return flat, [f"{prefix}{name}" for name, _ in tensors]
+    mapped = [source for tensor, source in tensors.values() if not is_own(tensor)]
+    return flat, [source for _, source in read], mapped
 
 
 def _look_up(source: Source, _: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
     """Replaces an embedding's output by the rows that were looked up."""
     rows, places = args[0].cpu().unique(return_inverse=True)
+    source.check()
     found = torch.cat([source.read(slice(row, row + 1)) for row in rows.tolist()])
     return found.to(output.dtype)[places].to(output.device)
 
@@ -320,7 +348,8 @@ class Parked:
             beside: All such networks of a pipeline; the others leave when one is called.
             left: Frees what else the network keeps when it leaves.
         """
-        self._flat, self._device, self._beside, self._left = Flat(network), device, beside, left
+        self._flat = Flat([*network.parameters(), *network.buffers()])
+        self._device, self._beside, self._left = device, beside, left
         self._host, self._there = Pinned(self._flat.size), True
         for start, values in self._flat.bytes():
             self._host.keep(start, values)

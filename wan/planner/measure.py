@@ -9,7 +9,7 @@ PyTorch's fake tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,14 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
-from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, dit_dtypes
+from wan.checkpoint.files import TensorInfo
+from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, dit_dtypes, mapped
+from wan.checkpoint.source import Sources, mapped_bytes
 from wan.device import Device, resolve
 from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select
 from wan.modules.model import WanModel
 from wan.pipeline import adapt, build, clip, memory, text, vae
-from wan.pipeline.memory import NetworkSize, Sizes, Usage
+from wan.pipeline.memory import NetworkSize, Sizes, Usage, Weights
 from wan.pipeline.setup import Setup
 from wan.planner import operators
 from wan.settings.parallel import Parallel
@@ -88,6 +90,10 @@ class Planner:
     def need(self, setup: Setup | None = None) -> int:
         """Returns the most bytes that the fullest rank holds."""
         return max(usage.total() for usage in self.stages(setup).values())
+
+    def mapped(self) -> dict[str, Usage]:
+        """Adds up the weights that each stage uses where their files are mapped."""
+        return memory.mapped(self._sizes(self.setup))
 
     def host(self) -> int:
         """Returns the page-locked host memory that the first rank takes beside its device."""
@@ -152,14 +158,20 @@ class Planner:
             dit=max(forwards, key=lambda size: size.activations.total()),
         )
 
-    def _clip_weights(self) -> int:
+    def _clip_weights(self) -> Weights:
+        path, dtype = self.setup.checkpoint.image_encoder, self.dtype
         if not self.setup.preset.images:
-            return 0
-        path = self.setup.checkpoint.image_encoder
+            return Weights(0)
         if path is None:
-            return clip.PUBLISHED * self.dtype.itemsize
-        tensors = clip.blueprint(path).tensors.values()
-        return sum(prod(info.shape) for info in tensors) * self.dtype.itemsize
+            return Weights(clip.PUBLISHED * dtype.itemsize)
+        with META:
+            network = clip.blueprint(path).make().to(dtype)
+        return self._split(network, clip.blueprint(path).tensors)
+
+    def _split(self, network: nn.Module, tensors: Mapping[str, TensorInfo]) -> Weights:
+        """Splits the weights of a network from the meta device that has its final dtypes."""
+        stay = mapped_bytes(network, mapped(tensors) if self.device.type == "cpu" else {})
+        return Weights(weight_bytes(network) - stay, stay)
 
     def _measure_text_encoder(self, ranks: int) -> NetworkSize:
         """Encodes a prompt. ranks: how many share the weights."""
@@ -171,15 +183,19 @@ class Planner:
                 network: Any = text.published() if path is None else text.blueprint(path).make()
             _, sharding = build.shardings(parallel, team)
             blocks, dtypes = network.encoder.block, text.dtypes(self.dtype)
-            with _without_data(network, blocks, dtypes, sharding) as (live, weights, block):
+            sources: Sources = {}
+            if path is not None and self.device.type == "cpu" and ranks == 1:
+                sources = mapped(text.blueprint(path).tensors)
+            with _without_data(network, blocks, dtypes, sharding, sources) as (live, size):
                 text.TextEncoder(network, None, dtype=self.dtype, text_len=length)  # upcasts it
                 ids = torch.ones(1, length, dtype=torch.int64, device=live.device)
                 with live:
                     network(ids, torch.ones_like(ids))
                 table = weight_bytes(network.get_submodule(text.TABLE))
-        return NetworkSize(weights, block, weights - table, activations=live.peak)
+        blocks = max(0, size.weights - table)
+        return replace(size, blocks=blocks, activations=live.peak)
 
-    def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[int, Usage, Usage]:
+    def _measure_autoencoder(self, tiling: bool, ranks: int) -> tuple[Weights, Usage, Usage]:
         """Measures the VAE's weights, and what lives beside them while it encodes and decodes.
 
         Args:
@@ -224,7 +240,8 @@ class Planner:
         blended = tiles.kept_bytes(sides, request.frame_num) if tiling else 0
         received = (sides[0] - rows) * sides[1] * 3 * request.frame_num * 4 if ranks > 1 else 0
         decoding = peak(decode, frames) + Usage({"tiles": blended, "other ranks' rows": received})
-        return weight_bytes(network), encoding, decoding
+        tensors = {} if path is None else vae.blueprint(path).tensors
+        return self._split(network, tensors), encoding, decoding
 
     def _measure_transformer(self, parallel: Parallel, rank: int) -> Forward:
         """Runs a DiT with two or three of its blocks; what one block keeps, all blocks keep."""
@@ -236,10 +253,10 @@ class Planner:
             caches = build.step_caches(setup, team)
             shared = build.collaborators(setup, selected, team, caches)
             caches.begin(dict.fromkeys(BRANCHES, caches.rehearsed))
-            network = self._network(setup, shared)
+            network, sources = self._network(setup, shared)
             sharding, _ = build.shardings(parallel, team)
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
-            with _without_data(network, network.blocks, dtypes, sharding) as (live, weights, block):
+            with _without_data(network, network.blocks, dtypes, sharding, sources) as (live, size):
                 sent = self._run_forwards(network, live, self.branches(parallel))
                 activations, kept = live.peak - live.held, +live.held
                 residuals = caches.kept_bytes()
@@ -248,23 +265,27 @@ class Planner:
         kept = kept - Usage(embeddings=residuals) + Usage({"step cache": residuals})
         in_blocks = "masks" if setup.attention.use_rainfusion else "attention cache"
         kept[in_blocks] = kept.pop("self-attention", 0) * layers // measured
-        size = NetworkSize(weights, block, layers * block, +kept, activations)
+        size = replace(size, kept=+kept, activations=activations)
         return Forward(size, sent, build.attention_line(setup, selected))
 
-    def _network(self, setup: Setup, shared: Any) -> WanModel:
-        """Builds the first expert's DiT with its quantised layers, on the meta device."""
+    def _network(self, setup: Setup, shared: Any) -> tuple[WanModel, Sources]:
+        """Builds the first expert's DiT with its quantised layers, on the meta device.
+
+        Returns:
+            The network, and what a CPU reads its weights from; empty for other devices.
+        """
         expert, files = next(iter(setup.checkpoint.experts.items()))
         compute = build.DTYPES[self.precision]
+        sources: Sources = {}
         with META:
             network = WanModel(**files.config, collaborators=shared)
-            if setup.quantised is None:
-                adapt.kept_layers(setup, expert, self.device.type, network, compute)
-            elif self.device.type == "npu":
+            if setup.quantised is not None and self.device.type == "npu":
                 operators.quantise(network, setup.quantised.experts[expert].sizes)
-            else:
-                export = setup.quantised.experts[expert]
-                adapt.quantised_layers(export, self.device, compute)(network, {})
-        return network
+            elif files.tensors:
+                change = adapt.adaptation(setup, expert, self.device, compute)
+                sources = change(network, mapped(files.tensors))
+        read = self.device.type == "cpu" and not setup.parallel.dit_fsdp
+        return network, sources if read else {}
 
     def _run_forwards(
         self, network: WanModel, live: Live, branches: tuple[str, ...]
@@ -322,17 +343,27 @@ class Planner:
 
 @contextmanager
 def _without_data(
-    network: nn.Module, blocks: nn.ModuleList, dtype_of: DTypeOf, sharding: Sharding
-) -> Iterator[tuple[Live, int, int]]:
+    network: nn.Module,
+    blocks: nn.ModuleList,
+    dtype_of: DTypeOf,
+    sharding: Sharding,
+    sources: Sources,
+) -> Iterator[tuple[Live, NetworkSize]]:
     """Makes a network from the meta device ready to run, with two or three of its blocks.
 
-    With FSDP three blocks are needed: the first, the last and one that has neighbours.
+    With FSDP three blocks are needed: the first, the last and one that has neighbours. Weights that
+    stay in the files of their sources are counted apart; the allocated ones of a block are those of
+    an average one.
 
     Yields:
-        What follows its calls, and the bytes of this rank's weights: of all blocks, and of one.
+        What follows its calls, and this rank's weights.
     """
     for name, parameter in network.named_parameters():
-        parameter.data = parameter.data.to(dtype_of(name, torch.bfloat16))
+        stored = sources[name].dtype if name in sources else torch.bfloat16
+        parameter.data = parameter.data.to(dtype_of(name, stored))
+    prefix = next(name for name, module in network.named_modules() if module is blocks)
+    stay, count = mapped_bytes(network, sources), len(blocks)
+    in_blocks = mapped_bytes(network, sources, f"{prefix}.")
     is_whole = sharding is UNSHARDED
     few = 2 if is_whole else 3
     rest = blocks[few:]
@@ -341,4 +372,6 @@ def _without_data(
     with without_memory(network, sharded=not is_whole) as live:
         block = weight_bytes(blocks[-1])
         others = weight_bytes(rest) if is_whole else len(rest) * block
-        yield live, weight_bytes(network) + others, block
+        block -= in_blocks // count
+        weights = weight_bytes(network) + others - stay
+        yield live, NetworkSize(weights, block, count * block, mapped=stay)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wan import env
-from wan.pipeline.memory import gpu_memory
+from wan import env, host
+from wan.pipeline.memory import Usage, gpu_memory
 from wan.planner import placement
 from wan.planner.measure import Planner
 from wan.planner.placement import layouts
@@ -33,6 +33,9 @@ def show(run: Run) -> None:
     if memory is None and planner.device.type == "cuda":
         memory = min(gpu_memory("total"), default=None)
     print(words.render(check(planner, memory)))
+    free = host.available_memory() if run.device_memory is None else memory
+    for line in read_again(planner, free or 0):
+        print(line)
 
 
 def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[str]:
@@ -57,8 +60,11 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
     if setup.policy is not None:
         found.append(setup.policy.describe(request, together=parallel.cfg_size == 2))
     found += [*_traffic(planner), f"Memory of the fullest rank: {_size(need)}"]
+    mapped = planner.mapped()
     for name, usage in planner.stages().items():
         words = [f"{what} {_size(size)}" for what, size in usage.most_common() if size >= 1e6]
+        apart = mapped.get(name, Usage()).total()
+        words += [f"and mapped from files {_size(apart)}"] if apart >= 1e6 else []
         found.append(f"  {name} {_size(usage.total())}: {', '.join(words)}")
     host = planner.host()
     if host:
@@ -75,6 +81,26 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
             f"{_count(forwards, 'forward')}{seconds}"
         )
     return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
+
+
+def read_again(planner: Planner, memory: int) -> Iterator[str]:
+    """Describes which stages read mapped weights more than once, for want of memory.
+
+    Args:
+        planner: The planner of the run.
+        memory: The bytes that are available; 0 where they are not known.
+    """
+    stages, forwards = planner.stages(), len(planner.branches(planner.setup.parallel))
+    for name, usage in planner.mapped().items():
+        size, need = usage.total(), stages[name].total()
+        least = min(size, size + need - memory)
+        if memory and least > 0:
+            times = forwards if name == "denoising" else 1
+            each = "each step" if name == "denoising" else "each call"
+            yield (
+                f"Of {_size(size)} mapped weights, {name} reads at least {_size(least * times)} "
+                f"from the files again in {each}: {_size(memory)} are available."
+            )
 
 
 def _placed(planner: Planner, nodes: int, rates: tuple[float, float] | None) -> Iterator[str]:

@@ -101,6 +101,10 @@ class WriteError(OSError):
     """Says which file could not be written, why, and what to do. Exit code 1."""
 
 
+class FileChangedError(OSError):
+    """Says which weight file was changed while a run used it, and what to do. Exit code 1."""
+
+
 class NotFiniteError(ArithmeticError):
     """Says after which step latents are NaN or infinite, of which no video can be made.
 

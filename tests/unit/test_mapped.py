@@ -1,0 +1,191 @@
+"""Weights that a CPU uses where their files are mapped: whole runs, plans, changes of files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.conftest import slow
+from tests.pipelines import composed, latents
+from tests.unit.test_load import shift
+from tests.unit.test_residency import LAYERS, a_lora, with_fp8
+from tools.quantize_dit import quantize
+from tools.safetensors_stream import write
+from wan.checkpoint.source import is_own
+from wan.cli import main as generate
+from wan.modules.model import WanModel
+from wan.pipeline.tiny import make_checkpoint
+from wan.planner.measure import Planner
+from wan.planner.report import lines, read_again
+
+BF16 = ("--precision", "bf16", "--sample_steps", "2")
+DIT = "diffusion_pytorch_model.safetensors"
+
+
+def split(network: nn.Module) -> tuple[int, int]:
+    """The bytes of a network's tensors in memory of its own, and in mapped files."""
+    found = [0, 0]
+    for tensor in (*network.parameters(), *network.buffers()):
+        found[not is_own(tensor)] += tensor.nbytes
+    return found[0], found[1]
+
+
+def copied(folder: Path, out: Path, change: Callable[[dict[str, Tensor], Path], None]) -> Path:
+    """A checkpoint whose DiT is written in another way."""
+    shutil.copytree(folder, out)
+    change({name: x.clone() for name, x in load_file(out / DIT).items()}, out / DIT)
+    return out
+
+
+def in_float32(state: dict[str, Tensor], file: Path) -> None:
+    write(
+        file,
+        {name: (torch.float32, tuple(x.shape)) for name, x in state.items()},
+        ((name, x.float()) for name, x in state.items()),
+        "fp32",
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", slow("fp32")])
+def test_every_layout_of_a_file_gives_the_same_bits(
+    precision: str, tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """Mapped, or copied because nothing is aligned: the latents are equal."""
+    folder, argv = tiny("t2v-1.3B"), ("--precision", precision, "--sample_steps", "2")
+    task = ("--task", "t2v-1.3B")
+    if precision == "fp32":
+        folder = copied(folder, tmp_path / "fp32", in_float32)
+    odd = tmp_path / "odd"
+    shutil.copytree(folder, odd)
+    shift(odd / DIT, 1)
+    as_mapped, as_copied = (composed(f, *task, *argv)[1].experts.get("dit") for f in (folder, odd))
+    assert split(as_mapped)[1] > 0.5 * sum(split(as_mapped)), "what is not aligned is small"
+    assert split(as_copied)[1] == 0
+    assert torch.equal(latents(folder, *task, *argv), latents(odd, *task, *argv))
+
+
+@pytest.mark.parametrize(
+    ("case", "argv"),
+    [
+        ("bf16", ()),
+        slow("bf16", ("--offload_model", "block")),
+        slow("FP8", ()),
+        slow("int8", ()),
+        slow("LoRA", ()),
+        slow("fp32", ("--precision", "fp32")),
+    ],
+)
+def test_a_plan_tells_what_is_allocated_from_what_is_mapped(
+    case: str, argv: tuple[str, ...], tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    folder, argv = tiny("t2v-1.3B"), (*BF16, "--task", "t2v-1.3B", *argv)
+    if case == "FP8":
+        folder = with_fp8(folder, tmp_path / "fp8")
+    elif case == "int8":
+        argv = (*argv, "--quant_dit_path", str(quantize(folder, tmp_path / "export")))
+    elif case == "LoRA":
+        folder = make_checkpoint("t2v-1.3B", tmp_path / "deep", sizes={"num_layers": LAYERS})
+        argv = (*argv, "--lora", str(a_lora(folder, tmp_path / "lora.safetensors")))
+    asked, pipeline = composed(folder, *argv)
+    planner = Planner(asked.setup, asked.request)
+    stages, stay = planner.stages(), planner.mapped()
+    networks = {
+        ("text encoder", "text encoder weights"): pipeline.text.get()._model,
+        ("denoising", "DiT weights"): pipeline.experts.get("dit"),
+        ("decoding", "VAE weights"): pipeline.vae.get()._network,
+    }
+    for (stage, name), network in networks.items():
+        own, in_files = split(network)
+        assert stay.get(stage, {}).get(name, 0) == pytest.approx(in_files, rel=0.03), stage
+        if "block" not in argv:  # weights that come and go are counted while it runs
+            assert stages[stage][name] == pytest.approx(own, rel=0.03, abs=64), stage
+    in_files = split(networks["denoising", "DiT weights"])[1]
+    assert (in_files == 0) == (case == "fp32")
+
+
+def test_what_is_read_again_where_memory_is_short(tiny: Any) -> None:
+    """Of guided steps, which call the network twice; never more than all of it each time."""
+    asked, _ = composed(tiny("t2v-1.3B"), *BF16, "--task", "t2v-1.3B")
+    planner = Planner(asked.setup, asked.request)
+    need, stay = planner.stages()["denoising"].total(), planner.mapped()["denoising"].total()
+
+    def least(memory: int) -> list[str]:
+        said = [line for line in read_again(planner, memory) if "denoising" in line]
+        return [line.partition("at least ")[2].partition(" from")[0] for line in said]
+
+    assert least(need + stay) == [] == least(0)
+    assert least(need + stay - 10_000) == ["20.00 kB"]
+    assert least(1) == [
+        f"{2 * stay / 1e3:.2f} kB" if 2 * stay < 1e5 else f"{2 * stay / 1e6:.2f} MB"
+    ]
+    assert stay < 1e6 or any("mapped from files" in line for line in lines(planner, "t2v"))
+
+
+def test_a_network_that_is_kept_may_be_changed(tiny: Any) -> None:
+    """Also one that was loaded before; mapped memory cannot be written."""
+    folder, argv = tiny("t2v-1.3B"), (*BF16, "--task", "t2v-1.3B", "--offload_model", "false")
+    for loaded in (False, True):
+        experts = composed(folder, *argv)[1].experts
+        network = experts.get("dit") if loaded else None
+        kept = experts.keep("dit")
+        assert network is None or kept is network
+        assert split(kept)[1] == 0
+        for parameter in kept.parameters():
+            parameter.zero_()
+
+
+@pytest.mark.parametrize("how", ["truncated", slow("replaced")])
+def test_a_file_that_changes_between_steps(
+    how: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Truncated: one sentence, exit code 1. Replaced by another file: the run has its own."""
+    folder, video = tmp_path / "folder", tmp_path / "video.mp4"
+    shutil.copytree(tiny("t2v-1.3B"), folder)
+    argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), *BF16, "--size", "64*64"]
+    argv += ["--frame_num", "5", "--device", "cpu", "--base_seed", "7", "--save_file", str(video)]
+    argv += ["--save_latents"]
+    content, calls, forward = (folder / DIT).read_bytes(), [], WanModel.forward
+
+    def changing(self: WanModel, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        calls.append(out)
+        if len(calls) == 2:  # of the first step
+            if how == "truncated":
+                os.truncate(folder / DIT, 4096)
+            else:
+                (tmp_path / "other").write_bytes(bytes(len(content)))
+                (tmp_path / "other").replace(folder / DIT)
+        return out
+
+    if how == "replaced":
+        assert generate.main(argv) == 0
+        expected = load_file(video.with_suffix(".latents.safetensors"))["latents"]
+    monkeypatch.setattr(WanModel, "forward", changing)
+    code = generate.main(argv)
+    if how == "replaced":
+        found = load_file(video.with_suffix(".latents.safetensors"))["latents"]
+        assert code == 0 and torch.equal(found, expected) and len(calls) == 4
+        return
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert code == 1 and len(calls) == 2
+    assert DIT in said and "was changed while its weights were used" in said
+    assert "Traceback" not in said and not video.exists()
+
+
+def test_streamed_files_begin_large_tensors_at_64_bytes(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3), "b": torch.ones(16, 4), "c": torch.ones(5).bfloat16()}
+    form = {name: (x.dtype, tuple(x.shape)) for name, x in state.items()}
+    write(tmp_path / "x.safetensors", form, iter(state.items()), "x")
+    found = load_file(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[name], x) for name, x in state.items())
+    save_file(state, tmp_path / "y.safetensors")  # the format's own writer
+    header = int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little")
+    assert (8 + header) % 64 == 0
