@@ -26,12 +26,12 @@ from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
 from wan.run import ask, make_setup
-from wan.settings.command import Loras
+from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, spoken
 from wan.settings.execution import OFFLOAD, Offload
-from wan.settings.fields import options
+from wan.settings.fields import fill, options
 from wan.settings.flags import KEYWORDS, PYTHON, for_loading, is_for, read
-from wan.settings.presets import PRESETS
+from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request
 from wan.settings.values import choice, integer, shown, switch
 
@@ -113,9 +113,11 @@ class Generator:
             if "precision" not in values and self.config.param_dtype == torch.float32:
                 values["precision"] = "fp32"
             integer(0, 10**6)("`rank`", rank)  # else it has no effect, as documented
-            checkpoint = _with_files(_described(checkpoint_dir), self.config)
-            sizes = checkpoint.experts.keys(), checkpoint.images
+            chosen = fill(NetworkFiles, values)
             own = [preset for preset in PRESETS.values() if preset.kind == self.kind]
+            checkpoint = _described(checkpoint_dir, chosen, tuple(own))
+            checkpoint = _with_files(checkpoint, self.config, chosen)
+            sizes = checkpoint.experts.keys(), checkpoint.images
             fitting = [one for one in own if ({*one.experts}, one.images) == sizes]
             self._preset = (fitting or own[:1])[-1]  # of Wan2.1's t2v networks, the larger one
             check_task(checkpoint, self._preset)
@@ -302,20 +304,24 @@ def _config(config: Any) -> Any:
     return config
 
 
-def _described(folder: Any) -> Checkpoint:
+def _described(folder: Any, chosen: NetworkFiles, presets: tuple[Preset, ...]) -> Checkpoint:
     if not isinstance(folder, str | Path):
         raise InputError("`ckpt_dir`", shown(folder), "must be the folder of a checkpoint")
-    return describe(Path(os.path.expanduser(folder)))
+    return describe(Path(os.path.expanduser(folder)), chosen, presets)
 
 
-def _with_files(checkpoint: Checkpoint, config: Any) -> Checkpoint:
-    """Returns the checkpoint with the files that the config names, if the folder has them."""
+def _with_files(checkpoint: Checkpoint, config: Any, chosen: NetworkFiles) -> Checkpoint:
+    """Returns the checkpoint with the files that the config names, if the folder has them.
+
+    Those that are chosen one by one are left.
+    """
     assert checkpoint.folder is not None
     named = {
         "vae": checkpoint.folder / config.vae_checkpoint,
         "text_encoder": checkpoint.folder / config.t5_checkpoint,
         "tokenizer": checkpoint.folder / config.t5_tokenizer,
     }
+    named = {part: path for part, path in named.items() if not getattr(chosen, part, None)}
     return replace(checkpoint, **{part: path for part, path in named.items() if path.exists()})
 
 

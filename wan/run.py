@@ -25,7 +25,7 @@ from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import parallel, recipes, step_cache
 from wan.settings.attention import Attention
-from wan.settings.command import Loras, Output, Planning, PromptExtension
+from wan.settings.command import Loras, NetworkFiles, Output, Planning, PromptExtension
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import fill, options
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 4096  # that --plan plans for
 _DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained, in the repository
+DescribeFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
+"""As `wan.checkpoint.layout.describe`."""
 PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]
 """Absolute in records; may differ between ranks."""
 
@@ -186,7 +188,7 @@ def resolve(
     values: Values,
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
-    describe: Callable[[Path], Checkpoint] = describe,
+    describe: DescribeFolder = describe,
 ) -> Run:
     """The run that settings ask for.
 
@@ -210,15 +212,17 @@ def resolve(
             raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
     image, last_image = (None, None) if decodes else _images(values, preset, plan)
     size = None if image is None else image.size
-    folder, is_demo = _checkpoint_folder(values, preset)
+    chosen = fill(NetworkFiles, values)
+    folder, is_demo = _checkpoint_folder(values, preset, chosen)
+    meant = tuple(PRESETS[name] for name in (task, ALIASES.get(task)) if name in PRESETS)
     if is_demo and (plan or not folder.is_dir()):
         checkpoint = published(preset)
         if not plan:  # what can be refused is refused before anything is written
             _decide(values, {}, preset, checkpoint, world, size)
             make_demo(preset.task, folder)
-            checkpoint = describe(folder)
+            checkpoint = describe(folder, chosen, meant)
     else:
-        checkpoint = describe(folder)
+        checkpoint = describe(folder, chosen, meant)
     if task in ALIASES and checkpoint.experts.keys() == {"dit"}:
         two = task == "i2v-14B" and checkpoint.images == 2
         preset = PRESETS["flf2v-14B" if two else task]
@@ -398,13 +402,16 @@ def _record(values: Values, setup: Setup, request: Request, output: Output) -> d
     }
 
 
-def _checkpoint_folder(values: Values, preset: Preset) -> tuple[Path, bool]:
-    """The checkpoint folder, and whether it is a demo's."""
+def _checkpoint_folder(values: Values, preset: Preset, chosen: NetworkFiles) -> tuple[Path, bool]:
+    """The checkpoint folder, and whether it is a demo's; without one, that of a chosen DiT."""
     if "ckpt_dir" in values:
         return values["ckpt_dir"], False
     official = Path(preset.folder)
     if official.is_dir():
         return official, False
+    dit = chosen.dit or chosen.dit_high_noise or chosen.dit_low_noise
+    if dit is not None:
+        return dit.parent, False
     trained = _DEMOS / preset.task
     return trained if trained.is_dir() else env.cache_dir() / f"demo-{preset.task}-v1", True
 

@@ -291,9 +291,9 @@ def test_a_killed_run_is_continued_and_memory_stays(tiny: Any, tmp_path: Path) -
 def test_lines_read_the_checkpoint_once(tiny: Any, tmp_path: Path) -> None:
     described: list[Path] = []
 
-    def counted(folder: Path) -> Any:
+    def counted(folder: Path, *more: Any) -> Any:
         described.append(folder)
-        return describe(folder)
+        return describe(folder, *more)
 
     given = parse(["--prompt_file", str(write(tmp_path, *map(str, range(20))))])
     given["ckpt_dir"] = tiny("t2v-A14B")

@@ -227,6 +227,13 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
     return None
 
 
+def has_network(folder: Path) -> bool:
+    """Returns whether the folder holds weights under a library's name."""
+    names = [f"{stem}{suffix}" for stem in _STEMS for suffix in (_INDEX, ".safetensors")]
+    shards = (folder.glob(f"{stem}-*-of-*.safetensors") for stem in _STEMS)
+    return any((folder / name).is_file() for name in names) or any(map(any, shards))
+
+
 def _sharded_tensors(index: Path) -> dict[str, TensorInfo]:
     """Finds each tensor that an index file names in the shard it names, which is next to it."""
     weight_map = read_json(index).get("weight_map")

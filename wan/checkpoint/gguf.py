@@ -2,17 +2,18 @@
 
 The `gguf` package is the tests' oracle and is not used here: its reader makes several objects of
 every element of the metadata, and believes the counts that a damaged file states. This one skips
-the metadata that no network needs, and keeps to the bytes that the file has.
+the metadata that is not asked for, and keeps to the bytes that the file has.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wan.checkpoint.files import GGUF, TensorInfo, opened
 from wan.settings.errors import InputError
@@ -36,9 +37,12 @@ _PLAIN = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2)}  # values and bytes, as 
 # Type of a metadata value -> struct's code of a number.
 _NUMBERS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", start=10))
 _STRING, _ARRAY = 8, 9
+_ALIGNMENT = "general.alignment"
 _ORIGINAL = "comfy.gguf.orig_shape."  # then a tensor's name: its shape before it was flattened
 _LONGEST = 1 << 25  # bytes of a header; one with a tokenizer of 256 000 words has 10 MB
 _MOST_AXES = 8
+
+T = TypeVar("T")
 
 
 class _DamagedError(Exception):
@@ -49,7 +53,8 @@ class _Header:
     """A header, read from its beginning."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory, self.at, self._end = memory, 0, min(len(memory), _LONGEST)
+        self._memory, self.at, self.size = memory, 0, len(memory)
+        self._end = min(self.size, _LONGEST)
 
     def skip(self, size: int) -> int:
         """Passes over so many bytes, which must be there, and returns where they begin."""
@@ -78,25 +83,26 @@ class _Header:
         except UnicodeDecodeError:
             raise _DamagedError("a name is no text") from None
 
-    def value(self, name: str) -> tuple[int, ...]:
-        """Passes over the value of a key, and returns it where it says how tensors lie."""
-        kind = self.number("I")
-        count = 1
+    def value(self, wanted: bool) -> Any:
+        """Returns the value of a key: a number, a text, or a tuple of them; None if not wanted."""
+        kind, count = self.number("I"), 1
         if is_array := kind == _ARRAY:
             kind, count = self.numbers("IQ")
-        if kind == _STRING:
-            for _ in range(count):  # each takes eight bytes at least, so that a file's end ends it
-                self.skip(self.number("Q"))
-            return ()
-        if kind not in _NUMBERS:
+        if kind == _STRING:  # each takes eight bytes at least, so that a file's end ends it
+            found: list[Any] = []
+            for _ in range(count):
+                if wanted:
+                    found.append(self.text())
+                else:
+                    self.skip(self.number("Q"))
+        elif kind not in _NUMBERS:
             raise _DamagedError(f"metadata of the unknown type {kind}")
-        code = _NUMBERS[kind]
-        if name == "general.alignment" or (is_array and name.startswith(_ORIGINAL)):
-            if count > _MOST_AXES or code in "fd?":
-                raise _DamagedError(f"{shown(name, str)} is no shape or size")
-            return self.numbers(code * count)
-        self.skip(struct.calcsize(f"<{code}") * count)
-        return ()
+        else:
+            form, memory = struct.Struct(f"<{_NUMBERS[kind]}"), self._memory
+            start = self.skip(form.size * count)
+            bytes_ = memory[start : self.at] if wanted else b""
+            found = [number for (number,) in form.iter_unpack(bytes_)]
+        return None if not wanted else tuple(found) if is_array else found[0]
 
 
 def header(path: Path) -> dict[str, TensorInfo]:
@@ -105,13 +111,21 @@ def header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         InputError: The file is not whole, or has tensors of a kind that is not supported.
     """
+    return _read(path, lambda read: _tensors(path, read))
+
+
+def metadata(path: Path, names: Collection[str]) -> dict[str, Any]:
+    """Returns those of the named values that a GGUF file has; InputError if it is not whole."""
+    return _read(path, lambda read: _values(read, lambda name: name in names)[1])
+
+
+def _read(path: Path, work: Callable[[_Header], T]) -> T:
     with opened(path) as file:
-        size = path.stat().st_size
-        if size < 24:  # which cannot be mapped where it is empty
+        if path.stat().st_size < 24:  # which cannot be mapped where it is empty
             raise _not_whole(path, "truncated")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
             try:
-                return _tensors(path, _Header(memory), size)
+                return work(_Header(memory))
             except _DamagedError as error:
                 raise _not_whole(path, str(error)) from None
 
@@ -120,19 +134,31 @@ def _not_whole(path: Path, reason: str) -> InputError:
     return InputError(f"{path}", None, f"is no whole GGUF file ({reason})", "download it again")
 
 
-def _tensors(path: Path, read: _Header, size: int) -> dict[str, TensorInfo]:
+def _values(read: _Header, wanted: Callable[[str], bool]) -> tuple[int, dict[str, Any]]:
+    """Reads up to the first tensor: how many there are, and the wanted values of the metadata."""
     if read.number("I") != int.from_bytes(b"GGUF", "little"):
         raise _DamagedError("it does not begin with GGUF")
     if (version := read.number("I")) not in (2, 3):
         raise _DamagedError(f"version {version}; 2 and 3 are supported")
     count, keys = read.numbers("QQ")
-    said: dict[str, tuple[int, ...]] = {}
+    found: dict[str, Any] = {}
     for _ in range(keys):
         name = read.text()
-        if value := read.value(name):
-            said[name] = value
-    alignment = said.get("general.alignment", (32,))[0]
-    if alignment < 8 or alignment > 1 << 20 or alignment & (alignment - 1):
+        is_wanted = wanted(name)
+        value = read.value(is_wanted)
+        if is_wanted:
+            found[name] = value
+    return count, found
+
+
+def _tensors(path: Path, read: _Header) -> dict[str, TensorInfo]:
+    count, said = _values(read, lambda name: name == _ALIGNMENT or name.startswith(_ORIGINAL))
+    for name, value in said.items():
+        sizes = value if isinstance(value, tuple) else (value,)
+        if len(sizes) > _MOST_AXES or any(type(size) is not int for size in sizes):
+            raise _DamagedError(f"{shown(name, str)} is no shape or size")
+    alignment = said.get(_ALIGNMENT, 32)
+    if type(alignment) is not int or alignment not in (1 << bits for bits in range(3, 21)):
         raise _DamagedError(f"alignment {alignment}")
     found: dict[str, TensorInfo] = {}
     for _ in range(count):
@@ -147,10 +173,11 @@ def _tensors(path: Path, read: _Header, size: int) -> dict[str, TensorInfo]:
         if start % alignment:
             raise _DamagedError(f"{shown(name, str)} begins between two multiples of {alignment}")
         shape = said.get(_ORIGINAL + name, sizes[::-1])
+        shape = shape if isinstance(shape, tuple) else (shape,)
         found[name] = _info(path, name, kind, sizes, shape, start)
     data = -(-read.at // alignment) * alignment
     for name, info in found.items():
-        if data + info.start + info.nbytes > size:
+        if data + info.start + info.nbytes > read.size:
             raise _DamagedError(f"{shown(name, str)} ends behind the end of the file")
         found[name] = replace(info, start=data + info.start)
     return found

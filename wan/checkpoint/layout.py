@@ -1,7 +1,8 @@
-"""Finds out what a checkpoint folder holds, from names, JSON files and safetensors headers alone.
+"""Finds out what a checkpoint folder holds, from names, JSON files and headers of weight files.
 
-It reads official folders, `*-Diffusers` folders, and single-file DiT weights (with or without a
-config.json) next to the official VAE and text encoder. No weight is read, and torch not imported.
+It reads official and `*-Diffusers` folders, and whatever files make a pipeline together: ComfyUI's,
+GGUF, single DiTs with or without a config.json, in one folder or where ComfyUI keeps them. No
+weight is read, and torch not imported.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ from wan.checkpoint.files import (
     check_complete,
     file_tensors,
     folder_tensors,
+    has_network,
     is_folder,
     read_json,
 )
 from wan.checkpoint.keymaps import dit_official_name
 from wan.checkpoint.marks import network_tensors
+from wan.checkpoint.search import PARTS, Found, Search, look
+from wan.checkpoint.vocabulary import has_vocabulary
+from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
-from wan.settings.presets import Preset
+from wan.settings.presets import PRESETS, Preset
 from wan.settings.values import shown
 
+NO_FILES = NetworkFiles()
+_LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48}
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
 MODEL_TYPES = (*KINDS.values(), "flf2v")
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
@@ -38,11 +45,12 @@ _STEMS = {  # official files end with .pth or .safetensors
     "image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14",
 }
 _EXPECTED = {
-    "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth or vae/",
-    "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or *umt5*.gguf",
-    "image_encoder": f"{_STEMS['image_encoder']}.pth or image_encoder/",
-    "tokenizer": "google/umt5-xxl/ or tokenizer/",
+    "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth, vae/ or another file of it",
+    "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or another file of it",
+    "image_encoder": f"{_STEMS['image_encoder']}.pth, image_encoder/ or clip_vision/",
+    "tokenizer": "google/umt5-xxl/, tokenizer/ or a text encoder's file that holds it",
 }
+_FLAGS = {"text_encoder": ", or give one with `text_encoder`", "vae": ", or give one with `vae`"}
 
 
 class DitConfig(TypedDict):
@@ -141,7 +149,7 @@ class Checkpoint:
         path: Path | None = getattr(self, part)
         if path is None:
             why = f"has no {part.replace('_', ' ')}; expected {_EXPECTED[part]}"
-            remedy = "download the missing files of the checkpoint"
+            remedy = f"download the missing files of the checkpoint{_FLAGS.get(part, '')}"
             raise InputError(f"{self.folder}", None, why, remedy)
         return path
 
@@ -169,11 +177,21 @@ def published(preset: Preset) -> Checkpoint:
     return Checkpoint(None, "official", preset.kind, dict.fromkeys(preset.experts, files))
 
 
-def describe(folder: Path) -> Checkpoint:
+def describe(
+    folder: Path,
+    chosen: NetworkFiles = NO_FILES,
+    presets: tuple[Preset, ...] = tuple(PRESETS.values()),
+) -> Checkpoint:
     """Finds out what a checkpoint folder holds.
 
+    Args:
+        folder: The folder.
+        chosen: Files and folders of single networks that are used instead.
+        presets: The tasks that are meant: of a folder with many networks, those of others are
+            passed over.
+
     Raises:
-        InputError: Something is missing, truncated or contradictory.
+        InputError: The folder is no checkpoint, is damaged, or holds two networks that would do.
     """
     if not is_folder(folder):
         why = "does not exist"
@@ -186,32 +204,105 @@ def describe(folder: Path) -> Checkpoint:
                 "download the checkpoint first, if it is a model hub's name, and give its folder"
             )
         raise InputError("`ckpt_dir`", folder, why, remedy)
-    diffusers = (folder / "transformer").is_dir()
-    experts = _find_experts(folder, diffusers)
+    search, diffusers = Search(folder), (folder / "transformer").is_dir()
+    experts = _chosen_experts(chosen, presets)
+    if not experts.keys() >= {"dit"} and not experts.keys() >= {*EXPERT_FOLDERS}:
+        experts = {**_find_experts(search, folder, diffusers, presets, experts), **experts}
     first, *others = experts.values()
     if any(files.config != first.config for files in others):
         why = "mixes networks of different tasks or sizes"
         raise InputError(f"{folder}", None, why, "download it again")
     kind = _kind(first)
-    if diffusers:
-        found = {part: _library_part(folder / part) for part in ("vae", *_STEMS)}
-    else:
-        stems = {"vae": "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE", **_STEMS}
-        found = {part: _file(folder, stem) for part, stem in stems.items()}
-        encoders = [path for path in folder.glob("*.gguf") if "umt5" in path.name.lower()]
-        if found["text_encoder"] is None and len(encoders) == 1:
-            found["text_encoder"] = check_complete(encoders[0])
-    if not first.config["image_dim"]:
-        found["image_encoder"] = None
-    tokenizer = folder / ("tokenizer" if diffusers else "google/umt5-xxl")
+    parts: dict[str, Path | None] = {}
+    stems = {"vae": "Wan2.2_VAE" if kind == "ti2v" else "Wan2.1_VAE", **_STEMS}
+    for part, stem in stems.items():
+        if part == "image_encoder" and not first.config["image_dim"]:
+            parts[part] = None
+        elif (path := getattr(chosen, part, None)) is not None:
+            parts[part] = _chosen(part, path, kind)
+        else:
+            known = _library_part(folder / part) if diffusers else _file(folder, stem)
+            parts[part] = known or _found(search, part, kind)
     return Checkpoint(
         folder=folder,
         layout="diffusers" if diffusers else "official",
         kind=kind,
         experts=experts,
-        tokenizer=tokenizer if tokenizer.is_dir() else None,
-        **found,
+        tokenizer=_tokenizer(folder, parts["text_encoder"]),
+        **parts,
     )
+
+
+def _chosen_experts(chosen: NetworkFiles, presets: tuple[Preset, ...]) -> dict[str, DitFiles]:
+    """Describes the DiTs that are chosen one by one."""
+    given = {"dit": chosen.dit, "high_noise": chosen.dit_high_noise}
+    given |= {"low_noise": chosen.dit_low_noise}
+    if chosen.dit is not None and (chosen.dit_high_noise or chosen.dit_low_noise):
+        why = "is a task's only network, and cannot be given with one of two experts"
+        raise InputError("`dit`", chosen.dit, why, "give `dit_high_noise` and `dit_low_noise`")
+    found: dict[str, DitFiles] = {}
+    for expert, path in given.items():
+        if path is None:
+            continue
+        flag = "`dit`" if expert == "dit" else f"`dit_{expert}`"
+        if not any(expert in preset.experts for preset in presets):
+            of = "two experts" if expert == "dit" else "one network"
+            remedy = "use `dit_high_noise` and `dit_low_noise`" if expert == "dit" else "use `dit`"
+            tasks = " or ".join(preset.task for preset in presets)
+            raise InputError(flag, path, f"does not fit {tasks}, which has {of}", remedy)
+        _check_part(flag, path, "dit")
+        found[expert] = _dit_files(path) if path.is_dir() else _dit_files(path.parent, path)
+    if found.keys() == {*EXPERT_FOLDERS} and chosen.dit_high_noise == chosen.dit_low_noise:
+        why = "is given for both experts"
+        raise InputError("`dit_high_noise`", chosen.dit_high_noise, why, "give two files")
+    return found
+
+
+def _check_part(flag: str, path: Path, part: str) -> Found | None:
+    """Refuses a chosen file or folder that holds another network; None for a `.pth`."""
+    if not path.exists():
+        raise InputError(flag, path, "does not exist", "give a weight file or its folder")
+    if path.is_file() and path.suffix == ".pth" and part != "dit":
+        check_complete(path)
+        return None  # it is torch that looks into it
+    if path.is_file() and path.suffix not in WEIGHT_FILES:
+        remedy = f"give one of {', '.join(WEIGHT_FILES)}"
+        if path.suffix == ".pth":
+            remedy = "convert it with tools/convert_checkpoint.py"
+        raise InputError(flag, path, "is no file that weights are read from", remedy)
+    found = look(path)
+    if found.part != part:
+        holds = PARTS[found.part] if found.part else "none of Wan's networks"
+        raise InputError(flag, path, f"holds {holds}", f"give {PARTS[part]}")
+    return found
+
+
+def _chosen(part: str, path: Path, kind: str) -> Path:
+    """Checks the chosen text encoder or VAE."""
+    found = _check_part(f"`{part}`", path, part)
+    if found is not None and part == "vae" and found.channels != _LATENTS[kind]:
+        why = f"has {found.channels} latent channels, and the networks of {kind} have "
+        raise InputError("`vae`", path, f"{why}{_LATENTS[kind]}", "give the VAE of this task")
+    return path
+
+
+def _found(search: Search, part: str, kind: str) -> Path | None:
+    """Searches the folder for a part."""
+    among = search.all(part)
+    if part == "vae":
+        among = [one for one in among if one.channels == _LATENTS[kind]]
+    one = search.one(part, among, part)
+    return None if one is None else one.path
+
+
+def _tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
+    """Returns the tokenizer's folder, or the text encoder's file if it holds the tokenizer."""
+    beside = [] if text_encoder is None else [text_encoder.parent]
+    for base in (folder, *beside):
+        for name in ("google/umt5-xxl", "tokenizer"):
+            if (base / name).is_dir():
+                return base / name
+    return text_encoder if text_encoder is not None and has_vocabulary(text_encoder) else None
 
 
 def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
@@ -243,27 +334,71 @@ def _library_part(folder: Path) -> Path | None:
     return folder if folder.is_dir() and folder_tensors(folder) else None
 
 
-def _find_experts(folder: Path, diffusers: bool) -> dict[str, DitFiles]:
+def _find_experts(
+    search: Search,
+    folder: Path,
+    diffusers: bool,
+    presets: tuple[Preset, ...],
+    chosen: Collection[str],
+) -> dict[str, DitFiles]:
+    """Describes the DiTs that the folder holds, without those that are chosen."""
     names = _DIFFUSERS_FOLDERS if diffusers else EXPERT_FOLDERS
     folders = {expert: folder / sub for expert, sub in names.items() if (folder / sub).is_dir()}
-    if folders.keys() == {"high_noise"} and diffusers:
+    if folders.keys() == {"high_noise"} and diffusers and not chosen:
         return {"dit": _dit_files(folders["high_noise"])}
-    if len(folders) == 1:
+    if folders and len(folders.keys() | {*chosen}) == 1:
         missing = folder / names[({"high_noise", "low_noise"} - folders.keys()).pop()]
-        raise InputError(f"{missing}", None, "is missing", "download the other expert too")
+        remedy = "download the other expert too"
+        raise InputError(f"{missing}", None, "is missing", remedy)
     if folders:
-        return {expert: _dit_files(path) for expert, path in folders.items()}
-    pair = {expert: _named(folder, expert) for expert in EXPERT_FOLDERS}
-    if all(len(files) == 1 for files in pair.values()):
-        return {expert: _dit_files(folder, files[0]) for expert, files in pair.items()}
-    return {"dit": _dit_files(folder)}
+        rest = {expert: path for expert, path in folders.items() if expert not in chosen}
+        return {expert: _dit_files(path) for expert, path in rest.items()}
+    if has_network(folder):
+        return {"dit": _dit_files(folder)}
+    return _searched_experts(search, folder, presets, chosen) or {"dit": _dit_files(folder)}
 
 
-def _named(folder: Path, expert: str) -> list[Path]:
-    """Returns the weight files whose names say an expert; a folder may be between (QuantStack)."""
-    says = re.compile(expert.replace("_", "[-_ ]?"), re.IGNORECASE)
-    files = (*folder.iterdir(), *folder.glob("*/*.gguf"))
-    return sorted(f for f in files if f.suffix in WEIGHT_FILES and says.search(f.name))
+def _searched_experts(
+    search: Search, folder: Path, presets: tuple[Preset, ...], chosen: Collection[str]
+) -> dict[str, DitFiles]:
+    """Describes DiTs that the folder holds as files of any name; {} where it holds none."""
+    every = search.all("dit")
+    fitting = [one for one in every if any(_fits(one, preset) for preset in presets)] or every
+
+    def files(one: Found) -> DitFiles:
+        own = (one.path.parent / "config.json").is_file()
+        return _dit_files(one.path.parent if own else folder, one.path)
+
+    pair = {}
+    for expert in EXPERT_FOLDERS:
+        among = [one for one in fitting if one.expert == expert]
+        if expert not in chosen and any(len(preset.experts) == 2 for preset in presets):
+            pair[expert] = search.one("dit", among, f"dit_{expert}")
+    missing = [expert for expert, one in pair.items() if one is None]
+    if (pair and len(missing) < len(pair)) or (pair and chosen):
+        if missing:
+            words = missing[0].replace("_", "-")
+            why = f"holds no {words} expert ({', '.join(p.name for p in _paths(fitting))})"
+            remedy = f"download it, or give one with `dit_{missing[0]}`"
+            raise InputError(f"{folder}", None, why, remedy)
+        return {expert: files(one) for expert, one in pair.items() if one is not None}
+    single = [one for one in fitting if one.expert is None] or fitting
+    dims = {preset.dim for preset in presets}
+    if len(single) > 1 and len(presets) < len(PRESETS):
+        own = [one for one in single if (*one.shape("patch_embedding.weight"), 0)[0] in dims]
+        single = own or single
+    found = search.one("dit", single, "dit")
+    return {} if found is None else {"dit": files(found)}
+
+
+def _paths(found: Collection[Found]) -> list[Path]:
+    return sorted(one.path for one in found)[:3]
+
+
+def _fits(found: Found, preset: Preset) -> bool:
+    """Returns whether a DiT takes what the task gives it."""
+    images = bool(found.shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight"))
+    return KINDS.get(found.channels) == preset.kind and images == bool(preset.images)
 
 
 def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:

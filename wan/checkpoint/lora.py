@@ -175,6 +175,13 @@ def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
     return found
 
 
+def _in_folder(one: Named, folder: Path) -> Named:
+    """Returns where a file is: where it is said to be, or in ComfyUI's folder `loras`."""
+    file, here = Path(os.path.abspath(one.file)), Path.cwd()
+    there = folder / "loras" / (file.relative_to(here) if file.is_relative_to(here) else file.name)
+    return Named(there, one.strength) if not one.file.exists() and there.is_file() else one
+
+
 def _by_name(files: Mapping[str, tuple[Named, ...]]) -> dict[str, tuple[Named, ...]]:
     """Gives each file whose name says an expert, as published pairs do, to that expert alone."""
     found: dict[str, tuple[Named, ...]] = dict.fromkeys(files, ())
@@ -241,6 +248,10 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
         flag = next(flag for flag in given if flag != "lora")
         why = "is for two experts, but this checkpoint has one network"
         raise InputError(f"`{flag}`", None, why, "use `lora`")
+    files = {
+        network: tuple(_in_folder(one, checkpoint.folder) for one in ones)
+        for network, ones in files.items()
+    }
     if "dit" not in checkpoint.experts:
         files = _by_name(files)
     for expert in _EXPERTS:

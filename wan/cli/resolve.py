@@ -14,11 +14,10 @@ from typing import Any
 from wan import env, run
 from wan.checkpoint import layout
 from wan.checkpoint.files import numbered, read_json, safetensors_metadata
-from wan.checkpoint.layout import Checkpoint
 from wan.cli.output import check_trace, check_writable, usable_paths
 from wan.pipeline import memory
 from wan.pipeline.video import latents_shape
-from wan.run import Run, Values
+from wan.run import DescribeFolder, Run, Values
 from wan.settings import recipes
 from wan.settings.errors import InputError, spoken
 from wan.settings.flags import FLAGS, check_needs, read
@@ -29,7 +28,7 @@ def resolve(
     given: Values,
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
-    describe: Callable[[Path], Checkpoint] = layout.describe,
+    describe: DescribeFolder = layout.describe,
 ) -> Run:
     """Returns the run that the given flags ask for.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.load import Blueprint, DTypeOf, stored
+from wan.checkpoint.vocabulary import Vocabulary, vocabulary
 from wan.host import on_own_cores
 from wan.log import logger
 from wan.settings.errors import InputError
@@ -79,18 +80,52 @@ class TextEncoder:
         return states[0, : min(len(ids), self.text_len)]
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Reads the tokenizer in a folder; raises InputError where `TextEncoder` cannot use it."""
+def load_tokenizer(path: Path) -> Any:
+    """Reads the tokenizer of a folder, or the one that a text encoder's file holds.
+
+    Raises:
+        InputError: `TextEncoder` cannot use it.
+    """
     from transformers import AutoTokenizer
 
+    if path.is_file():
+        return _unigram(path, vocabulary(path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer("a", padding="max_length", truncation=True, max_length=2)
     except Exception as error:  # the tokenizers library raises no other for a damaged file
-        reason = shown(error, str)
-        why = f"holds no usable tokenizer ({reason})"
-        raise InputError(str(folder), None, why, "download it") from error
+        raise _unusable(path, error) from error
     return tokenizer
+
+
+def _unigram(path: Path, found: Vocabulary) -> Any:
+    """Makes T5's tokenizer of a vocabulary."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer = Tokenizer(models.Unigram(found.pieces, unk_id=2, byte_fallback=False))
+        if found.charsmap:
+            tokenizer.normalizer = normalizers.Precompiled(found.charsmap)
+    except Exception as error:  # as above
+        raise _unusable(path, error) from error
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
+    )
+    end = found.pieces[1][0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, 1)]
+    )
+    tokenizer.add_special_tokens(found.special)
+    pad, _, unknown = (piece for piece, _ in found.pieces[:3])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token=unknown
+    )
+
+
+def _unusable(path: Path, error: Exception) -> InputError:
+    why = f"holds no usable tokenizer ({shown(error, str)})"
+    return InputError(str(path), None, why, "download it")
 
 
 def blueprint(path: Path) -> Blueprint[nn.Module]:

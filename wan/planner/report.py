@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from wan import env, host
+from wan.checkpoint.files import TensorInfo
+from wan.checkpoint.layout import Checkpoint
+from wan.pipeline import clip, text, vae
 from wan.pipeline.memory import Usage, gpu_memory
 from wan.planner import placement
 from wan.planner.measure import Planner
@@ -53,6 +58,7 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
         f"Plan: {task}, {width}*{height}, {request.frame_num} frames, {planner.precision}, "
         f"{_count(parallel.world_size, 'rank')} ({planner.device.can.name}); sizes "
         + (f"of {folder}" if folder else "as published (no checkpoint folder)"),
+        *files(planner),
         f"Tokens: {tokens.tokens} + {tokens.padded - tokens.tokens} padding, "
         f"{tokens.shard_len} per rank",
         planner.forwards(parallel)[0].attention,
@@ -81,6 +87,51 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
             f"{_count(forwards, 'forward')}{seconds}"
         )
     return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
+
+
+def files(planner: Planner) -> Iterator[str]:
+    """Describes what each network of a checkpoint folder is read from, and what it becomes."""
+    setup, checkpoint = planner.setup, planner.setup.checkpoint
+    device, encoders = (
+        planner.device.type,
+        planner.setup.execution.precision_on(planner.device.type),
+    )
+    for expert, dit in checkpoint.experts.items():
+        infos, becomes = list(dit.tensors.values()), f"becomes {planner.precision}"
+        stay = sorted(setup.kept(device) & {info.dtype for info in infos})
+        if setup.quantised is not None:
+            export = setup.quantised.experts[expert]
+            becomes += f", its {len(export.linears)} quantised layers are those of {export.weights}"
+        elif stay:
+            becomes = f"{', '.join(stay)} stays until it is used, the rest {becomes}"
+        if infos:
+            yield _read_from(checkpoint, f"DiT {expert}", infos, becomes)
+    if (path := checkpoint.text_encoder) is not None:
+        infos = list(text.blueprint(path).tensors.values())
+        yield _read_from(checkpoint, "text encoder", infos, f"becomes {encoders}")
+    if (path := checkpoint.tokenizer) is not None:
+        yield f"  tokenizer: {_name(checkpoint, {path})}"
+    if (path := checkpoint.image_encoder) is not None:
+        infos = list(clip.blueprint(path).tensors.values())
+        yield _read_from(checkpoint, "image encoder", infos, f"becomes {encoders}")
+    if (path := checkpoint.vae) is not None:
+        infos = list(vae.blueprint(path).tensors.values())
+        yield _read_from(checkpoint, "VAE", infos, f"becomes {setup.execution.vae_precision}")
+
+
+def _read_from(checkpoint: Checkpoint, part: str, infos: Iterable[TensorInfo], becomes: str) -> str:
+    sizes = Counter[str]()
+    for info in infos:
+        sizes[info.dtype] += info.nbytes
+    held = ", ".join(f"{dtype} {_size(size)}" for dtype, size in sizes.most_common())
+    return f"  {part}: {_name(checkpoint, {info.file for info in infos})} ({held}); {becomes}"
+
+
+def _name(checkpoint: Checkpoint, paths: Iterable[Path]) -> str:
+    first, *others = sorted(paths)
+    folder = checkpoint.folder
+    name = first.relative_to(folder) if folder and first.is_relative_to(folder) else first
+    return f"{name} and {len(others)} more" if others else f"{name}"
 
 
 def read_again(planner: Planner, memory: int) -> Iterator[str]:

@@ -63,6 +63,17 @@ class Files:
 
 
 @dataclass(frozen=True)
+class NetworkFiles:
+    """Files or folders of single networks, used instead of what the checkpoint folder holds."""
+
+    dit: Path | None = loading(None, values.path, "file or folder of the DiT, instead")
+    dit_high_noise: Path | None = loading(None, values.path, "likewise, of the high-noise expert")
+    dit_low_noise: Path | None = loading(None, values.path, "likewise, of the low-noise expert")
+    text_encoder: Path | None = loading(None, values.path, "likewise, of the text encoder")
+    vae: Path | None = loading(None, values.path, "likewise, of the VAE", decoding=True)
+
+
+@dataclass(frozen=True)
 class Loras:
     """LoRA and difference files, by the network that they change."""
 

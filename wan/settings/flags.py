@@ -14,6 +14,7 @@ from wan.settings.command import (
     Images,
     Loras,
     Many,
+    NetworkFiles,
     Output,
     Planning,
     PromptExtension,
@@ -28,7 +29,7 @@ from wan.settings.values import switch
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "what to generate": (Request, Images),
-    "checkpoint": (Files, Loras),
+    "checkpoint": (Files, NetworkFiles, Loras),
     "sampling": (Sampling,),
     "device and memory": (Execution,),
     "attention": (Attention,),

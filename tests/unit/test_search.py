@@ -1,0 +1,347 @@
+"""Files that make a pipeline together are found by what they hold, or refused in one sentence."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file, save_file
+from sentencepiece import sentencepiece_model_pb2
+from torch import Tensor
+from transformers import T5Tokenizer
+
+from tests import gguf_files
+from tests.conftest import slow
+from tests.pipelines import composed, latents
+from wan.checkpoint.keymaps import t5_transformers_name
+from wan.checkpoint.layout import describe
+from wan.pipeline import text
+from wan.planner import report
+from wan.planner.measure import Planner
+from wan.settings.errors import InputError
+
+TEXT = "umt5_xxl_fp16.safetensors"
+VAES = {"Wan2.1_VAE": "wan_2.1_vae.safetensors", "Wan2.2_VAE": "wan2.2_vae.safetensors"}
+WORDS = ("--sample_steps", "2")
+PIECES = [
+    *("A cat walks", "Übergröße, naïve café!", "  two  spaces ", "数猫", "</s> x"),
+    "fi ligature ﬁ ½ ① ™",
+]
+
+
+def state(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file or folder."""
+    if path.suffix == ".pth":
+        return torch.load(path)
+    found: dict[str, Tensor] = {}
+    for file in [path] if path.is_file() else path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def save(tensors: dict[str, Tensor], path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+    return path
+
+
+def comfy(source: Path, root: Path, dits: str = "diffusion_models") -> Path:
+    """An official folder's networks where ComfyUI has them, under names as they are published."""
+    for network in [path for path in source.glob("*_model") if path.is_dir()] or [source]:
+        name = {"high_noise_model": "t2v_high_noise_14B", "low_noise_model": "t2v_low_noise_14B"}
+        file = f"wan2.2_{name.get(network.name, 'ti2v_5B')}_fp16.safetensors"
+        save(state(network), root / dits / file)
+    encoder = state(next(source.glob("models_t5*")))
+    named = {t5_transformers_name(name): tensor for name, tensor in encoder.items()}
+    save(named, root / "text_encoders" / TEXT)
+    for stem, name in VAES.items():
+        for file in source.glob(f"{stem}.*"):
+            save(state(file), root / "vae" / name)
+    shutil.copytree(source / "google", root / "google")
+    config = next(source.rglob("config.json"))
+    shutil.copy(config, root / dits)  # the head size of tiny networks is not the published one
+    return root
+
+
+def with_others(root: Path, others: Path) -> None:
+    """Files of other models beside: another task's, an image model's, a LoRA, no weights."""
+    five = root / "diffusion_models" / "5B"
+    save(state(others), five / "wan2.2_ti2v_5B_fp16.safetensors")
+    shutil.copy(others / "config.json", five)
+    save(state(next(others.glob("Wan2.2_VAE.*"))), root / "vae" / VAES["Wan2.2_VAE"])
+    save({"double_blocks.0.weight": torch.zeros(2)}, root / "diffusion_models" / "flux.safetensors")
+    flat = {f"encoder.{x}": torch.zeros(2, 2, 1, 1) for x in ("conv_in.weight", "conv1.weight")}
+    save(
+        {**flat, "post_quant_conv.weight": torch.zeros(16, 16, 1, 1)},
+        root / "vae" / "ae.safetensors",
+    )
+    save({"a.lora_down.weight": torch.zeros(2, 2)}, root / "loras" / "style.safetensors")
+    (root / "diffusion_models" / "put_models_here").touch()
+
+
+@pytest.mark.parametrize("task", ["t2v-A14B", slow("ti2v-5B")])
+def test_comfyuis_tree(task: str, tiny: Any, tmp_path: Path, one_thread: None) -> None:
+    """Beside the models of other tasks."""
+    root = comfy(tiny(task), tmp_path / "models")
+    if task == "t2v-A14B":
+        with_others(root, tiny("ti2v-5B"))
+    words = ("--task", task, *WORDS)
+    assert torch.equal(latents(root, *words), latents(tiny(task), *words))
+
+
+@pytest.mark.parametrize("task", ["t2v-A14B", slow("ti2v-5B")])
+def test_files_of_any_layout_in_one_folder(
+    task: str, tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """GGUF experts, diffusers' text encoder and an official VAE, under names of our own."""
+    files, plain = gguf_files.with_gguf(tiny(task), "Q8_0", tmp_path)
+    root = tmp_path / "mixed"
+    root.mkdir()
+    found = sorted(files.rglob("*.gguf"))
+    for path, name in zip(found, ("a-HIGH", "b-low")[: len(found)], strict=True):
+        shutil.copy(path, root / f"{name}.gguf")
+    save(state(tiny(task, "diffusers") / "text_encoder"), root / "some text.safetensors")
+    save(state(next(tiny(task).glob("Wan2.*_VAE.*"))), root / "c.safetensors")
+    shutil.copytree(tiny(task) / "google", root / "google")
+    shutil.copy(files / "config.json", root)
+    words = ("--task", task, *WORDS)
+    assert torch.equal(latents(root, *words), latents(plain, *words))
+
+
+def test_files_that_are_chosen(tiny: Any, tmp_path: Path, one_thread: None) -> None:
+    """One expert, the text encoder and the VAE from elsewhere; a file or a folder."""
+    task, other = "t2v-A14B", comfy(tiny("t2v-A14B"), tmp_path / "models")
+    broken = Path(shutil.copytree(tiny(task), tmp_path / "broken"))
+    for path in (*broken.glob("*_VAE*"), *broken.glob("models_t5*")):
+        path.unlink()
+    shutil.rmtree(broken / "low_noise_model")
+    words = ["--task", task, *WORDS, "--text_encoder", str(other / "text_encoders" / TEXT)]
+    words += ["--vae", str(tiny(task, "diffusers") / "vae")]
+    words += ["--dit_low_noise", str(next(other.rglob("*low_noise*")))]
+    assert torch.equal(latents(broken, *words), latents(tiny(task), *words[:4]))
+
+
+def test_a_lora_in_comfyuis_folder(tiny: Any, tmp_path: Path) -> None:
+    root = comfy(tiny("ti2v-5B"), tmp_path / "models")
+    weight = state(tiny("ti2v-5B"))["blocks.0.self_attn.q.weight"]
+    save({"blocks.0.self_attn.q.diff": torch.ones_like(weight)}, root / "loras" / "a.safetensors")
+    asked, _ = composed(root, "--task", "ti2v-5B", "--lora", "a.safetensors=0.5")
+    (lora,) = asked.setup.loras["dit"]
+    assert (lora.file, lora.strength) == (root / "loras" / "a.safetensors", 0.5)
+
+
+def test_a_plan_lists_every_file(tiny: Any, tmp_path: Path) -> None:
+    files, _ = gguf_files.with_gguf(tiny("t2v-A14B"), "Q8_0", tmp_path)
+    asked, _ = composed(files, "--task", "t2v-A14B", "--precision", "bf16")
+    found = list(report.files(Planner(asked.setup, asked.request)))
+    names = ["DiT high_noise", "DiT low_noise", "text encoder", "tokenizer", "VAE"]
+    assert [line.strip().partition(":")[0] for line in found] == names
+    assert "HighNoise/Wan2.2-HighNoise-Q8_0.gguf (" in found[0] and "Q8_0 1.47 MB" in found[0]
+    assert found[0].endswith("; Q8_0 stays until it is used, the rest becomes bf16")
+    assert found[3] == "  tokenizer: google/umt5-xxl"
+    assert found[4].startswith("  VAE: Wan2.1_VAE.") and found[4].endswith("becomes fp32")
+
+
+Wrong = tuple[Callable[[Path, dict[str, Any]], Any], str]
+
+
+def twice(name: str) -> Callable[[Path, Any], Any]:
+    def copy(root: Path, _: Any) -> None:
+        path = next(root.rglob(name))
+        shutil.copy(path, path.with_name(f"copy of {path.name}"))
+
+    return copy
+
+
+def without(*names: str) -> Callable[[Path, Any], Any]:
+    def remove(root: Path, _: Any) -> None:
+        for name in names:
+            for path in root.rglob(name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return remove
+
+
+def choose(flag: str, name: str) -> Callable[[Path, dict[str, Any]], Any]:
+    """name: of a file in the tree."""
+    return lambda root, words: words.update({flag: next(root.rglob(name), root / name)})
+
+
+def cut(name: str, size: int) -> Callable[[Path, Any], Any]:
+    def truncate(root: Path, _: Any) -> None:
+        path = next(root.rglob(name))
+        path.write_bytes(path.read_bytes()[:size])
+
+    return truncate
+
+
+HIGH, LOW = "*high_noise*", "*low_noise*"
+WRONG: dict[str, Wrong] = {
+    "two high-noise experts": (
+        twice(HIGH),
+        "holds 2 files with a video network (DiT) that would do (diffusion_models/copy of "
+        "wan2.2_t2v_high_noise_14B_fp16.safetensors, diffusion_models/wan2.2_t2v_high_noise_14B_"
+        "fp16.safetensors); choose one with --dit_high_noise",
+    ),
+    "two low-noise experts": (twice(LOW), "choose one with --dit_low_noise"),
+    "two text encoders": (twice("umt5*.safetensors"), "a UMT5 text encoder that would do"),
+    "two VAEs": (twice("wan_2.1*"), "choose one with --vae"),
+    "no low-noise expert": (
+        without(LOW),
+        "holds no low-noise expert (wan2.2_t2v_high_noise_14B_fp16.safetensors); "
+        "download it, or give one with --dit_low_noise",
+    ),
+    "no high-noise expert": (without(HIGH), "give one with --dit_high_noise"),
+    "no DiT at all": (without("diffusion_models"), "holds no video network (DiT)"),
+    "only another task's DiT": (without(HIGH, LOW), "needs two experts for t2v"),
+    "no text encoder": (without("umt5*.safetensors"), "has no text encoder; expected"),
+    "no VAE": (without("wan_2.1*"), "has no vae; expected"),
+    "no tokenizer": (without("google"), "has no tokenizer; expected google/umt5-xxl/"),
+    "a LoRA as an expert": (choose("dit_high_noise", "style*"), "holds a LoRA; give a video"),
+    "a VAE as the text encoder": (
+        choose("text_encoder", "wan_2.1*"),
+        "holds a Wan VAE; give a UMT5",
+    ),
+    "another VAE": (
+        choose("vae", "wan2.2_vae*"),
+        "has 48 latent channels, and the networks of t2v have 16; give the VAE of this task",
+    ),
+    "another task's expert": (choose("dit_high_noise", "*ti2v*"), "mixes networks of different"),
+    "an image model": (choose("dit_low_noise", "flux*"), "holds none of Wan's networks"),
+    "one DiT for a task of two": (choose("dit", HIGH), "has two experts; use --dit_high_noise"),
+    "the same file twice": (
+        lambda root, words: [choose(flag, HIGH)(root, words) for flag in FLAGS],
+        "is given for both experts; give two files",
+    ),
+    "no such file": (choose("vae", "no.safetensors"), "does not exist"),
+    "no weights": (choose("vae", "put_models_here"), "is no file that weights are read from"),
+    "a truncated expert": (cut(HIGH, 5000), "is no whole safetensors file"),
+    "a truncated chosen one": (
+        lambda root, words: [
+            do(root, words) for do in (cut(HIGH, 9), choose("dit_high_noise", HIGH))
+        ],
+        "is no whole safetensors file",
+    ),
+    "a truncated text encoder": (cut("umt5*.safetensors", 0), "is no whole safetensors file"),
+}
+FLAGS = ("dit_high_noise", "dit_low_noise")
+
+
+@pytest.fixture(scope="module")
+def tree(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = comfy(tiny("t2v-A14B"), tmp_path_factory.mktemp("models"))
+    with_others(root, tiny("ti2v-5B"))
+    return root
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_mixtures(what: str, tree: Path, tmp_path: Path) -> None:
+    change, words = WRONG[what]
+    root, chosen = Path(shutil.copytree(tree, tmp_path / "models")), {}
+    change(root, chosen)
+    argv = [word for flag, path in chosen.items() for word in (f"--{flag}", str(path))]
+    with pytest.raises(InputError) as caught:
+        composed(root, "--task", "t2v-A14B", *argv)
+    said = str(caught.value)
+    assert words in said and "\n" not in said and said.endswith("."), said
+
+
+# The tokenizer in a text encoder's file.
+
+
+@pytest.fixture(scope="module")
+def spiece(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model with T5's special tokens, as the published one has them."""
+    folder = tmp_path_factory.mktemp("spiece")
+    lines = Path(text.__file__).with_name("tokenizer_text.txt").read_text().splitlines()
+    (folder / "lines.txt").write_text("\n".join([*lines, *PIECES]))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "lines.txt"),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=400,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        minloglevel=2,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        pad_piece="<pad>",
+        eos_piece="</s>",
+        unk_piece="<unk>",
+        user_defined_symbols=["<extra_id_0>", "<extra_id_1>"],
+    )
+    return folder / "spiece.model"
+
+
+def in_safetensors(model: bytes, tiny: Any, folder: Path) -> Path:
+    encoder = state(tiny("t2v-A14B", "diffusers") / "text_encoder")
+    encoder["spiece_model"] = torch.tensor(list(model), dtype=torch.uint8)
+    return save(encoder, folder / TEXT)
+
+
+def in_gguf(spiece: Path, folder: Path) -> Path:
+    import gguf
+
+    model = sentencepiece.SentencePieceProcessor(str(spiece))
+    proto = sentencepiece_model_pb2.ModelProto.FromString(spiece.read_bytes())
+    writer = gguf.GGUFWriter(folder / "umt5.gguf", "t5encoder")
+    writer.add_token_list([model.id_to_piece(i) for i in range(len(model))])
+    writer.add_token_scores([model.get_score(i) for i in range(len(model))])
+    writer.add_token_types([piece.type for piece in proto.pieces])
+    writer.add_precompiled_charsmap(proto.normalizer_spec.precompiled_charsmap)
+    writer.add_tensor("enc.output_norm.weight", torch.zeros(4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "umt5.gguf"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_a_tokenizer_in_the_text_encoders_file(
+    form: str, spiece: Path, tiny: Any, tmp_path: Path
+) -> None:
+    """The same ids as SentencePiece itself and as transformers."""
+    holds = in_gguf(spiece, tmp_path)
+    if form == "safetensors":
+        holds = in_safetensors(spiece.read_bytes(), tiny, tmp_path)
+    found = text.load_tokenizer(holds)
+    own, other = sentencepiece.SentencePieceProcessor(str(spiece)), T5Tokenizer
+    converted = other.from_pretrained(spiece.parent, extra_ids=2)
+    for words in PIECES:
+        ids = found(words).input_ids
+        assert ids == converted(words).input_ids, words
+        if "</s>" not in words:  # which is the end to transformers alone
+            assert ids == [*own.encode(words), 1], words
+    padded = found("A cat", padding="max_length", truncation=True, max_length=20)
+    assert len(padded.input_ids) == 20 and padded.input_ids[-1] == 0
+    assert sum(padded.attention_mask) == len(found("A cat").input_ids)
+
+
+def test_a_tree_without_a_tokenizers_folder(
+    spiece: Path, tiny: Any, tmp_path: Path, one_thread: None
+) -> None:
+    root = comfy(tiny("t2v-A14B"), tmp_path / "models")
+    in_safetensors(spiece.read_bytes(), tiny, root / "text_encoders")
+    with_folder = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "official"))
+    for folder in (root, with_folder):
+        shutil.rmtree(folder / "google")
+
+    converted = T5Tokenizer.from_pretrained(spiece.parent, extra_ids=2)
+    converted.save_pretrained(with_folder / "tokenizer")
+    words = ("--task", "t2v-A14B", *WORDS)
+    assert describe(root).tokenizer == root / "text_encoders" / TEXT
+    assert torch.equal(latents(root, *words), latents(with_folder, *words))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 100, 3000])
+def test_a_damaged_tokenizer_is_refused(size: int, spiece: Path, tiny: Any, tmp_path: Path) -> None:
+    path = in_safetensors(spiece.read_bytes()[:size], tiny, tmp_path)
+    with pytest.raises(InputError, match=r"holds (a damaged|no usable) tokenizer"):
+        text.load_tokenizer(path)

@@ -1,0 +1,156 @@
+"""Finds weight files by what their headers say they hold, whatever they are called.
+
+A folder may hold files of many models, as ComfyUI's `models/` does. Only folders that are known are
+looked into, and each header is read once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from wan.checkpoint.files import WEIGHT_FILES, TensorInfo, file_tensors, folder_tensors
+from wan.settings.errors import InputError
+
+PARTS = {
+    "dit": "a video network (DiT)",
+    "text_encoder": "a UMT5 text encoder",
+    "vae": "a Wan VAE",
+    "image_encoder": "a CLIP image encoder",
+    "lora": "a LoRA",
+}
+"""What a file may hold -> how it is called in sentences."""
+_SUBFOLDERS = {  # ComfyUI's
+    "dit": ("diffusion_models", "unet"),
+    "text_encoder": ("text_encoders", "clip"),
+    "vae": ("vae",),
+    "image_encoder": ("clip_vision",),
+}
+_SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "dit": (
+        ("patch_embedding.weight", "blocks.0.ffn.0.weight"),
+        ("patch_embedding.weight", "blocks.0.ffn.net.0.proj.weight"),
+    ),
+    "text_encoder": (
+        ("shared.weight", "block.1.layer.0.SelfAttention.relative_attention_bias.weight"),
+        ("token_embd.weight", "enc.blk.1.attn_rel_b.weight"),
+        ("token_embedding.weight", "blocks.1.pos_embedding.embedding.weight"),
+    ),
+    "vae": (
+        ("encoder.conv1.weight", "conv2.weight"),
+        ("encoder.conv_in.weight", "post_quant_conv.weight"),
+    ),
+    "image_encoder": (("embeddings.class_embedding",), ("visual.cls_embedding",)),
+    "lora": ((".lora_down.weight",), (".lora_A.weight",), (".lora_A.default.weight",)),
+}
+"""Part -> ends of names of tensors; a network has all of one of these tuples."""
+_EXPERT = {
+    "high_noise": re.compile(r"high[-_ ]?noise|(?<![a-z])high(?![a-z])", re.IGNORECASE),
+    "low_noise": re.compile(r"low[-_ ]?noise|(?<![a-z])low(?![a-z])", re.IGNORECASE),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A weight file, or a folder of one network in the layout of a library.
+
+    Attributes:
+        path: Where it is.
+        part: A key of `PARTS`; None where it holds something else.
+        tensors: Its tensors by name.
+        expert: "high_noise" or "low_noise", if its name or its folder's says so.
+    """
+
+    path: Path
+    part: str | None
+    tensors: Mapping[str, TensorInfo]
+    expert: str | None = None
+
+    def shape(self, *names: str) -> tuple[int, ...]:
+        """Returns the shape of the first tensor of such a name; () where there is none.
+
+        A prefix may come first, as in ComfyUI's files of a whole model.
+        """
+        ways = (*names, *(f"model.diffusion_model.{name}" for name in names))
+        return next((self.tensors[name].shape for name in ways if name in self.tensors), ())
+
+    @property
+    def channels(self) -> int:
+        """The input channels of a DiT, or the latent ones of a VAE; 0 where they are not known."""
+        if self.part == "dit":
+            return (*self.shape("patch_embedding.weight"), 0, 0)[1]
+        return (*self.shape("post_quant_conv.weight", "conv2.weight"), 0)[0]
+
+
+def look(path: Path, expert: str | None = None) -> Found:
+    """Finds out what a file or a folder holds.
+
+    Raises:
+        InputError: The file is not whole.
+    """
+    tensors = (file_tensors(path) if path.is_file() else folder_tensors(path)) or {}
+    return Found(path, _part(tensors), tensors, expert)
+
+
+def _part(tensors: Mapping[str, TensorInfo]) -> str | None:
+    names = tuple(tensors)
+    for part, ways in _SIGNS.items():
+        for signs in ways:
+            if all(any(name.endswith(sign) for name in names) for sign in signs):
+                volume = part != "vae" or any(len(info.shape) == 5 for info in tensors.values())
+                return part if volume else None
+    return None
+
+
+class Search:
+    """The weight files of a folder, each looked at once and when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._look = lru_cache(maxsize=None)(look)
+        self.damaged: list[InputError] = []
+
+    def all(self, part: str) -> list[Found]:
+        """Returns what holds such a network: in the folder itself, and where ComfyUI has it."""
+        paths = [*self._folder.iterdir(), *self._folder.glob("*/*.gguf")]
+        for name in _SUBFOLDERS[part]:
+            paths += [*self._folder.glob(f"{name}/*"), *self._folder.glob(f"{name}/*/*")]
+        found: dict[Path, Found] = {}
+        for path in sorted({path for path in paths if path.suffix in WEIGHT_FILES}):
+            if not path.is_file() or "-of-0" in path.name:
+                continue
+            try:
+                one = self._look(path, _expert(path.relative_to(self._folder)))
+            except InputError as error:
+                self.damaged.append(error)
+                continue
+            if one.part == part:
+                found[path] = one
+        return list(found.values())
+
+    def one(self, part: str, among: Collection[Found], flag: str) -> Found | None:
+        """Returns the only one, None where there is none.
+
+        Raises:
+            InputError: There are several; or none, and a file is damaged, which might be it.
+        """
+        if len(among) > 1:
+            names = sorted(str(one.path.relative_to(self._folder)) for one in among)
+            shown = f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+            why = f"holds {len(names)} files with {PARTS[part]} that would do ({shown})"
+            raise InputError(f"{self._folder}", None, why, f"choose one with `{flag}`")
+        if not among and self.damaged:
+            raise self.damaged[0]
+        return next(iter(among), None)
+
+
+def _expert(path: Path) -> str | None:
+    """Returns the expert that a path within a checkpoint says: its name, else its folder's."""
+    for name in reversed(path.parts):
+        said = [expert for expert, says in _EXPERT.items() if says.search(name)]
+        if len(said) == 1:
+            return said[0]
+    return None
