@@ -1,0 +1,132 @@
+"""A whole W8A8_MXFP8 export, as msmodelslim describes it, on the simulated A5."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mindiesd.quantization.layer import W8A8MXFP8QuantLinear
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.npu_sim.latents import Way, arguments, far
+from tests.pipelines import no_demo
+from wan import device
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import Blueprint, dit_dtypes, mapped
+from wan.checkpoint.quantised import resolve
+from wan.cli import flags
+from wan.cli.resolve import resolve as asked_for
+from wan.modules.model import WanModel
+from wan.pipeline import adapt, build
+from wan.settings.errors import InputError
+
+GROUP, LARGEST = 32, 8  # values under one power of two; the exponent of E4M3's largest value
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 payload and the exponents of its groups, by OCP's rule (MX 1.0, section 6.3)."""
+    groups = F.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    exponents = torch.where(largest > 0, largest.log2().floor() - LARGEST, -127.0)
+    payload = (groups / 2**exponents).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return payload.flatten(-2)[..., : x.shape[-1]], exponents[..., 0]
+
+
+def meant(x: Tensor) -> Tensor:
+    payload, exponents = rounded(x)
+    return payload.float() * (2**exponents).repeat_interleave(GROUP, -1)[..., : x.shape[-1]]
+
+
+def export(checkpoint: Path, out: Path) -> Path:
+    """All linear layers of the blocks of both experts."""
+    for expert, dit in describe(checkpoint).experts.items():
+        folder = out / f"{expert}_model"
+        folder.mkdir(parents=True)
+        tensors: dict[str, Tensor] = {}
+        sources = mapped(dit.tensors)
+        entries = {"model_quant_type": "W8A8_MXFP8", **dict.fromkeys(dit.tensors, "FLOAT")}
+        for name, info in dit.tensors.items():
+            if len(info.shape) != 2 or not name.startswith("blocks."):
+                continue
+            layer = name.removesuffix(".weight")
+            payload, exponents = rounded(sources[name].read(slice(None)))
+            tensors[name] = payload
+            tensors[f"{name}_scale"] = (exponents + 127).to(torch.uint8)
+            tensors[f"{layer}.bias"] = sources[f"{layer}.bias"].read(slice(None)).float()
+            entries |= dict.fromkeys((name, f"{name}_scale", f"{layer}.bias"), "W8A8_MXFP8")
+        save_file(tensors, folder / "quant_model_weight_w8a8_mxfp8.safetensors")
+        description = folder / "quant_model_description_w8a8_mxfp8.json"
+        description.write_text(json.dumps(entries))
+        for path in folder.iterdir():
+            path.chmod(0o640)
+    return out
+
+
+class Reference(nn.Module):
+    """The layer on plain tensors: inputs are rounded in groups too, sums are float32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        assert linear.bias is not None
+        self.weight, self.bias = meant(linear.weight), linear.bias.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (meant(x.bfloat16()) @ self.weight.T + self.bias).bfloat16()
+
+
+def test_networks_are_those_of_the_format(
+    rig: Path, tmp_path: Path, chip: Callable[[str], None]
+) -> None:
+    chip("A5")
+    checkpoint, where = describe(rig), device.resolve("npu")
+    quantised = resolve(
+        export(rig, tmp_path / "q"), checkpoint, device="npu", dit_fsdp=False, fa_quant=None
+    )
+    assert quantised.algorithms == ("W8A8_MXFP8",)
+    for expert, dit in checkpoint.experts.items():
+        blueprint = Blueprint("DiT", lambda dit=dit: WanModel(**dit.config), dit.tensors, rig)
+        npu = blueprint.load(
+            device=where.torch_device,
+            dtype_of=dit_dtypes(torch.bfloat16, False),
+            adapt=adapt.quantised_layers(quantised.experts[expert], where, torch.bfloat16),
+        )
+        plain = blueprint.load(
+            device=torch.device("cpu"), dtype_of=dit_dtypes(torch.bfloat16, False)
+        )
+        # Values are those of the file; the network's own parameters are rounded to bfloat16.
+        floats = mapped(dit.tensors)
+        layers = {n for n, module in npu.named_modules() if type(module) is W8A8MXFP8QuantLinear}
+        assert layers == quantised.experts[expert].linears.keys() != set()
+        for name in layers:
+            linear = nn.Linear(1, 1)
+            for part in ("weight", "bias"):
+                value = floats[f"{name}.{part}"].read(slice(None)).float()
+                setattr(linear, part, nn.Parameter(value.clone(), requires_grad=False))
+            plain.set_submodule(name, Reference(linear))
+        generator = torch.Generator().manual_seed(6)
+        x = torch.randn(npu.in_dim, 2, 8, 8, generator=generator)
+        text = torch.randn(9, npu.text_dim, generator=generator)
+        with torch.inference_mode():
+            found, expected = (m([x], torch.tensor([700.0]), [text], 32)[0] for m in (npu, plain))
+        assert torch.equal(found, expected)
+
+
+def run(argv: list[str]) -> Tensor:
+    asked = asked_for(flags.parse(argv), no_demo)
+    return build.pipeline(asked.setup, device.resolve("npu")).latents(asked.request)
+
+
+def test_a_whole_run(rig: Path, tmp_path: Path, chip: Callable[[str], None]) -> None:
+    """Close to the run of the float weights, and refused on a chip without the format."""
+    words = ["--quant_dit_path", str(export(rig, tmp_path / "q"))]
+    chip("A5")
+    found, floats = (run(arguments(rig, Way("A5", more))) for more in (tuple(words), ()))
+    assert 0 < far(found, floats) < 0.1
+    chip("A2")
+    with pytest.raises(InputError, match="W8A8_MXFP8 weights needs an A5"):
+        run([*arguments(rig, Way("A2", ())), *words])
