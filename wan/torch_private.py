@@ -127,6 +127,12 @@ def int8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
     return torch._int_mm(a_LI, b_IO)
 
 
+def fp8_matmul(a_LI: Tensor, b_IO: Tensor) -> Tensor:
+    """The product of FP8 matrices in float32, [L,O]; the public function came with torch 2.10."""
+    one = torch.ones((), device=a_LI.device)
+    return torch._scaled_mm(a_LI, b_IO, scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+
 def gelu_in_place(x: Tensor) -> Tensor:
     """Apply GELU in its tanh form to x itself; the public function always makes a new tensor."""
     return _aten.gelu_(x, approximate="tanh")

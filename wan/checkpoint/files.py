@@ -70,6 +70,7 @@ class TensorInfo:
         nbytes: Its size in the file.
         scale: What quantised values are multiplied by: one number, or one for each row.
         blocks: What the blocks of NVFP4 are multiplied by.
+        full_precision: Its products are not to run in its own dtype.
         first: Its first row, where it is a part of the tensor in the file.
         start: Where its bytes begin in a GGUF file.
     """
@@ -81,6 +82,7 @@ class TensorInfo:
     nbytes: int
     scale: TensorInfo | None = None
     blocks: TensorInfo | None = None
+    full_precision: bool = False
     first: int = 0
     start: int = 0
 

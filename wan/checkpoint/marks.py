@@ -5,8 +5,7 @@
   (`X.scale_weight`), or FP8 values without any.
 - NVIDIA's ModelOpt writes scales alone (`X.weight_scale`).
 
-Products run in the run's dtype here, so `full_precision_matrix_mult` and scales of a layer's input
-are passed over.
+Scales of a layer's input are passed over: where products run in FP8 here, each token has its own.
 """
 
 from __future__ import annotations
@@ -85,6 +84,8 @@ def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             raise InputError(f"{own.file}: {own.name}", None, why, _AGAIN)
         if form == "nvfp4":
             found[f"{layer}.weight"] = _nvfp4(found, layer, own)
+        elif mark.get("full_precision_matrix_mult"):
+            found[f"{layer}.weight"] = replace(own, full_precision=True)
     for name in [name for name in found if name.endswith(_SCALES)]:
         layer = name.rpartition(".")[0]
         own = found.get(f"{layer}.weight")

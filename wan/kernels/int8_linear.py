@@ -99,12 +99,18 @@ def int8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
 
 
 def padded_product(
-    multiply: Callable[[Tensor, Tensor], Tensor], a_LI: Tensor, b_OI: Tensor
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    a_LI: Tensor,
+    b_OI: Tensor,
+    multiple: int = _CUDA_MULTIPLE,
 ) -> Tensor:
-    """The same through a multiply(a_LI, b_IO) with CUDA's limits on sizes, by zeros at the ends."""
+    """a b^T through a multiply(a_LI, b_IO) with CUDA's limits on sizes, by zeros at the ends.
+
+    multiple: of I and O.
+    """
     (rows, inner), outer = a_LI.shape, len(b_OI)
-    extra_rows, extra_inner = max(0, _CUDA_ROWS - rows), -inner % _CUDA_MULTIPLE
-    extra_outer = -outer % _CUDA_MULTIPLE
+    extra_rows, extra_inner = max(0, _CUDA_ROWS - rows), -inner % multiple
+    extra_outer = -outer % multiple
     if extra_rows or extra_inner:
         a_LI = F.pad(a_LI, (0, extra_inner, 0, extra_rows))
     if extra_outer or extra_inner:

@@ -1,6 +1,6 @@
-"""A linear layer whose weight stays as it is stored, and is upcast in each call: FP8 and GGUF.
+"""Linear layers whose weight stays as it is stored, FP8 or GGUF: upcast in each call, or in FP8.
 
-Legend: I input channels, O output channels, R the ranks of all LoRAs together.
+Legend: L tokens, I input channels, O output channels, R the ranks of all LoRAs together.
 """
 
 from __future__ import annotations
@@ -11,6 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan import torch_private
+from wan.kernels.fp8 import E4M3_MAX
+from wan.kernels.int8_linear import padded_product
+from wan.settings.errors import InputError
+from wan.settings.numerics import int8_slice_elements
+
+_CUDA_MULTIPLE = 16  # sizes that the FP8 product of CUDA takes
+_CUDA_FROM = (8, 9)  # the compute capability of GPUs that have it
 _SLICE = 1 << 24  # values that are upcast at a time, since they are float32 in between
 
 
@@ -60,10 +68,13 @@ class KeptLinear(nn.Module):
         self.bias = bias_O
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self._upcast(x.dtype), self.bias)
+        y = self._product(x)
         if self.lora_up is None or self.lora_down is None:
             return y
         return y + F.linear(F.linear(x, self.lora_down), self.lora_up)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._upcast(x.dtype), self.bias)
 
     def _upcast(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight [O,I]."""
@@ -82,3 +93,53 @@ class KeptLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.weight.dtype}"
+
+
+class FP8Linear(KeptLinear):
+    """The same for an FP8 weight, with the product itself in FP8.
+
+    Each token is rounded to E4M3 by its own largest value (scale = max|x| / 448); products are
+    summed in float32, and ((sum * weight scale) * token scale) + bias is rounded once. LoRAs run in
+    the dtype of x. Elsewhere than on CUDA the sums are those of the values in float32: a reference.
+    """
+
+    def _product(self, x: Tensor) -> Tensor:
+        x_LI = x.reshape(-1, self.in_features)
+        rows = max(1, int8_slice_elements(x.device.type) // self.out_features)
+        parts = [self._of_tokens(x_LI[at : at + rows]) for at in range(0, len(x_LI), rows)]
+        out_LO = torch.cat(parts) if parts else x_LI.new_empty(0, self.out_features)
+        return out_LO.view(*x.shape[:-1], self.out_features)
+
+    def _of_tokens(self, x_LI: Tensor) -> Tensor:
+        values_LI = x_LI.float()
+        scale_L1 = values_LI.abs().amax(-1, keepdim=True) / E4M3_MAX
+        scale_L1 = torch.where(scale_L1 > 0, scale_L1, 1.0)
+        values_LI = (values_LI / scale_L1).clamp_(-E4M3_MAX, E4M3_MAX)
+        out_LO = fp8_product(values_LI.to(self.weight.dtype), self.weight)
+        if self.weight_scale is not None:
+            out_LO = out_LO.mul_(self.weight_scale.view(-1))
+        out_LO = out_LO.mul_(scale_L1)
+        out_LO = out_LO if self.bias is None else out_LO.add_(self.bias)
+        return out_LO.to(x_LI.dtype)
+
+
+def fp8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
+    """Returns a b^T of FP8 matrices, summed in float32, [L,O]."""
+    if a_LI.device.type == "cuda":
+        return padded_product(torch_private.fp8_matmul, a_LI, b_OI, _CUDA_MULTIPLE)
+    a_LI, step = a_LI.float(), max(1, _SLICE // b_OI.shape[1])
+    parts = [F.linear(a_LI, b_OI[at : at + step].float()) for at in range(0, len(b_OI), step)]
+    return torch.cat(parts, dim=1)
+
+
+def check_device(device: torch.device) -> None:
+    """Refuses a GPU that has no FP8 products."""
+    if device.type == "cuda":
+        check_capability(torch.cuda.get_device_capability(device))
+
+
+def check_capability(capability: tuple[int, int]) -> None:
+    """The same by its compute capability."""
+    if capability < _CUDA_FROM:
+        why = f"needs compute capability 8.9; this GPU has {capability[0]}.{capability[1]}"
+        raise InputError("`fp8_weights=multiply`", None, why, "use `fp8_weights=keep`")

@@ -26,7 +26,7 @@ from wan.checkpoint.quantised import Export
 from wan.checkpoint.source import Sources
 from wan.device import Device
 from wan.kernels.int8_linear import W8A8Linear
-from wan.kernels.kept_linear import KeptLinear
+from wan.kernels.kept_linear import FP8Linear, KeptLinear
 from wan.kernels.npu import linear as npu_linear
 from wan.pipeline.setup import Setup
 
@@ -82,13 +82,19 @@ def kept_layers(
         changes = added.get(f"{layer}.weight", [])
         if any(change.full is not None for change in changes):
             continue
-        network.set_submodule(layer, _empty(info, module, changes, compute))
+        in_fp8 = setup.multiplies_fp8 and info.dtype in FP8 and not info.full_precision
+        kind = FP8Linear if in_fp8 else KeptLinear
+        network.set_submodule(layer, _empty(kind, info, module, changes, compute))
         kept[layer] = info, changes
     return kept
 
 
 def _empty(
-    info: TensorInfo, module: nn.Linear, changes: Sequence[Change], compute: torch.dtype
+    kind: type[KeptLinear],
+    info: TensorInfo,
+    module: nn.Linear,
+    changes: Sequence[Change],
+    compute: torch.dtype,
 ) -> KeptLinear:
     """Makes a layer without memory."""
     weight, scale, lora = as_bytes(info), None, None
@@ -100,7 +106,7 @@ def _empty(
         sizes = (module.out_features, rank), (rank, module.in_features)
         up, down = (torch.empty(size, dtype=compute, device="meta") for size in sizes)
         lora = up, down
-    return KeptLinear(
+    return kind(
         torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device="meta"),
         TO_FLOAT[info.dtype],
         module.bias,

@@ -16,6 +16,7 @@ import torch
 
 from wan import host
 from wan.cache.policy import Cache
+from wan.checkpoint.files import FP8
 from wan.checkpoint.load import (
     UNSHARDED,
     Adapt,
@@ -82,6 +83,10 @@ def pipeline(
     exported = {}
     if setup.quantised is not None and setup.attention.fp8:
         exported = rotations(setup.quantised)
+    if setup.multiplies_fp8:
+        from wan.kernels.kept_linear import check_device
+
+        check_device(device.torch_device)
     target = Target(device, checkpoint.head_dim, compute)
     selected = select(setup.attention, target, exported, execution.compile)
     caches = step_caches(setup, team) if caches is None else caches
@@ -157,6 +162,7 @@ def _log_start(setup: Setup, device: Device, selected: Selected) -> None:
         if held := setup.kinds & {*kinds}:
             kept = held & setup.kept(device.type)
             how = "kept, upcast when used" if kept else "upcast once"
+            how = "kept, products in FP8" if kept & {*FP8} and setup.multiplies_fp8 else how
             logger.info("%s weights: %s", name.removesuffix("_weights").upper(), how)
     if any(expert.sparse_linear for expert in checkpoint.experts.values()):
         logger.info("Sparse-linear attention (proj_l) is left out; attention is dense.")

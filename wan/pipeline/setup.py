@@ -19,7 +19,7 @@ from wan.settings import attention, devices, parallel, rules, step_cache
 from wan.settings.attention import Attention
 from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
-from wan.settings.execution import Execution
+from wan.settings.execution import MULTIPLY, Execution
 from wan.settings.parallel import Parallel
 from wan.settings.presets import Preset
 from wan.settings.request import Request
@@ -90,9 +90,14 @@ class Setup:
         if self.quantised is not None or self.parallel.dit_fsdp:
             return set()
         # NPUs have no FP8, and GGUF's bits have not been unpacked on one.
-        asked = ("keep",) if device == "npu" else ("keep", "auto")
+        asked = ("keep",) if device == "npu" else ("keep", "auto", MULTIPLY)
         settings = [name for name in KEEPABLE if getattr(self.execution, name) in asked]
         return self.kinds & {kind for name in settings for kind in KEEPABLE[name]}
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the products of FP8 weights run in FP8."""
+        return self.execution.fp8_weights == MULTIPLY
 
     def exchange_on(self, device: str) -> str:
         """How q, k and v are exchanged on this type of device: "fused" or "split".

@@ -103,7 +103,8 @@ def files(planner: Planner) -> Iterator[str]:
             export = setup.quantised.experts[expert]
             becomes += f", its {len(export.linears)} quantised layers are those of {export.weights}"
         elif stay:
-            becomes = f"{', '.join(stay)} stays until it is used, the rest {becomes}"
+            used = "is multiplied in FP8" if setup.multiplies_fp8 else "stays until it is used"
+            becomes = f"{', '.join(stay)} {used}, the rest {becomes}"
         if infos:
             yield _read_from(checkpoint, f"DiT {expert}", infos, becomes)
     if (path := checkpoint.text_encoder) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError
-from wan.settings.execution import Execution
+from wan.settings.execution import MULTIPLY, Execution
 from wan.settings.kernels import DEFAULT, FP8, RAINFUSION, SMALL_OPS, KernelRow
 from wan.settings.values import either
 
@@ -204,6 +204,9 @@ def _wishes(
         yield _Wish("`fa_freq_cap`", lambda row: row.clock)
     if execution.compile:
         yield _Wish("`compile`", lambda row: row.compile)
+    if execution.fp8_weights == MULTIPLY:
+        instead = "use an export in W8A8_MXFP8 on an A5 (`quant_dit_path`)"
+        yield _Wish("`fp8_weights=multiply`", lambda row: row.type != "npu", instead)
     offload = execution.offload_model
     if offload == "cpu":
         instead = "use `offload_model=false`, which keeps all networks in its memory"

@@ -13,6 +13,7 @@ PRECISIONS = ("auto", "bf16", "fp32")
 AHEAD = 64  # of many videos, those whose texts are embedded together, and which are grouped
 VAE_PRECISIONS = ("fp32", "bf16")
 KEPT_WEIGHTS = ("auto", "keep", "upcast")
+MULTIPLY = "multiply"  # kept, and products run in FP8
 Offload = bool | Literal["cpu", "block"]
 """True: one network in memory at a time, read again when it is needed again; False: all that were
 needed; "cpu": all, in host memory, and one of them on the accelerator; "block": as True, and of a
@@ -40,7 +41,7 @@ class Execution:
     )
     convert_model_dtype: bool = loading(False, switch, "store all DiT weights in bf16")
     fp8_weights: str = loading(
-        "auto", choice(*KEPT_WEIGHTS), "an FP8 checkpoint stays FP8, or not (auto)"
+        "auto", choice(*KEPT_WEIGHTS, MULTIPLY), "an FP8 checkpoint stays FP8, or not (auto)"
     )
     gguf_weights: str = loading(
         "auto", choice(*KEPT_WEIGHTS), "GGUF weights stay as stored, or not (auto)"

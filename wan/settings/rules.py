@@ -196,14 +196,17 @@ SETTINGS = (
     ),
     *(
         Rule(
-            (f"{name}=keep",),
+            (f"{name}={value}",),
             f"cannot be: {why}",
             f"use `{name}=upcast`, or drop it",
             when,
         )
-        for name, form, has in (
-            ("fp8_weights", "FP8", lambda s: any(kind.startswith("F8") for kind in s.kinds)),
-            ("gguf_weights", "GGUF", lambda s: any(kind.startswith("Q") for kind in s.kinds)),
+        for name, value, form, has in (
+            *(
+                ("fp8_weights", value, "FP8", lambda s: any(k.startswith("F8") for k in s.kinds))
+                for value in ("keep", "multiply")
+            ),
+            ("gguf_weights", "keep", "GGUF", lambda s: any(k.startswith("Q") for k in s.kinds)),
         )
         for why, when in (
             ("`dit_fsdp` shards parameters", lambda s: s.dit_fsdp),

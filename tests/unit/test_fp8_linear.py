@@ -1,0 +1,104 @@
+"""Products of FP8 weights in FP8, against sums in float64."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.conftest import slow
+from tests.pipelines import composed, latents
+from tests.unit.test_marks import mark, written
+from wan.kernels.kept_linear import FP8Linear, KeptLinear, check_capability
+from wan.settings.errors import InputError
+
+E4M3 = torch.float8_e4m3fn
+
+
+def layer(rows: int, columns: int, scale: Tensor | None, lora: int = 0) -> FP8Linear:
+    generator = torch.Generator().manual_seed(rows)
+    weight = (torch.randn(rows, columns, generator=generator) * 50).to(E4M3)
+    bias = nn.Parameter(torch.randn(rows, generator=generator), requires_grad=False)
+    added = None
+    if lora:
+        added = tuple(torch.randn(s, generator=generator) for s in ((rows, lora), (lora, columns)))
+    made = (weight, lambda x: x.float(), bias)
+    return FP8Linear(*made, in_features=columns, scale=scale, lora=added)  # type: ignore[arg-type]
+
+
+def expected(linear: FP8Linear, x: Tensor) -> Tensor:
+    """By the definition, in float64, token by token."""
+    weight = linear.weight.double()
+    if linear.weight_scale is not None:
+        weight = weight * linear.weight_scale.double().reshape(-1, 1)
+    found = []
+    for token in x.reshape(-1, x.shape[-1]):
+        scale = token.float().abs().max() / 448
+        scale = scale if scale > 0 else torch.tensor(1.0)
+        rounded = (token.float() / scale).to(E4M3).double() * scale.double()
+        found.append(weight @ rounded + linear.bias.double())
+    out = torch.stack(found).view(*x.shape[:-1], -1)
+    if linear.lora_up is not None and linear.lora_down is not None:
+        out += x.double() @ linear.lora_down.double().T @ linear.lora_up.double().T
+    return out
+
+
+@pytest.mark.parametrize("scale", ["none", "one", "rows"])
+@pytest.mark.parametrize("lora", [0, 3])
+def test_a_layer(scale: str, lora: int) -> None:
+    scales = {"none": None, "one": torch.tensor([0.013]), "rows": torch.rand(72, 1) + 0.1}
+    linear = layer(72, 40, scales[scale], lora)
+    x = torch.randn(2, 33, 40, generator=torch.Generator().manual_seed(1))
+    x[0, 3], x[1, 5] = 0, x[1, 5] * 1e4
+    found, wanted = linear(x), expected(linear, x)
+    assert found.dtype == torch.float32 and found.shape == (2, 33, 72)
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    assert linear(x[:, :0]).shape == (2, 0, 72)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    linear = layer(72, 40, torch.tensor([0.013]))
+    x = torch.randn(33, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = linear(x)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - expected(linear, x)).abs().max() <= 2**-8 * found.abs().max()
+
+
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
+def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> None:
+    """Near the run of the same values; a layer that is marked so keeps its products."""
+    folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))
+    path = folder / "diffusion_pytorch_model.safetensors"
+    state = load_file(path)
+    stored, _ = written(state, "float8")
+    exact = "blocks.0.ffn.0"
+    said = mark(format="float8_e4m3fn", full_precision_matrix_mult=True)
+    stored[f"{exact}.comfy_quant"] = said
+    save_file(stored, path)
+    words = ["--sample_steps", "2", "--precision", precision, "--fp8_weights"]
+    kept, found = latents(folder, *words, "keep"), latents(folder, *words, "multiply")
+    assert 1e-4 < (found - kept).norm() / kept.norm() < 0.1
+    assert torch.equal(latents(folder, *words, "multiply", "--offload_model", "block"), found)
+    _, pipeline = composed(folder, *words, "multiply")
+    network = pipeline.experts.get("dit")
+    kinds = {name: type(module) for name, module in network.named_modules()}
+    assert kinds.pop(exact) is KeptLinear
+    assert [*kinds.values()].count(FP8Linear) == 10 * len(network.blocks) - 1
+
+
+def test_what_is_refused(tiny: Any, tmp_path: Path) -> None:
+    for words, said in (
+        ((), "the checkpoint has no FP8 weights"),
+        (("--device", "npu"), "NPUs have no FP8 weights"),
+    ):
+        with pytest.raises(InputError, match=said):
+            flags = ("--task", "t2v-1.3B", "--fp8_weights", "multiply")
+            composed(tiny("t2v-1.3B"), *flags, *words)
+    check_capability((8, 9))
+    with pytest.raises(InputError, match=r"needs compute capability 8.9; this GPU has 8.6"):
+        check_capability((8, 6))
