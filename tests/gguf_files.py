@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -102,7 +103,7 @@ def _over(values: Floats, by: Floats) -> Floats:
     return np.divide(values, by, out=np.zeros_like(values), where=by != 0)
 
 
-def _packed(values: NDArray[np.uint8], width: int, bits: int) -> Bytes:
+def _packed(values: NDArray[Any], width: int, bits: int) -> Bytes:
     """Of every `width` bytes the lowest bits first."""
     parts = values.reshape(len(values), -1, 8 // bits, width)
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tools.demo.evaluate import as_pixels, held_out, psnr, rates, right
+from tools.demo.evaluate import rows
 from tools.demo.lora import BATCH, TOKENS, contexts, run, with_lora
 from tools.demo.scenes import caption, random_scene
-from tools.demo.score import look
 from tools.demo.training import Training, save_atomically
 from wan import WanT2V
 
@@ -96,7 +95,7 @@ def score(folder: Path, prompts: int) -> None:
     """A table: few steps, distilled or not, beside the teacher's and step caches."""
     usual: dict[str, Any] = {"shift": 12.0, "guide_scale": GUIDANCE}
     cached = {"step_cache": "first_block", "step_cache_threshold": 0.2}
-    rows: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    compared: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "40 steps": ({}, {**usual, "sampling_steps": 40}),
         "20 steps": ({}, {**usual, "sampling_steps": 20}),
         "20 steps, `first_block` 0.2": (cached, {**usual, "sampling_steps": 20}),
@@ -106,30 +105,12 @@ def score(folder: Path, prompts: int) -> None:
         "4 euler steps, no guidance": ({}, {"recipe": "lightning-4step"}),
         "the LoRA, 4 euler steps": ({"lora_dir": str(folder)}, {"recipe": "lightning-4step"}),
     }
-    print("| Run | Colour / shape / motion, % | PSNR to the first | Seconds of denoising |")
-    print("|---|---|---|---|")
-    first: dict[int, Any] = {}
-    for name, (loading, video) in rows.items():
-        model = WanT2V("t2v-A14B", DEMO, precision="fp32", **loading)
-        verdicts, seconds, like = [], [], []
-        for number, scene in held_out(prompts):
-            before = model._pipeline.stages.seconds.get("denoising", 0.0)
-            frames: Any = model.generate(
-                caption(scene),
-                size=(64, 64),
-                frame_num=9,
-                seed=number,
-                offload_model=False,
-                **video,
-            )
-            seconds.append(model._pipeline.stages.seconds["denoising"] - before)
-            clip = as_pixels(frames)
-            like.append(psnr(clip, first.setdefault(number, clip)))
-            verdicts.append(right(scene, look(clip)))
-        found = rates(verdicts)
-        marks = " / ".join(f"{found[key]:.0f}" for key in ("colour", "shape", "motion"))
-        likeness = f"{np.mean(like):.1f}" if like[0] < 70 else ""
-        print(f"| {name} | {marks} | {likeness} | {np.median(seconds):.3f} |", flush=True)
+    runs = (
+        (name, WanT2V("t2v-A14B", DEMO, precision="fp32", **loading), video)
+        for name, (loading, video) in compared.items()
+    )
+    for line in rows(runs, prompts):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,38 @@ def score_drawings(model: Any, setting: Setting) -> dict[str, float]:
             kept.append((given & first).sum() > 0.7 * (given | first).sum())
         found[motion] = round(100 * float(np.mean(kept)), 1)
     return found
+
+
+def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Iterator[str]:
+    """Yields the lines of a table that compares t2v runs with the first of them.
+
+    Args:
+        runs: What each is called, its model, and what its `generate` is given.
+        prompts: How many held-out scenes are scored.
+    """
+    yield "| Run | Colour / shape / motion, % | PSNR to the first | Seconds of denoising |"
+    yield "|---|---|---|---|"
+    first: dict[int, Any] = {}
+    for name, model, video in runs:
+        verdicts, seconds, like = [], [], []
+        for number, scene in held_out(prompts):
+            before = model._pipeline.stages.seconds.get("denoising", 0.0)
+            frames: Any = model.generate(
+                caption(scene),
+                size=(SIDE, SIDE),
+                frame_num=9,
+                seed=number,
+                offload_model=False,
+                **video,
+            )
+            seconds.append(model._pipeline.stages.seconds["denoising"] - before)
+            clip = as_pixels(frames)
+            like.append(psnr(clip, first.setdefault(number, clip)))
+            verdicts.append(right(scene, look(clip)))
+        found = rates(verdicts)
+        marks = " / ".join(f"{found[key]:.0f}" for key in ("colour", "shape", "motion"))
+        likeness = f"{np.mean(like):.1f}" if like[0] < 70 else ""
+        yield f"| {name} | {marks} | {likeness} | {np.median(seconds):.3f} |"
 
 
 def score_vae(file: Path, count: int) -> dict[str, float]:

@@ -1,0 +1,87 @@
+"""Stores the demo checkpoint's DiTs as GGUF, FP8 and int8 files, and scores what they make.
+
+    python -m tools.demo.weights --out FOLDER [--prompts 100]
+
+The kinds of 256 values are written by the tests' simple quantisers, which are worse than the
+published ones. FOLDER keeps the checkpoints, of which `generate.py --ckpt_dir` makes videos.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.gguf_files import with_gguf
+from tools.demo.evaluate import rows
+from tools.quantize_dit import quantize
+from wan import WanT2V
+from wan.checkpoint.quantised import FOLDERS
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "t2v-A14B"
+KINDS = ("Q8_0", "Q6_K", "Q4_K", "Q3_K")
+_VIDEO = {"shift": 12.0, "guide_scale": 3.0, "sampling_steps": 20}
+
+
+def with_fp8(source: Path, out: Path) -> Path:
+    """Returns a copy whose blocks' matrices are FP8 with a scale each, as ComfyUI's files."""
+    shutil.copytree(source, out)
+    for file in out.rglob("diffusion_pytorch_model.safetensors"):
+        state = load_file(file)
+        for name in [n for n, x in state.items() if x.dim() == 2 and n.startswith("blocks.")]:
+            weight = state[name].float()
+            scale = weight.abs().max() / 448
+            state[name] = (weight / scale).to(torch.float8_e4m3fn)
+            state[name.replace(".weight", ".scale_weight")] = scale
+        save_file(state, file)
+    return out
+
+
+def compared(out: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
+    """Yields what is compared: its name, its checkpoint, and how it is loaded."""
+    yield "bfloat16, as it is published", DEMO, {}
+    for kind in KINDS:
+        made = out / kind / "gguf" / DEMO.name
+        yield kind, made if made.is_dir() else with_gguf(DEMO, kind, out / kind)[0], {}
+    made = out / "fp8"
+    yield "FP8", made if made.is_dir() else with_fp8(DEMO, made), {}
+    yield "FP8, `--fp8_weights multiply`", made, {"fp8_weights": "multiply"}
+    made = out / "int8"
+    quantised = made if made.is_dir() else quantize(DEMO, made)
+    yield "int8 (W8A8_DYNAMIC)", DEMO, {"quant_dit_path": str(quantised)}
+
+
+def size(checkpoint: Path, loading: dict[str, Any]) -> int:
+    """Returns the bytes of both DiTs' weight files."""
+    folder = Path(loading.get("quant_dit_path", checkpoint))
+    experts = [folder / name for name in FOLDERS.values() if name != "."]
+    files = [*folder.rglob("*.gguf"), *(f for e in experts for f in e.glob("*.safetensors"))]
+    return sum(file.stat().st_size for file in files)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=100)
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+    runs = (
+        (
+            f"{name}, {size(folder, loading) / 1e6:.1f} MB",
+            WanT2V("t2v-A14B", folder, precision="fp32", **loading),
+            _VIDEO,
+        )
+        for name, folder, loading in compared(options.out)
+    )
+    for line in rows(runs, options.prompts):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
