@@ -2,13 +2,16 @@
 
     python -m benchmarks.residency --task ti2v-5B --ways true block "block --resident_blocks 10"
     python -m benchmarks.residency --task t2v-A14B --layers 8 --ways block -- --sample_steps 2
+    python -m benchmarks.residency --weights bf16 Q8_0 Q4_K
 
 The program writes a randomly initialised checkpoint of the task's sizes in bfloat16 (the VAE in
-float32) into a temporary folder. It starts generate.py for each way, one after the other, and
-samples RssAnon of /proc (Linux) all the while. Pages of mapped files are not anonymous: the system
-drops them when memory is short. A run that passes --limit is killed and has no result. What stands
-behind `--` is given to generate.py. For each way the program prints the exit code, the peak and
-seconds; the stages' seconds are those of the run's record. The JSON file has the same figures.
+float32) into a temporary folder, with --weights also its DiT as GGUF files. It starts generate.py
+for each way, one after the other, and samples RssAnon of /proc (Linux) all the while. Pages of
+mapped files are not anonymous: the system drops them when memory is short. A run that passes
+--limit is killed and has no result. What stands behind `--` is given to generate.py. For each way
+the program prints the exit code, the peak and seconds, and what `--plan --device cuda` says that
+such a run copies to a GPU; the stages' seconds are those of the run's record. The JSON file has
+the same figures.
 
 All layers of a network have the same values. --layers N puts only N layers into the DiT's file; the
 others are holes in it, which read as zeros and take no disk, and both experts are then one file.
@@ -27,15 +30,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks.common import write_json
+from tests.gguf_files import kind_of, quantise
 from tools.safetensors_stream import write
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import t5_official_name, vae_official_name
@@ -83,11 +89,43 @@ def save(network: nn.Module, path: Path, rename: Any = str, **how: Any) -> None:
         file.truncate(8 + header + size)
 
 
-def make(task: str, out: Path, layers: int | None) -> None:
-    """The checkpoint, in this process."""
+def save_gguf(network: nn.Module, path: Path, kind: str, layers: int) -> None:
+    """Matrices of the blocks in this kind, all else in float32; a layer is quantised once."""
+    writer = gguf.GGUFWriter(path, "wan")
+    known: dict[int, Any] = {}
+    for name, value in drawn(network, "blocks", layers):
+        if value.dim() != 2 or not name.startswith("blocks."):
+            writer.add_tensor(name, value.float().numpy())
+            continue
+        if value.data_ptr() not in known:
+            known[value.data_ptr()] = quantise(value, kind)
+        writer.add_tensor(name, known[value.data_ptr()], raw_dtype=kind_of(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def with_gguf(task: str, source: Path, kind: str, out: Path) -> None:
+    """A folder with the DiT as a GGUF file, and links to the rest; in this process."""
+    out.mkdir()
+    for path in source.iterdir():
+        if not path.name.startswith("diffusion_pytorch_model"):
+            (out / path.name).symlink_to(path)
+    with torch.device("meta"):
+        dit = WanModel(**configuration(task), text_dim=4096)
+    save_gguf(dit, out / f"Wan2.2-{task}-{kind}.gguf", kind, LAYERS[task])
+
+
+def configuration(task: str) -> dict[str, Any]:
     preset = PRESETS[task]
     config = {**SIZES[task], "dim": preset.dim, "ffn_dim": preset.ffn_dim, "freq_dim": 256}
-    config |= {"num_layers": LAYERS[task], "text_len": 512, "eps": 1e-6}
+    return config | {"num_layers": LAYERS[task], "text_len": 512, "eps": 1e-6}
+
+
+def make(task: str, out: Path, layers: int | None) -> None:
+    """The checkpoint, in this process."""
+    preset, config = PRESETS[task], configuration(task)
     with torch.device("meta"):
         dit = WanModel(**config, text_dim=4096)
         encoder, autoencoder = text.published(), vae.published(preset.vae)
@@ -141,6 +179,14 @@ def run(folder: Path, way: str, arguments: list[str], limit: float) -> dict[str,
     return result
 
 
+def copied(arguments: list[str], way: str) -> str:
+    """What a GPU would be sent in each step, by the plan; empty where nothing is."""
+    flags = [*arguments, "--device", "cuda", "--offload_model", *way.split(), "--plan"]
+    command = [sys.executable, "generate.py", *flags]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return next((line for line in text.splitlines() if line.startswith("Copied per step")), "")
+
+
 def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
     """Of reading one block into memory, without and with a LoRA of all its linear layers."""
     checkpoint = describe(folder)
@@ -173,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", choices=SIZES, default="ti2v-5B")
     parser.add_argument("--layers", type=int, help="that are in the file; default: all")
+    parser.add_argument("--weights", nargs="+", default=["bf16"], help="bf16 and GGUF's kinds")
     parser.add_argument("--ways", nargs="+", default=["true", "block"])
     parser.add_argument("--limit", type=float, default=14, help="GB of anonymous memory")
     parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
@@ -185,22 +232,32 @@ def main() -> None:
             folder.mkdir(parents=True)
             with get_context("spawn").Pool(1) as pool:
                 pool.apply(make, (options.task, folder, options.layers))
-        arguments = ["--task", options.task, "--ckpt_dir", str(folder), *QUICK, *given]
+        folders = {"bf16": folder}
+        for kind in {*options.weights} - {"bf16"}:
+            folders[kind] = folder.with_name(f"{folder.name}-{kind}")
+            if not folders[kind].is_dir():
+                with get_context("spawn").Pool(1) as pool:
+                    pool.apply(with_gguf, (options.task, folder, kind, folders[kind]))
         results: list[dict[str, Any]] = []
         if options.lora:
             options.ways = []
             results.append(lora_seconds(folder, Path(temporary), options.lora))
             print("Seconds of a block:", results[0])
-        for way in options.ways:
+        for kind, way in product(options.weights, options.ways):
+            arguments = ["--task", options.task, "--ckpt_dir", str(folders[kind]), *QUICK, *given]
             os.sync()
+            file = next(iter([*folders[kind].glob("*.gguf"), *folders[kind].rglob("diffusion*")]))
             results.append(run(Path(temporary), way, arguments, options.limit * 1e9))
+            results[-1] |= {"weights": kind, "file_bytes": file.stat().st_size}
+            results[-1] |= {"plan": copied(arguments, way)}
             stages = ", ".join(f"{n} {s:.1f}" for n, s in results[-1].get("stages", {}).items())
             code, size, seconds, worked = (
                 results[-1][key] for key in ("code", "anonymous_bytes", "seconds", "cpu_seconds")
             )
             print(
-                f"{way}: exit code {code}, anonymous peak {size / 1e9:.2f} GB, {seconds:.1f} s, "
-                f"CPU {worked:.1f} s ({stages})",
+                f"{kind} ({results[-1]['file_bytes'] / 1e9:.2f} GB), {way}: exit code {code}, "
+                f"anonymous peak {size / 1e9:.2f} GB, {seconds:.1f} s, "
+                f"CPU {worked:.1f} s ({stages}) {results[-1]['plan']}",
                 flush=True,
             )
     write_json(options.json, torch.device("cpu"), results)

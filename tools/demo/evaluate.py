@@ -204,7 +204,6 @@ def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Itera
     for name, model, video in runs:
         verdicts, seconds, like = [], [], []
         for number, scene in held_out(prompts):
-            before = model._pipeline.stages.seconds.get("denoising", 0.0)
             frames: Any = model.generate(
                 caption(scene),
                 size=(SIDE, SIDE),
@@ -213,7 +212,7 @@ def rows(runs: Iterable[tuple[str, Any, dict[str, Any]]], prompts: int) -> Itera
                 offload_model=False,
                 **video,
             )
-            seconds.append(model._pipeline.stages.seconds["denoising"] - before)
+            seconds.append(model._pipeline.stages.seconds["denoising"])
             clip = as_pixels(frames)
             like.append(psnr(clip, first.setdefault(number, clip)))
             verdicts.append(right(scene, look(clip)))
