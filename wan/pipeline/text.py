@@ -24,6 +24,9 @@ from wan.settings.values import shown
 
 BLOCKS, TABLE = "encoder.block", "shared"
 """The names of the encoder's list of blocks and of its word table."""
+ROWS = 16
+"""A prompt is padded to a multiple of so many tokens. The official code pads to 512, and leaves the
+padding's rows out of the result; masked tokens change no other row."""
 
 
 def clean_prompt(prompt: str) -> str:
@@ -61,23 +64,21 @@ class TextEncoder:
     def __call__(self, prompt: str) -> Tensor:
         """Embeds a prompt, [T, C]. Tokens beyond text_len are left out, with a warning."""
         text = clean_prompt(prompt)
-        ids = self._tokenizer(text).input_ids
-        if len(ids) > self.text_len:
+        length = len(self._tokenizer(text).input_ids)
+        if length > self.text_len:
             logger.warning(
-                "The prompt has %d tokens; only the first %d are used.",
-                len(ids),
-                self.text_len,
+                "The prompt has %d tokens; only the first %d are used.", length, self.text_len
             )
         tokens = self._tokenizer(
             text,
             padding="max_length",
             truncation=True,
-            max_length=self.text_len,
+            max_length=min(-(-length // ROWS) * ROWS, self.text_len),
             return_tensors="pt",
         ).to(self._model.device)
         with on_own_cores():  # where it is on the CPU, most of all beside an accelerator
             states = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state
-        return states[0, : min(len(ids), self.text_len)]
+        return states[0, : min(length, self.text_len)]
 
 
 def load_tokenizer(path: Path) -> Any:
