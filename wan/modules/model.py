@@ -9,8 +9,8 @@ Dtypes are explicit, there is no autocast; `docs/numerics.md` has the table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -29,11 +29,35 @@ from wan.modules.blocks import (
     fp32_linear,
 )
 from wan.modules.interfaces import Collaborators
-from wan.modules.rope import RopeTables
-from wan.modules.textcache import TextKVCache, TextState
+from wan.modules.rope import RopeTable, RopeTables
+from wan.modules.textcache import KeptByInput, TextState
 from wan.settings.schedule import Grid
 
-MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v")
+MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v")
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """What a network does beside the plain forward of a video, in the one form that all use.
+
+    Attributes:
+        rope: The rows of this device's tokens, those behind the video's included.
+        own: How many of the video's tokens are on this device; they come first.
+        place: The place in the whole sequence of each token of this device, int64 [L].
+        video_BNC: What is added to the `own` tokens once they are embedded.
+        behind: How many tokens stand behind the video's in the whole sequence; their timestep is 0.
+        behind_BMC: Those of them that are on this device, float32.
+        after: Layer -> what is done to the residual stream behind its block. In inference the
+            stream may be updated in place.
+    """
+
+    rope: RopeTable
+    own: int
+    place: Tensor
+    video_BNC: Tensor
+    behind: int = 0
+    behind_BMC: Tensor | None = None
+    after: Mapping[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 class WanModel(nn.Module):
@@ -87,7 +111,7 @@ class WanModel(nn.Module):
         self.num_heads, self.num_layers = num_heads, num_layers
         given = Collaborators() if collaborators is None else collaborators
         self.tokens = given.tokens
-        self.text_cache = TextKVCache() if given.text_kv_cache else None
+        self.text_cache = KeptByInput[TextState]() if given.text_kv_cache else None
         self.step_cache = given.step_cache
         self.rope = RopeTables(dim // num_heads)
 
@@ -152,18 +176,21 @@ class WanModel(nn.Module):
         context: list[Tensor],
         clip_fea: Tensor | None,
         step: StepInfo | None,
+        given: Conditioning | None = None,
     ) -> Tensor:
         grid = self.grid(x_BCFHW.shape[2:])
         tokens = math.prod(grid)
         if t.dim() == 2:
             t = self.tokens.arrange(t[:, :tokens].cpu(), grid)
         values, lengths = timestep_runs(t, tokens)
+        if given is not None and given.behind:
+            values, lengths = F.pad(values, (0, 1)), (*lengths, given.behind)
         features = sinusoidal_embedding(values, self.freq_dim).to(x_BCFHW.device, non_blocking=True)
         e_BRC = _in_fp32(self.time_embedding, features)
         e0_BR6C = _in_fp32(self.time_projection, e_BRC).unflatten(-1, (6, self.dim))
-        rope = self.rope.get(grid, x_BCFHW.device, self.tokens.shard)
-        text = self._text(context, clip_fea)
-        info = ForwardInfo(self.tokens.runs(lengths), rope, tokens, step)
+        rope = given.rope if given else self.rope.get(grid, x_BCFHW.device, self.tokens.shard)
+        text, after = self._text(context, clip_fea), given.after if given else {}
+        info = ForwardInfo(self.tokens.runs(lengths), rope, sum(lengths), step)
 
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
             for layer, block in islice(enumerate(self.blocks), first, last):
@@ -171,30 +198,39 @@ class WanModel(nn.Module):
                     x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], info)
                 if self.text_cache is not None and not torch.is_grad_enabled():
                     text.kv[layer] = kv
+                if layer in after:
+                    x_BLC = after[layer](x_BLC)
             return x_BLC
 
-        x_BLC = self._embed_patches(x_BCFHW, grid)
+        x_BLC = self._embedded(x_BCFHW, grid, given)
         if self.step_cache is None:
             x_BLC = blocks(x_BLC, 0, None)
         else:
-            valid, dtype = self.tokens.valid(tokens), text.embedding.dtype
-            x_BLC = self.step_cache(x_BLC, blocks, step, valid, dtype)
+            valid = given.own if given else self.tokens.valid(tokens)
+            x_BLC = self.step_cache(x_BLC, blocks, step, valid, text.embedding.dtype)
         x_BSC = self.tokens.gather(self.head(x_BLC, e_BRC, info.runs), grid)
-        return self._unpatchify(x_BSC, grid)
+        return self._unpatchify(x_BSC[:, :tokens], grid)
 
     def grid(self, latent_FHW: Sequence[int]) -> Grid:
         """Tokens along frame, height and width of latents of this size."""
         f, h, w = (size // patch for size, patch in zip(latent_FHW, self.patch_size, strict=True))
         return f, h, w
 
-    def _embed_patches(self, x_BCFHW: Tensor, grid: Grid) -> Tensor:
-        """[B,L,C] float32: a convolution with kernel = stride is a matmul of each token's patch."""
-        weight = self.patch_embedding.weight
-        (f, h, w), (p, q, r) = grid, self.patch_size
-        patches = x_BCFHW.reshape(*x_BCFHW.shape[:2], f, p, h, q, w, r)
-        patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(x_BCFHW.shape[0], f * h * w, -1)
-        own = self.tokens.shard(patches, grid).to(weight.dtype)
-        return F.linear(own, weight.flatten(1), self.patch_embedding.bias).float()
+    def behind(self, layer: int) -> Sequence[nn.Module]:
+        """Modules that run behind a block, called one after the other; they move with the block."""
+        return ()
+
+    def _embedded(self, x_BCFHW: Tensor, grid: Grid, given: Conditioning | None) -> Tensor:
+        """This device's tokens, float32 [B,L,C]."""
+        patches_BSK = patches(x_BCFHW, self.patch_size)
+        if given is None:
+            return embedded(self.patch_embedding, self.tokens.shard(patches_BSK, grid))
+        own = patches_BSK[:, given.place[: given.own]]
+        parts = [embedded(self.patch_embedding, own) + given.video_BNC]
+        if given.behind_BMC is not None:
+            parts.append(given.behind_BMC.expand(len(own), -1, -1))
+        x_BLC = torch.cat(parts, dim=1)
+        return F.pad(x_BLC, (0, 0, 0, len(given.place) - x_BLC.shape[1]))
 
     def _unpatchify(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         (f, h, w), (p, q, r) = grid, self.patch_size
@@ -275,6 +311,21 @@ class WanModel(nn.Module):
         """Moving or casting the model makes cached keys and values stale."""
         self.forget_text()
         return super()._apply(fn, recurse)
+
+
+def patches(x_BCFHW: Tensor, size: tuple[int, int, int]) -> Tensor:
+    """The values of each patch [B,S,K], as a convolution's weight has them; remainders are cut."""
+    p, q, r = size
+    f, h, w = (length // one for length, one in zip(x_BCFHW.shape[2:], size, strict=True))
+    x_BCFHW = x_BCFHW[:, :, : f * p, : h * q, : w * r]
+    blocks = x_BCFHW.reshape(*x_BCFHW.shape[:2], f, p, h, q, w, r)
+    return blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(len(x_BCFHW), f * h * w, -1)
+
+
+def embedded(conv: nn.Conv3d, patches_BSK: Tensor) -> Tensor:
+    """[B,S,C] float32: a convolution with kernel = stride is a matmul of each patch."""
+    weight, bias = conv.weight, conv.bias
+    return F.linear(patches_BSK.to(weight.dtype), weight.flatten(1), bias).float()
 
 
 def _in_fp32(layers: nn.Sequential, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ frame, height and width as D - 4*(D//6), 2*(D//6), 2*(D//6): 44/42/42 for 128.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +22,30 @@ def axis_sizes(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 4 * (head_dim // 6), 2 * (head_dim // 6), 2 * (head_dim // 6)
 
 
-def rope_angles(grid: tuple[int, int, int], head_dim: int) -> Tensor:
+Axes = Sequence[int | Sequence[int]]
+"""Of frame, height and width, the positions of a grid's tokens; a number n stands for 0 to n-1."""
+
+
+def rope_angles(grid: Axes, head_dim: int) -> Tensor:
     """Rotation angles, float64 [S, D/2], for tokens in (frame, height, width) raster order."""
-    axes = []
-    for axis, (length, channels) in enumerate(zip(grid, axis_sizes(head_dim), strict=True)):
+    positions = [range(axis) if isinstance(axis, int) else axis for axis in grid]
+    lengths, axes = [len(axis) for axis in positions], []
+    for axis, (places, channels) in enumerate(zip(positions, axis_sizes(head_dim), strict=True)):
         exponents = torch.arange(0, channels, 2, dtype=torch.float64) / max(channels, 1)
-        angles = torch.outer(torch.arange(length, dtype=torch.float64), 10000.0**-exponents)
+        angles = torch.outer(torch.tensor(places, dtype=torch.float64), 10000.0**-exponents)
         shape = [1, 1, 1, angles.shape[1]]
-        shape[axis] = length
-        axes.append(angles.view(shape).expand(*grid, angles.shape[1]))
+        shape[axis] = lengths[axis]
+        axes.append(angles.view(shape).expand(*lengths, angles.shape[1]))
     return torch.cat(axes, dim=-1).flatten(0, 2)
 
 
-def rope_table(grid: tuple[int, int, int], head_dim: int) -> RopeTable:
+def rope_table(grid: Axes, head_dim: int) -> RopeTable:
     """Cosines and signed sines in `apply_rope`'s layout, computed in float64, stored in float32."""
-    angles = rope_angles(grid, head_dim)
+    return tabulated(rope_angles(grid, head_dim))
+
+
+def tabulated(angles: Tensor) -> RopeTable:
+    """The table of these angles, float64 [S, D/2]."""
     cos, sin = angles.cos(), angles.sin()
     signed_sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
     return cos.repeat_interleave(2, dim=-1).float()[:, None], signed_sin.float()[:, None]

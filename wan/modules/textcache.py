@@ -1,4 +1,4 @@
-"""Text keys and values, which are the same at every step of a prompt.
+"""Keeps what is the same at every step: what a network makes of a prompt, or of other inputs.
 
 Legend: B batch, T text tokens, C channels, N heads, D head size.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -24,30 +25,38 @@ class TextState:
     kv: list[TextKV | None] = field(default_factory=list)
 
 
-class TextKVCache:
-    """The states of the last `capacity` contexts of one model (2: both guidance branches).
+T = TypeVar("T")
 
-    A context is recognised by its tensor objects, not their values, so a hit costs nothing. Tensors
-    that were changed in place since (outside inference mode) count as new.
+
+class KeptByInput(Generic[T]):
+    """What a model has made of its last `capacity` inputs (2: both guidance branches).
+
+    A tensor is recognised as an object, not by its values, so a hit costs nothing; one that was
+    changed in place since (outside inference mode) counts as new. Anything else is compared.
     """
 
     def __init__(self, capacity: int = 2) -> None:
         self.capacity = capacity
-        self._entries: list[tuple[list[Tensor], list[int], TextState]] = []
+        self._entries: list[tuple[list[object], list[int], T]] = []
 
-    def get(self, context: Sequence[Tensor]) -> TextState | None:
-        versions = [times_changed(c) for c in context]
+    def get(self, inputs: Sequence[object]) -> T | None:
+        versions = _versions(inputs)
         for known, known_versions, state in self._entries:
-            same = len(known) == len(context) and all(
-                a is b for a, b in zip(known, context, strict=True)
+            same = len(known) == len(inputs) and all(
+                a is b if isinstance(a, Tensor) or isinstance(b, Tensor) else a == b
+                for a, b in zip(known, inputs, strict=True)
             )
             if same and known_versions == versions:
                 return state
         return None
 
-    def put(self, context: Sequence[Tensor], state: TextState) -> None:
-        self._entries.append((list(context), [times_changed(c) for c in context], state))
+    def put(self, inputs: Sequence[object], state: T) -> None:
+        self._entries.append((list(inputs), _versions(inputs), state))
         del self._entries[: -self.capacity]
 
     def clear(self) -> None:
         self._entries.clear()
+
+
+def _versions(inputs: Sequence[object]) -> list[int]:
+    return [times_changed(one) for one in inputs if isinstance(one, Tensor)]
