@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from wan.generator import DefaultFloat, DefaultInt, DefaultStr, Generator
+from wan.settings.errors import InputError
 from wan.settings.execution import Offload
 
 GuideScale = float | tuple[float, float]
@@ -111,6 +112,61 @@ class WanI2V(Generator):
             last_image: What the video ends with (i2v-A14B, flf2v-14B); like `img`.
         """
         return self._generate(locals())
+
+
+class WanS2V(Generator):
+    """Sound, a picture and text to video: s2v-14B."""
+
+    kind = "s2v"
+
+    def generate(
+        self,
+        input_prompt: str,
+        ref_image_path: Any,
+        audio_path: str,
+        enable_tts: bool = False,
+        tts_prompt_audio: str | None = None,
+        tts_prompt_text: str | None = None,
+        tts_text: str | None = None,
+        num_repeat: int | None = 1,
+        pose_video: str | None = None,
+        max_area: int = 720 * 1280,
+        infer_frames: int = 80,
+        shift: float = DefaultFloat(5.0),
+        sample_solver: str = DefaultStr("unipc"),
+        sampling_steps: int = DefaultInt(40),
+        guide_scale: GuideScale = _GUIDANCE,
+        n_prompt: str = "",
+        seed: int | None = -1,
+        offload_model: Offload = True,
+        init_first_frame: bool = False,
+        *,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        output_type: str = "pt",
+        **settings: Any,
+    ) -> Tensor | None:
+        """Makes one video of clips that follow a sound; see `WanT2V.generate`.
+
+        Args:
+            input_prompt: What is to happen.
+            ref_image_path: The picture; like `img` of `WanI2V.generate`.
+            audio_path: A sound, or a video with one; it is not put into what is returned.
+            enable_tts, tts_prompt_audio, tts_prompt_text, tts_text: Refused: speech is not made
+                here.
+            num_repeat: Most clips; None: as many as the sound needs.
+            pose_video: A video whose poses are taken over.
+            max_area: Pixels of a frame; the picture's aspect ratio is nearly kept.
+            infer_frames: Frames of a clip, 4n.
+            init_first_frame: Begin with the picture.
+            output_type: "latent": the latents of all clips one after the other.
+        """
+        call = locals()
+        for name in ("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"):
+            if call.pop(name):
+                why = "is not available: speech is not made here"
+                raise InputError(name, None, why, "make it elsewhere and give it as audio_path")
+        return self._generate({**call, "img": call.pop("ref_image_path")})
 
 
 class WanTI2V(Generator):

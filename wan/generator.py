@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from wan import device as devices
@@ -25,7 +24,7 @@ from wan.pipeline import build, images
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
-from wan.run import ask, make_setup
+from wan.run import ask, clips, make_setup, sounds
 from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, spoken
 from wan.settings.execution import OFFLOAD, Offload
@@ -37,6 +36,7 @@ from wan.settings.values import choice, integer, shown, switch
 
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
 _IMAGES = ("image", "last_image")
+_OPTIONAL = ("base_seed", "audio", "pose_video", "num_clip")
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
 
 
@@ -220,6 +220,8 @@ class Generator:
         pipeline = self._pipeline
 
         def make(call: VideoCall, latents: Callable[[], Tensor]) -> Tensor | None:
+            if call.request.clips:
+                return self._joined(call)
             return latents() if call.output_type == "latent" else pipeline.decode(latents())
 
         with spoken(PYTHON):
@@ -230,17 +232,25 @@ class Generator:
                 pipeline.abandon()
                 raise
 
+    def _joined(self, call: VideoCall) -> Tensor | None:
+        """Makes a video of clips."""
+        done = [*self._pipeline.clips(call.request, call.inputs)]
+        if call.output_type == "latent":
+            return torch.cat([clip.latents for clip in done], dim=1)
+        frames = [clip.frames for clip in done if clip.frames is not None]
+        return torch.cat(frames, dim=1) if frames else None
+
     def _asked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         """Checks a call and draws its seed, the same on all ranks."""
         if self._preset.kind == "i2v" and call["img"] is None:
             raise InputError(f"{type(self).__name__} starts from an image; give one as img.")
-        request, image, last_image = self._request(call, setup)
+        request, given = self._request(call, setup)
         prompt, negative = (_embedding(name, call[name]) for name in _EMBEDDINGS)
         output_type = choice("pt", "latent")("`output_type`", call["output_type"])
         if self._team is not None:  # ranks that drew different seeds would mix their noise
             seed = self._team.value_from_main(request.base_seed)
             request = replace(request, base_seed=seed)
-        inputs = Inputs(image, last_image, prompt, negative)
+        inputs = replace(given, prompt_embeds=prompt, negative_prompt_embeds=negative)
         return VideoCall("A call", request, inputs, output_type=output_type)
 
     def _with_offload(self, offload: Offload) -> Setup:
@@ -250,10 +260,8 @@ class Generator:
         setup.check_device(self._pipeline.device.can)
         return setup
 
-    def _request(
-        self, call: dict[str, Any], setup: Setup
-    ) -> tuple[Request, Image | None, Image | None]:
-        """Returns the video that a call asks for, and its images."""
+    def _request(self, call: dict[str, Any], setup: Setup) -> tuple[Request, Inputs]:
+        """Returns the video that a call asks for, and its images and sound."""
         unknown = [name for name in call["settings"] if not is_for(name, "video")]
         if unknown:
             raise InputError(f"{unknown[0]} is not a known keyword of generate; remove it.")
@@ -270,7 +278,7 @@ class Generator:
             None if named.get(name) is None else images.from_value(named[name], name)
             for name in _IMAGES
         )
-        absent = {*_IMAGES, *(n for n in ("base_seed", *call["settings"]) if named[n] is None)}
+        absent = {*_IMAGES, *(n for n in (*_OPTIONAL, *call["settings"]) if named.get(n) is None)}
         given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
         values = self._values | read(given)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
@@ -284,11 +292,16 @@ class Generator:
         values = {name: value for name, value in values.items() if name not in absent}
         size = None if image is None else image.size
         values["last_image"] = last
+        inputs = Inputs(image, last)
+        if self._preset.kind == "s2v":
+            sound, pose = sounds(values, self._preset)
+            values |= clips(values, self._preset, sound)
+            inputs = replace(inputs, sound=sound, pose=pose)
         boundary = self.config.get("boundary")
         request, notices = ask(setup, values, size, defaults=below, boundary=boundary)
         for notice in notices:
             logger.warning(PYTHON.render(notice))
-        return request, image, last
+        return request, inputs
 
 
 def _config(config: Any) -> Any:

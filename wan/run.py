@@ -25,7 +25,14 @@ from wan.pipeline.setup import Setup
 from wan.pipeline.video import latents_shape
 from wan.settings import parallel, recipes, step_cache
 from wan.settings.attention import Attention
-from wan.settings.command import Loras, NetworkFiles, Output, Planning, PromptExtension
+from wan.settings.command import (
+    Loras,
+    NetworkFiles,
+    Output,
+    Planning,
+    PromptExtension,
+    Sounds,
+)
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
 from wan.settings.fields import fill, options
@@ -39,6 +46,9 @@ from wan.settings.values import path as read_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from wan.pipeline.media import PoseVideo, Sound
+    from wan.pipeline.pipeline import Inputs
 
 MAX_RANKS = 4096  # that --plan plans for
 _DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained, in the repository
@@ -88,6 +98,8 @@ class Run:
         output: Where results go.
         image: The image to start from.
         last_image: The image to end with.
+        sound: The sound to follow.
+        pose: The video whose poses are taken over.
         extension: How the prompt is extended.
         decode_latents: The latents that are only decoded.
         planning: What `plan` says more.
@@ -106,6 +118,8 @@ class Run:
     output: Output
     image: Image | None
     last_image: Image | None
+    sound: Sound | None
+    pose: PoseVideo | None
     extension: PromptExtension | None
     decode_latents: Path | None
     planning: Planning
@@ -141,6 +155,12 @@ class Run:
         settings = self.settings | {"save_file": str(path.absolute())}
         return replace(self, output=replace(self.output, save_file=path), settings=settings)
 
+    def inputs(self) -> Inputs:
+        """What the pipeline makes the video from besides the request."""
+        from wan.pipeline.pipeline import Inputs  # imports torch
+
+        return Inputs(self.image, self.last_image, sound=self.sound, pose=self.pose)
+
     def facts(self, device: str) -> dict[str, Any]:
         """What has to be equal on all ranks, under the names a user knows.
 
@@ -167,6 +187,9 @@ class Run:
             },
             "the video's size": self.request.video_size,
         }
+        for name, media in (("--audio", self.sound), ("--pose_video", self.pose)):
+            content = {"hash": media and fingerprint([media.path])}
+            found[f"the content of {name}"] = content
         for line in self.lines:
             asked: Any = None
             if line.run is not None:  # a few bytes stand for the settings of a line
@@ -212,6 +235,7 @@ def resolve(
             raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
     image, last_image = (None, None) if decodes else _images(values, preset, plan)
     size = None if image is None else image.size
+    sound, pose = (None, None) if decodes else sounds(values, preset, plan)
     chosen = fill(NetworkFiles, values)
     folder, is_demo = _checkpoint_folder(values, preset, chosen)
     meant = tuple(PRESETS[name] for name in (task, ALIASES.get(task)) if name in PRESETS)
@@ -228,10 +252,12 @@ def resolve(
         preset = PRESETS["flf2v-14B" if two else task]
     check_task(checkpoint, preset)
     defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)
+    if preset.infer_frames is not None:
+        values = {**values, **clips(values, preset, sound, defaults)}
     setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
     if not plan:
-        looks = ("image_encoder",) if preset.images else ()
-        for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *looks):
+        more = ("image_encoder",) if preset.images else ("sound_encoder",) if sound else ()
+        for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
             checkpoint.require(part)
     name = {"save_file": Path(generated_name(task, request)), "fps": preset.fps}
     output = fill(Output, name | defaults | {**values})
@@ -242,6 +268,8 @@ def resolve(
         output=output,
         image=image,
         last_image=last_image,
+        sound=sound,
+        pose=pose,
         extension=fill(PromptExtension, values) if values.get("use_prompt_extend") else None,
         decode_latents=values.get("decode_latents"),
         planning=fill(Planning, values),
@@ -421,7 +449,7 @@ def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, I
     if "image" in values and preset.kind == "t2v":
         remedy = "use i2v-A14B or ti2v-5B, or drop the image"
         raise InputError("`task`", preset.task, "takes no `image`", remedy)
-    if "image" not in values and preset.kind == "i2v" and not plan:
+    if "image" not in values and preset.kind in ("i2v", "s2v") and not plan:
         raise InputError("`task`", preset.task, "starts from an image", "give one with `image`")
     if not {"image", "last_image"} & values.keys():
         return None, None
@@ -432,6 +460,53 @@ def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, I
         for name in ("image", "last_image")
     )
     return first, last
+
+
+def sounds(
+    values: Values, preset: Preset, plan: bool = False
+) -> tuple[Sound | None, PoseVideo | None]:
+    """Reads the sound that a video follows, and looks into the video of its poses."""
+    if preset.kind != "s2v":
+        for name in options(Sounds):
+            if values.get(name):
+                remedy = f"use s2v-14B, or drop `{name}`"
+                raise InputError("`task`", preset.task, f"takes no `{name}`", remedy)
+        return None, None
+    if "audio" not in values:
+        if plan:
+            return None, None
+        raise InputError("`task`", preset.task, "follows a sound", "give one with `audio`")
+    from wan.pipeline import media
+
+    pose = values.get("pose_video")
+    return media.read_sound(values["audio"]), None if pose is None else media.read_pose(pose)
+
+
+def clips(
+    values: Values, preset: Preset, sound: Sound | None, defaults: Values | None = None
+) -> dict[str, Any]:
+    """Counts the clips of a video that follows a sound, and refuses what these have no use for."""
+    refused = {
+        "frame_num": "whose clips have `infer_frames`",
+        "decode_latents": "whose clips are decoded one after the other",
+        "save_latents": "whose clips are decoded one after the other",
+    }
+    for name, why in refused.items():
+        if values.get(name):
+            raise InputError(f"`{name}`", None, f"has no effect on {preset.task}, {why}", "drop it")
+    if values.get("fps", preset.fps) != preset.fps:
+        why = f"would part picture and sound, which {preset.task} makes at {preset.fps:g}"
+        raise InputError("`fps`", f"{values['fps']:g}", why, "drop it")
+    if values.get("audio_sync") and values.get("start_from_ref"):
+        why = "has no effect with `start_from_ref`, with which picture and sound begin together"
+        raise InputError("`audio_sync`", None, why, "drop one of them")
+    most = values.get("num_clip")
+    if sound is None:
+        return {"num_clip": most or 2}  # a plan, where the sound is not known
+    assert preset.infer_frames is not None
+    frames = {"infer_frames": preset.infer_frames} | {**(defaults or {})} | {**values}
+    count = sound.clips(frames["infer_frames"])
+    return {"num_clip": min(most or count, count)}
 
 
 def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:

@@ -8,12 +8,11 @@ weight is read, and torch not imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any, TypedDict, cast
 
+from wan.checkpoint.config import KINDS, SOUND, DitConfig, dit_config, published_config
 from wan.checkpoint.files import (
     OTHER_PARTS,
     WEIGHT_FILES,
@@ -23,7 +22,6 @@ from wan.checkpoint.files import (
     folder_tensors,
     has_network,
     is_folder,
-    read_json,
 )
 from wan.checkpoint.keymaps import dit_official_name
 from wan.checkpoint.marks import network_tensors
@@ -32,47 +30,24 @@ from wan.checkpoint.vocabulary import has_vocabulary
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
-from wan.settings.values import shown
 
 NO_FILES = NetworkFiles()
-_LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48}
-KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
-MODEL_TYPES = (*KINDS.values(), "flf2v")
+_LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16}
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
 _DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _STEMS = {  # official files end with .pth or .safetensors
     "text_encoder": "models_t5_umt5-xxl-enc-bf16",
     "image_encoder": "models_clip_open-clip-xlm-roberta-large-vit-huge-14",
 }
+SOUND_ENCODER = "wav2vec2-large-xlsr-53-english"
 _EXPECTED = {
     "vae": "Wan2.1_VAE.pth, Wan2.2_VAE.pth, vae/ or another file of it",
     "text_encoder": f"{_STEMS['text_encoder']}.pth, text_encoder/ or another file of it",
     "image_encoder": f"{_STEMS['image_encoder']}.pth, image_encoder/ or clip_vision/",
     "tokenizer": "google/umt5-xxl/, tokenizer/ or a text encoder's file that holds it",
+    "sound_encoder": f"the folder {SOUND_ENCODER}",
 }
 _FLAGS = {"text_encoder": ", or give one with `text_encoder`", "vae": ", or give one with `vae`"}
-
-
-class DitConfig(TypedDict):
-    """The official constructor arguments of a DiT."""
-
-    model_type: str
-    patch_size: tuple[int, int, int]
-    text_len: int
-    in_dim: int
-    dim: int
-    ffn_dim: int
-    freq_dim: int
-    text_dim: int
-    out_dim: int
-    num_heads: int
-    num_layers: int
-    window_size: tuple[int, int]
-    qk_norm: bool
-    cross_attn_norm: bool
-    eps: float
-    image_dim: int
-    image_positions: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +74,7 @@ class Checkpoint:
     Attributes:
         folder: None for networks that are only described (`published`).
         layout: "official" or "diffusers".
-        kind: "t2v", "i2v" or "ti2v".
+        kind: "t2v", "i2v", "ti2v" or "s2v".
         experts: "high_noise" and "low_noise", or "dit" -> the network.
     """
 
@@ -111,6 +86,7 @@ class Checkpoint:
     text_encoder: Path | None = None
     image_encoder: Path | None = None
     tokenizer: Path | None = None
+    sound_encoder: Path | None = None
 
     @property
     def config(self) -> DitConfig:
@@ -133,6 +109,9 @@ class Checkpoint:
         for part in (self.vae, self.text_encoder, self.image_encoder):
             if part is not None:
                 found += [part] if part.is_file() else part.glob("*.safetensors")
+        if self.sound_encoder is not None:
+            for pattern in ("*.safetensors", "*.bin", "*.json"):
+                found += self.sound_encoder.glob(pattern)
         return sorted(set(found))
 
     @property
@@ -141,7 +120,7 @@ class Checkpoint:
         return 0 if not self.config["image_dim"] else 2 if self.config["image_positions"] else 1
 
     def require(self, part: str) -> Path:
-        """Returns the path of "vae", "text_encoder", "image_encoder" or "tokenizer".
+        """Returns the path of a part: "vae", "text_encoder", "tokenizer", ...
 
         Raises:
             InputError: The folder does not have it.
@@ -156,24 +135,7 @@ class Checkpoint:
 
 def published(preset: Preset) -> Checkpoint:
     """Describes a task's networks with the sizes they were published with, without any file."""
-    config = {
-        **_DEFAULTS,
-        "model_type": "flf2v" if preset.images == 2 else preset.kind,
-        "patch_size": preset.patch_size,
-        "in_dim": {kind: channels for channels, kind in KINDS.items()}[preset.kind],
-        "dim": preset.dim,
-        "ffn_dim": preset.ffn_dim,
-        "freq_dim": 256,
-        "text_dim": 4096,
-        "out_dim": preset.latent_channels,
-        "num_heads": preset.num_heads,
-        "num_layers": preset.num_layers,
-        "qk_norm": True,
-        "cross_attn_norm": True,
-        "image_dim": 1280 if preset.images else 0,
-        "image_positions": 514 if preset.images == 2 else 0,
-    }
-    files = DitFiles(Path(preset.folder), cast(DitConfig, config), {})
+    files = DitFiles(Path(preset.folder), published_config(preset), {})
     return Checkpoint(None, "official", preset.kind, dict.fromkeys(preset.experts, files))
 
 
@@ -229,6 +191,7 @@ def describe(
         kind=kind,
         experts=experts,
         tokenizer=_tokenizer(folder, parts["text_encoder"]),
+        sound_encoder=_sound_encoder(folder) if kind == "s2v" else None,
         **parts,
     )
 
@@ -303,6 +266,12 @@ def _tokenizer(folder: Path, text_encoder: Path | None) -> Path | None:
             if (base / name).is_dir():
                 return base / name
     return text_encoder if text_encoder is not None and has_vocabulary(text_encoder) else None
+
+
+def _sound_encoder(folder: Path) -> Path | None:
+    """Returns the folder of wav2vec2, under its published name or another that begins so."""
+    found = [folder / SOUND_ENCODER, *sorted(folder.glob("wav2vec2*"))]
+    return next((path for path in found if (path / "config.json").is_file()), None)
 
 
 def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
@@ -397,8 +366,9 @@ def _paths(found: Collection[Found]) -> list[Path]:
 
 def _fits(found: Found, preset: Preset) -> bool:
     """Returns whether a DiT takes what the task gives it."""
+    kind = "s2v" if found.shape(SOUND) else KINDS.get(found.channels)
     images = bool(found.shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight"))
-    return KINDS.get(found.channels) == preset.kind and images == bool(preset.images)
+    return kind == preset.kind and images == bool(preset.images)
 
 
 def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
@@ -417,7 +387,7 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
         raise InputError(f"{folder}", None, why, remedy)
     tensors = network_tensors(found, dit_official_name)
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
-    return DitFiles(folder, _dit_config(folder, dense), dense, len(dense) < len(tensors))
+    return DitFiles(folder, dit_config(folder, dense), dense, len(dense) < len(tensors))
 
 
 def _kind(files: DitFiles) -> str:
@@ -430,7 +400,7 @@ def _kind(files: DitFiles) -> str:
         if name is not None:
             why = f"has {name}, {shows}, which is not supported"
             raise InputError(f"{files.folder}", None, why, remedy)
-    return KINDS[in_dim]
+    return "s2v" if files.config["model_type"] == "s2v" else KINDS[in_dim]
 
 
 _UNSUPPORTED = {
@@ -440,100 +410,3 @@ _UNSUPPORTED = {
 }
 """Part of a tensor's name -> what it shows, and what to do."""
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's; attention is dense without it
-
-
-# A config.json must say what the shapes of the tensors say; for the rest there are rules.
-
-_SHAPES = {  # key -> the tensor whose shape tells it, the tensor's rank, and the axis
-    "dim": ("patch_embedding.weight", 5, 0),
-    "in_dim": ("patch_embedding.weight", 5, 1),
-    "ffn_dim": ("blocks.0.ffn.0.weight", 2, 0),
-    "freq_dim": ("time_embedding.0.weight", 2, 1),
-    "text_dim": ("text_embedding.0.weight", 2, 1),
-    "out_dim": ("head.head.weight", 2, 0),  # times the elements of a patch
-}
-_IMAGE = {"image_dim": ("img_emb.proj.1.weight", 1), "image_positions": ("img_emb.emb_pos", 1)}
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model_type": (lambda value: value in MODEL_TYPES, "t2v, i2v, flf2v or ti2v"),
-    "num_heads": (lambda value: type(value) is int and 1 <= value <= 1024, "from 1 to 1024"),
-    "text_len": (lambda value: type(value) is int and 1 <= value <= 4096, "from 1 to 4096"),
-    "window_size": (lambda value: value == [-1, -1], "[-1, -1], all of the video"),
-    "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
-}
-_CLASSES = ("WanModel", "WanTransformer3DModel")  # of the official code and of diffusers
-_DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
-
-
-def _dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
-    """Refuses a config.json that is damaged or belongs to other tensors."""
-    told = _told_by_shapes(folder, tensors)
-    path = folder / "config.json"
-    stated = _stated(path) if path.is_file() else {}
-    for key, value in told.items():
-        said = stated.get(key, value)
-        if type(said) is not type(value) or said != value:
-            why = f"is {shown(said)}, but the shapes of the tensors say {shown(value)}"
-            raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
-    for key, (fits, allowed) in _RULES.items():
-        if key in stated and not fits(stated[key]):
-            raise _damaged(path, key, stated[key], allowed)
-    kind = KINDS.get(told["in_dim"], "t2v")
-    heads = max(told["dim"] // 128, 1)  # the published networks' head size
-    free = {key: stated[key] for key in _RULES if key in stated}
-    config = {**_DEFAULTS, "model_type": kind, "num_heads": heads, **free, **told}
-    dim, heads = config["dim"], config["num_heads"]
-    if dim % (2 * heads):
-        why = f"is {heads}, but {dim} channels are not {heads} heads of an even size"
-        raise InputError(f"{path}: num_heads", None, why, "download config.json again")
-    frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
-    return cast(DitConfig, frozen)
-
-
-def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Reads a configuration off the shapes, all but the head size; values have JSON's types."""
-    told: dict[str, Any] = {}
-    for key, (name, rank, axis) in _SHAPES.items():
-        shape = tensors[name].shape if name in tensors else ()
-        if len(shape) != rank or 0 in shape:
-            why = f"holds no Wan DiT (no {name} of {rank} dimensions)"
-            raise InputError(f"{folder}", None, why, "check `ckpt_dir`")
-        told[key] = shape[axis]
-    told["patch_size"] = list(tensors["patch_embedding.weight"].shape[2:])
-    told["out_dim"] //= prod(told["patch_size"])
-    layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
-    told["num_layers"] = len(layers)
-    if layers != {str(index) for index in range(len(layers))}:
-        why = "lacks one of the blocks of its network"
-        raise InputError(f"{folder}", None, why, "download it again")
-    told["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
-    told["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
-    for key, (name, axis) in _IMAGE.items():
-        told[key] = tensors[name].shape[axis] if name in tensors else 0
-    return told
-
-
-def _stated(path: Path) -> dict[str, Any]:
-    """Returns what an official or diffusers config.json says, under the official names."""
-    raw = read_json(path)
-    if (kind := raw.get("_class_name", _CLASSES[0])) not in _CLASSES:
-        why = f"is of the class {shown(kind)}, which is not supported"
-        raise InputError(str(path), None, why, f"{' and '.join(_CLASSES)} are")
-    if "num_attention_heads" in raw:
-        for key in ("num_attention_heads", "attention_head_dim"):
-            if type(raw.get(key)) is not int:
-                raise _damaged(path, key, raw.get(key), "a whole number")
-        raw |= {
-            "num_heads": raw["num_attention_heads"],
-            "dim": raw["num_attention_heads"] * raw["attention_head_dim"],
-            "in_dim": raw.get("in_channels"),
-            "out_dim": raw.get("out_channels"),
-            "qk_norm": True,  # there the name of a norm, always the one we have
-            "image_dim": raw.get("image_dim") or 0,
-            "image_positions": raw.get("pos_embed_seq_len") or 0,
-        }
-    return {key: raw[key] for key in DitConfig.__annotations__ if key in raw}
-
-
-def _damaged(path: Path, key: str, value: object, allowed: str) -> InputError:
-    why = f"is {shown(value)}, but must be {allowed}"
-    return InputError(f"{path}: {key}", None, why, "download config.json again")

@@ -23,22 +23,17 @@ from wan.settings.flags import FLAGS, GROUPS, check_given, check_needs, read
 from wan.settings.values import switch
 
 _ANIMATE = "it belongs to animate-14B, which is not supported"
-_S2V = "it belongs to s2v-14B, which is not supported"
+_TTS = (
+    "speech is not made here; make it with CosyVoice or another program, and give the file with "
+    "`audio`"
+)
 REFUSED = {
     "tp_size": "tensor parallelism is not supported; run without it",
     "src_root_path": _ANIMATE,
     "refert_num": _ANIMATE,
     "replace_flag": _ANIMATE,
     "use_relighting_lora": _ANIMATE,
-    "num_clip": _S2V,
-    "audio": _S2V,
-    "enable_tts": _S2V,
-    "tts_prompt_audio": _S2V,
-    "tts_text": _S2V,
-    "tts_prompt_text": _S2V,
-    "pose_video": _S2V,
-    "start_from_ref": _S2V,
-    "infer_frames": _S2V,
+    **dict.fromkeys(("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"), _TTS),
 }
 """Flags of the official code and the Ascend fork that are not supported, and what to do instead."""
 

@@ -22,7 +22,7 @@ from wan.cli import failures
 from wan.cli.videos import Video
 from wan.log import logger
 from wan.pipeline.batch import Batch, Job
-from wan.pipeline.pipeline import Inputs, Pipeline
+from wan.pipeline.pipeline import Pipeline
 from wan.run import Line, Run
 from wan.settings.errors import InputError, NotFiniteError
 
@@ -62,7 +62,7 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
         LineJob(
             f"Line {line.name}",
             line.run.request,
-            Inputs(line.run.image, line.run.last_image),
+            line.run.inputs(),
             line=line.name,
             video=Video(line.run, pipeline, team),
         )

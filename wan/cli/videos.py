@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,11 +24,12 @@ from wan.checkpoint import lora
 from wan.checkpoint.files import is_left_over, numbered, process_name, whole_file
 from wan.cli.output import latents_survive
 from wan.log import logger
-from wan.pipeline import video
+from wan.pipeline import media, video
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.command import Output
 from wan.settings.errors import NotFiniteError
+from wan.settings.sound import FIRST_DROPPED, FPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +87,9 @@ class Video:
         if run.decode_latents is None:
             logger.info("Prompt: %s", run.request.prompt)
         with meter as metered:
+            if run.request.clips:
+                self._write_clips(metered)
+                return
             if run.decode_latents is not None:
                 latents = video.load_latents(run.decode_latents)
             else:
@@ -124,10 +129,8 @@ class Video:
 
     def _denoised(self) -> Tensor:
         run = self.run
-        from wan.pipeline.pipeline import Inputs  # imports torch
-
         try:
-            latents = self._pipeline.latents(run.request, Inputs(run.image, run.last_image))
+            latents = self._pipeline.latents(run.request, run.inputs())
         except NotFiniteError as error:
             self.keep(error.latents)
             raise
@@ -163,23 +166,11 @@ class Video:
 
     def _write(self, latents: Tensor, meter: VideoMeter | None) -> None:
         """Decodes, and on the main rank writes the video, its record and the summary."""
-        output = self.run.output
-
-        def part() -> None:
-            if self._team is not None and meter is not None:
-                meter.gather(self._team)
-            self.alone = True
-            if self._part is not None:
-                self._part()
-
+        part = partial(self._part_ways, meter)
         if not self._is_main:
             self._pipeline.stream(latents, NoFrames(), part)
             return
-        about = {"task": self.run.request.preset.task, "seed": self.run.request.base_seed}
-        settings = self.run.settings
-        about |= {name: settings[name] for name in _IN_THE_VIDEO if name in settings}
-        comment = json.dumps(about, ensure_ascii=False, default=str)
-        file = video.video_file(output, self._place, comment)
+        file = video.video_file(self.run.output, self._place, self._comment())
         with latents_survive(self.latents_file), self._pipeline.stages("writing"), file as encoder:
             self._pipeline.stream(latents, encoder, part)
             power = None if meter is None else meter.stop()
@@ -187,6 +178,98 @@ class Video:
             self._put_latents_away()
         self._sum_up(self._save_record(encoder.size, power), power)
         self._remove_left_over()
+
+    def _part_ways(self, meter: VideoMeter | None) -> None:
+        """Lets the other ranks go; every rank calls this."""
+        if self._team is not None and meter is not None:
+            meter.gather(self._team)
+        self.alone = True
+        if self._part is not None:
+            self._part()
+
+    def _comment(self) -> str:
+        """What the mp4 says of itself."""
+        about = {"task": self.run.request.preset.task, "seed": self.run.request.base_seed}
+        settings = self.run.settings
+        about |= {name: settings[name] for name in _IN_THE_VIDEO if name in settings}
+        return json.dumps(about, ensure_ascii=False, default=str)
+
+    def _write_clips(self, meter: VideoMeter | None) -> None:
+        """Makes a video that follows a sound; on the main rank writes each clip when it is done."""
+        run, pipeline = self.run, self._pipeline
+        request, made = run.request, pipeline.clips(run.request, run.inputs())
+        count = request.num_clip or 0
+
+        def clips() -> Iterator[Tensor | None]:
+            for index in range(count):
+                with self._recorded() if index == 0 else nullcontext():
+                    try:
+                        clip = next(made)
+                    except NotFiniteError as error:
+                        self.keep(error.latents)
+                        raise
+                yield clip.frames
+            self._part_ways(meter)
+
+        if not self._is_main:
+            for _ in clips():
+                pass
+            return
+        width, height = request.video_size
+        frames = sum(map(request.clip_frames, range(count)))
+        file = video.video_file(run.output, self._place_with_sound, self._comment())
+        with pipeline.stages("writing"), file as encoder:
+            encoder.begin((frames, height, width))
+            done = 0
+            try:
+                for clip in clips():
+                    assert clip is not None, "the main rank has the frames"
+                    encoder.put(clip)
+                    done += 1
+            except BaseException:
+                if 0 < done < count:
+                    self._keep_clips(encoder, done)
+                raise
+            power = None if meter is None else meter.stop()
+        self._sum_up(self._save_record(encoder.size, power), power)
+        self._remove_left_over()
+
+    def _keep_clips(self, encoder: video.Mp4Encoder, done: int) -> None:
+        """Keeps the clips before a failure under a name of their own, with their sound."""
+        path = self.run.output.save_file
+        name = next(
+            name
+            for name in numbered(path.with_stem(f"{path.stem}.clips-1-{done}"))
+            if not name.exists()
+        )
+        _, height, width = encoder.size
+        frames = sum(map(self.run.request.clip_frames, range(done)))
+        encoder.size = (frames, height, width)
+        try:
+            encoder.finish()
+            self._with_sound(encoder.path).replace(name)
+        except OSError as error:
+            logger.error("The clips so far could not be kept (%s).", error.strerror or error)
+        else:
+            of = "clip" if done == 1 else "clips"
+            logger.error("The first %d %s are kept in %s.", done, of, name)
+
+    def _place_with_sound(self, temporary: Path) -> None:
+        self._place(self._with_sound(temporary))
+
+    def _with_sound(self, silent: Path) -> Path:
+        """Puts the sound into a finished mp4; where that fails, the mp4 stays silent."""
+        run = self.run
+        assert run.sound is not None
+        cut = FIRST_DROPPED / FPS if run.settings.get("audio_sync") else 0.0
+        spoken = silent.with_name(f"{silent.stem}.sound.mp4")
+        try:
+            media.add_sound(silent, run.sound.path, spoken, cut)
+            spoken.replace(silent)
+        except OSError as error:
+            spoken.unlink(missing_ok=True)
+            logger.error("The video has no sound (%s).", error.strerror or error)
+        return silent
 
     def _place(self, temporary: Path) -> None:
         """Names the complete video; a file that came there since the start of the run is kept."""

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from wan import device as devices
 from wan.cache.tea import embedding_changes
-from wan.checkpoint.layout import KINDS, Checkpoint, DitConfig, DitFiles, published
+from wan.checkpoint.config import KINDS, DitConfig
+from wan.checkpoint.layout import Checkpoint, DitFiles, published
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
 from wan.kernels.base import StepInfo, Target

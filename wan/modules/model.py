@@ -44,9 +44,9 @@ class Conditioning:
         rope: The rows of this device's tokens, those behind the video's included.
         own: How many of the video's tokens are on this device; they come first.
         place: The place in the whole sequence of each token of this device, int64 [L].
-        video_BNC: What is added to the `own` tokens once they are embedded.
+        video: [B,N,C], what is added to the `own` tokens once they are embedded.
         behind: How many tokens stand behind the video's in the whole sequence; their timestep is 0.
-        behind_BMC: Those of them that are on this device, float32.
+        standing: [B,M,C] float32, those of them that are on this device.
         after: Layer -> what is done to the residual stream behind its block. In inference the
             stream may be updated in place.
     """
@@ -54,9 +54,9 @@ class Conditioning:
     rope: RopeTable
     own: int
     place: Tensor
-    video_BNC: Tensor
+    video: Tensor
     behind: int = 0
-    behind_BMC: Tensor | None = None
+    standing: Tensor | None = None
     after: Mapping[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
@@ -216,6 +216,11 @@ class WanModel(nn.Module):
         f, h, w = (size // patch for size, patch in zip(latent_FHW, self.patch_size, strict=True))
         return f, h, w
 
+    def parts(self) -> list[nn.Module]:
+        """The large modules in the order of their calls: each block, and what runs behind it."""
+        pairs = ((block, *self.behind(layer)) for layer, block in enumerate(self.blocks))
+        return [module for pair in pairs for module in pair]
+
     def behind(self, layer: int) -> Sequence[nn.Module]:
         """Modules that run behind a block, called one after the other; they move with the block."""
         return ()
@@ -226,9 +231,9 @@ class WanModel(nn.Module):
         if given is None:
             return embedded(self.patch_embedding, self.tokens.shard(patches_BSK, grid))
         own = patches_BSK[:, given.place[: given.own]]
-        parts = [embedded(self.patch_embedding, own) + given.video_BNC]
-        if given.behind_BMC is not None:
-            parts.append(given.behind_BMC.expand(len(own), -1, -1))
+        parts = [embedded(self.patch_embedding, own) + given.video]
+        if given.standing is not None:
+            parts.append(given.standing.expand(len(own), -1, -1))
         x_BLC = torch.cat(parts, dim=1)
         return F.pad(x_BLC, (0, 0, 0, len(given.place) - x_BLC.shape[1]))
 

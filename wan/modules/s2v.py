@@ -27,12 +27,17 @@ from wan.kernels.base import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttention, fp32_linear
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import Conditioning, WanModel, embedded, patches
-from wan.modules.rope import rope_angles, tabulated
-from wan.modules.small_ops import BlockOps
+from wan.modules.rope import Axes, rope_angles, tabulated
 from wan.modules.textcache import KeptByInput
 from wan.settings.schedule import Grid
+from wan.settings.sound import (
+    INJECT_LAYERS,
+    MOTION_FRAMES,
+    MOTION_LATENTS,
+    SOUND_LAYERS,
+    STATED,
+)
 
-SOUND_LAYERS = 25  # hidden states of wav2vec2: the embedding's and those of 24 layers
 REFERENCE_TIME = 30  # where the reference picture stands on the time axis
 _KINDS = {"video": 0, "reference": 1, "motion": 2}  # rows of `trainable_cond_mask`
 _PACKED = (  # of the clip before, newest first: latent frames, patch, positions on the time axis
@@ -40,19 +45,6 @@ _PACKED = (  # of the clip before, newest first: latent frames, patch, positions
     ("proj_2x", 2, (2, 4, 4), (-3,)),
     ("proj_4x", 16, (4, 8, 8), (-19, -14, -9, -4)),
 )
-MOTION_LATENTS = sum(frames for _, frames, _, _ in _PACKED)
-_STATED: dict[str, Any] = {  # what the official class could be told, and this one takes alone
-    "cond_dim": 16,
-    "enable_adain": True,
-    "adain_mode": "attn_norm",
-    "zero_timestep": True,
-    "enable_motioner": False,
-    "add_last_motion": True,
-    "enable_tsm": False,
-    "trainable_token_pos_emb": False,
-    "enable_framepack": True,
-    "framepack_drop_mode": "padd",
-}
 
 
 class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
@@ -69,7 +61,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         cond_dim: int = 16,
         audio_dim: int = 1024,
         num_audio_token: int = 4,
-        audio_inject_layers: Sequence[int] = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39),
+        audio_inject_layers: Sequence[int] = INJECT_LAYERS,
         *,
         zero_init: bool = True,
         motion_token_num: int = 1024,
@@ -78,12 +70,12 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         **config: Any,
     ) -> None:
         """Builds the network. zero_init, motion_token_num: they have no effect here."""
-        known = {name: config.pop(name, value) for name, value in _STATED.items()} | {
+        known = {name: config.pop(name, value) for name, value in STATED.items()} | {
             "cond_dim": cond_dim
         }
         for name, value in known.items():
-            if value != _STATED[name]:
-                raise ValueError(f"{name} is {value!r}; only {_STATED[name]!r} is supported.")
+            if value != STATED[name]:
+                raise ValueError(f"{name} is {value!r}; only {STATED[name]!r} is supported.")
         given = Collaborators() if collaborators is None else collaborators
         super().__init__(model_type, **config, collaborators=given)
         self.injected = {layer: i for i, layer in enumerate(sorted(audio_inject_layers))}
@@ -99,7 +91,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             {name: nn.Conv3d(self.in_dim, dim, size, size) for name, _, size, _ in _PACKED}
         )
         self.casual_audio_encoder = AudioEncoder(audio_dim, dim, num_audio_token)
-        sizes = BlockSizes(dim, 0, self.num_heads, eps=self.blocks[0].eps)
+        sizes = BlockSizes(dim, 0, self.num_heads, eps=config.get("eps", 1e-6))
         self.audio_injector = nn.ModuleDict(
             {
                 "injector": nn.ModuleList(AudioAttention(sizes, given) for _ in self.injected),
@@ -121,7 +113,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         motion_latents: list[Tensor],
         cond_states: list[Tensor] | None,
         audio_input: Tensor,
-        motion_frames: Sequence[int] = (73, MOTION_LATENTS),
+        motion_frames: Sequence[int] = (MOTION_FRAMES, MOTION_LATENTS),
         add_last_motion: int = 2,
         drop_motion_frames: bool = False,
         *,
@@ -181,9 +173,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         frame = math.prod(grid[1:])
         first = int(scene.first)
         frames = range(first // frame, -(-(first + scene.own) // frame)) if scene.own else range(0)
-        runs = [
-            min((i + 1) * frame, first + scene.own) - max(i * frame, first) for i in frames
-        ]
+        runs = [min((i + 1) * frame, first + scene.own) - max(i * frame, first) for i in frames]
 
         def after(layer: int) -> Callable[[Tensor], Tensor]:
             return lambda x_BLC: self._attend_to_sound(x_BLC, layer, heard, frames, runs)
@@ -192,9 +182,9 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             rope=scene.rope,
             own=scene.own,
             place=scene.place,
-            video_BNC=video + self._kind("video"),
+            video=video + self._kind("video"),
             behind=scene.behind,
-            behind_BMC=scene.behind_BMC,
+            standing=scene.standing,
             after={layer: after(layer) for layer in self.injected},
         )
 
@@ -202,19 +192,22 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         self, x_BLC: Tensor, layer: int, heard: _Sound, frames: range, runs: Sequence[int]
     ) -> Tensor:
         """Adds what each token of the video hears; the others stay."""
-        attention, adain = self.behind(layer)
-        known = heard.layers.get(layer)
-        modulation = adain(heard.whole_TC) if known is None else known[0]
+        modules: Any = self.behind(layer)
+        attention, adain = modules
+        known = heard.layers.get((layer, frames))
+        modulation = adain(heard.whole) if known is None else known[0]
         own = slice(frames.start, frames.stop)
         shift_BRC, scale_BRC = modulation[None, own].chunk(2, dim=-1)
-        dtype = attention.q.weight.dtype  # type: ignore[union-attr]
+        dtype = attention.q.weight.dtype
         with trace.span("sound", layer=layer):
             x_BNC = x_BLC[:, : sum(runs)]
-            y_BNC = self.ops.modulated_norm(x_BNC, shift_BRC, scale_BRC, runs, 1e-5, dtype)
-            sound_TAC = heard.local_TAC.to(dtype)
+            y_BNC = x_BNC.to(dtype)
+            if runs:
+                y_BNC = self.ops.modulated_norm(x_BNC, shift_BRC, scale_BRC, runs, 1e-5, dtype)
+            sound_TAC = heard.local.to(dtype)
             y_BNC, kv = attention(y_BNC, sound_TAC, None if known is None else known[1], own, runs)
         if heard.keeps:
-            heard.layers[layer] = modulation, kv
+            heard.layers[layer, frames] = modulation, kv
         if torch.is_grad_enabled():
             return torch.cat((x_BNC + y_BNC, x_BLC[:, sum(runs) :]), dim=1)
         x_BNC += y_BNC
@@ -235,7 +228,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         _, rows, columns = grid
         tokens = embedded(self.patch_embedding, patches(ref[None], self.patch_size))
         parts = [tokens + self._kind("reference")]
-        angles = [(range(grid[0]), range(rows), range(columns))]
+        angles: list[Axes] = [(range(grid[0]), range(rows), range(columns))]
         angles.append(((REFERENCE_TIME,), range(rows), range(columns)))
         if motion is not None:
             known = motion[None, :, -MOTION_LATENTS:]
@@ -244,9 +237,10 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             for name, count, size, times in _PACKED:
                 of_part = patches(left[:, :, end - count : end], size)
                 parts.append(embedded(self.frame_packer[name], of_part) + self._kind("motion"))  # type: ignore[arg-type]
-                sides = (spread(n // s, span) for n, s, span in zip(
-                    motion.shape[2:], size[1:], (rows, columns), strict=True
-                ))
+                sides = (
+                    spread(n // s, span)
+                    for n, s, span in zip(motion.shape[2:], size[1:], (rows, columns), strict=True)
+                )
                 angles.append((times, *sides))
                 end -= count
         behind_BMC = torch.cat(parts, dim=1)
@@ -264,7 +258,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             place=place.to(device),
             own=own,
             behind=behind,
-            behind_BMC=behind_BMC[:, (place[own:more] - video).to(device)],
+            standing=behind_BMC[:, (place[own:more] - video).to(device)],
         )
 
     def _sound(
@@ -274,7 +268,8 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         key = [whole, sample, motion_frames]
         found = None if cache is None else cache.get(key)
         if found is None:
-            found = _Sound(*self.casual_audio_encoder(sound[0], motion_frames), cache is not None)
+            local, vectors = self.casual_audio_encoder(sound[0], motion_frames)
+            found = _Sound(local, vectors, cache is not None)
             if cache is not None:
                 cache.put(key, found)
         return found
@@ -316,7 +311,7 @@ class _Scene:
 
     Attributes:
         first: The place of this device's first token.
-        rope, own, place, behind, behind_BMC: As in `Conditioning`.
+        rope, own, place, behind, standing: As in `Conditioning`.
     """
 
     first: int
@@ -324,7 +319,7 @@ class _Scene:
     own: int
     place: Tensor
     behind: int
-    behind_BMC: Tensor
+    standing: Tensor
 
 
 @dataclass
@@ -332,16 +327,19 @@ class _Sound:
     """A clip's sound as the network hears it.
 
     Attributes:
-        local_TAC: Tokens of each latent frame.
-        whole_TC: One vector of each latent frame.
+        local: Tokens of each latent frame, [T,A,C].
+        whole: One vector of each latent frame, [T,C].
         keeps: Whether `layers` is filled.
-        layers: Layer -> shift and scale of each frame, and the keys and values of this device's.
+        layers: Layer and this device's frames -> shift and scale of each frame of the clip, and the
+            keys and values of this device's.
     """
 
-    local_TAC: Tensor
-    whole_TC: Tensor
+    local: Tensor
+    whole: Tensor
     keeps: bool
-    layers: dict[int, tuple[Tensor, tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    layers: dict[tuple[int, range], tuple[Tensor, tuple[Tensor, Tensor]]] = field(
+        default_factory=dict
+    )
 
 
 class AudioAttention(WanAttention):
@@ -369,11 +367,11 @@ class AudioAttention(WanAttention):
             frames: Which frames of the clip these are.
             runs: How many tokens of each frame there are.
         """
+        if not runs:  # all of the video's tokens are on other devices
+            return x_BNC, (x_BNC, x_BNC)
         if kv is None:
             own_TAC = sound_TAC[frames]
             kv = self.keys(own_TAC), self.values(own_TAC)
-        if not runs:
-            return x_BNC, kv
         q_BNHD = self.queries(x_BNC)
         longest, pieces = max(runs), q_BNHD[0].split(list(runs))
         whole = [F.pad(piece, (0, 0, 0, 0, 0, longest - len(piece))) for piece in pieces]

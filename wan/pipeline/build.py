@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from wan import host
 from wan.cache.policy import Cache
+from wan.checkpoint.config import SoundConfig
 from wan.checkpoint.files import FP8
 from wan.checkpoint.load import (
     UNSHARDED,
@@ -34,8 +36,9 @@ from wan.kernels.select import Selected, dense, select
 from wan.log import Stages, logger
 from wan.modules.interfaces import Collaborators, LocalAttention, LocalTokens, SelfAttention
 from wan.modules.model import WanModel
+from wan.modules.networks import network
 from wan.modules.small_ops import BlockOps, as_written
-from wan.pipeline import memory, text, vae
+from wan.pipeline import memory, sound, text, vae
 from wan.pipeline.decoding import Codec, MakeRows
 from wan.pipeline.denoise import both_here
 from wan.pipeline.pipeline import Experts, Lazy, Pipeline, Residency, Sharing, make_here
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from wan.distributed.exchange import Group
     from wan.distributed.mesh import Team
     from wan.pipeline.clip import ClipVision
+    from wan.pipeline.media import Sound
     from wan.vae.sharded import ShardedRows
 
 _TIME_EMBEDDING = [f"time_embedding.{i}.{part}" for i in (0, 2) for part in ("weight", "bias")]
@@ -141,6 +145,7 @@ def pipeline(
         merges=selected.dense.can_return_lse,
         caches=caches,
         sharing=sharing,
+        hearing=loader.hear,
     )
 
 
@@ -235,7 +240,7 @@ class NetworkLoader:
         self._dits = {
             name: Blueprint(
                 f"DiT {name}",
-                partial(WanModel, **files.config, collaborators=self.given(name)),
+                partial(network, files.config, self.given(name)),
                 files.tensors,
                 files.folder,
             )
@@ -270,6 +275,8 @@ class NetworkLoader:
             self._vae.check()
         if self._clip is not None and is_main:
             self._clip.check()
+        if checkpoint.sound_encoder is not None and is_main:
+            sound.check(checkpoint.sound_encoder, cast(SoundConfig, config)["audio_dim"])
         self._tokenizer: object = None
         self._reads_text = is_main or setup.parallel.t5_fsdp
         if self._encoder is not None and self._reads_text:
@@ -291,7 +298,8 @@ class NetworkLoader:
             from wan.pipeline.residency import streamed
 
             resident = self.residency.resident
-            adapt = streamed(adapt, "blocks", self._device, dtypes, resident)
+            behind = lambda network, layer: network.behind(layer)  # noqa: E731
+            adapt = streamed(adapt, "blocks", self._device, dtypes, resident, behind=behind)
         self.residency.leave()  # the memory is for what is loaded now
         model = self._dits[name].load(
             device=self._device, dtype_of=dtypes, sharding=self._dit_sharding, adapt=adapt
@@ -357,6 +365,10 @@ class NetworkLoader:
             device=self._device, dtype_of=lambda *_: self.encode_in, adapt=with_positions
         )
         return ClipVision(network)
+
+    def hear(self, heard: Sound) -> Tensor:
+        """Computes the features of a sound on the CPU; the encoder is not kept."""
+        return sound.features(self.setup.checkpoint.require("sound_encoder"), heard)
 
     def video_vae(self) -> VideoVAE:
         """Loads the autoencoder."""
@@ -429,7 +441,7 @@ def shardings(parallel: Parallel, team: Team | None) -> tuple[Sharding, Sharding
         from wan.distributed.fsdp import Sharded
 
         if parallel.dit_fsdp:
-            dit = Sharded(team.world_mesh(), lambda network: network.blocks)
+            dit = Sharded(team.world_mesh(), lambda network: network.parts())
         if parallel.t5_fsdp:
             encoder = Sharded(team.world_mesh(), text.umt5_blocks)
     return dit, encoder

@@ -7,8 +7,8 @@ Legend: Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from wan.settings.timesteps import schedule
 
 
 class Denoiser(Protocol):
-    """`WanModel.forward`."""
+    """`WanModel.forward`, or that of another network, which takes more."""
 
     def __call__(
         self,
@@ -39,6 +39,7 @@ class Denoiser(Protocol):
         *,
         clip_fea: Tensor | None = None,
         step: StepInfo | None = None,
+        **more: Any,
     ) -> list[Tensor]: ...
 
 
@@ -64,6 +65,7 @@ class Conditions:
         draw: Draws more noise, for solvers that add some.
         timesteps: Converts a timestep t for the model: [1], or one for each token.
         impose: Puts given frames back into the latents, such as ti2v's first frame.
+        given: Branch -> further keywords of the network.
     """
 
     start: Tensor
@@ -74,6 +76,7 @@ class Conditions:
     draw: Draw | None = None
     timesteps: Callable[[Tensor], Tensor] = lambda t: t.reshape(1)
     impose: Callable[[Tensor], Tensor] = lambda latents: latents
+    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 Branches = Callable[[Callable[[str], Tensor]], tuple[Tensor, Tensor]]
@@ -206,11 +209,16 @@ def velocity(
         branch: "cond" or "uncond".
     """
     context = conditions.context if branch == "cond" else conditions.negative_context
-    y = None if conditions.y is None else [conditions.y]
-    info = replace(step, branch=branch)
-    seen = {} if conditions.clip_fea is None else {"clip_fea": conditions.clip_fea}
+    more: dict[str, Any] = {
+        **conditions.given.get(branch, {}),
+        "step": replace(step, branch=branch),
+    }
+    if conditions.y is not None:
+        more["y"] = [conditions.y]
+    if conditions.clip_fea is not None:
+        more["clip_fea"] = conditions.clip_fea
     with trace.span("branch", branch=branch):
-        return model([latents], t, [context], info.valid_len, y, **seen, step=info)[0]
+        return model([latents], t, [context], step.valid_len, **more)[0]
 
 
 def guide(branch: Callable[[str], Tensor], scale: float, branches: Branches = both_here) -> Tensor:

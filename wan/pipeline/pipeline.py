@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from wan.modules.model import WanModel
     from wan.pipeline.clip import ClipVision
+    from wan.pipeline.clips import Clip
+    from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.residency import Parked
 
 _SPARE = 1 << 30  # bytes of an accelerator that are left to kernels and fragments
@@ -199,12 +201,16 @@ class Inputs:
         last_image: The image that it ends with.
         prompt_embeds: [length, text_dim], used instead of the prompt.
         negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
+        sound: The sound that it follows.
+        pose: The video whose poses it takes over.
     """
 
     image: Image.Image | None = None
     last_image: Image.Image | None = None
     prompt_embeds: Tensor | None = None
     negative_prompt_embeds: Tensor | None = None
+    sound: Sound | None = None
+    pose: PoseVideo | None = None
 
 
 NO_INPUTS = Inputs()
@@ -228,6 +234,7 @@ class Pipeline:
         merges: Whether the dense kernel returns the log-sum-exp, by which a ring merges.
         caches: The step cache.
         sharing: How ranks share work.
+        hearing: Returns the features [S,C,T] of a sound, for networks that follow one.
         kept: Embeddings of prompts that come next.
     """
 
@@ -244,6 +251,7 @@ class Pipeline:
     merges: bool
     caches: Cache
     sharing: Sharing = field(default_factory=Sharing)
+    hearing: Callable[[Sound], Tensor] | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def set_offload(self, offload: Offload) -> None:
@@ -264,6 +272,22 @@ class Pipeline:
         self.done(self.experts)
         return latents
 
+    def clips(self, request: Request, inputs: Inputs) -> Iterator[Clip]:
+        """Makes a video that follows a sound clip by clip, on every rank."""
+        from wan.pipeline import clips
+
+        self.experts.prefetch(timesteps.schedule(request).experts[0])
+        return clips.made(self, request, inputs)
+
+    def sound_rows(self, sound: Sound, count: int) -> Tensor:
+        """Returns what the network hears in each of `count` frames, [1,S,C,count]."""
+        from wan.pipeline.sound import rows
+
+        assert self.hearing is not None
+        with self.stages("sound"):
+            made = partial(self.hearing, sound)
+            return rows(self.sharing.latents(made).to(self.device.torch_device), count)
+
     def prepared(self, request: Request, inputs: Inputs = NO_INPUTS) -> Denoising:
         """Prepares a video up to its first step."""
         contexts = self.texts(request, inputs.prompt_embeds, inputs.negative_prompt_embeds)
@@ -272,7 +296,7 @@ class Pipeline:
                 request,
                 contexts,
                 [one for one in (inputs.image, inputs.last_image) if one is not None],
-                self._encode,
+                self.encode,
                 self._look,
                 self.device.torch_device,
             )
@@ -348,7 +372,8 @@ class Pipeline:
         for part in (self.text, self.clip, self.vae, self.experts):
             self.done(part)
 
-    def _encode(self, video_3FHW: Tensor) -> Tensor:
+    def encode(self, video_3FHW: Tensor) -> Tensor:
+        """Returns the latents of pixels in [-1, 1] on every rank; all ranks call it."""
         latents = self.codec.encode(video_3FHW)
 
         def made() -> Tensor:

@@ -15,7 +15,7 @@ nothing of it. A weight without memory is a NaN (or 0) expanded to its shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -124,7 +124,7 @@ class Buffer:
         memory: The bytes, uint8.
         block: The block that is there.
         copied: An accelerator's event: the block has been copied.
-        computed: An accelerator's event: the block has been used.
+        computed: An accelerator's event: the block before has been used.
     """
 
     memory: Tensor
@@ -147,9 +147,6 @@ class FromFiles:
 
     def arrive(self, buffer: Buffer) -> None:
         """The block is there already."""
-
-    def leave(self, buffer: Buffer) -> None:
-        """The buffer may be filled again at once."""
 
 
 class FromHost:
@@ -175,10 +172,13 @@ class FromHost:
         for buffer in buffers:
             self._stream.uses(buffer.memory)
             buffer.copied, buffer.computed = self._stream.event(), self._stream.event()
-            self.leave(buffer)
 
     def fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
-        """Starts a copy, which waits for what still computes in the buffer."""
+        """Starts a copy, which waits for what has been asked for so far, the last block included.
+
+        That is also what ran behind it, with weights that moved with it.
+        """
+        self._stream.computed(buffer.computed)
         block.flat.use(buffer.memory)
         parts = self._host.parts(self._starts[block], block.flat.size)
         self._stream.copy(buffer.memory, parts, after=buffer.computed)
@@ -187,10 +187,6 @@ class FromHost:
     def arrive(self, buffer: Buffer) -> None:
         """Makes later computations wait for the copy."""
         self._stream.compute_after(buffer.copied)
-
-    def leave(self, buffer: Buffer) -> None:
-        """Makes the next copy wait for the computations so far."""
-        self._stream.computed(buffer.computed)
 
 
 class StreamedBlocks:
@@ -233,7 +229,6 @@ class StreamedBlocks:
             due = [b for b in (*blocks[index:], *blocks[:index]) if b in moving]
             due = due[: len(self._buffers)] if not on_cpu or block in moving else []
             block.module.register_forward_pre_hook(partial(self._before, block, due))
-            block.module.register_forward_hook(partial(self._after, block))
 
     def _before(self, block: StreamedBlock, due: Sequence[StreamedBlock], *_: object) -> None:
         for wanted in due:
@@ -251,10 +246,6 @@ class StreamedBlocks:
         self._source.fetch(block, buffer)  # may fail half-way: the block is not there then
         buffer.block, block.buffer = block, buffer
 
-    def _after(self, block: StreamedBlock, *_: object) -> None:
-        if block.buffer is not None:
-            self._source.leave(block.buffer)
-
 
 Resident = Callable[[int, int], int]
 """resident(size, count): how many of `count` blocks of `size` bytes stay on the device."""
@@ -268,6 +259,7 @@ def streamed(
     resident: Resident = lambda size, count: 0,
     *,
     table: str | None = None,
+    behind: Callable[[Any, int], Sequence[nn.Module]] = lambda network, index: (),
 ) -> Adapt:
     """Returns an adaptation that streams some modules of a network instead of loading them.
 
@@ -277,20 +269,22 @@ def streamed(
         device: Where they compute.
         dtype_of: The dtypes that they compute in.
         resident: How many of them stay on the device.
+        behind: behind(network, index) returns modules that move with one of them.
         table: The name of an embedding whose rows are read from the files when they are looked up.
     """
 
     def adapted(network: nn.Module, sources: Sources) -> Sources:
         sources = adapt(network, sources)
-        found = []
+        found, names = [], {module: f"{name}." for name, module in network.named_modules()}
         for index, module in enumerate(network.get_submodule(blocks).children()):
-            placed = _on_device(module, f"{blocks}.{index}.", sources, device, dtype_of)
+            moving = {names[one]: one for one in (module, *behind(network, index))}
+            placed = _on_device(moving, sources, device, dtype_of)
             found.append(StreamedBlock(module, *placed))
         most = max(block.flat.size for block in found)
         StreamedBlocks(found, device, min(resident(most, len(found)), len(found)))
         if table is not None:
             module = network.get_submodule(table)
-            _, read, _ = _on_device(module, f"{table}.", sources, device, dtype_of)
+            _, read, _ = _on_device({f"{table}.": module}, sources, device, dtype_of)
             for source in read:
                 module.register_forward_hook(partial(_look_up, source))
         return sources
@@ -299,20 +293,20 @@ def streamed(
 
 
 def _on_device(
-    module: nn.Module, prefix: str, sources: Sources, device: torch.device, dtype_of: DTypeOf
+    modules: Mapping[str, nn.Module], sources: Sources, device: torch.device, dtype_of: DTypeOf
 ) -> tuple[Flat, list[Source], list[Source]]:
-    """Moves a meta module to a device without memory.
+    """Moves meta modules to a device without memory. modules: by the prefix of their tensors.
 
     Returns:
         The tensors without values, their sources, and the sources of those that are mapped.
     """
-    for name, parameter in module.named_parameters(prefix=prefix[:-1]):
-        parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))
-    module.to_empty(device=device)
-    tensors = {
-        name: (tensor, sources[f"{prefix}{name}"])
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
+    tensors: dict[str, tuple[Tensor, Source]] = {}
+    for prefix, module in modules.items():
+        for name, parameter in module.named_parameters(prefix=prefix[:-1]):
+            parameter.data = parameter.data.to(dtype_of(name, sources[name].dtype))
+        module.to_empty(device=device)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            tensors[f"{prefix}{name}"] = tensor, sources[f"{prefix}{name}"]
     if device.type == "cpu":
         use_mapped(tensors.values())
     read = [(tensor, source) for tensor, source in tensors.values() if is_own(tensor)]

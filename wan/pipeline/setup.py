@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from wan.cache.policy import Policy
@@ -73,6 +72,7 @@ class Setup:
             **vars(self.cache),
             "kinds": self.kinds,
             "quantised": self.quantised is not None,
+            "use_rainfusion": self.attention.use_rainfusion,
             "task": self.preset.task,
             "experts": len(self.preset.experts),
             "policy": self.cache.policy,
@@ -135,7 +135,7 @@ class Setup:
 
     def check_request(self, request: Request) -> tuple[str, ...]:
         """Returns notices, and refuses what does not go with this video's steps and size."""
-        steps, tokens = request.sample_steps, prod(request.grid)
+        steps, tokens = request.sample_steps, request.tokens
         rules.check(rules.REQUEST, self._facts())
         attention.check_request(self.attention, self.parallel, steps, tokens)
         found = () if self.policy is None else self.policy.check(request)

@@ -22,15 +22,23 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    UMT5Config,
+    UMT5EncoderModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
+)
 
 from wan.checkpoint import keymaps
 from wan.checkpoint.files import whole_folder
-from wan.checkpoint.layout import published
-from wan.modules.model import WanModel
+from wan.checkpoint.layout import SOUND_ENCODER, published
+from wan.modules.networks import network
 from wan.pipeline.vae import STATISTICS
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
+from wan.settings.sound import CONVOLUTIONS, SOUND_LAYERS, STATED
 
 NamedTensors = OrderedDict[str, Tensor]
 """Tensors under official names."""
@@ -50,11 +58,27 @@ VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the
     "scale_factor_spatial": 16,
 }
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
+QUICK_CLIPS = {"size": "128*128", "infer_frames": 12, "sample_steps": 4}
+SOUND_DIM = 32
+SOUND_SIZES: dict[str, Any] = {  # of a wav2vec2 with the published one's layers
+    "hidden_size": SOUND_DIM,
+    "intermediate_size": 2 * SOUND_DIM,
+    "num_hidden_layers": SOUND_LAYERS - 1,
+    "num_attention_heads": 4,
+    "conv_dim": (SOUND_DIM,) * len(CONVOLUTIONS),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "feat_extract_norm": "layer",
+    "do_stable_layer_norm": True,
+    "conv_bias": True,
+    "vocab_size": 33,
+}
 
 _STATED = (  # the official keys of a DiT's config.json, without those that the weights tell
     *("dim", "eps", "ffn_dim", "freq_dim", "in_dim", "model_type", "num_heads", "num_layers"),
     *("out_dim", "text_len"),
 )
+_STATED_OF_SOUND = ("audio_dim", "num_audio_token", "audio_inject_layers")
 
 
 def make_checkpoint(
@@ -83,10 +107,14 @@ def make_checkpoint(
         if value not in known:
             remedy = f"choose one of {', '.join(known)}"
             raise InputError(repr(value), None, "is unknown here", remedy)
+    preset = PRESETS[task]
+    if preset.kind == "s2v" and layout != "official":
+        raise InputError(repr(layout), None, f"is no layout of {task}", "choose official")
     with whole_folder(out) as unfinished:
-        networks = RandomNetworks(PRESETS[task], seed, DTYPES[dtype], sizes or {})
+        networks = RandomNetworks(preset, seed, DTYPES[dtype], sizes or {})
         WRITERS[layout](unfinished, networks)
-        write_json(unfinished / "generation_config.json", QUICK_RUN)
+        quick = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS
+        write_json(unfinished / "generation_config.json", quick)
     return out
 
 
@@ -94,7 +122,7 @@ class RandomNetworks:
     """The random tensors of a task, its tokenizer, and the library modules that they belong to.
 
     All tensors come from one generator: the DiTs (high noise first), the VAE, the text encoder,
-    CLIP's vision tower with its last block, which Wan leaves out.
+    CLIP's vision tower with its last block, which Wan leaves out, and the encoder of sounds.
     """
 
     def __init__(
@@ -105,15 +133,23 @@ class RandomNetworks:
         vae: Any = {"decoder_base_dim": 10, **VAE_22} if is_22 else {"z_dim": 16}
         words = self.tokenizer.get_vocab_size()
         dim = task.num_heads * task.tiny_head_dim
-        small = {"dim": dim, "ffn_dim": 2 * dim, "num_layers": 2, "text_dim": TEXT_SIZES["d_model"]}
+        small: dict[str, Any] = {
+            "dim": dim,
+            "ffn_dim": 2 * dim,
+            "num_layers": 2,
+            "text_dim": TEXT_SIZES["d_model"],
+        }
         if task.images:
             small["image_dim"] = CLIP_DIM
+        if task.kind == "s2v":
+            layers = sizes.get("num_layers", small["num_layers"])
+            small |= {"audio_dim": SOUND_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
         self.config: dict[str, Any] = {**published(task).config, **small, **sizes}
         with torch.device("meta"):  # no memory and no time for weights that are replaced
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
             config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
             self.text_encoder: Any = UMT5EncoderModel(config)
-            dit = WanModel(**self.config)
+            dit = network(self.config)
             self.clip: Any = CLIPVisionModel(
                 CLIPVisionConfig(
                     hidden_size=CLIP_DIM,
@@ -125,6 +161,7 @@ class RandomNetworks:
                     hidden_act="gelu",
                 )
             )
+            self.sound: Any = Wav2Vec2Model(Wav2Vec2Config(**SOUND_SIZES))
         random = torch.Generator().manual_seed(seed)
         self.dit_states = [_draw(dit, str, random, dtype) for _ in task.experts]
         vae_name = partial(keymaps.vae_official_name, residual=is_22)
@@ -133,6 +170,9 @@ class RandomNetworks:
         self.clip_state: NamedTensors = OrderedDict()
         if task.images:
             self.clip_state = _draw(self.clip, str, random, torch.float16)
+        self.sound_state: NamedTensors = OrderedDict()
+        if task.kind == "s2v":
+            self.sound_state = _draw(self.sound, str, random, torch.float32)
 
 
 def _draw(
@@ -196,6 +236,9 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
         (folder / name).mkdir(exist_ok=True)
         told = {"_class_name": "WanModel", "_diffusers_version": "0.33.0"}
         stated = {key: networks.config[key] for key in _STATED}
+        if task.kind == "s2v":
+            told["_class_name"] = "WanModel_S2V"
+            stated |= STATED | {key: networks.config[key] for key in _STATED_OF_SOUND}
         write_json(folder / name / "config.json", told | stated)
         _save_dit(folder / name, state, shards=2 if task.sharded else 1)
     if len(states) == 2:
@@ -205,6 +248,9 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
     if networks.clip_state:
         name = "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
         torch.save(_official_clip(networks.clip_state), folder / name)
+    if networks.sound_state:
+        path = folder / SOUND_ENCODER
+        _save_pretrained(path, networks.sound, networks.sound_state, sharded=False)
     write_tokenizer(folder / "google" / "umt5-xxl", networks.tokenizer)
 
 

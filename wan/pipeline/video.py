@@ -38,6 +38,10 @@ class Mp4Encoder:
 
     A thread feeds the encoder, so that later frames are decoded meanwhile; a few frames wait in a
     queue.
+
+    Attributes:
+        path: The file while it is not complete.
+        size: Frames, height and width.
     """
 
     def __init__(self, path: Path, output: Output, comment: str = "") -> None:
@@ -48,7 +52,7 @@ class Mp4Encoder:
             output: How it is written; `save_file` is the name that the complete file gets.
             comment: The file's tag of that name; "": none.
         """
-        self._path, self._output, self._comment = path, output, comment
+        self.path, self._output, self._comment = path, output, comment
         self.size = (0, 0, 0)
         self._process: Popen[bytes] | None = None
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_WAITING)
@@ -67,7 +71,7 @@ class Mp4Encoder:
         if self._comment:  # an argument has 128 kB at most
             coded += ["-metadata", f"comment={self._comment[:30_000]}"]
         start = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y"]
-        command = [*start, *raw, "-i", "-", *coded, str(self._path)]
+        command = [*start, *raw, "-i", "-", *coded, str(self.path)]
         with _writing(self._output.save_file):
             self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
         self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
@@ -95,7 +99,7 @@ class Mp4Encoder:
         if code > 0:
             first = said.decode(errors="replace").strip().partition("\n")[0]
             raise OSError(f"the encoder failed: {first.rpartition('] ')[2] or f'code {code}'}")
-        found, wanted = _frames_in(self._path), self.size[0]
+        found, wanted = _frames_in(self.path), self.size[0]
         if found != wanted or not wanted:
             raise OSError(f"the encoder kept {found} of {wanted} frames")
 

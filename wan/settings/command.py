@@ -40,6 +40,19 @@ class Images:
 
 
 @dataclass(frozen=True)
+class Sounds:
+    """What a video of s2v-14B follows."""
+
+    audio: Path | None = option(
+        None, values.path, "sound, or a video with one (s2v: needed)", keyword="audio_path"
+    )
+    pose_video: Path | None = option(None, values.path, "video whose poses are taken over (s2v)")
+    audio_sync: bool = command(
+        False, switch, "cut the 3/16 s by which the picture leads the sound (s2v)", line=True
+    )
+
+
+@dataclass(frozen=True)
 class Files:
     """The task, and the files that its networks are read from."""
 

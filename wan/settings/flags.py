@@ -18,6 +18,7 @@ from wan.settings.command import (
     Output,
     Planning,
     PromptExtension,
+    Sounds,
 )
 from wan.settings.errors import InputError, Words
 from wan.settings.execution import Execution
@@ -28,7 +29,7 @@ from wan.settings.step_cache import StepCache
 from wan.settings.values import switch
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "what to generate": (Request, Images),
+    "what to generate": (Request, Images, Sounds),
     "checkpoint": (Files, NetworkFiles, Loras),
     "sampling": (Sampling,),
     "device and memory": (Execution,),

@@ -15,6 +15,13 @@ SHAKY = "镜头晃动，"
 CUTS = "镜头切换，"
 """What the negative prompts of Wan2.1's image models begin with."""
 
+SPEAKING = (
+    "画面模糊，最差质量，画面模糊，细节模糊不清，情绪激动剧烈，手快速抖动，字幕，丑陋的，残缺的，多余的手指，"
+    "画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，"
+    "三条腿，背景人很多，倒着走"
+)
+"""Likewise, of videos that follow a sound."""
+
 TRAIN_TIMESTEPS = 1000
 MAX_POSITIONS = 1024  # rotary positions per axis the networks were built for
 
@@ -30,12 +37,14 @@ class Preset:
     """One task. The defaults are those of Wan2.1's networks of 14B parameters.
 
     Attributes:
-        kind: "t2v", "i2v" or "ti2v", by what conditions the video. `wan.api` has a class for each.
+        kind: "t2v", "i2v", "ti2v" or "s2v", by what conditions the video; each has a class in
+            `wan.api`.
         folder: The name of the official checkpoint's folder.
         experts: "high_noise" and "low_noise" where two networks share the steps, else "dit".
         vae: The version of the VAE.
         sample_guide_scale: (low noise, high noise). A single network takes the first.
         boundary: The share of the training timesteps from which on the high-noise expert works.
+        infer_frames: Frames of a clip, for the task that makes a video of several.
         images: How many images CLIP looks at.
         small_shift: The `sample_shift` of 832*480 and 480*832, where it is another one.
         diffusers_shift: `flow_shift` of the published scheduler of diffusers.
@@ -60,6 +69,7 @@ class Preset:
     size: tuple[int, int] = (1280, 720)
     trained_sizes: tuple[str, ...] = ("720*1280", "1280*720", "480*832", "832*480")
     frame_num: int = 81
+    infer_frames: int | None = None
     fps: int = 16
     images: int = 0
     negative_prompt: str = NEGATIVE_PROMPT
@@ -172,6 +182,17 @@ PRESETS = {
             images=2,
             negative_prompt=CUTS + SHAKY + NEGATIVE_PROMPT,
         ),
+        Preset(
+            task="s2v-14B",
+            kind="s2v",
+            folder="Wan2.2-S2V-14B",
+            sample_steps=40,
+            sample_shift=3.0,
+            sample_guide_scale=(4.5, 4.5),
+            trained_sizes=("1024*704", "704*1024", "1280*720", "720*1280", "832*480", "480*832"),
+            infer_frames=80,
+            negative_prompt=SPEAKING,
+        ),
     )
 }
 
@@ -183,9 +204,11 @@ EXAMPLE_PROMPTS = {
     "low golden light between the birches, the camera gliding alongside at eye level.",
     "i2v": "The scene comes gently to life: a soft breeze, drifting light, and a slow push-in of "
     "the camera while the subject turns towards the viewer.",
+    "s2v": "A person speaks to the camera, the head and the shoulders moving lightly with the "
+    "words, soft daylight from a window.",
     "ti2v": "Two paper boats race down a rain-filled gutter past glowing shop windows, ripples "
     "catching the neon, close tracking shot just above the water.",
 }
 
-UNSUPPORTED_TASKS = ("s2v-14B", "animate-14B")
+UNSUPPORTED_TASKS = ("animate-14B",)
 """Official tasks that are refused by name."""

@@ -17,6 +17,7 @@ from wan.settings.errors import InputError
 from wan.settings.fields import REQUIRED, loading, option
 from wan.settings.presets import MAX_POSITIONS, TRAIN_TIMESTEPS, Preset
 from wan.settings.solvers import SOLVERS
+from wan.settings.sound import FIRST_DROPPED
 from wan.settings.values import choice, integer, real, switch
 
 Size = tuple[int, int]
@@ -99,6 +100,7 @@ class Request(Sampling):
         boundary: Share of the 1000 training timesteps from which on the high-noise expert works;
             None for a single network.
         image_size: (width, height) of the image to start from, as it is shown; None without one.
+        infer_frames, num_clip, start_from_ref: None for tasks that make the video at once.
         ends: Whether the video ends with a given image, too.
         max_area: Pixels of a video with an image, where given instead of a size.
     """
@@ -138,6 +140,21 @@ class Request(Sampling):
         checkpoint=True,
         common=True,
     )
+    infer_frames: int | None = option(
+        None, readers.clip_frames, "frames of a clip (s2v), 4n; default 80", checkpoint=True
+    )
+    num_clip: int | None = option(
+        None,
+        integer(1, 10_000),
+        "most clips (s2v); default: as many as the sound needs",
+        keyword="num_repeat",
+    )
+    start_from_ref: bool | None = option(
+        None,
+        switch,
+        "begin with the picture, and keep the first 3 frames (s2v)",
+        keyword="init_first_frame",
+    )
     boundary: float | None
     image_size: Size | None = None
     ends: bool = False
@@ -150,7 +167,7 @@ class Request(Sampling):
             raise InputError("`sample_guide_scale`", f"{low:g},{high:g}", why, "give one number")
         self._check_size()
         facts = {"task": preset.task, "solver": SOLVERS[self.sample_solver], **vars(self)}
-        rules.check((*rules.SCHEDULE, *rules.ENDS), facts)
+        rules.check((*rules.SCHEDULE, *rules.ENDS, *rules.CLIPS), facts)
 
     @property
     def first_sigma(self) -> float:
@@ -168,11 +185,41 @@ class Request(Sampling):
         return any(scale != 1 for scale in self.sample_guide_scale)
 
     @property
+    def clips(self) -> bool:
+        """Whether the video is made clip by clip."""
+        return self.preset.infer_frames is not None
+
+    def clip_frames(self, clip: int) -> int:
+        """Frames of the video that a clip gives; the first one may lose some."""
+        assert self.infer_frames is not None
+        dropped = 0 if clip or self.start_from_ref else FIRST_DROPPED
+        return self.infer_frames - dropped
+
+    def clip_tokens(self, clip: int) -> int:
+        """Tokens that self-attention sees: of the video, and of what stands behind it."""
+        behind = 0
+        if self.clips:
+            _, _, height, width = self.latent_shape
+            _, rows, columns = self.grid
+            behind = rows * columns
+            if clip or self.start_from_ref:
+                behind += (height // 4) * (width // 4) + 4 * (height // 8) * (width // 8)
+                behind += rows * columns
+        return math.prod(self.grid) + behind
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that self-attention sees in any clip."""
+        return self.clip_tokens(0 if self.num_clip == 1 else 1)
+
+    @property
     def video_size(self) -> Size:
         """(width, height) of the video that comes out."""
+        area = self.max_area or self.size[0] * self.size[1]
+        if self.clips:
+            return size_in_64(self.image_size or self.size, area)
         if self.image_size is None:
             return self.size
-        area = self.max_area or self.size[0] * self.size[1]
         rule = size_from_area if self.preset.kind == "i2v" else size_covered
         return rule(self.preset, self.image_size, area)
 
@@ -232,6 +279,9 @@ def make_request(
     if preset.small_shift is not None and set(chosen["size"]) == {832, 480}:
         chosen["sample_shift"] = values.get("sample_shift", preset.small_shift)
     chosen["ends"] = values.get("last_image") is not None
+    if preset.infer_frames is not None:  # the latent frames of a clip are a quarter of its frames
+        chosen["frame_num"] = chosen["infer_frames"] - FIRST_DROPPED
+        chosen["start_from_ref"] = bool(chosen.get("start_from_ref"))
     if chosen.get("timesteps") is not None:
         chosen["sample_steps"] = len(chosen["timesteps"])
     if chosen.get("base_seed", -1) < 0:
@@ -251,6 +301,32 @@ def size_from_area(preset: Preset, image: Size, area: int) -> Size:
     sides = (math.sqrt(area / ratio), math.sqrt(area * ratio))
     width, height = (int(side // stride // patch * patch) * stride for side in sides)
     return _not_flat(image, (width, height))
+
+
+def size_in_64(image: Size, area: int) -> Size:
+    """The size of an s2v video: the image scaled down to `area`, sides rounded up to 64s.
+
+    Official rule: of a hundred scales, from the image's own (or the largest that could fit) down,
+    the first whose rounded sides fit; else the sides of that area, rounded down.
+    """
+    width, height = image
+    pixels, border, more = width * height, 63 * (width + height), 63 * 63 - area
+    first, last = 1.0, 0.1
+    if pixels > area:
+        first = math.sqrt(area / pixels)
+        root = border * border - 2 * pixels * more
+        last = (-border + math.sqrt(root)) / (2 * pixels) if root > 0 else first
+    for step in range(100):
+        scale = first + (last - first) * step / 99
+        found = tuple(-(-int(side * scale) // 64) * 64 for side in image)
+        if found[0] * found[1] <= area:
+            return _not_flat(image, (found[0], found[1]))
+    ratio = height / width
+    rows, columns = math.sqrt(area * ratio), math.sqrt(area / ratio)
+    across, down = (
+        int(min(side, own) // 64 * 64) for side, own in ((columns, width), (rows, height))
+    )
+    return _not_flat(image, (across, down))
 
 
 def size_covered(preset: Preset, image: Size, area: int) -> Size:

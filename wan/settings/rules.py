@@ -232,6 +232,13 @@ SETTINGS = (
             ("compile", "needs weights in place", lambda s: s.offload_model == "block"),
         )
     ),
+    Rule(
+        ("use_rainfusion",),
+        "masks the tokens of one video, and those of {task} are also of a picture and of the clip "
+        "before",
+        "drop it",
+        lambda s: s.task == "s2v-14B",
+    ),
 )
 """Of what a pipeline is built for."""
 
@@ -329,4 +336,17 @@ ENDS = (
     ),
 )
 """Of one video's images."""
-ALL = (*GIVEN, *LAYOUT, *SETTINGS, *GROUPING, *REQUEST, *SCHEDULE, *ENDS)
+
+CLIPS = (
+    *(
+        Rule(
+            (name,),
+            "has no effect on {task}",
+            "drop it, or use s2v-14B",
+            lambda s: s.preset.kind != "s2v",
+        )
+        for name in ("infer_frames", "num_clip", "start_from_ref")
+    ),
+)
+"""Of one video that is made clip by clip."""
+ALL = (*GIVEN, *LAYOUT, *SETTINGS, *GROUPING, *REQUEST, *SCHEDULE, *ENDS, *CLIPS)

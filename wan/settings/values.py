@@ -236,6 +236,16 @@ def frame_num(name: str, raw: Any) -> int:
     return value
 
 
+@partial(Reader, metavar="4N")
+def clip_frames(name: str, raw: Any) -> int:
+    """Frames of a clip, 4n: its latent frames stand behind those of the clip before."""
+    value = int(integer(4, 4092)(name, raw))
+    if value % 4:
+        below = max(4, value // 4 * 4)
+        raise InputError(name, value, "must be a multiple of 4", f"use {below} or {below + 4}")
+    return value
+
+
 @partial(Reader, metavar="W*H")
 def size(name: str, raw: Any) -> tuple[int, int]:
     """`W*H` in pixels (also `WxH`), or [W, H] from JSON."""

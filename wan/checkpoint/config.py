@@ -1,0 +1,208 @@
+"""The configuration of a DiT, from its config.json and from the shapes of its tensors; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+from wan.checkpoint.files import TensorInfo, read_json
+from wan.settings.errors import InputError
+from wan.settings.presets import Preset
+from wan.settings.sound import INJECT_LAYERS, STATED
+from wan.settings.values import shown
+
+KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
+MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v")
+SOUND = "casual_audio_encoder.weights"  # a tensor that S2V alone has; the spelling is official
+
+
+class DitConfig(TypedDict):
+    """The official constructor arguments of a DiT."""
+
+    model_type: str
+    patch_size: tuple[int, int, int]
+    text_len: int
+    in_dim: int
+    dim: int
+    ffn_dim: int
+    freq_dim: int
+    text_dim: int
+    out_dim: int
+    num_heads: int
+    num_layers: int
+    window_size: tuple[int, int]
+    qk_norm: bool
+    cross_attn_norm: bool
+    eps: float
+    image_dim: int
+    image_positions: int
+
+
+class SoundConfig(DitConfig):
+    """Those of S2V's network."""
+
+    audio_dim: int
+    num_audio_token: int
+    audio_inject_layers: tuple[int, ...]
+
+
+def published_config(preset: Preset) -> DitConfig:
+    """The configuration that a task's networks were published with."""
+    config = {
+        **_DEFAULTS,
+        "model_type": "flf2v" if preset.images == 2 else preset.kind,
+        "patch_size": preset.patch_size,
+        "in_dim": {kind: channels for channels, kind in KINDS.items()}.get(preset.kind, 16),
+        "dim": preset.dim,
+        "ffn_dim": preset.ffn_dim,
+        "freq_dim": 256,
+        "text_dim": 4096,
+        "out_dim": preset.latent_channels,
+        "num_heads": preset.num_heads,
+        "num_layers": preset.num_layers,
+        "qk_norm": True,
+        "cross_attn_norm": True,
+        "image_dim": 1280 if preset.images else 0,
+        "image_positions": 514 if preset.images == 2 else 0,
+    }
+    if preset.kind == "s2v":
+        sound = {"audio_dim": 1024, "num_audio_token": 4, "audio_inject_layers": INJECT_LAYERS}
+        config |= sound
+    return cast(DitConfig, config)
+
+
+# A config.json must say what the shapes of the tensors say; for the rest there are rules.
+
+_SHAPES = {  # key -> the tensor whose shape tells it, the tensor's rank, and the axis
+    "dim": ("patch_embedding.weight", 5, 0),
+    "in_dim": ("patch_embedding.weight", 5, 1),
+    "ffn_dim": ("blocks.0.ffn.0.weight", 2, 0),
+    "freq_dim": ("time_embedding.0.weight", 2, 1),
+    "text_dim": ("text_embedding.0.weight", 2, 1),
+    "out_dim": ("head.head.weight", 2, 0),  # times the elements of a patch
+}
+_IMAGE = {"image_dim": ("img_emb.proj.1.weight", 1), "image_positions": ("img_emb.emb_pos", 1)}
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model_type": (lambda value: value in MODEL_TYPES, ", ".join(MODEL_TYPES)),
+    "num_heads": (lambda value: type(value) is int and 1 <= value <= 1024, "from 1 to 1024"),
+    "text_len": (lambda value: type(value) is int and 1 <= value <= 4096, "from 1 to 4096"),
+    "window_size": (lambda value: value == [-1, -1], "[-1, -1], all of the video"),
+    "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
+}
+_CLASSES = ("WanModel", "WanModel_S2V", "WanTransformer3DModel")  # the last is diffusers'
+_DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
+
+
+def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
+    """Refuses a config.json that is damaged or belongs to other tensors."""
+    told = _told_by_shapes(folder, tensors)
+    path = folder / "config.json"
+    stated = _stated(path) if path.is_file() else {}
+    for key, value in told.items():
+        said = stated.get(key, value)
+        if type(said) is not type(value) or said != value:
+            why = f"is {shown(said)}, but the shapes of the tensors say {shown(value)}"
+            raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
+    for key, (fits, allowed) in _RULES.items():
+        if key in stated and not fits(stated[key]):
+            raise _damaged(path, key, stated[key], allowed)
+    kind = "s2v" if SOUND in tensors else KINDS.get(told["in_dim"], "t2v")
+    if (said := stated.get("model_type", kind)) != kind and "s2v" in (said, kind):
+        why = f"is {shown(said)}, but the tensors are those of {kind}"
+        raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
+    heads = max(told["dim"] // 128, 1)  # the published networks' head size
+    free = {key: stated[key] for key in _RULES if key in stated}
+    config = {**_DEFAULTS, "model_type": kind, "num_heads": heads, **free, **told}
+    dim, heads = config["dim"], config["num_heads"]
+    if dim % (2 * heads):
+        why = f"is {heads}, but {dim} channels are not {heads} heads of an even size"
+        raise InputError(f"{path}: num_heads", None, why, "download config.json again")
+    if kind == "s2v":
+        config |= _sound_config(path, tensors, config)
+    frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
+    return cast(DitConfig, frozen)
+
+
+def _sound_config(
+    path: Path, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Describes what S2V's network has beside the others."""
+    stated = read_json(path) if path.is_file() else {}
+    for key, value in STATED.items():
+        if stated.get(key, value) != value:
+            raise _damaged(path, key, stated[key], f"{shown(value)}, as in the published network")
+    local = tensors.get("casual_audio_encoder.encoder.conv1_local.conv.weight")
+    injectors = {
+        name.split(".")[2] for name in tensors if name.startswith("audio_injector.injector.")
+    }
+    tokens = 0 if local is None else local.shape[0] // max(config["dim"] // 4, 1)
+    if local is None or not tokens or not injectors:
+        why = "lacks tensors of the sound of its network"
+        raise InputError(f"{path.parent}", None, why, "download it again")
+    told = {"audio_dim": local.shape[1], "num_audio_token": tokens}
+    for key, value in told.items():
+        if stated.get(key, value) != value:
+            why = f"is {shown(stated[key])}, but the shapes of the tensors say {value}"
+            raise InputError(f"{path}: {key}", None, why, "download config.json and weights again")
+    layers = stated.get("audio_inject_layers", INJECT_LAYERS)
+    whole = isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers)
+    if (
+        not whole
+        or len({*layers}) != len(injectors)
+        or not 0 <= min(layers) <= max(layers) < config["num_layers"]
+    ):
+        allowed = f"{len(injectors)} different layers below {config['num_layers']}"
+        raise _damaged(path, "audio_inject_layers", layers, allowed)
+    return told | {"audio_inject_layers": tuple(sorted(layers))}
+
+
+def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Reads a configuration off the shapes, all but the head size; values have JSON's types."""
+    told: dict[str, Any] = {}
+    for key, (name, rank, axis) in _SHAPES.items():
+        shape = tensors[name].shape if name in tensors else ()
+        if len(shape) != rank or 0 in shape:
+            why = f"holds no Wan DiT (no {name} of {rank} dimensions)"
+            raise InputError(f"{folder}", None, why, "check `ckpt_dir`")
+        told[key] = shape[axis]
+    told["patch_size"] = list(tensors["patch_embedding.weight"].shape[2:])
+    told["out_dim"] //= prod(told["patch_size"])
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    told["num_layers"] = len(layers)
+    if layers != {str(index) for index in range(len(layers))}:
+        why = "lacks one of the blocks of its network"
+        raise InputError(f"{folder}", None, why, "download it again")
+    told["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
+    told["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
+    for key, (name, axis) in _IMAGE.items():
+        told[key] = tensors[name].shape[axis] if name in tensors else 0
+    return told
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    """Returns what an official or diffusers config.json says, under the official names."""
+    raw = read_json(path)
+    if (kind := raw.get("_class_name", _CLASSES[0])) not in _CLASSES:
+        why = f"is of the class {shown(kind)}, which is not supported"
+        raise InputError(str(path), None, why, f"{' and '.join(_CLASSES)} are")
+    if "num_attention_heads" in raw:
+        for key in ("num_attention_heads", "attention_head_dim"):
+            if type(raw.get(key)) is not int:
+                raise _damaged(path, key, raw.get(key), "a whole number")
+        raw |= {
+            "num_heads": raw["num_attention_heads"],
+            "dim": raw["num_attention_heads"] * raw["attention_head_dim"],
+            "in_dim": raw.get("in_channels"),
+            "out_dim": raw.get("out_channels"),
+            "qk_norm": True,  # there the name of a norm, always the one we have
+            "image_dim": raw.get("image_dim") or 0,
+            "image_positions": raw.get("pos_embed_seq_len") or 0,
+        }
+    return {key: raw[key] for key in DitConfig.__annotations__ if key in raw}
+
+
+def _damaged(path: Path, key: str, value: object, allowed: str) -> InputError:
+    why = f"is {shown(value)}, but must be {allowed}"
+    return InputError(f"{path}: {key}", None, why, "download config.json again")
