@@ -420,6 +420,8 @@ def _record(values: Values, setup: Setup, request: Request, output: Output) -> d
     found: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
     found |= step_cache.given(setup.cache) | {"step_cache": setup.cache.step_cache}
     found |= {**values, **vars(request), **vars(output)}  # latents keep how they were made
+    if request.clips:
+        del found["frame_num"]  # which follows from `infer_frames`
     found |= {name: str(Path(found[name]).absolute()) for name in PATHS if found.get(name)}
     return {
         name: found[name]

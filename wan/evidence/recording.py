@@ -61,7 +61,7 @@ def plan_of(
         chunks=parallel.chunks,
         heads=setup.checkpoint.heads,
         layers=setup.checkpoint.config["num_layers"],
-        tokens=request.grid[0] * request.grid[1] * request.grid[2],
+        tokens=request.clip_tokens(0),  # of the clip that is traced, where there are several
         multiple=attention.row_multiple(parallel.ring_size) if several else 1,
         sizes=parallel.sizes,
         ring_type=parallel.ring_type,

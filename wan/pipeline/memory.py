@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from wan import host
+from wan.checkpoint.config import SoundConfig
 from wan.checkpoint.files import alignment, folder_tensors, safetensors_places
 from wan.pipeline.setup import Setup
 from wan.settings import devices
@@ -28,6 +29,7 @@ from wan.settings.errors import InputError
 from wan.settings.execution import buffers
 from wan.settings.numerics import keeps_fp32
 from wan.settings.request import Request
+from wan.settings.sound import MOTION_LATENTS
 
 Usage = Counter[str]
 """Bytes by what they are for."""
@@ -67,11 +69,12 @@ class NetworkSize:
 
     Attributes:
         weights: This rank's weights that take memory.
-        block: Those of one block.
+        block: Those of one block, and of what moves with it, on an average.
         blocks: Those that `offload_model=block` copies: those of all blocks.
         kept: What lives from one call to the next.
         activations: What lives beside the weights and `kept` when the most does.
         mapped: The weights that a CPU uses where their files are mapped.
+        largest: Those of the largest block where blocks differ, else 0.
     """
 
     weights: int
@@ -80,6 +83,7 @@ class NetworkSize:
     kept: Usage = field(default_factory=Usage)
     activations: Usage = field(default_factory=Usage)
     mapped: int = 0
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,9 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
         stage("image encoder", vae, sizes.encoding)
     dit, layers = sizes.dit, setup.checkpoint.config["num_layers"]
     absent = layers - execution.blocks_held(layers, device)
+    more = buffers(device) * max(dit.largest - dit.block, 0) if absent else 0
     networks = len(setup.preset.experts) if keeps_all else 1
-    resident = dit.kept + Usage({"DiT weights": dit.weights - absent * dit.block})
+    resident = dit.kept + Usage({"DiT weights": dit.weights - absent * dit.block + more})
     resident = Usage({name: networks * size for name, size in resident.items()})
     stage("denoising", resident, dit.activations + _latents(request))
     stage("decoding", vae - stays, sizes.decoding)
@@ -184,14 +189,15 @@ def estimate(setup: Setup, request: Request) -> Sizes:
     Weights have the size of their files, without those that a CPU may use where they are mapped.
     The formulas leave out CLIP, and what a VAE takes beside the video while it decodes in tiles.
     """
-    execution, frames = setup.execution, request.latent_shape[1]
+    execution, frames = setup.execution, decoded_frames(request)
     width, height = request.video_size
     is_on_device = planned_device(setup).type == "cpu" or not execution.t5_cpu
     encoded, vae_size = encoded_frames(request), _ITEMSIZE[execution.vae_precision]
     ranks = setup.parallel.world_size if execution.vae_parallel else 1
     may_stay = _may_stay(setup, setup.checkpoint.vae) and vae_size == 4
     encoding = vae_activations(setup, "encode", (encoded, height, width)) // ranks
-    video = 3 * request.frame_num * width * height * 4  # whole on the first rank
+    pixel_frames = 1 + (frames - 1) * request.preset.vae_stride[0]
+    video = 3 * pixel_frames * width * height * 4  # whole on the first rank
     decoding = vae_activations(setup, "decode", (frames, height, width)) - video
     return Sizes(
         text=_text_encoder(setup) if is_on_device else None,
@@ -204,10 +210,21 @@ def estimate(setup: Setup, request: Request) -> Sizes:
 
 
 def encoded_frames(request: Request) -> int:
-    """Returns how many latent frames the VAE encodes: i2v's whole video, or ti2v's image."""
+    """Returns how many latent frames the VAE encodes: i2v's whole video, or an image.
+
+    Of a video of clips it is the end of the clip before.
+    """
+    if request.clips:
+        return 1 if request.num_clip == 1 and not request.start_from_ref else MOTION_LATENTS
     if request.preset.kind == "i2v":
         return request.latent_shape[1]
     return int(request.preset.kind == "ti2v" and request.image_size is not None)
+
+
+def decoded_frames(request: Request) -> int:
+    """Returns how many latent frames the VAE decodes at once; those of clips follow others."""
+    before = encoded_frames(request) if request.clips else 0
+    return before + request.latent_shape[1]
 
 
 def _text_encoder(setup: Setup) -> NetworkSize:
@@ -245,13 +262,21 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
             if name.startswith("blocks.") and len(info.shape) == 2
         ]
         block = sum(sizes) // layers
+    if "audio_inject_layers" in config:  # of S2V; each moves with a block
+        block += (
+            len(cast(SoundConfig, config)["audio_inject_layers"])
+            * c
+            * c
+            * (4 * e + 2 * fp32)
+            // layers
+        )
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     if device == "cpu" and not parallel.dit_fsdp:
         in_blocks, elsewhere = _mapped_dit(setup)
         block, outside = max(0, block - in_blocks // layers), max(0, outside - elsewhere)
     branches = 2 if request.guided and parallel.cfg_size == 1 else 1
     text = branches * execution.text_kv_cache * config["text_len"] * c * e
-    tokens = -(-prod(request.grid) // parallel.sequence_size)
+    tokens = -(-request.tokens // parallel.sequence_size)
     activations, gathered, ranks = tokens * (4 * c + e * max(5 * c, 2 * c + f)), 0, 1
     if parallel.dit_fsdp:
         activations, ranks = max(outside, activations), parallel.world_size

@@ -9,18 +9,20 @@ PyTorch's fake tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
+from wan.checkpoint.config import SoundConfig
 from wan.checkpoint.files import TensorInfo
 from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, dit_dtypes, mapped
 from wan.checkpoint.source import Sources, mapped_bytes
@@ -29,6 +31,7 @@ from wan.distributed import mesh
 from wan.kernels.base import StepInfo, Target
 from wan.kernels.select import select
 from wan.modules.model import WanModel
+from wan.modules.networks import network as build_network
 from wan.pipeline import adapt, build, clip, memory, text, vae
 from wan.pipeline.memory import NetworkSize, Sizes, Usage, Weights
 from wan.pipeline.setup import Setup
@@ -36,6 +39,7 @@ from wan.planner import operators
 from wan.settings.parallel import Parallel
 from wan.settings.request import Request
 from wan.settings.schedule import TokenPlan
+from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS, SOUND_LAYERS
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
 from wan.vae import tiles
 
@@ -128,7 +132,7 @@ class Planner:
         """Plans how the ranks share the tokens."""
         ranks = parallel.sequence_size
         multiple = self.setup.attention.row_multiple(parallel.ring_size) if ranks > 1 else 1
-        return TokenPlan(prod(self.request.grid), ranks, multiple)
+        return TokenPlan(self.request.tokens, ranks, multiple)
 
     def forwards(self, parallel: Parallel) -> list[Forward]:
         """Measures the forwards of the ranks that may differ.
@@ -207,7 +211,8 @@ class Planner:
             network = vae.published(preset.vae) if path is None else vae.blueprint(path).make()
         network.to(build.DTYPES[self.setup.execution.vae_precision]).eval().requires_grad_(False)
         model = vae.VideoVAE(network)
-        (channels, frames, *size), sides = request.latent_shape, request.video_size[::-1]
+        (channels, _, *size), sides = request.latent_shape, request.video_size[::-1]
+        frames = memory.decoded_frames(request)
         time, scale, _ = preset.vae_stride
         if tiling:
             size = [min(side, tiles.SIDE // scale) for side in size]
@@ -237,9 +242,12 @@ class Planner:
 
         encoded = memory.encoded_frames(request)
         encoding = peak(encode, encoded) if encoded else Usage()
-        blended = tiles.kept_bytes(sides, request.frame_num) if tiling else 0
-        received = (sides[0] - rows) * sides[1] * 3 * request.frame_num * 4 if ranks > 1 else 0
+        length = 1 + (frames - 1) * time
+        blended = tiles.kept_bytes(sides, length) if tiling else 0
+        received = (sides[0] - rows) * sides[1] * 3 * length * 4 if ranks > 1 else 0
         decoding = peak(decode, frames) + Usage({"tiles": blended, "other ranks' rows": received})
+        before = 3 * MOTION_FRAMES * prod(sides) * 4 if request.clips else 0
+        decoding += Usage({"frames of the clip before": before})
         tensors = {} if path is None else vae.blueprint(path).tensors
         return self._split(network, tensors), encoding, decoding
 
@@ -256,7 +264,10 @@ class Planner:
             network, sources = self._network(setup, shared)
             sharding, _ = build.shardings(parallel, team)
             dtypes = dit_dtypes(compute, setup.execution.convert_model_dtype)
-            with _without_data(network, network.blocks, dtypes, sharding, sources) as (live, size):
+            ranks = parallel.world_size if parallel.dit_fsdp else 1
+            with _without_data(
+                network, network.blocks, dtypes, sharding, sources, network.behind, ranks
+            ) as (live, size):
                 sent = self._run_forwards(network, live, self.branches(parallel))
                 activations, kept = live.peak - live.held, +live.held
                 residuals = caches.kept_bytes()
@@ -278,7 +289,7 @@ class Planner:
         compute = build.DTYPES[self.precision]
         sources: Sources = {}
         with META:
-            network = WanModel(**files.config, collaborators=shared)
+            network = build_network(files.config, shared)
             if setup.quantised is not None and self.device.type == "npu":
                 operators.quantise(network, setup.quantised.experts[expert].sizes)
             elif files.tensors:
@@ -310,8 +321,23 @@ class Planner:
         text_size = config["text_len"], config["text_dim"]
         texts = [empty(*text_size, dtype=self.dtype) for _ in branches]
         images = setup.preset.images
-        clip_fea = empty(images, clip.TOKENS, config["image_dim"]) if images else None
-        live.leave_out(z for z in (x, y, *texts, clip_fea) if z is not None)
+        more: dict[str, Any] = {}
+        if images:
+            more["clip_fea"] = empty(images, clip.TOKENS, config["image_dim"])
+        sounds: list[Any] = [{}] * len(branches)
+        if request.clips:
+            before = memory.encoded_frames(request)
+            more |= {
+                "ref_latents": [empty(channels, 1, *size[1:])],
+                "motion_latents": [empty(channels, MOTION_LATENTS, *size[1:])],
+                "cond_states": [empty(channels, *size)],
+                "drop_motion_frames": before == 1,
+            }
+            features = SOUND_LAYERS, cast(SoundConfig, config)["audio_dim"], 4 * size[0]
+            sounds = [{"audio_input": empty(1, *features)} for _ in branches]
+        live.leave_out(
+            (x, y, *texts, *_tensors(more), *(z for one in sounds for z in _tensors(one)))
+        )
         t = torch.tensor([500.0])
         holds_frame = setup.preset.kind == "ti2v" and memory.encoded_frames(request) == 1
         if holds_frame and live.device == "meta":  # the image's tokens are at timestep 0
@@ -320,11 +346,15 @@ class Planner:
         kinds, sent = sorted({0, sparse_from}), list[Sent]()
         for index in [0, *kinds] if setup.cache.policy != "none" else kinds:
             live.sent.clear()
-            for branch, text_LC in zip(branches, texts, strict=True):
+            for branch, text_LC, sound in zip(branches, texts, sounds, strict=True):
                 step = StepInfo(index, steps, branch, setup.preset.experts[0], grid, prod(grid))
-                inputs = [x], t, [text_LC], prod(grid), [y] if len(y) else None
+                channels_of_image = {"y": [y]} if len(y) else {}
                 with live:
-                    network(*inputs, clip_fea=clip_fea, step=step)
+                    network(
+                        *([x], t, [text_LC], prod(grid)),
+                        **{**more, **sound, **channels_of_image},
+                        step=step,
+                    )
             sent.append(live.sent[: len(live.sent) // len(branches) // len(network.blocks)])
         return tuple(sent[-len(kinds) :])
 
@@ -341,6 +371,16 @@ class Planner:
             yield mesh.form(resolve("cpu"), parallel.sizes) if several else None
 
 
+def _tensors(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors among keywords, also those in lists."""
+    for value in given.values():
+        yield from (
+            z
+            for z in (value if isinstance(value, list) else [value])
+            if isinstance(z, torch.Tensor)
+        )
+
+
 @contextmanager
 def _without_data(
     network: nn.Module,
@@ -348,8 +388,12 @@ def _without_data(
     dtype_of: DTypeOf,
     sharding: Sharding,
     sources: Sources,
+    behind: Callable[[int], Sequence[nn.Module]] = lambda layer: (),
+    ranks: int = 1,
 ) -> Iterator[tuple[Live, NetworkSize]]:
     """Makes a network from the meta device ready to run, with two or three of its blocks.
+
+    `behind(layer)` are the modules that move with a block; `ranks` share the weights.
 
     With FSDP three blocks are needed: the first, the last and one that has neighbours. Weights that
     stay in the files of their sources are counted apart; the allocated ones of a block are those of
@@ -366,12 +410,20 @@ def _without_data(
     in_blocks = mapped_bytes(network, sources, f"{prefix}.")
     is_whole = sharding is UNSHARDED
     few = 2 if is_whole else 3
+    beside = [[*behind(layer)] for layer in range(count)]
+    names = {module: name for name, module in network.named_modules()}
+    for module in chain.from_iterable(beside):
+        in_blocks += mapped_bytes(network, sources, f"{names[module]}.")
+    moving = [sum(map(weight_bytes, modules)) // ranks for modules in beside]
     rest = blocks[few:]
     del blocks[few:]
+    for module in chain.from_iterable(beside[few:]):
+        network.set_submodule(names[module], nn.Identity())
     sharding.prepare(network.eval().requires_grad_(False))
     with without_memory(network, sharded=not is_whole) as live:
         block = weight_bytes(blocks[-1])
         others = weight_bytes(rest) if is_whole else len(rest) * block
-        block -= in_blocks // count
-        weights = weight_bytes(network) + others - stay
-        yield live, NetworkSize(weights, block, count * block, mapped=stay)
+        block += (sum(moving) - in_blocks) // count
+        weights = weight_bytes(network) + others + sum(moving[few:]) - stay
+        largest = block + max(moving) - sum(moving) // count if any(moving) and not stay else 0
+        yield live, NetworkSize(weights, block, count * block, mapped=stay, largest=largest)

@@ -17,6 +17,7 @@ from wan.planner.placement import layouts
 from wan.planner.topology import decodings, nearest
 from wan.run import Run
 from wan.settings.errors import InputError
+from wan.settings.request import Request
 
 
 def show(run: Run) -> None:
@@ -55,7 +56,7 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
     folder, (width, height) = setup.checkpoint.folder, request.video_size
     tokens, need = planner.tokens(parallel), planner.need()
     found = [
-        f"Plan: {task}, {width}*{height}, {request.frame_num} frames, {planner.precision}, "
+        f"Plan: {task}, {width}*{height}, {_frames(request)}, {planner.precision}, "
         f"{_count(parallel.world_size, 'rank')} ({planner.device.can.name}); sizes "
         + (f"of {folder}" if folder else "as published (no checkpoint folder)"),
         *files(planner),
@@ -87,6 +88,13 @@ def lines(planner: Planner, task: str, host_gbs: float | None = None) -> list[st
             f"{_count(forwards, 'forward')}{seconds}"
         )
     return [*found, "  not counted: driver, communication buffers, kernels' scratch, fragments"]
+
+
+def _frames(request: Request) -> str:
+    """Counts the frames of a video, or of a clip of it."""
+    if not request.clips:
+        return f"{request.frame_num} frames"
+    return f"{_count(request.num_clip or 0, 'clip')} of {request.infer_frames} frames"
 
 
 def files(planner: Planner) -> Iterator[str]:

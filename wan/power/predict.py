@@ -16,7 +16,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 from wan.cli.flags import Parser
@@ -100,7 +99,7 @@ class Workload:
     def of(cls, run: Run) -> Workload:
         parallel, config, request = run.setup.parallel, run.setup.checkpoint.config, run.request
         multiple = run.setup.attention.row_multiple(parallel.ring_size)
-        plan = TokenPlan(prod(request.grid), parallel.sequence_size, multiple)
+        plan = TokenPlan(request.tokens, parallel.sequence_size, multiple)
         branches = 2 if request.guided and parallel.cfg_size == 1 else 1
         layers = config["num_layers"] * request.sample_steps * branches
         return cls(plan, config, parallel.ulysses_size, parallel.ring_size, layers)

@@ -10,10 +10,7 @@ KV_ROWS = 256  # keys or values that share an FP8 scale
 LASER_ROWS = 2048  # fewest queries and keys; below, mindiesd silently takes its other kernel
 LASER_HEAD = 128  # channels of the laser kernel's heads: smaller heads are padded, none is cut
 
-_FP32_PREFIXES = (
-    *("time_embedding.", "time_projection.", "head.", "img_emb."),
-    *("casual_audio_encoder.", "audio_injector.injector_adain_layers.", "trainable_cond_mask."),
-)
+_FP32_PREFIXES = ("time_embedding.", "time_projection.", "head.", "img_emb.")
 
 # 4 MiB of float32 on a CPU: small enough for memory that is reused without page faults, large
 # enough that threads seldom wait for each other. Accelerators: kernels that outlast a launch.
