@@ -44,6 +44,9 @@ class ShardedTokens:
         """Returns how many tokens of this rank are no padding, from the length of the sequence."""
         return self.plan(tokens).valid(self.rank)
 
+    def first(self, tokens: int) -> int:
+        return self.rank * self.plan(tokens).shard_len
+
     def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         """Puts the whole sequence from raster order into the order of `order`."""
         return x_BSC if self.order is None else x_BSC[:, self._index(grid, x_BSC.device)[0]]

@@ -87,6 +87,10 @@ class TokenShard(Protocol):
         """How many of this device's tokens are real, of so many in all."""
         ...
 
+    def first(self, tokens: int) -> int:
+        """The place of this device's first token in a sequence of so many."""
+        ...
+
 
 class LocalAttention:
     """Self-attention when one device holds the whole sequence: a single kernel call."""
@@ -127,6 +131,9 @@ class LocalTokens:
 
     def valid(self, tokens: int) -> int:
         return tokens
+
+    def first(self, tokens: int) -> int:
+        return 0
 
 
 Blocks = Callable[[Tensor, int, int | None], Tensor]

@@ -42,8 +42,8 @@ class Conditioning:
 
     Attributes:
         rope: The rows of this device's tokens, those behind the video's included.
+        first: The place in the whole sequence of this device's first token.
         own: How many of the video's tokens are on this device; they come first.
-        place: The place in the whole sequence of each token of this device, int64 [L].
         video: [B,N,C], what is added to the `own` tokens once they are embedded.
         behind: How many tokens stand behind the video's in the whole sequence; their timestep is 0.
         standing: [B,M,C] float32, those of them that are on this device.
@@ -52,8 +52,8 @@ class Conditioning:
     """
 
     rope: RopeTable
+    first: int
     own: int
-    place: Tensor
     video: Tensor
     behind: int = 0
     standing: Tensor | None = None
@@ -230,12 +230,12 @@ class WanModel(nn.Module):
         patches_BSK = patches(x_BCFHW, self.patch_size)
         if given is None:
             return embedded(self.patch_embedding, self.tokens.shard(patches_BSK, grid))
-        own = patches_BSK[:, given.place[: given.own]]
+        own = patches_BSK[:, given.first : given.first + given.own]
         parts = [embedded(self.patch_embedding, own) + given.video]
         if given.standing is not None:
             parts.append(given.standing.expand(len(own), -1, -1))
         x_BLC = torch.cat(parts, dim=1)
-        return F.pad(x_BLC, (0, 0, 0, len(given.place) - x_BLC.shape[1]))
+        return F.pad(x_BLC, (0, 0, 0, len(given.rope[0]) - x_BLC.shape[1]))
 
     def _unpatchify(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         (f, h, w), (p, q, r) = grid, self.patch_size

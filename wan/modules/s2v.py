@@ -27,7 +27,7 @@ from wan.kernels.base import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttention, fp32_linear
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import Conditioning, WanModel, embedded, patches
-from wan.modules.rope import Axes, rope_angles, tabulated
+from wan.modules.rope import Axes, RopeTable, rope_angles, tabulated
 from wan.modules.textcache import KeptByInput
 from wan.settings.schedule import Grid
 from wan.settings.sound import (
@@ -168,10 +168,11 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             assert bias is not None
             video = bias.float().expand(1, 1, -1)
         else:
-            patches_BSK = patches(pose[None], self.patch_size)[:, scene.place[: scene.own]]
-            video = embedded(self.cond_encoder, patches_BSK)
+            patches_BSK = patches(pose[None], self.patch_size)
+            own = patches_BSK[:, scene.first : scene.first + scene.own]
+            video = embedded(self.cond_encoder, own)
         frame = math.prod(grid[1:])
-        first = int(scene.first)
+        first = scene.first
         frames = range(first // frame, -(-(first + scene.own) // frame)) if scene.own else range(0)
         runs = [min((i + 1) * frame, first + scene.own) - max(i * frame, first) for i in frames]
 
@@ -180,8 +181,8 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
 
         return Conditioning(
             rope=scene.rope,
+            first=first,
             own=scene.own,
-            place=scene.place,
             video=video + self._kind("video"),
             behind=scene.behind,
             standing=scene.standing,
@@ -248,17 +249,15 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         head_dim = self.dim // self.num_heads
         cos, sin = tabulated(torch.cat([rope_angles(axes, head_dim) for axes in angles]))
         device = ref.device
-        places = torch.arange(video + behind)[None, :, None]
-        place = self.tokens.shard(places, grid)[0, :, 0]
-        own, more = self.tokens.runs((video, behind))[0], self.tokens.valid(video + behind)
+        first, more = self.tokens.first(video + behind), self.tokens.valid(video + behind)
+        own = self.tokens.runs((video, behind))[0]
         cos, sin = (self.tokens.shard(x[None], grid)[0].to(device) for x in (cos, sin))
         return _Scene(
             rope=(cos, sin),
-            first=int(place[0]) if own else 0,
-            place=place.to(device),
+            first=first,
             own=own,
             behind=behind,
-            standing=behind_BMC[:, (place[own:more] - video).to(device)],
+            standing=behind_BMC[:, max(first + own - video, 0) : max(first + more - video, 0)],
         )
 
     def _sound(
@@ -310,14 +309,12 @@ class _Scene:
     """What the reference picture, the clip before and the sizes become, on this device.
 
     Attributes:
-        first: The place of this device's first token.
-        rope, own, place, behind, standing: As in `Conditioning`.
+        rope, first, own, behind, standing: As in `Conditioning`.
     """
 
+    rope: RopeTable
     first: int
-    rope: tuple[Tensor, Tensor]
     own: int
-    place: Tensor
     behind: int
     standing: Tensor
 

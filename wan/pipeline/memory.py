@@ -263,13 +263,8 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
         ]
         block = sum(sizes) // layers
     if "audio_inject_layers" in config:  # of S2V; each moves with a block
-        block += (
-            len(cast(SoundConfig, config)["audio_inject_layers"])
-            * c
-            * c
-            * (4 * e + 2 * fp32)
-            // layers
-        )
+        injected = len(cast(SoundConfig, config)["audio_inject_layers"])
+        block += injected * 6 * c * c * e // layers
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     if device == "cpu" and not parallel.dit_fsdp:
         in_blocks, elsewhere = _mapped_dit(setup)

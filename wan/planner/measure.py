@@ -335,9 +335,7 @@ class Planner:
             }
             features = SOUND_LAYERS, cast(SoundConfig, config)["audio_dim"], 4 * size[0]
             sounds = [{"audio_input": empty(1, *features)} for _ in branches]
-        live.leave_out(
-            (x, y, *texts, *_tensors(more), *(z for one in sounds for z in _tensors(one)))
-        )
+        live.leave_out((x, y, *texts, *chain.from_iterable(map(_tensors, (more, *sounds)))))
         t = torch.tensor([500.0])
         holds_frame = setup.preset.kind == "ti2v" and memory.encoded_frames(request) == 1
         if holds_frame and live.device == "meta":  # the image's tokens are at timestep 0
@@ -374,11 +372,8 @@ class Planner:
 def _tensors(given: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among keywords, also those in lists."""
     for value in given.values():
-        yield from (
-            z
-            for z in (value if isinstance(value, list) else [value])
-            if isinstance(z, torch.Tensor)
-        )
+        listed = value if isinstance(value, list) else [value]
+        yield from (one for one in listed if isinstance(one, torch.Tensor))
 
 
 @contextmanager
