@@ -47,16 +47,18 @@ WITHOUT_TORCH = (
     "wan.log",
     "wan.trace",
     *METERS.split(),
-    *(f"wan.checkpoint.{name}" for name in ("files", "gguf", "layout")),
+    *(f"wan.checkpoint.{name}" for name in ("config", "files", "gguf", "layout")),
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "quantised")),
-    *(f"wan.pipeline.{name}" for name in ("setup", "memory", "images", "video")),
+    *(f"wan.pipeline.{name}" for name in ("setup", "memory", "images", "media", "video")),
     *(f"wan.evidence.{name}" for name in ("order", "recording")),
     *(f"wan.power.{name}" for name in ("predict", "report", "timeline")),
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
     "diffusers": "wan.pipeline.solvers wan.pipeline.tiny wan.diffusers",
-    "transformers": "wan.pipeline.text wan.pipeline.clip wan.pipeline.tiny wan.cli.extend_prompt",
+    "transformers": "wan.pipeline.text wan.pipeline.clip wan.pipeline.sound wan.pipeline.tiny "
+    "wan.cli.extend_prompt",
+    "soxr": "wan.pipeline.media",
     "dashscope": "wan.cli.extend_prompt",
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
@@ -69,6 +71,7 @@ LONG_FUNCTIONS = {
     "wan.generator.Generator.__init__": "half of it is the official signature and its docstring",
     "wan.api.WanT2V.generate": "the official signature",
     "wan.api.WanI2V.generate": "the official signature",
+    "wan.api.WanS2V.generate": "the official signature",
     "wan.api.WanTI2V.generate": "the official signature",
     "wan.run.resolve": "the order of the checks, one call each",
     "wan.pipeline.build.pipeline": "composition, one argument a line",

@@ -142,7 +142,10 @@ def test_every_official_flag_is_known_or_refused_by_name() -> None:
     assert not set(flags.FLAGS) & set(flags.REFUSED)
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 20), st.sampled_from(list(PRESETS)))
+AT_ONCE = [task for task, preset in PRESETS.items() if preset.infer_frames is None]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 20), st.sampled_from(AT_ONCE))
 def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None:
     preset = PRESETS[task]
     size = (w * preset.size_multiple, h * preset.size_multiple)
@@ -235,13 +238,16 @@ def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path, name: 
 
 # Flag -> (a value that is not its default as text, the same read, flags that it goes with).
 TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
-EXTEND = ("--use_prompt_extend",)
+EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
 CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt": ("a dog", "a dog", ()),
     "negative_prompt": ("blur", "blur", ()),
     "size": ("832*480", (832, 480), ()),
     "frame_num": ("5", 5, ()),
     "base_seed": ("3", 3, ()),
+    "infer_frames": ("48", 48, S2V),
+    "num_clip": ("3", 3, S2V),
+    "start_from_ref": ("true", True, S2V),
     "sample_solver": ("dpm++", "dpm++", ()),
     "timesteps": ("1000,500.5", (1000.0, 500.5), ("--sample_solver", "dmd")),
     "boundary_step": ("3", 3, ()),
@@ -320,6 +326,7 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("dit", "dit_high_noise", "dit_low_noise", "text_encoder", "vae"),
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "recipe"),
+    *("audio", "pose_video", "audio_sync"),
     *(
         "plan",
         "device_memory",

@@ -101,7 +101,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         self.ops = given.ops
         kept = given.text_kv_cache
         self._scenes = KeptByInput[_Scene](1) if kept else None
-        self._sounds = KeptByInput[_Sound](2) if kept else None
+        self._sounds = KeptByInput[_Heard](2) if kept else None
 
     def forward(  # type: ignore[override]
         self,
@@ -161,7 +161,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         return [modules[place] for modules in self.audio_injector.values()]  # type: ignore[index]
 
     def _conditioning(
-        self, scene: _Scene, heard: _Sound, pose: Tensor | None, grid: Grid
+        self, scene: _Scene, heard: _Heard, pose: Tensor | None, grid: Grid
     ) -> Conditioning:
         if pose is None:  # what the convolution makes of zeros
             bias = self.cond_encoder.bias
@@ -190,7 +190,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         )
 
     def _attend_to_sound(
-        self, x_BLC: Tensor, layer: int, heard: _Sound, frames: range, runs: Sequence[int]
+        self, x_BLC: Tensor, layer: int, heard: _Heard, frames: range, runs: Sequence[int]
     ) -> Tensor:
         """Adds what each token of the video hears; the others stay."""
         modules: Any = self.behind(layer)
@@ -262,13 +262,13 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
 
     def _sound(
         self, whole: Tensor, sound: Tensor, sample: int, motion_frames: tuple[int, ...]
-    ) -> _Sound:
+    ) -> _Heard:
         cache = None if torch.is_grad_enabled() else self._sounds
         key = [whole, sample, motion_frames]
         found = None if cache is None else cache.get(key)
         if found is None:
             local, vectors = self.casual_audio_encoder(sound[0], motion_frames)
-            found = _Sound(local, vectors, cache is not None)
+            found = _Heard(local, vectors, cache is not None)
             if cache is not None:
                 cache.put(key, found)
         return found
@@ -320,7 +320,7 @@ class _Scene:
 
 
 @dataclass
-class _Sound:
+class _Heard:
     """A clip's sound as the network hears it.
 
     Attributes:

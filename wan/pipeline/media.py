@@ -83,9 +83,7 @@ class PoseVideo:
         import numpy as np
 
         width, height = self.size
-        frames = imageio_ffmpeg.read_frames(
-            str(self.path), output_params=["-fps_mode", "passthrough"]
-        )
+        frames = imageio_ffmpeg.read_frames(_named(self.path))
         next(frames)  # what is known of the video
         try:
             for index, frame in enumerate(frames):
@@ -172,10 +170,10 @@ def read_pose(path: Path) -> PoseVideo:
         raise InputError("`pose_video`", path, "has no frames that can be read", "give an mp4")
     pose = PoseVideo(path, (width, height), fps)
     if abs(fps / pose.step - FPS) > 0.01 * FPS:
+        taken = "all are" if pose.step == 1 else f"one in {pose.step} is"
         logger.warning(
-            "%s has %g frames a second, of which %s is taken: the poses move at %.3g times their "
-            "speed.",
-            *(path, fps, "each" if pose.step == 1 else f"each {pose.step}.", FPS * pose.step / fps),
+            "%s has %g frames a second, and %s taken: the poses move at %.3g times their speed.",
+            *(path, fps, taken, FPS * pose.step / fps),
         )
     return pose
 

@@ -1,0 +1,255 @@
+"""S2V against tensors that the official code produced (float32, CPU)."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.numerics.test_official_vectors import distance, weights
+from wan.log import Stages
+from wan.modules.interfaces import Collaborators
+from wan.modules.s2v import WanModel_S2V
+from wan.pipeline import clips, sound, vae
+from wan.pipeline.conditioning import pixels
+from wan.pipeline.media import read_sound
+from wan.pipeline.pipeline import Inputs, Sharing
+from wan.settings.presets import PRESETS
+from wan.settings.request import make_request, size_in_64
+
+CASES = ("a_first", "b_next", "b_null", "b_dropped", "c_wide", "d_short_motion", "e_one_frame")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def s2v(reference: Path) -> Path:
+    return reference / "s2v"
+
+
+def told(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def network(folder: Path, **collaborators: Any) -> WanModel_S2V:
+    config = told(folder, "dit_s2v")["constructor_arguments"]
+    model = WanModel_S2V(**config, collaborators=Collaborators(**collaborators))
+    model.load_state_dict(weights(folder / "dit_s2v.weights.safetensors"), strict=True)
+    return model
+
+
+def inputs(folder: Path, case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The arguments of a case, and what the file holds for it."""
+    cases = told(folder, "dit_s2v")["cases"]
+    stored = load_file(folder / "dit_s2v.cases.safetensors")
+
+    def get(name: str) -> Tensor:
+        where = case
+        while f"{where}.{name}" not in stored:
+            where = cases[where]["inputs_from"]
+        return stored[f"{where}.{name}"]
+
+    listed = ("x", "context", "ref_latents", "motion_latents", "cond_states")
+    arguments: dict[str, Any] = {name: [get(name)] for name in listed}
+    arguments |= {"t": get("t"), "seq_len": 0, "audio_input": get("audio_input")}
+    arguments["motion_frames"] = get("motion_frames").tolist()
+    arguments["drop_motion_frames"] = bool(get("drop_motion_frames"))
+    own = {k.removeprefix(f"{case}."): x for k, x in stored.items() if k.startswith(f"{case}.")}
+    return arguments, own
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_network(s2v: Path, case: str, kept: bool) -> None:
+    """kept: What depends on the clip alone is computed in the first of two forwards."""
+    model, (arguments, stored) = network(s2v, text_kv_cache=kept), inputs(s2v, case)
+    for _ in range(2):
+        assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
+    if not told(s2v, "dit_s2v")["cases"][case]["pose"]:
+        arguments["cond_states"] = None
+        assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
+
+
+@torch.no_grad()
+def test_parts_of_the_network(s2v: Path) -> None:
+    model, (arguments, stored) = network(s2v), inputs(s2v, "b_next")
+    heard = model.casual_audio_encoder(arguments["audio_input"][0], (73, 19))
+    for ours, name in zip(heard, ("audio_local", "audio_global"), strict=True):
+        theirs = stored[f"trace.{name}"][0, 19:]
+        assert distance(ours, theirs.reshape(ours.shape)) <= 2e-5
+    tables: list[Any] = []
+    model.blocks[0].register_forward_pre_hook(lambda _, args: tables.append(args[-1].rope))
+    model(**arguments)
+    cos, sin = (table[:, 0] for table in tables[0])
+    assert distance(cos[:, ::2].double(), stored["trace.rope_cos"]) <= 1e-7
+    assert distance(sin[:, 1::2].double(), stored["trace.rope_sin"]) <= 1e-7
+
+
+def test_gradients_take_the_same_path(s2v: Path) -> None:
+    model, (arguments, stored) = network(s2v, text_kv_cache=True), inputs(s2v, "b_next")
+    found = model(**arguments)[0]
+    assert distance(found.detach(), stored["out"]) <= 2e-5
+    found.square().mean().backward()
+    missing = [name for name, one in model.named_parameters() if one.grad is None]
+    assert missing == []
+
+
+@torch.no_grad()
+def test_what_depends_on_the_clip_is_computed_once(s2v: Path) -> None:
+    """Keys and values of the sound, its encoder and the tokens of the picture: in one forward."""
+    model, (arguments, _) = network(s2v, text_kv_cache=True), inputs(s2v, "b_next")
+    calls: dict[str, int] = {}
+
+    def counted(name: str) -> Any:
+        def hook(*_: object) -> None:
+            calls[name] = calls.get(name, 0) + 1
+
+        return hook
+
+    parts = {"encoder": model.casual_audio_encoder}
+    for index in range(3):
+        attention = model.audio_injector["injector"][index]
+        parts |= {f"k{index}": attention.k, f"v{index}": attention.v, f"q{index}": attention.q}
+        parts[f"adain{index}"] = model.audio_injector["injector_adain_layers"][index]
+    for name, module in parts.items():
+        module.register_forward_hook(counted(name))
+    for _ in range(3):
+        model(**arguments)
+    assert calls.pop("encoder") == 1
+    assert {name: n for name, n in calls.items() if name.startswith("q")} == {
+        f"q{i}": 3 for i in range(3)
+    }
+    assert all(n == 1 for name, n in calls.items() if not name.startswith("q"))
+    arguments["audio_input"].mul_(0.5)  # in place: it is another sound
+    model(**arguments)
+    assert calls["k0"] == 2
+
+
+@pytest.mark.parametrize("name", ["s2v_tone16k", "s2v_tone44k"])
+def test_sound(s2v: Path, name: str) -> None:
+    """From the file to what the network hears in each frame."""
+    case = told(s2v, "s2v_audio")["wav_cases"][name]
+    stored = load_file(s2v / "s2v_audio.cases.safetensors")
+    heard = read_sound(s2v / case["file"])
+    assert torch.equal(torch.from_numpy(heard.samples), stored[f"{name}.samples16k"].float())
+    assert (heard.states, heard.frames) == (case["hidden_frames"], case["frames30"])
+    assert heard.clips(case["infer_frames"]) == case["num_clips"]
+    sound.check(s2v / "wav2vec2_tiny", 32)
+    features = sound.features(s2v / "wav2vec2_tiny", heard)
+    found = sound.rows(features, case["num_clips"] * case["infer_frames"])
+    assert distance(found, stored[f"{name}.audio_emb"]) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["p", "q_exact", "r", "s", "u_48"])
+def test_rows_of_sound(s2v: Path, name: str) -> None:
+    case = told(s2v, "s2v_audio")["bucket_cases"][name]
+    stored = load_file(s2v / "s2v_audio.cases.safetensors")
+    found = sound.rows(stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"])
+    assert torch.equal(found[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"])
+
+
+def test_sizes(s2v: Path) -> None:
+    for row in told(s2v, "s2v_size")["rows"]:
+        image, (height, width) = tuple(row["image_wh"]), row["out_hw"]
+        assert size_in_64(image, row["max_area"]) == (width, height)
+        white = Image.new("RGB", image, "white")
+        framed = clips.framed(white, (width, height))
+        assert framed.size == (width, height)
+        assert (np.asarray(framed).min() == 0) == row["padded"], row
+
+
+class _Networks:
+    """Stands where a pipeline's networks are handed out: the official tiny ones, and a recorder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, self.calls = network(folder), list[Any]()
+
+    def get(self, _: str) -> Any:
+        return self
+
+    def prefetch(self, _: str) -> None: ...
+
+    @torch.no_grad()
+    def __call__(self, x: list[Tensor], *args: Any, step: Any, **more: Any) -> list[Tensor]:
+        out = self.model(x, *args, **more)
+        self.calls.append((step.branch, x[0].clone(), out[0], more["motion_latents"][0]))
+        return out
+
+
+class _Pipeline:
+    """What `clips.made` asks of a pipeline, made of the official vectors' networks."""
+
+    def __init__(self, folder: Path) -> None:
+        tensors = load_file(folder / "e2e_s2v.cases.safetensors")
+        self.contexts = tensors["context"], tensors["context_null"]
+        self.stages, self.sharing = Stages(lambda: None), Sharing()
+        self.device: Any = type("Device", (), {"torch_device": CPU})
+        self.experts, self.folder = _Networks(folder), folder
+        found = vae.blueprint(folder.parent / "vae21.weights.safetensors")
+        self.vae = vae.VideoVAE(found.load(device=CPU, dtype_of=lambda *_: torch.float32))
+        self.encode, self.decode = self.vae.encode, self.vae.decode
+
+    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
+        return self.contexts
+
+    def sound_rows(self, heard: Any, count: int) -> Tensor:
+        return sound.rows(sound.features(self.folder / "wav2vec2_tiny", heard), count)
+
+    def advanced(self, video: Any) -> Tensor:
+        return video.advance(self.experts)
+
+    def done(self, _: object) -> None: ...
+
+
+def test_whole_run(s2v: Path) -> None:
+    """Two clips of `WanS2V.generate`: from a picture and a wav to frames, and between."""
+    case, stored = (
+        told(s2v, "e2e_s2v")["runs"]["unipc"],
+        load_file(s2v / "e2e_s2v.cases.safetensors"),
+    )
+    image, heard = Image.open(s2v / case["image"]), read_sound(s2v / case["audio"])
+    values = {
+        "prompt": "",
+        "infer_frames": case["infer_frames"],
+        "num_clip": heard.clips(case["infer_frames"]),
+        "sample_steps": case["steps"],
+        "sample_shift": case["shift"],
+        "sample_guide_scale": (case["guide_scale"],) * 2,
+        "base_seed": case["seed"],
+        "max_area": case["max_area"],
+    }
+    request = make_request(PRESETS["s2v-14B"], values, image.size)
+    assert request.video_size == tuple(reversed(case["size_hw"]))
+    picture = pixels(clips.framed(image, request.video_size))
+    assert distance(picture.unsqueeze(1), stored["unipc.ref_pixels"]) <= 1e-6
+    pipeline: Any = _Pipeline(s2v)
+    assert distance(pipeline.encode(picture.unsqueeze(1)), stored["unipc.ref_latent"]) <= 1e-4
+    done = list(clips.made(pipeline, request, Inputs(image, sound=heard)))
+    calls, steps = pipeline.experts.calls, case["steps"]
+    assert [clip.frames.shape[1] for clip in done] == [one["frames"] for one in case["per_clip"]]
+    for index, clip in enumerate(done):
+        get = partial("unipc.clip{}.{}".format, index)
+        assert distance(clip.latents, stored[get("latent_final")]) <= 1e-4
+        own = calls[2 * steps * index : 2 * steps * (index + 1)]
+        assert distance(own[0][1], stored[get("noise")]) == 0
+        for step in range(steps):
+            (_, x, cond, motion), (_, _, uncond, _) = own[2 * step : 2 * step + 2]
+            assert distance(x, stored[get("latent_in")][step]) <= 1e-4
+            guided = uncond + case["guide_scale"] * (cond - uncond)
+            assert distance(guided, stored[get("noise_pred")][step]) <= 2e-4
+            if get("motion_latents") in stored:
+                assert distance(motion, stored[get("motion_latents")]) <= 1e-4
+    video = torch.cat([clip.frames for clip in done], dim=1)
+    assert video.shape[1] == case["video_frames"]
+    at = stored["unipc.video_frame_index"]
+    assert distance(video[:, at], stored["unipc.video_frames"]) <= 2e-4
+    means = video.mean(dim=(0, 2, 3))
+    assert distance(means, stored["unipc.video_frame_means"]) <= 2e-4
