@@ -146,7 +146,7 @@ def test_a_step_cache_begins_anew_with_each_clip(asked: list[str], tmp_path: Pat
     flags = ["--step_cache", "steps:1,3", "--sample_steps", "6", "--step_cache_force"]
     assert run(*asked, *flags, "--save_file", tmp_path / "v.mp4") == 0
     cache = json.loads((tmp_path / "v.json").read_text())["step_cache"]
-    assert cache["computed"]["cond"] == [0, 2, 4, 5]
+    assert cache["computed"]["cond"] == [0, 1, 3]  # of the last clip
 
 
 def test_poses_and_the_picture_as_first_frame(

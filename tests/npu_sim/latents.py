@@ -69,7 +69,7 @@ def latents(argv: Sequence[str], chip: str) -> Tensor:
 
 def on_cpu(argv: Sequence[str]) -> Tensor:
     """The same without an NPU, in its dtype."""
-    asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), _none)
+    asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), none)
     pipeline = build.pipeline(asked.setup, devices.resolve("cpu"))
     return pipeline.latents(asked.request, Inputs(asked.image, asked.last_image))
 
@@ -78,7 +78,7 @@ def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     """What generate.py makes of a command line."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
-    asked = resolve(flags.parse(argv), _none)
+    asked = resolve(flags.parse(argv), none)
     device = on_chip(chip)
     team = None if world == "1" else _team(device, asked.setup.parallel.sizes)
     return asked, build.pipeline(asked.setup, device, team)
@@ -89,7 +89,7 @@ def _team(device: Device, sizes: tuple[int, int, int]) -> Team:
     return mesh.form(device, sizes)
 
 
-def _none(*_: Any) -> None:
+def none(*_: Any) -> None:
     raise AssertionError("no demo checkpoint is asked for here")
 
 

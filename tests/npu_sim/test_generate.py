@@ -7,12 +7,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology
-from tests.npu_sim import measured
-from tests.npu_sim.latents import LONG, MODES, WAYS, Way, arguments, far, latents
+from tests.npu_sim import checkpoint, measured
+from tests.npu_sim.latents import (
+    LONG,
+    MODES,
+    WAYS,
+    Way,
+    arguments,
+    composed,
+    far,
+    latents,
+    none,
+)
+from tools.make_sound import write
+from wan import device as devices
+from wan.cli import flags
+from wan.cli.resolve import resolve
+from wan.pipeline import build
 
 pytestmark = pytest.mark.dist
 
@@ -82,3 +98,33 @@ def test_latents_of_all_layouts(rig: Path, name: str, layout: Topology) -> None:
         check_modes(rig, name, WAYS[name]._replace(size=LONG), layout, list(MODES))
     else:
         check_modes(rig, name, WAYS[name]._replace(size=LONG), layout, WHOLE)
+
+
+def clips(argv: list[str], chip: str, device: str) -> Tensor:
+    """The latents of all clips of a command line of s2v-14B."""
+    if device == "npu":
+        asked, pipeline = composed(argv, chip)
+    else:
+        asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), none)
+        pipeline = build.pipeline(asked.setup, devices.resolve("cpu"))
+    made = pipeline.clips(asked.request, asked.inputs())
+    return torch.cat([clip.latents.cpu() for clip in made], dim=1)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_video_that_follows_a_sound(tmp_path: Path, block: bool) -> None:
+    """Two clips: as on a CPU, and on two ranks as on one."""
+    folder = tmp_path / "checkpoint"
+    checkpoint.make(folder, "s2v-14B")
+    Image.new("RGB", (96, 64), "gray").save(tmp_path / "gray.png")
+    asked = ["--task", "s2v-14B", "--ckpt_dir", str(folder), "--image", str(tmp_path / "gray.png")]
+    asked += ["--audio", str(write(tmp_path / "voice.wav", 1.3)), "--size", "128*64"]
+    asked += ["--infer_frames", "12", "--sample_steps", "2", "--base_seed", "7"]
+    expected = run(1, clips, asked, "A2", "cpu", timeout=300)[0]
+    asked += ["--device", "npu", "--offload_model", "block" if block else "true"]
+    found = run(1, clips, asked, "A2", "npu", timeout=300)[0]
+    assert found.shape == (16, 6, 8, 16) and far(found, expected) < 2e-2
+    ranks = [["--ulysses_size", "2", "--comm_type", "1"]] + [["--ring_size", "2"]] * (not block)
+    for flags_of in ranks:
+        several = run(2, clips, [*asked, *flags_of], "A2", "npu", timeout=300)
+        assert torch.equal(*several) and far(several[0], found) < 1e-2
