@@ -66,12 +66,12 @@ def counted(frames: int, rows: int, columns: int) -> dict[str, dict[str, float]]
             config = published_config(PRESETS["s2v-14B"])
             model = network(config, Collaborators(text_kv_cache=kept)).requires_grad_(False)
             given = arguments(frames, rows, columns, 1024)
-            for name in ("first", "next") if kept else ("anew",):
-                flops, operators = FlopCounterMode(display=False), Operators()
-                with torch.no_grad(), flops, operators:
-                    model(**given)
-                tflop = flops.get_total_flops() / 1e12
-                found[name] = {"operators": operators.count, "TFLOP": round(tflop, 3)}
+        for name in ("first", "next") if kept else ("anew",):
+            flops, operators = FlopCounterMode(display=False), Operators()
+            with torch.no_grad(), flops, operators:
+                model(**given)
+            tflop = flops.get_total_flops() / 1e12
+            found[name] = {"operators": operators.count, "TFLOP": round(tflop, 3)}
     return found
 
 
