@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wan.checkpoint.files import read_json, safetensors_header
-from wan.checkpoint.layout import describe, published
+from wan.checkpoint.layout import SOUND_ENCODER, describe, published
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 
@@ -232,3 +232,73 @@ def test_a_network_of_another_class(folder: Path) -> None:
     set_config(folder, _class_name="VaceWanModel")
     said = refusal(folder)
     assert f"{folder / 'config.json'} is of the class VaceWanModel, which is not supported" in said
+
+
+@pytest.fixture
+def speaking(tiny: Any, tmp_path: Path) -> Path:
+    """A copy of an S2V checkpoint."""
+    return Path(shutil.copytree(tiny("s2v-14B"), tmp_path / "s2v"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model_type", "t2v", "the tensors are those of s2v"),
+        ("enable_motioner", True, "as in the published network"),
+        ("adain_mode", "attn", "as in the published network"),
+        ("zero_timestep", False, "as in the published network"),
+        ("audio_dim", 768, "the shapes of the tensors say 32"),
+        ("num_audio_token", 5, "the shapes of the tensors say 4"),
+        ("audio_inject_layers", [0, 4, 8], "2 different layers below 2"),
+        ("audio_inject_layers", [0, 0], "2 different layers below 2"),
+        ("audio_inject_layers", [0, 2], "2 different layers below 2"),
+        ("audio_inject_layers", "all", "2 different layers below 2"),
+    ],
+)
+def test_configurations_of_s2v(speaking: Path, key: str, value: Any, words: str) -> None:
+    set_config(speaking, **{key: value})
+    assert words in refusal(speaking)
+
+
+def test_a_t2v_folder_is_no_s2v(folder: Path) -> None:
+    set_config(folder, model_type="s2v")
+    assert "the tensors are those of t2v" in refusal(folder)
+
+
+def test_an_s2v_folder_among_files_of_others(speaking: Path, tiny: Any, tmp_path: Path) -> None:
+    """ComfyUI's tree with networks of two tasks: each task finds its own."""
+    models = tmp_path / "models"
+    (models / "diffusion_models").mkdir(parents=True)
+    from safetensors.torch import load_file, save_file
+
+    shards = sorted(speaking.glob("diffusion_pytorch_model*.safetensors"))
+    whole = {name: x for shard in shards for name, x in load_file(shard).items()}
+    save_file(whole, models / "diffusion_models" / "wan2.2_s2v_14B.safetensors")
+    shutil.copy(speaking / "config.json", models / "diffusion_models")  # heads are not of 128 here
+    t2v = tiny("t2v-1.3B")
+    shutil.copy(t2v / f"{STEM}.safetensors", models / "diffusion_models" / "t2v.safetensors")
+    shutil.copytree(speaking / SOUND_ENCODER, models / SOUND_ENCODER)
+    found = describe(models, presets=(PRESETS["s2v-14B"],))
+    assert found.kind == "s2v" and found.sound_encoder == models / SOUND_ENCODER
+    assert found.config["audio_inject_layers"] == (0, 1)  # type: ignore[typeddict-item]
+    (models / "diffusion_models" / "config.json").unlink()
+    assert describe(models, presets=(PRESETS["t2v-1.3B"],)).kind == "t2v"
+
+
+def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
+    from wan.pipeline import sound
+
+    path = speaking / SOUND_ENCODER
+    assert describe(speaking).require("sound_encoder") == path
+    sound.check(path, 32)
+    with pytest.raises(InputError, match="has 32 channels of features, the DiT 1024"):
+        sound.check(path, 1024)
+    set_config(path, num_hidden_layers=12)
+    with pytest.raises(InputError, match="no wav2vec2 of 24 layers"):
+        sound.check(path, 32)
+    (path / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"no usable config\.json"):
+        sound.check(path, 32)
+    shutil.rmtree(path)
+    with pytest.raises(InputError, match=f"expected the folder {SOUND_ENCODER}"):
+        describe(speaking).require("sound_encoder")

@@ -209,6 +209,7 @@ class Video:
                         self.keep(error.latents)
                         raise
                 yield clip.frames
+                del clip  # before the next one is made
             self._part_ways(meter)
 
         if not self._is_main:
@@ -225,6 +226,7 @@ class Video:
                 for clip in clips():
                     assert clip is not None, "the main rank has the frames"
                     encoder.put(clip)
+                    del clip
                     done += 1
             except BaseException:
                 if 0 < done < count:

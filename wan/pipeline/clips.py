@@ -92,8 +92,10 @@ def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]
         yield Clip(latents, frames)
         if index + 1 < request.num_clip:
             history = _continued(pipeline, history, frames)
+            del frames  # of which many bytes are the clip before
             with pipeline.stages("conditioning"):
                 motion = pipeline.encode(history)
+            history = history.cpu()  # an accelerator's memory is for what follows
 
 
 def _continued(pipeline: Pipeline, history: Tensor, frames: Tensor | None) -> Tensor:
@@ -101,8 +103,8 @@ def _continued(pipeline: Pipeline, history: Tensor, frames: Tensor | None) -> Te
 
     def last() -> Tensor:
         assert frames is not None, "the main rank has them"
-        before = history.to(frames.device)
-        return torch.cat((before, frames), dim=1)[:, -MOTION_FRAMES:].contiguous()
+        new = frames[:, -MOTION_FRAMES:]
+        return torch.cat((history[:, new.shape[1] :].to(new.device), new), dim=1)
 
     return pipeline.sharing.latents(last)
 

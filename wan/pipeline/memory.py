@@ -29,7 +29,7 @@ from wan.settings.errors import InputError
 from wan.settings.execution import buffers
 from wan.settings.numerics import keeps_fp32
 from wan.settings.request import Request
-from wan.settings.sound import MOTION_LATENTS
+from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
 
 Usage = Counter[str]
 """Bytes by what they are for."""
@@ -143,8 +143,9 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
     networks = len(setup.preset.experts) if keeps_all else 1
     resident = dit.kept + Usage({"DiT weights": dit.weights - absent * dit.block + more})
     resident = Usage({name: networks * size for name, size in resident.items()})
-    stage("denoising", resident, dit.activations + _latents(request))
-    stage("decoding", vae - stays, sizes.decoding)
+    before = _clip_before(request) if device == "cpu" else Usage()
+    stage("denoising", resident, dit.activations + _latents(request) + before)
+    stage("decoding", vae - stays, sizes.decoding + before)
     return found
 
 
@@ -165,6 +166,14 @@ def mapped(sizes: Sizes) -> dict[str, Usage]:
 
 def _latents(request: Request) -> Usage:
     return Usage(latents=LATENTS * prod(request.latent_shape) * 4)
+
+
+def _clip_before(request: Request) -> Usage:
+    """What is kept in host memory of the clip before."""
+    if not request.clips:
+        return Usage()
+    width, height = request.video_size
+    return Usage({"frames of the clip before": 3 * MOTION_FRAMES * height * width * 4})
 
 
 def planned_device(setup: Setup) -> Capabilities:

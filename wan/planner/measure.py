@@ -39,7 +39,7 @@ from wan.planner import operators
 from wan.settings.parallel import Parallel
 from wan.settings.request import Request
 from wan.settings.schedule import TokenPlan
-from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS, SOUND_LAYERS
+from wan.settings.sound import MOTION_LATENTS, SOUND_LAYERS
 from wan.torch_private import Live, WithoutData, fake_process_group, weight_bytes, without_memory
 from wan.vae import tiles
 
@@ -224,7 +224,8 @@ class Planner:
 
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * time + 1, *sides)
-            source = video.clone() if self.device.type == "cpu" else None  # the video is a copy
+            copied = self.device.type == "cpu" and not request.clips
+            source = video.clone() if copied else None  # what the video was made of
             model.encode(video[:, :, :rows] if ranks > 1 else video)
             del source
 
@@ -246,8 +247,6 @@ class Planner:
         blended = tiles.kept_bytes(sides, length) if tiling else 0
         received = (sides[0] - rows) * sides[1] * 3 * length * 4 if ranks > 1 else 0
         decoding = peak(decode, frames) + Usage({"tiles": blended, "other ranks' rows": received})
-        before = 3 * MOTION_FRAMES * prod(sides) * 4 if request.clips else 0
-        decoding += Usage({"frames of the clip before": before})
         tensors = {} if path is None else vae.blueprint(path).tensors
         return self._split(network, tensors), encoding, decoding
 
