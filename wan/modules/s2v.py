@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         given = Collaborators() if collaborators is None else collaborators
         super().__init__(model_type, **config, collaborators=given)
         self.injected = {layer: i for i, layer in enumerate(sorted(audio_inject_layers))}
-        if [*self.injected][-1:] > [self.num_layers - 1]:
+        if max(self.injected, default=0) >= self.num_layers:
             raise ValueError(
                 f"audio_inject_layers names layer {max(self.injected)}; the network has "
                 f"{self.num_layers}."
@@ -216,14 +217,10 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
 
     def _scene(self, ref: Tensor, motion: Tensor | None, grid: Grid) -> _Scene:
         """What the picture and the clip before become; from the cache where it is on."""
-        cache = None if torch.is_grad_enabled() else self._scenes
-        key = [ref, motion, grid, self.tokens]
-        found = None if cache is None else cache.get(key)
-        if found is None:
-            found = self._made_scene(ref, motion, grid)
-            if cache is not None:
-                cache.put(key, found)
-        return found
+        make = partial(self._made_scene, ref, motion, grid)
+        if self._scenes is None or torch.is_grad_enabled():
+            return make()
+        return self._scenes.once([ref, motion, grid, self.tokens], make)
 
     def _made_scene(self, ref: Tensor, motion: Tensor | None, grid: Grid) -> _Scene:
         _, rows, columns = grid
@@ -263,15 +260,11 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
     def _sound(
         self, whole: Tensor, sound: Tensor, sample: int, motion_frames: tuple[int, ...]
     ) -> _Heard:
-        cache = None if torch.is_grad_enabled() else self._sounds
-        key = [whole, sample, motion_frames]
-        found = None if cache is None else cache.get(key)
-        if found is None:
-            local, vectors = self.casual_audio_encoder(sound[0], motion_frames)
-            found = _Heard(local, vectors, cache is not None)
-            if cache is not None:
-                cache.put(key, found)
-        return found
+        """What the sound becomes; from the cache where it is on. whole: of all samples."""
+        make = partial(self.casual_audio_encoder, sound[0], motion_frames)
+        if self._sounds is None or torch.is_grad_enabled():
+            return _Heard(False, *make())
+        return self._sounds.once([whole, sample, motion_frames], lambda: _Heard(True, *make()))
 
     def _kind(self, name: str) -> Tensor:
         """What tells tokens of a kind from others, float32 [C]."""
@@ -324,16 +317,16 @@ class _Heard:
     """A clip's sound as the network hears it.
 
     Attributes:
+        keeps: Whether `layers` is filled.
         local: Tokens of each latent frame, [T,A,C].
         whole: One vector of each latent frame, [T,C].
-        keeps: Whether `layers` is filled.
         layers: Layer and this device's frames -> shift and scale of each frame of the clip, and the
             keys and values of this device's.
     """
 
+    keeps: bool
     local: Tensor
     whole: Tensor
-    keeps: bool
     layers: dict[tuple[int, range], tuple[Tensor, tuple[Tensor, Tensor]]] = field(
         default_factory=dict
     )

@@ -5,7 +5,7 @@ Legend: B batch, T text tokens, C channels, N heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -49,6 +49,14 @@ class KeptByInput(Generic[T]):
             if same and known_versions == versions:
                 return state
         return None
+
+    def once(self, inputs: Sequence[object], make: Callable[[], T]) -> T:
+        """What make() returns, or has returned for these inputs."""
+        found = self.get(inputs)
+        if found is None:
+            found = make()
+            self.put(inputs, found)
+        return found
 
     def put(self, inputs: Sequence[object], state: T) -> None:
         self._entries.append((list(inputs), _versions(inputs), state))
