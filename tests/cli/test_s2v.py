@@ -290,6 +290,7 @@ def test_notices_about_rates(asked: list[str], files: Path, capfd, monkeypatch) 
     said = capfd.readouterr()
     assert "8000 samples a second" in said.out and "1.28 times" in said.out
     assert "2 clips of 12 frames" in said.out
+    assert "sound encoder: wav2vec2-large-xlsr-53-english; runs in fp32 on the CPU" in said.out
 
 
 @torch.no_grad()

@@ -123,6 +123,8 @@ def files(planner: Planner) -> Iterator[str]:
     if (path := checkpoint.image_encoder) is not None:
         infos = list(clip.blueprint(path).tensors.values())
         yield _read_from(checkpoint, "image encoder", infos, f"becomes {encoders}")
+    if (path := checkpoint.sound_encoder) is not None:
+        yield f"  sound encoder: {_name(checkpoint, {path})}; runs in fp32 on the CPU"
     if (path := checkpoint.vae) is not None:
         infos = list(vae.blueprint(path).tensors.values())
         yield _read_from(checkpoint, "VAE", infos, f"becomes {setup.execution.vae_precision}")
