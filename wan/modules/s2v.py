@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from wan import trace
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttention, fp32_linear
+from wan.modules.framewise import CausalConv, activated, attend_in_frames, own_frames
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import Conditioning, WanModel, embedded, patches
 from wan.modules.rope import Axes, RopeTable, rope_angles, tabulated
@@ -172,17 +173,14 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             patches_BSK = patches(pose[None], self.patch_size)
             own = patches_BSK[:, scene.first : scene.first + scene.own]
             video = embedded(self.cond_encoder, own)
-        frame = math.prod(grid[1:])
-        first = scene.first
-        frames = range(first // frame, -(-(first + scene.own) // frame)) if scene.own else range(0)
-        runs = [min((i + 1) * frame, first + scene.own) - max(i * frame, first) for i in frames]
+        frames, runs = own_frames(scene.first, scene.own, math.prod(grid[1:]))
 
         def after(layer: int) -> Callable[[Tensor], Tensor]:
             return lambda x_BLC: self._attend_to_sound(x_BLC, layer, heard, frames, runs)
 
         return Conditioning(
             rope=scene.rope,
-            first=first,
+            first=scene.first,
             own=scene.own,
             video=video + self._kind("video"),
             behind=scene.behind,
@@ -362,12 +360,8 @@ class AudioAttention(WanAttention):
         if kv is None:
             own_TAC = sound_TAC[frames]
             kv = self.keys(own_TAC), self.values(own_TAC)
-        q_BNHD = self.queries(x_BNC)
-        longest, pieces = max(runs), q_BNHD[0].split(list(runs))
-        whole = [F.pad(piece, (0, 0, 0, 0, 0, longest - len(piece))) for piece in pieces]
-        out = self.kernel(torch.stack(whole), *kv)
-        kept = torch.cat([rows[:length] for rows, length in zip(out, runs, strict=True)])
-        return self.out(kept[None]), kv
+        out_BNHD = attend_in_frames(self.kernel, self.queries(x_BNC), *kv, runs)
+        return self.out(out_BNHD), kv
 
 
 class AdaIn(nn.Module):
@@ -381,19 +375,6 @@ class AdaIn(nn.Module):
         return fp32_linear(self.linear, F.silu(sound_TC))
 
 
-class _CausalConv(nn.Module):
-    """A convolution over time that sees no later step; before the first, the first is repeated."""
-
-    def __init__(self, dim_in: int, dim_out: int, stride: int = 1) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(dim_in, dim_out, 3, stride)
-
-    def forward(self, x_BCT: Tensor) -> Tensor:
-        conv, padded = self.conv, F.pad(x_BCT, (2, 0), mode="replicate")
-        assert conv.bias is not None
-        return F.conv1d(padded, conv.weight.float(), conv.bias.float(), conv.stride)
-
-
 class AudioEncoder(nn.Module):
     """Turns the sound's features into tokens of each latent frame, in float32."""
 
@@ -402,10 +383,10 @@ class AudioEncoder(nn.Module):
         self.dim_in, self.tokens = dim_in, tokens
         self.weights = nn.Parameter(torch.full((1, SOUND_LAYERS, 1, 1), 0.01))
         self.encoder = nn.Module()
-        self.encoder.conv1_local = _CausalConv(dim_in, dim // 4 * tokens)
-        self.encoder.conv1_global = _CausalConv(dim_in, dim // 4)
-        self.encoder.conv2 = _CausalConv(dim // 4, dim // 2, 2)
-        self.encoder.conv3 = _CausalConv(dim // 2, dim, 2)
+        self.encoder.conv1_local = CausalConv(dim_in, dim // 4 * tokens)
+        self.encoder.conv1_global = CausalConv(dim_in, dim // 4)
+        self.encoder.conv2 = CausalConv(dim // 4, dim // 2, 2)
+        self.encoder.conv3 = CausalConv(dim // 2, dim, 2)
         self.encoder.final_linear = nn.Linear(dim, dim)
         self.encoder.padding_tokens = nn.Parameter(torch.zeros(1, 1, 1, dim))
 
@@ -436,16 +417,10 @@ class AudioEncoder(nn.Module):
     def _rest(self, x_BCT: Tensor) -> Tensor:
         """What both paths share behind their first convolution: [B,T,C] in, and out."""
         encoder: Any = self.encoder
-        x_BTC = _activated(x_BCT)
+        x_BTC = activated(x_BCT)
         for conv in (encoder.conv2, encoder.conv3):
-            x_BTC = _activated(conv(x_BTC.transpose(1, 2)))
+            x_BTC = activated(conv(x_BTC.transpose(1, 2)))
         return x_BTC
-
-
-def _activated(x_BCT: Tensor) -> Tensor:
-    """[B,T,C]: normalised over channels, without weights, and SiLU."""
-    x_BTC = x_BCT.transpose(1, 2)
-    return F.silu(F.layer_norm(x_BTC, x_BTC.shape[-1:], eps=1e-6))
 
 
 def spread(count: int, span: int) -> list[int]:

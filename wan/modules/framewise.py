@@ -1,0 +1,58 @@
+"""What networks share that give each latent frame something of its own to attend to.
+
+Legend: B batch, C channels, N the video's tokens on this device, H heads, D head size, T latent
+frames, A tokens that a frame attends to, R runs of tokens of the same frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan.kernels.base import Kernel
+
+
+def own_frames(first: int, own: int, frame: int) -> tuple[range, list[int]]:
+    """Which latent frames a device's tokens belong to, and how many tokens of each it has.
+
+    Args:
+        first: The place of its first token in the video.
+        own: How many of the video's tokens it has.
+        frame: Tokens of a latent frame.
+    """
+    if not own:
+        return range(0), []
+    frames = range(first // frame, -(-(first + own) // frame))
+    return frames, [min((i + 1) * frame, first + own) - max(i * frame, first) for i in frames]
+
+
+def attend_in_frames(
+    kernel: Kernel, q_BNHD: Tensor, k_TAHD: Tensor, v_TAHD: Tensor, runs: Sequence[int]
+) -> Tensor:
+    """Each token attends to what its own frame has; [1,N,H,D]. runs: of at least one frame."""
+    longest, pieces = max(runs), q_BNHD[0].split(list(runs))
+    whole = [F.pad(piece, (0, 0, 0, 0, 0, longest - len(piece))) for piece in pieces]
+    out = kernel(torch.stack(whole), k_TAHD, v_TAHD)
+    return torch.cat([rows[:length] for rows, length in zip(out, runs, strict=True)])[None]
+
+
+class CausalConv(nn.Module):
+    """A convolution over time that sees no later step; before the first, the first is repeated."""
+
+    def __init__(self, dim_in: int, dim_out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(dim_in, dim_out, 3, stride)
+
+    def forward(self, x_BCT: Tensor) -> Tensor:
+        conv, padded = self.conv, F.pad(x_BCT, (2, 0), mode="replicate")
+        assert conv.bias is not None
+        return F.conv1d(padded, conv.weight.float(), conv.bias.float(), conv.stride)
+
+
+def activated(x_BCT: Tensor) -> Tensor:
+    """[B,T,C]: normalised over channels, without weights, and SiLU."""
+    x_BTC = x_BCT.transpose(1, 2)
+    return F.silu(F.layer_norm(x_BTC, x_BTC.shape[-1:], eps=1e-6))
