@@ -33,7 +33,7 @@ from wan.modules.rope import RopeTable, RopeTables
 from wan.modules.textcache import KeptByInput, TextState
 from wan.settings.schedule import Grid
 
-MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v")
+MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate")
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class WanModel(nn.Module):
             raise ValueError(f"A context has {longest} rows; text_len is {self.text_len}.")
 
     def _check_images(self, y: list[Tensor] | None, clip_fea: Tensor | None) -> None:
-        if self.model_type in ("i2v", "flf2v") and y is None:
+        if self.model_type in ("i2v", "flf2v", "animate") and y is None:
             raise ValueError("An i2v model needs y, the conditioning latents; none were given.")
         if (self.img_emb is None) != (clip_fea is None):
             raise ValueError(

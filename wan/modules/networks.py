@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from wan.modules.interfaces import Collaborators
@@ -16,7 +17,13 @@ def network(config: Mapping[str, Any], collaborators: Collaborators | None = Non
         config: As `wan.checkpoint.config.dit_config` returns it.
         collaborators: As for `WanModel`.
     """
-    kind = WanModel
-    if config["model_type"] == "s2v":
-        from wan.modules.s2v import WanModel_S2V as kind  # type: ignore[assignment]
-    return kind(**config, collaborators=collaborators)
+    module, name = _KINDS.get(config["model_type"], ("wan.modules.model", "WanModel"))
+    made: WanModel = getattr(import_module(module), name)(**config, collaborators=collaborators)
+    return made
+
+
+_KINDS = {
+    "s2v": ("wan.modules.s2v", "WanModel_S2V"),
+    "animate": ("wan.modules.animate", "WanAnimateModel"),
+}
+"""Model type -> where its class is, for those that are no `WanModel`."""
