@@ -222,7 +222,7 @@ class WanModel(nn.Module):
         return [module for pair in pairs for module in pair]
 
     def behind(self, layer: int) -> Sequence[nn.Module]:
-        """Modules that run behind a block, called one after the other; they move with the block."""
+        """Modules that run behind a block and move with it; the last is called in every forward."""
         return ()
 
     def _embedded(self, x_BCFHW: Tensor, grid: Grid, given: Conditioning | None) -> Tensor:

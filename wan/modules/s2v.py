@@ -160,7 +160,8 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         if layer not in self.injected:
             return ()
         place = self.injected[layer]
-        return [modules[place] for modules in self.audio_injector.values()]  # type: ignore[index]
+        injector: Any = self.audio_injector
+        return injector["injector_adain_layers"][place], injector["injector"][place]
 
     def _conditioning(
         self, scene: _Scene, heard: _Heard, pose: Tensor | None, grid: Grid
@@ -193,7 +194,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
     ) -> Tensor:
         """Adds what each token of the video hears; the others stay."""
         modules: Any = self.behind(layer)
-        attention, adain = modules
+        adain, attention = modules
         known = heard.layers.get((layer, frames))
         modulation = adain(heard.whole) if known is None else known[0]
         own = slice(frames.start, frames.stop)

@@ -97,6 +97,7 @@ class StreamedBlock:
 
     Attributes:
         module: The block.
+        last: What is called last of it and of what moves with it.
         flat: The tensors that are read into a buffer.
         sources: What they are read from.
         mapped: The sources of the others, which are used where they are mapped.
@@ -104,6 +105,7 @@ class StreamedBlock:
     """
 
     module: nn.Module
+    last: nn.Module
     flat: Flat
     sources: Sequence[Source]
     mapped: Sequence[Source] = ()
@@ -124,7 +126,7 @@ class Buffer:
         memory: The bytes, uint8.
         block: The block that is there.
         copied: An accelerator's event: the block has been copied.
-        computed: An accelerator's event: the block before has been used.
+        computed: An accelerator's event: the block has been used.
     """
 
     memory: Tensor
@@ -147,6 +149,9 @@ class FromFiles:
 
     def arrive(self, buffer: Buffer) -> None:
         """The block is there already."""
+
+    def leave(self, buffer: Buffer) -> None:
+        """The buffer may be filled again at once."""
 
 
 class FromHost:
@@ -172,13 +177,10 @@ class FromHost:
         for buffer in buffers:
             self._stream.uses(buffer.memory)
             buffer.copied, buffer.computed = self._stream.event(), self._stream.event()
+            self.leave(buffer)
 
     def fetch(self, block: StreamedBlock, buffer: Buffer) -> None:
-        """Starts a copy, which waits for what has been asked for so far, the last block included.
-
-        That is also what ran behind it, with weights that moved with it.
-        """
-        self._stream.computed(buffer.computed)
+        """Starts a copy, which waits for what still computes in the buffer."""
         block.flat.use(buffer.memory)
         parts = self._host.parts(self._starts[block], block.flat.size)
         self._stream.copy(buffer.memory, parts, after=buffer.computed)
@@ -187,6 +189,10 @@ class FromHost:
     def arrive(self, buffer: Buffer) -> None:
         """Makes later computations wait for the copy."""
         self._stream.compute_after(buffer.copied)
+
+    def leave(self, buffer: Buffer) -> None:
+        """Makes the next copy wait for the computations so far."""
+        self._stream.computed(buffer.computed)
 
 
 class StreamedBlocks:
@@ -229,6 +235,7 @@ class StreamedBlocks:
             due = [b for b in (*blocks[index:], *blocks[:index]) if b in moving]
             due = due[: len(self._buffers)] if not on_cpu or block in moving else []
             block.module.register_forward_pre_hook(partial(self._before, block, due))
+            block.last.register_forward_hook(partial(self._after, block))
 
     def _before(self, block: StreamedBlock, due: Sequence[StreamedBlock], *_: object) -> None:
         for wanted in due:
@@ -245,6 +252,10 @@ class StreamedBlocks:
             buffer.block.buffer, buffer.block = None, None
         self._source.fetch(block, buffer)  # may fail half-way: the block is not there then
         buffer.block, block.buffer = block, buffer
+
+    def _after(self, block: StreamedBlock, *_: object) -> None:
+        if block.buffer is not None:
+            self._source.leave(block.buffer)
 
 
 Resident = Callable[[int, int], int]
@@ -269,7 +280,8 @@ def streamed(
         device: Where they compute.
         dtype_of: The dtypes that they compute in.
         resident: How many of them stay on the device.
-        behind: behind(network, index) returns modules that move with one of them.
+        behind: behind(network, index) returns modules that move with one of them; the last is
+            called behind it in every forward.
         table: The name of an embedding whose rows are read from the files when they are looked up.
     """
 
@@ -279,7 +291,7 @@ def streamed(
         for index, module in enumerate(network.get_submodule(blocks).children()):
             moving = {names[one]: one for one in (module, *behind(network, index))}
             placed = _on_device(moving, sources, device, dtype_of)
-            found.append(StreamedBlock(module, *placed))
+            found.append(StreamedBlock(module, [*moving.values()][-1], *placed))
         most = max(block.flat.size for block in found)
         StreamedBlocks(found, device, min(resident(most, len(found)), len(found)))
         if table is not None:
