@@ -230,13 +230,13 @@ class Video:
                     done += 1
             except BaseException:
                 if 0 < done < count:
-                    self._keep_clips(encoder, done)
+                    self._keep_clips(encoder, done, count)
                 raise
             power = None if meter is None else meter.stop()
         self._sum_up(self._save_record(encoder.size, power), power)
         self._remove_left_over()
 
-    def _keep_clips(self, encoder: video.Mp4Encoder, done: int) -> None:
+    def _keep_clips(self, encoder: video.Mp4Encoder, done: int, count: int) -> None:
         """Keeps the clips before a failure under a name of their own, with their sound."""
         path = self.run.output.save_file
         name = next(
@@ -253,8 +253,7 @@ class Video:
         except OSError as error:
             logger.error("The clips so far could not be kept (%s).", error.strerror or error)
         else:
-            of = "clip" if done == 1 else "clips"
-            logger.error("The first %d %s are kept in %s.", done, of, name)
+            logger.error("The video up to clip %d of %d is kept in %s.", done, count, name)
 
     def _place_with_sound(self, temporary: Path) -> None:
         self._place(self._with_sound(temporary))
@@ -297,7 +296,7 @@ class Video:
         """Removes what killed runs of this video have left in its folder."""
         path = self.run.output.save_file.absolute()
         stem, owner = re.escape(path.stem), r"([\w]+-\d+)"
-        hidden = re.compile(rf"\.{owner}-{stem}\.(mp4|json|\S+\.latents\.safetensors)")
+        hidden = re.compile(rf"\.{owner}-{stem}\.((sound\.)?mp4|json|\S+\.latents\.safetensors)")
         latents = re.compile(rf"{stem}\.{owner}\.latents\.safetensors")
         for found in path.parent.iterdir():
             name = hidden.fullmatch(found.name) or latents.fullmatch(found.name)
