@@ -168,6 +168,7 @@ def test_poses_and_the_picture_as_first_frame(
     assert np.abs(posed.astype(int) - frames(plain)[:9]).max() > 20
 
 
+@pytest.mark.slow
 def test_a_prompt_file(asked: list[str], plain: Path, tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     more = json.dumps({"prompt": "a cat speaks", "num_clip": 1, "base_seed": 7})
@@ -293,6 +294,7 @@ def test_notices_about_rates(asked: list[str], files: Path, capfd, monkeypatch) 
     assert "sound encoder: wav2vec2-large-xlsr-53-english; runs in fp32 on the CPU" in said.out
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_official_class(tiny, image_path: Path, sound: Path, plain: Path) -> None:
     import wan
