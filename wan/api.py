@@ -161,12 +161,14 @@ class WanS2V(Generator):
             init_first_frame: Begin with the picture.
             output_type: "latent": the latents of all clips one after the other.
         """
-        call = locals()
+        return self._generate(self._named(locals()))
+
+    def _named(self, call: dict[str, Any]) -> dict[str, Any]:
         for name in ("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"):
             if call.pop(name):
                 why = "is not available: speech is not made here"
                 raise InputError(name, None, why, "make it elsewhere and give it as audio_path")
-        return self._generate({**call, "img": call.pop("ref_image_path")})
+        return {**call, "img": call.pop("ref_image_path")}
 
 
 class WanTI2V(Generator):

@@ -211,7 +211,11 @@ class Generator:
         except TypeError as error:
             raise InputError(f"A call is not one of generate: {error}.") from error
         bound.apply_defaults()
-        return bound.arguments
+        return self._named(bound.arguments)
+
+    def _named(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of `generate` under the names that all classes share."""
+        return call
 
     def _made(
         self, calls: Sequence[VideoCall], offload: Offload, grouped: bool
@@ -242,8 +246,9 @@ class Generator:
 
     def _asked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         """Checks a call and draws its seed, the same on all ranks."""
-        if self._preset.kind == "i2v" and call["img"] is None:
-            raise InputError(f"{type(self).__name__} starts from an image; give one as img.")
+        if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
+            name = "img" if self._preset.kind == "i2v" else "ref_image_path"
+            raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
         request, given = self._request(call, setup)
         prompt, negative = (_embedding(name, call[name]) for name in _EMBEDDINGS)
         output_type = choice("pt", "latent")("`output_type`", call["output_type"])

@@ -310,5 +310,12 @@ def test_the_official_class(tiny, image_path: Path, sound: Path, plain: Path) ->
         "a cat speaks", str(image_path), str(sound), **given, **more, output_type="latent"
     )
     assert latents is not None and latents.shape == (16, 6, 8, 8)
+    calls = [{"seed": seed, "num_repeat": 1} for seed in (7, 8)]
+    shared = {"input_prompt": "a", "ref_image_path": str(image_path), "audio_path": str(sound)}
+    one, other = model.generate_many(calls, **shared, infer_frames=12, sampling_steps=2)
+    assert one is not None and other is not None and one.shape[1] == 9
+    assert not torch.equal(one, other)
+    with pytest.raises(ValueError, match="starts from an image"):
+        model.generate("a", None, str(sound))
     with pytest.raises(ValueError, match="speech is not made here"):
         model.generate("a", str(image_path), str(sound), enable_tts=True)
