@@ -302,3 +302,28 @@ def test_the_sound_encoder_is_missing_or_another(speaking: Path) -> None:
     shutil.rmtree(path)
     with pytest.raises(InputError, match=f"expected the folder {SOUND_ENCODER}"):
         describe(speaking).require("sound_encoder")
+
+
+def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
+    """It has the same input channels, and the tasks that are supported say that it is another."""
+    import torch
+    from safetensors.torch import save_file
+
+    from wan.checkpoint.layout import check_task
+    from wan.modules.animate import WanAnimateModel
+
+    sizes = {"dim": 48, "ffn_dim": 64, "num_heads": 4, "num_layers": 5, "text_dim": 16}
+    with torch.device("meta"):
+        network = WanAnimateModel(**sizes)
+    state = {
+        name: torch.zeros(x.shape, dtype=torch.bfloat16) for name, x in network.state_dict().items()
+    }
+    save_file(state, tmp_path / f"{STEM}.safetensors")
+    config = {"_class_name": "WanAnimateModel", "num_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = describe(tmp_path)
+    assert (found.kind, found.config["model_type"]) == ("animate", "animate")
+    with pytest.raises(InputError, match="one network for animate, but task i2v-14B needs one"):
+        check_task(found, PRESETS["i2v-14B"])
+    set_config(tmp_path, model_type="i2v")
+    assert "the tensors are those of animate" in refusal(tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -14,8 +14,9 @@ from wan.settings.sound import INJECT_LAYERS, STATED
 from wan.settings.values import shown
 
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
-MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v")
+MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate")
 SOUND = "casual_audio_encoder.weights"  # a tensor that S2V alone has; the spelling is official
+FACE = "face_adapter.fuser_blocks.0.linear1_q.weight"  # likewise Animate
 
 
 class DitConfig(TypedDict):
@@ -91,7 +92,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "window_size": (lambda value: value == [-1, -1], "[-1, -1], all of the video"),
     "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
 }
-_CLASSES = ("WanModel", "WanModel_S2V", "WanTransformer3DModel")  # the last is diffusers'
+_CLASSES = ("WanModel", "WanModel_S2V", "WanAnimateModel", "WanTransformer3DModel")
 _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
 
@@ -108,8 +109,8 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
     for key, (fits, allowed) in _RULES.items():
         if key in stated and not fits(stated[key]):
             raise _damaged(path, key, stated[key], allowed)
-    kind = "s2v" if SOUND in tensors else KINDS.get(told["in_dim"], "t2v")
-    if (said := stated.get("model_type", kind)) != kind and "s2v" in (said, kind):
+    kind = kind_of(tensors, told["in_dim"]) or "t2v"
+    if (said := stated.get("model_type", kind)) != kind and {said, kind} & {"s2v", "animate"}:
         why = f"is {shown(said)}, but the tensors are those of {kind}"
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
     heads = max(told["dim"] // 128, 1)  # the published networks' head size
@@ -123,6 +124,12 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
         config |= _sound_config(path, tensors, config)
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
     return cast(DitConfig, frozen)
+
+
+def kind_of(tensors: Collection[str], in_dim: int) -> str | None:
+    """Tells what conditions a network from the names of its tensors and its input channels."""
+    special = {SOUND: "s2v", FACE: "animate"}
+    return next((kind for name, kind in special.items() if name in tensors), KINDS.get(in_dim))
 
 
 def _sound_config(

@@ -12,7 +12,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from wan.checkpoint.config import KINDS, SOUND, DitConfig, dit_config, published_config
+from wan.checkpoint.config import (
+    FACE,
+    KINDS,
+    SOUND,
+    DitConfig,
+    dit_config,
+    kind_of,
+    published_config,
+)
 from wan.checkpoint.files import (
     OTHER_PARTS,
     WEIGHT_FILES,
@@ -32,7 +40,7 @@ from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
 
 NO_FILES = NetworkFiles()
-_LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16}
+_LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16, "animate": 16}
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
 _DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _STEMS = {  # official files end with .pth or .safetensors
@@ -366,7 +374,8 @@ def _paths(found: Collection[Found]) -> list[Path]:
 
 def _fits(found: Found, preset: Preset) -> bool:
     """Returns whether a DiT takes what the task gives it."""
-    kind = "s2v" if found.shape(SOUND) else KINDS.get(found.channels)
+    special = [name for name in (SOUND, FACE) if found.shape(name)]
+    kind = kind_of(special, found.channels)
     images = bool(found.shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight"))
     return kind == preset.kind and images == bool(preset.images)
 
@@ -400,7 +409,7 @@ def _kind(files: DitFiles) -> str:
         if name is not None:
             why = f"has {name}, {shows}, which is not supported"
             raise InputError(f"{files.folder}", None, why, remedy)
-    return "s2v" if files.config["model_type"] == "s2v" else KINDS[in_dim]
+    return kind_of(files.tensors, in_dim) or KINDS[in_dim]
 
 
 _UNSUPPORTED = {
