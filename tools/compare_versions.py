@@ -1,6 +1,6 @@
 """Run an earlier commit and this working tree on the same requests: is every result bit-equal?
 
-    python tools/compare_versions.py --base 11815a1 --keep /tmp/base [--only fp8] [--jobs 2]
+    python tools/compare_versions.py --base 11815a1 --keep base_results [--only fp8] [--jobs 2]
 
 Both run the cases of version_cases.py on the same tiny checkpoints, which the base makes; all
 latents and all frames that a case writes are compared. The base runs its own code, exported into

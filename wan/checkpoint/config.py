@@ -193,7 +193,7 @@ def _stated(path: Path) -> dict[str, Any]:
     raw = read_json(path)
     if (kind := raw.get("_class_name", _CLASSES[0])) not in _CLASSES:
         why = f"is of the class {shown(kind)}, which is not supported"
-        raise InputError(str(path), None, why, f"{' and '.join(_CLASSES)} are")
+        raise InputError(str(path), None, why, f"{', '.join(_CLASSES)} are")
     if "num_attention_heads" in raw:
         for key in ("num_attention_heads", "attention_head_dim"):
             if type(raw.get(key)) is not int:
