@@ -17,6 +17,7 @@ from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.test_s2v import LAYOUTS, Collectives
 from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
+from tests.distributed.velocities import compare, randomised
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.modules.animate import WanAnimateModel
@@ -42,10 +43,7 @@ def network(**collaborators: Any) -> WanAnimateModel:
     given = Collaborators(text_kv_cache=True, **collaborators)
     net = WanAnimateModel(**SIZES, **TEXT, collaborators=given)
     net.motion_encoder = Pooled()
-    net.eval().requires_grad_(False)
-    for name, parameter in net.named_parameters():
-        if parameter.dim() > 1 and "modulation" not in name:
-            nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    randomised(net)
     return net
 
 
@@ -74,29 +72,6 @@ def velocities(net: WanAnimateModel, grid: tuple[int, int, int]) -> Tensor:
     return torch.stack(found)
 
 
-@torch.inference_mode()
-def compare(
-    tokens: list[int], topologies: list[Topology], modes: list[str], exchange: str
-) -> float:
-    """All calls first, so that a difference leaves no other rank waiting; the largest velocity."""
-    largest = 0.0
-    for count in tokens:
-        grid = GRIDS[count]
-        expected, found = velocities(network(), grid), {}
-        for topology in topologies:
-            for mode in modes:
-                layer = attention_layer(topology, mode, exchange=exchange)
-                net = network(attention=blocks_of(layer), tokens=ShardedTokens(None))
-                found[topology, mode] = velocities(net, grid)
-        for case, ours in found.items():
-            off = (ours - expected).abs().max()
-            assert off <= 2e-5, f"off by {off} with {count} tokens, {case}"
-        for (topology, mode), ours in found.items():
-            assert ROWS[mode].blocks > 1 or torch.equal(ours, found[topology, modes[0]])
-        largest = max(largest, expected.abs().max().item())
-    return largest
-
-
 @pytest.mark.parametrize(
     ("world", "tokens", "modes"),
     [
@@ -109,14 +84,19 @@ def compare(
     ],
 )
 def test_the_same_velocities(world: int, tokens: list[int], modes: list[str]) -> None:
-    for largest in run(world, compare, tokens, LAYOUTS[world], modes, "split", timeout=500):
+    chosen = {count: GRIDS[count] for count in tokens}
+    for largest in run(
+        world, compare, network, velocities, chosen, LAYOUTS[world], modes, "split", timeout=500
+    ):
         assert largest > 0.5, "a model that says nothing would always agree"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_fused_exchanges(world: int) -> None:
-    run(world, compare, [105, 30], LAYOUTS[world][:1], ["0", "1"], "fused", timeout=300)
+    chosen = {count: GRIDS[count] for count in (105, 30)}
+    modes, layouts = ["0", "1"], LAYOUTS[world][:1]
+    run(world, compare, network, velocities, chosen, layouts, modes, "fused", timeout=300)
 
 
 @torch.no_grad()

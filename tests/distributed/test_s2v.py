@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
+from tests.distributed.velocities import compare, randomised
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import Collaborators
@@ -56,10 +57,8 @@ def network(**collaborators: Any) -> WanModel_S2V:
     """The same random weights every time."""
     torch.manual_seed(0)
     given = Collaborators(text_kv_cache=True, **collaborators)
-    net = WanModel_S2V(**SIZES, **TEXT, **SOUND, collaborators=given).eval().requires_grad_(False)
-    for name, parameter in net.named_parameters():
-        if parameter.dim() > 1 and "modulation" not in name:
-            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    net = WanModel_S2V(**SIZES, **TEXT, **SOUND, collaborators=given)
+    randomised(net)
     return net
 
 
@@ -91,30 +90,6 @@ def velocities(net: WanModel_S2V, clip: Clip) -> Tensor:
     return torch.stack(found)
 
 
-@torch.inference_mode()
-def compare(
-    tokens: list[int], topologies: list[Topology], modes: list[str], exchange: str
-) -> float:
-    """All calls first, so that a difference leaves no other rank waiting; the largest velocity."""
-    largest = 0.0
-    for count in tokens:
-        clip = CLIPS[count]
-        assert clip.tokens == count
-        expected, found = velocities(network(), clip), {}
-        for topology in topologies:
-            for mode in modes:
-                layer = attention_layer(topology, mode, exchange=exchange)
-                net = network(attention=blocks_of(layer), tokens=ShardedTokens(None))
-                found[topology, mode] = velocities(net, clip)
-        for case, ours in found.items():
-            off = (ours - expected).abs().max()
-            assert off <= 2e-5, f"off by {off} with {count} tokens, {case}"
-        for (topology, mode), ours in found.items():
-            assert ROWS[mode].blocks > 1 or torch.equal(ours, found[topology, modes[0]])
-        largest = max(largest, expected.abs().max().item())
-    return largest
-
-
 LAYOUTS = {
     2: [Topology(2, 1), Topology(1, 2)],
     3: [Topology(3, 1), Topology(1, 3, "bidirectional")],
@@ -136,13 +111,19 @@ LAYOUTS = {
     ],
 )
 def test_the_same_velocities(world: int, tokens: list[int], modes: list[str]) -> None:
-    for largest in run(world, compare, tokens, LAYOUTS[world], modes, "split", timeout=500):
+    chosen = {count: CLIPS[count] for count in tokens}
+    assert all(clip.tokens == count for count, clip in chosen.items())
+    for largest in run(
+        world, compare, network, velocities, chosen, LAYOUTS[world], modes, "split", timeout=500
+    ):
         assert largest > 0.5, "a model that says nothing would always agree"
 
 
 @pytest.mark.parametrize("world", [2, slow(3), slow(8)])
 def test_fused_exchanges(world: int) -> None:
-    run(world, compare, [185, 175], LAYOUTS[world][:1], ["0", "1"], "fused", timeout=300)
+    chosen = {count: CLIPS[count] for count in (185, 175)}
+    modes, layouts = ["0", "1"], LAYOUTS[world][:1]
+    run(world, compare, network, velocities, chosen, layouts, modes, "fused", timeout=300)
 
 
 class Collectives(TorchDispatchMode):

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 from wan import trace
 from wan.kernels.base import StepInfo
-from wan.modules.framewise import CausalConv, activated, attend_in_frames, own_frames
+from wan.modules.framewise import (
+    CausalConv,
+    activated,
+    added,
+    attend_in_frames,
+    check_shapes,
+    own_frames,
+)
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import Conditioning, WanModel, embedded, patches
 from wan.modules.textcache import KeptByInput
@@ -32,7 +39,7 @@ EVERY = 5  # blocks: behind the first of so many comes a face adapter
 FACE_SIDE = 512  # pixels of a face
 _MOTIONS = 20  # directions that a face's motion is made of
 _WIDTHS = (32, 64, 128, 256, 512, 512, 512, 512)  # channels of the motion encoder, by halvings
-_FACE_DIM, _FACE_HEADS = 1024, 4  # channels of a face's tokens, and how many frames' channels make
+_FACE_DIM, _FACE_TOKENS = 1024, 4  # channels of a face's tokens, and tokens of a latent frame
 _IMAGE_DIM = 1280  # channels of CLIP's features
 
 
@@ -161,10 +168,7 @@ class WanAnimateModel(WanModel):
             y_BNC, kv = adapter(x_BNC, seen.tokens[frames.start : frames.stop], known, runs)
         if seen.keeps:
             seen.layers[layer, frames] = kv
-        if torch.is_grad_enabled():
-            return torch.cat((x_BNC + y_BNC, x_BLC[:, sum(runs) :]), dim=1)
-        x_BNC += y_BNC
-        return x_BLC
+        return added(x_BLC, y_BNC)
 
     def _seen(self, whole: Tensor, faces: Tensor, sample: int) -> _Seen:
         """What the faces become; from the cache where it is on. whole: of all samples."""
@@ -185,12 +189,7 @@ class WanAnimateModel(WanModel):
             "pose_latents": (pose, (1, 16, frames - 1, *sides)),
             "face_pixel_values": (faces, (1, 3, pictures, FACE_SIDE, FACE_SIDE)),
         }
-        for name, (tensor, shape) in shapes.items():
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{name} of shape {list(tensor.shape)} do not fit latents of shape "
-                    f"{list(x.shape)}, which take {list(shape)}."
-                )
+        check_shapes(x, shapes)
 
     def forget_text(self) -> None:
         """Frees what is kept of the text and of the faces."""
@@ -219,7 +218,7 @@ class FaceAttention(nn.Module):
 
     def __init__(self, dim: int, heads: int, given: Collaborators) -> None:
         super().__init__()
-        self.heads, self.kernel, self.ops = heads, given.kernel, given.ops
+        self.heads, self.kernel = heads, given.kernel
         self.linear1_kv, self.linear1_q = nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
         self.linear2 = nn.Linear(dim, dim)
         self.q_norm, self.k_norm = (nn.RMSNorm(dim // heads, 1e-6) for _ in range(2))
@@ -265,14 +264,14 @@ class FaceEncoder(nn.Module):
 
     def __init__(self, dim_in: int, dim: int) -> None:
         super().__init__()
-        self.conv1_local = CausalConv(dim_in, _FACE_DIM * _FACE_HEADS)
+        self.conv1_local = CausalConv(dim_in, _FACE_DIM * _FACE_TOKENS)
         self.conv2, self.conv3 = (CausalConv(_FACE_DIM, _FACE_DIM, 2) for _ in range(2))
         self.out_proj = nn.Linear(_FACE_DIM, dim)
         self.padding_tokens = nn.Parameter(torch.zeros(1, 1, 1, dim))
 
     def forward(self, motion_PC: Tensor) -> Tensor:
         """[T,A,C] of pictures [P,C]; the reference, zeros, stands in front."""
-        local = self.conv1_local(motion_PC.T[None]).unflatten(1, (_FACE_HEADS, -1))[0]
+        local = self.conv1_local(motion_PC.T[None]).unflatten(1, (_FACE_TOKENS, -1))[0]
         x_ATC = activated(local)
         for conv in (self.conv2, self.conv3):
             x_ATC = activated(conv(x_ATC.transpose(1, 2)))

@@ -6,7 +6,7 @@ frames, A tokens that a frame attends to, R runs of tokens of the same frame.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,28 @@ def attend_in_frames(
     whole = [F.pad(piece, (0, 0, 0, 0, 0, longest - len(piece))) for piece in pieces]
     out = kernel(torch.stack(whole), k_TAHD, v_TAHD)
     return torch.cat([rows[:length] for rows, length in zip(out, runs, strict=True)])[None]
+
+
+def added(x_BLC: Tensor, y_BNC: Tensor) -> Tensor:
+    """The residual stream with y added to its first tokens; in inference it is updated in place."""
+    own = y_BNC.shape[1]
+    if torch.is_grad_enabled():
+        return torch.cat((x_BLC[:, :own] + y_BNC, x_BLC[:, own:]), dim=1)
+    x_BLC[:, :own] += y_BNC
+    return x_BLC
+
+
+def check_shapes(x: Tensor, expected: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+    """Raises ValueError for a condition that does not fit the latents x.
+
+    expected: Name -> the tensor, and the shape that fits.
+    """
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} of shape {list(tensor.shape)} do not fit latents of shape "
+                f"{list(x.shape)}, which take {list(shape)}."
+            )
 
 
 class CausalConv(nn.Module):

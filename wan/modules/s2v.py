@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from wan import trace
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttention, fp32_linear
-from wan.modules.framewise import CausalConv, activated, attend_in_frames, own_frames
+from wan.modules.framewise import (
+    CausalConv,
+    activated,
+    added,
+    attend_in_frames,
+    check_shapes,
+    own_frames,
+)
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import Conditioning, WanModel, embedded, patches
 from wan.modules.rope import Axes, RopeTable, rope_angles, tabulated
@@ -209,10 +216,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             y_BNC, kv = attention(y_BNC, sound_TAC, None if known is None else known[1], own, runs)
         if heard.keeps:
             heard.layers[layer, frames] = modulation, kv
-        if torch.is_grad_enabled():
-            return torch.cat((x_BNC + y_BNC, x_BLC[:, sum(runs) :]), dim=1)
-        x_BNC += y_BNC
-        return x_BLC
+        return added(x_BLC, y_BNC)
 
     def _scene(self, ref: Tensor, motion: Tensor | None, grid: Grid) -> _Scene:
         """What the picture and the clip before become; from the cache where it is on."""
@@ -281,12 +285,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         }
         if pose is not None:
             shapes["cond_states"] = pose, (self.cond_encoder.in_channels, frames, *sides)
-        for name, (tensor, shape) in shapes.items():
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{name} of shape {list(tensor.shape)} do not fit latents of shape "
-                    f"{list(x.shape)}, which take {list(shape)}."
-                )
+        check_shapes(x, shapes)
 
     def forget_text(self) -> None:
         """Frees what is kept of the text, of the sound and of the scene."""
