@@ -20,6 +20,7 @@ from torch import Tensor
 from wan.generator import DefaultFloat, DefaultInt, DefaultStr, Generator
 from wan.settings.errors import InputError
 from wan.settings.execution import Offload
+from wan.settings.presets import EXAMPLE_PROMPTS
 
 GuideScale = float | tuple[float, float]
 _GUIDANCE = DefaultFloat(5.0)
@@ -169,6 +170,50 @@ class WanS2V(Generator):
                 why = "is not available: speech is not made here"
                 raise InputError(name, None, why, "make it elsewhere and give it as audio_path")
         return {**call, "img": call.pop("ref_image_path")}
+
+
+class WanAnimate(Generator):
+    """A character that moves as a video does, or is put into it: animate-14B."""
+
+    kind = "animate"
+
+    def generate(
+        self,
+        src_root_path: str,
+        replace_flag: bool = False,
+        clip_len: int = 77,
+        refert_num: int = 1,
+        shift: float = DefaultFloat(5.0),
+        sample_solver: str = DefaultStr("dpm++"),
+        sampling_steps: int = DefaultInt(20),
+        guide_scale: GuideScale = DefaultFloat(1.0),
+        input_prompt: str = "",
+        n_prompt: str = "",
+        seed: int | None = -1,
+        offload_model: Offload = True,
+        *,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        output_type: str = "pt",
+        **settings: Any,
+    ) -> Tensor | None:
+        """Makes one video of clips; see `WanT2V.generate`.
+
+        Args:
+            src_root_path: A folder of the preprocessing, with src_pose.mp4, src_face.mp4 and
+                src_ref.png; to replace somebody also src_bg.mp4 and src_mask.mp4.
+            replace_flag: Put the character into src_bg.mp4.
+            clip_len: Frames of a clip, 4n+1.
+            refert_num: Last frames that the next clip begins with, 1 or 5.
+            input_prompt: What happens; "": the official one.
+            output_type: "latent": the latents of all clips one after the other; each clip's begin
+                with those of the picture.
+        """
+        return self._generate(self._named(locals()))
+
+    def _named(self, call: dict[str, Any]) -> dict[str, Any]:
+        prompt = call["input_prompt"] or EXAMPLE_PROMPTS[self.kind]
+        return {**call, "input_prompt": prompt, "frame_num": call.pop("clip_len"), "img": None}
 
 
 class WanTI2V(Generator):

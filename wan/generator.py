@@ -24,7 +24,7 @@ from wan.pipeline import build, images
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
-from wan.run import ask, clips, make_setup, sounds
+from wan.run import ask, clips, driving, make_setup, moves, sounds
 from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, spoken
 from wan.settings.execution import OFFLOAD, Offload
@@ -36,7 +36,7 @@ from wan.settings.values import choice, integer, shown, switch
 
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
 _IMAGES = ("image", "last_image")
-_OPTIONAL = ("base_seed", "audio", "pose_video", "num_clip")
+_OPTIONAL = ("base_seed", "audio", "pose_video", "num_clip", "src_root_path")
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
 
 
@@ -302,6 +302,10 @@ class Generator:
             sound, pose = sounds(values, self._preset)
             values |= clips(values, self._preset, sound)
             inputs = replace(inputs, sound=sound, pose=pose)
+        if self._preset.kind == "animate":
+            moving = driving(values, self._preset)
+            values |= moves(values, self._preset, moving, below)
+            inputs = replace(inputs, driving=moving)
         boundary = self.config.get("boundary")
         request, notices = ask(setup, values, size, defaults=below, boundary=boundary)
         for notice in notices:

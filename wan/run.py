@@ -47,6 +47,7 @@ from wan.settings.values import path as read_path
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from wan.pipeline.driving import DrivingVideos
     from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.pipeline import Inputs
 
@@ -100,6 +101,7 @@ class Run:
         last_image: The image to end with.
         sound: The sound to follow.
         pose: The video whose poses are taken over.
+        driving: What moves a character.
         extension: How the prompt is extended.
         decode_latents: The latents that are only decoded.
         planning: What `plan` says more.
@@ -120,6 +122,7 @@ class Run:
     last_image: Image | None
     sound: Sound | None
     pose: PoseVideo | None
+    driving: DrivingVideos | None
     extension: PromptExtension | None
     decode_latents: Path | None
     planning: Planning
@@ -159,7 +162,9 @@ class Run:
         """What the pipeline makes the video from besides the request."""
         from wan.pipeline.pipeline import Inputs  # imports torch
 
-        return Inputs(self.image, self.last_image, sound=self.sound, pose=self.pose)
+        return Inputs(
+            self.image, self.last_image, sound=self.sound, pose=self.pose, driving=self.driving
+        )
 
     def facts(self, device: str) -> dict[str, Any]:
         """What has to be equal on all ranks, under the names a user knows.
@@ -190,6 +195,8 @@ class Run:
         for name, media in (("--audio", self.sound), ("--pose_video", self.pose)):
             content = {"hash": media and fingerprint([media.path])}
             found[f"the content of {name}"] = content
+        moving = {"hash": self.driving and fingerprint(self.driving.files)}
+        found["the content of --src_root_path"] = moving
         for line in self.lines:
             asked: Any = None
             if line.run is not None:  # a few bytes stand for the settings of a line
@@ -236,6 +243,7 @@ def resolve(
     image, last_image = (None, None) if decodes else _images(values, preset, plan)
     size = None if image is None else image.size
     sound, pose = (None, None) if decodes else sounds(values, preset, plan)
+    moving = None if decodes else driving(values, preset, plan)
     chosen = fill(NetworkFiles, values)
     folder, is_demo = _checkpoint_folder(values, preset, chosen)
     meant = tuple(PRESETS[name] for name in (task, ALIASES.get(task)) if name in PRESETS)
@@ -254,12 +262,15 @@ def resolve(
     defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)
     if preset.infer_frames is not None:
         values = {**values, **clips(values, preset, sound, defaults)}
+    elif preset.kind == "animate":
+        values = {**values, **moves(values, preset, moving, defaults)}
     setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
     if not plan:
         more = ("image_encoder",) if preset.images else ("sound_encoder",) if sound else ()
         for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
             checkpoint.require(part)
-    name = {"save_file": Path(generated_name(task, request)), "fps": preset.fps}
+    fps = preset.fps if moving is None else moving.fps
+    name = {"save_file": Path(generated_name(task, request)), "fps": fps}
     output = fill(Output, name | defaults | {**values})
     demo = folder if is_demo and not plan else None
     return Run(
@@ -270,6 +281,7 @@ def resolve(
         last_image=last_image,
         sound=sound,
         pose=pose,
+        driving=moving,
         extension=fill(PromptExtension, values) if values.get("use_prompt_extend") else None,
         decode_latents=values.get("decode_latents"),
         planning=fill(Planning, values),
@@ -420,8 +432,8 @@ def _record(values: Values, setup: Setup, request: Request, output: Output) -> d
     found: dict[str, Any] = {**vars(setup.execution), **vars(setup.attention)}
     found |= step_cache.given(setup.cache) | {"step_cache": setup.cache.step_cache}
     found |= {**values, **vars(request), **vars(output)}  # latents keep how they were made
-    if request.clips:
-        del found["frame_num"]  # which follows from `infer_frames`
+    if request.infer_frames is not None:
+        del found["frame_num"]  # which follows from it
     found |= {name: str(Path(found[name]).absolute()) for name in PATHS if found.get(name)}
     return {
         name: found[name]
@@ -448,6 +460,9 @@ def _checkpoint_folder(values: Values, preset: Preset, chosen: NetworkFiles) -> 
 
 def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, Image | None]:
     """Reads the images to start from and to end with."""
+    if "image" in values and preset.kind == "animate":
+        remedy = "drop it; the picture is src_ref.png in `src_root_path`"
+        raise InputError("`task`", preset.task, "takes no `image`", remedy)
     if "image" in values and preset.kind == "t2v":
         remedy = "use i2v-A14B or ti2v-5B, or drop the image"
         raise InputError("`task`", preset.task, "takes no `image`", remedy)
@@ -484,18 +499,66 @@ def sounds(
     return media.read_sound(values["audio"]), None if pose is None else media.read_pose(pose)
 
 
+def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos | None:
+    """Looks into the folder that moves a character."""
+    folder = values.get("src_root_path")
+    if preset.kind != "animate":
+        if folder is not None:
+            remedy = "use animate-14B, or drop `src_root_path`"
+            raise InputError("`task`", preset.task, "takes no `src_root_path`", remedy)
+        return None
+    if folder is None:
+        if plan:
+            return None
+        why, remedy = "moves a character", "give its folder with `src_root_path`"
+        raise InputError("`task`", preset.task, why, remedy)
+    from wan.pipeline import driving
+
+    return driving.read(folder, bool(values.get("replace_flag")))
+
+
+def moves(
+    values: Values, preset: Preset, moving: DrivingVideos | None, defaults: Values | None = None
+) -> dict[str, Any]:
+    """Counts the clips of a character's video, and refuses what these have no use for."""
+    from wan.pipeline import driving
+
+    _check_clips(values, preset)
+    asked = {"frame_num": preset.frame_num, "refert_num": 1} | {**(defaults or {})} | {**values}
+    again, most = asked["refert_num"], values.get("num_clip")
+    if moving is None:
+        return {"num_clip": most or 2}  # a plan, where the poses are not known
+    size = values.get("size", moving.size)
+    if size != moving.size:
+        why, own = "is not that of src_pose.mp4", "*".join(map(str, moving.size))
+        raise InputError("`size`", "*".join(map(str, size)), why, f"drop it; the video is {own}")
+    if moving.frames <= again:
+        why = f"has {moving.frames} frames, and needs more than `refert_num`, {again}"
+        remedy = "give a longer pose video"
+        raise InputError("`src_root_path`", values["src_root_path"], why, remedy)
+    if again >= asked["frame_num"]:
+        return {"num_clip": 1}  # which is refused with the request
+    count = driving.clips(moving.frames, asked["frame_num"], again)
+    count = min(most or count, count)
+    return {"num_clip": count, "size": moving.size, "source_frames": moving.frames}
+
+
+def _check_clips(values: Values, preset: Preset) -> None:
+    """Refuses what a video of clips has no latents for."""
+    for name in ("decode_latents", "save_latents"):
+        if values.get(name):
+            why = f"has no effect on {preset.task}, whose clips are decoded one after the other"
+            raise InputError(f"`{name}`", None, why, "drop it")
+
+
 def clips(
     values: Values, preset: Preset, sound: Sound | None, defaults: Values | None = None
 ) -> dict[str, Any]:
     """Counts the clips of a video that follows a sound, and refuses what these have no use for."""
-    refused = {
-        "frame_num": "whose clips have `infer_frames`",
-        "decode_latents": "whose clips are decoded one after the other",
-        "save_latents": "whose clips are decoded one after the other",
-    }
-    for name, why in refused.items():
-        if values.get(name):
-            raise InputError(f"`{name}`", None, f"has no effect on {preset.task}, {why}", "drop it")
+    if values.get("frame_num"):
+        why = f"has no effect on {preset.task}, whose clips have `infer_frames`"
+        raise InputError("`frame_num`", None, why, "drop it")
+    _check_clips(values, preset)
     if values.get("fps", preset.fps) != preset.fps:
         why = f"would part picture and sound, which {preset.task} makes at {preset.fps:g}"
         raise InputError("`fps`", f"{values['fps']:g}", why, "drop it")

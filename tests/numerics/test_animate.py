@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.conftest import slow
 from tests.numerics.procedural import procedural
 from tests.numerics.test_official_vectors import distance, weights
+from wan.log import Stages
 from wan.modules.animate import WanAnimateModel
 from wan.modules.interfaces import Collaborators
+from wan.pipeline import characters, vae
+from wan.pipeline.characters import folded
+from wan.pipeline.driving import DrivingVideos, padded, places
+from wan.pipeline.driving import clips as count_clips
+from wan.pipeline.pipeline import Inputs, Sharing
+from wan.settings.presets import PRESETS
+from wan.settings.request import Request, make_request
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +128,148 @@ def test_networks_that_were_not_published(animate: Path) -> None:
     ):
         with pytest.raises(ValueError, match=words), torch.device("meta"):
             WanAnimateModel(**{**config, **change})
+
+
+def test_helpers(animate: Path) -> None:
+    """OpenCV's resize between bars, the plan of clips, ping-pong, and masks: exact."""
+    stored, plans = load_file(animate / "animate_helpers.safetensors"), told(
+        animate, "animate_helpers"
+    )
+    for name in ("down", "exact", "odd", "same", "tall", "wide"):
+        found = padded(stored[f"resize.{name}.in"].numpy(), (64, 48))
+        assert torch.equal(torch.from_numpy(found), stored[f"resize.{name}.out"]), name
+    for plan in plans["clip_plan"]:
+        request = asked(plan["real"], plan["clip_len"], plan["refert_num"])
+        assert request.num_clip == plan["clips"]
+        tail = plan["tail_of_padded_index"]
+        assert places(plan["real"] - 2, len(tail), plan["real"]) == tail
+        assert places(plan["target"] - 1, 1, plan["real"]) == [plan["last_index"]]
+        frames = [request.clip_frames(index) for index in range(plan["clips"])]
+        assert sum(frames) == plan["real"]
+        assert frames[0] == min(plan["clip_len"], plan["real"])
+    for name, case in plans["i2v_mask"].items():
+        count, out = case["mask_len"], stored[f"mask.{name}.out"]
+        mask = torch.zeros(4 * case["lat_t"] - 3, case["h"], case["w"])
+        if case["mask_pixel_values"]:
+            mask = stored[f"mask.{name}.pixel"][0].clone()
+        mask[:count] = 1
+        assert torch.equal(folded(mask), out), name
+
+
+def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> Request:
+    values = {"frame_num": clip, "refert_num": refert, "size": (64, 48), "source_frames": frames}
+    count = count_clips(frames, clip, refert)
+    return make_request(PRESETS["animate-14B"], {**values, "num_clip": count, **more})
+
+
+class _Networks:
+    """The network of the runs, whose motion encoder knows the stored rows; it keeps the calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = network(folder)
+        stored = load_file(folder / "e2e_animate.cases.safetensors")
+        known = stored["src_face"].double() / 127.5 - 1
+        self.known = torch.cat((known, -torch.ones(1, 64, 64, 3))).float()
+        self.rows = torch.cat((stored["face_motion"], stored["face_motion_black"]))
+        self.model.motion_encoder.forward = self.motion  # type: ignore[method-assign]
+        self.calls: list[tuple[str, dict[str, Any], Tensor]] = []
+
+    def motion(self, faces_P3HW: Tensor) -> Tensor:
+        small = faces_P3HW[:, :, ::8, ::8].permute(0, 2, 3, 1)
+        distances = (small[:, None] - self.known[None]).abs().amax(dim=(2, 3, 4))
+        assert float(distances.amin(dim=1).max()) < 1e-6
+        return self.rows[distances.argmin(dim=1)]
+
+    def get(self, _: str) -> Any:
+        return self
+
+    def prefetch(self, _: str) -> None: ...
+
+    def __call__(self, *args: Any, **more: Any) -> list[Tensor]:
+        found = self.model(*args, **more)
+        self.calls.append((more["step"].branch, {**more, "x": args[0][0]}, found[0]))
+        return found
+
+
+class _Pipeline:
+    """The pipeline's parts around the loop, with the texts and CLIP's features of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        tensors = load_file(folder / "e2e_animate.cases.safetensors")
+        self.contexts = tensors["context"], tensors["context_null"]
+        self.stages, self.sharing = Stages(lambda: None), Sharing()
+        self.device: Any = type("Device", (), {"torch_device": torch.device("cpu")})
+        self.experts, self.looked = _Networks(folder), list[Tensor]()
+        found = vae.blueprint(folder.parent / "vae21.weights.safetensors")
+        self.vae = vae.VideoVAE(
+            found.load(device=torch.device("cpu"), dtype_of=lambda *_: torch.float32)
+        )
+        self.encode, self.decode = self.vae.encode, self.vae.decode
+
+    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
+        return self.contexts
+
+    def look(self, images: list[Tensor]) -> Tensor:
+        self.looked += images
+        return procedural(7101, "clip_fea0", [257, 1280], 1)[None]
+
+    def advanced(self, video: Any) -> Tensor:
+        return video.advance(self.experts)
+
+    def done(self, _: object) -> None: ...
+
+
+@pytest.mark.parametrize("run", ["animate", "animate_cfg", "replace", "animate_bf16in"])
+def test_whole_run(animate: Path, run: str) -> None:
+    """Two clips of `WanAnimate.generate`; the rounded one is compared with less precision."""
+    case = told(animate, "e2e_animate")["runs"][run]
+    stored = load_file(animate / "e2e_animate.cases.safetensors")
+
+    def take(name: str, side: int) -> Any:
+        frames = stored[name].repeat_interleave(side, 1).repeat_interleave(side, 2)
+        return lambda chosen: frames[chosen].numpy()
+
+    names = {"pose": 1, "face": 8, "bg": 1, "mask": 1}
+    parts = {name: take(f"src_{name}", side) for name, side in names.items()}
+    parts["background"] = parts.pop("bg")
+    picture = Image.fromarray(stored["src_ref"].numpy())
+    driving = DrivingVideos(picture, (64, 48), case["frames_in"], 30.0, parts)
+    request = asked(
+        case["frames_in"],
+        case["clip_len"],
+        case["refert_num"],
+        sample_solver=case["sample_solver"],
+        sample_steps=case["sampling_steps"],
+        sample_shift=case["shift"],
+        sample_guide_scale=(case["guide_scale"],) * 2,
+        base_seed=case["seed"],
+        replace_flag=case.get("replace_flag", False),
+    )
+    assert request.num_clip == case["clips"]
+    pipeline: Any = _Pipeline(animate)
+    done = list(characters.made(pipeline, request, Inputs(driving=driving)))
+    rounded = case["rounded_inputs"]
+    limit = {"y": 2e-2, "latent": 1e-2, "video": 5e-3} if rounded else dict.fromkeys(
+        ("y", "latent", "video"), 1e-4
+    )
+    assert distance(pipeline.looked[0], stored[f"{run}.clip_input"]) <= limit["video"]
+    calls, steps = pipeline.experts.calls, case["sampling_steps"]
+    branches = 2 if request.guided else 1
+    assert len(calls) == branches * steps * len(done)
+    for index, clip in enumerate(done):
+        get = partial("{}.clip{}.{}".format, run, index)
+        own = calls[branches * steps * index : branches * steps * (index + 1)]
+        assert distance(own[0][1]["x"], stored[get("noise")]) == 0
+        assert distance(own[0][1]["y"][0], stored[get("y")]) <= limit["y"]
+        if get("pose_latents") in stored:
+            assert distance(own[0][1]["pose_latents"], stored[get("pose_latents")]) <= limit["y"]
+        for step in range(steps):
+            found = [one[2] for one in own[branches * step : branches * (step + 1)]]
+            guided = found[-1] + case["guide_scale"] * (found[0] - found[-1])
+            if branches == 1:
+                (guided,) = found
+            assert distance(guided, stored[get("noise_pred")][step]) <= 2 * limit["latent"]
+        assert distance(clip.latents, stored[get("latent_final")]) <= limit["latent"]
+    video = torch.cat([clip.frames for clip in done], dim=1)
+    assert video.shape == stored[f"{run}.video"].shape
+    assert distance(video, stored[f"{run}.video"]) <= 2 * limit["video"]

@@ -395,6 +395,7 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)
     tensors = network_tensors(found, dit_official_name)
+    tensors = {name: info for name, info in tensors.items() if not _CONSTANT(name)}
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     return DitFiles(folder, dit_config(folder, dense), dense, len(dense) < len(tensors))
 
@@ -418,4 +419,5 @@ _UNSUPPORTED = {
     "time_embedding_r": ("of a second timestep (MeanFlow)", "get another model"),
 }
 """Part of a tensor's name -> what it shows, and what to do."""
+_CONSTANT = re.compile(r"motion_encoder\..*\.kernel$").match  # the same in every file
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's; attention is dense without it

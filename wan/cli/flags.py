@@ -22,17 +22,14 @@ from wan.settings.fields import Option, options
 from wan.settings.flags import FLAGS, GROUPS, check_given, check_needs, read
 from wan.settings.values import switch
 
-_ANIMATE = "it belongs to animate-14B, which is not supported"
 _TTS = (
     "speech is not made here; make it with CosyVoice or another program, and give the file with "
     "`audio`"
 )
 REFUSED = {
+    "use_relighting_lora": "relighting_lora.ckpt is not read here; save its state_dict as a "
+    ".safetensors file and give that with `lora`",
     "tp_size": "tensor parallelism is not supported; run without it",
-    "src_root_path": _ANIMATE,
-    "refert_num": _ANIMATE,
-    "replace_flag": _ANIMATE,
-    "use_relighting_lora": _ANIMATE,
     **dict.fromkeys(("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"), _TTS),
 }
 """Flags of the official code and the Ascend fork that are not supported, and what to do instead."""

@@ -195,7 +195,7 @@ class Video:
         return json.dumps(about, ensure_ascii=False, default=str)
 
     def _write_clips(self, meter: VideoMeter | None) -> None:
-        """Makes a video that follows a sound; on the main rank writes each clip when it is done."""
+        """Makes a video of clips; on the main rank writes each of them when it is done."""
         run, pipeline = self.run, self._pipeline
         request, made = run.request, pipeline.clips(run.request, run.inputs())
         count = request.num_clip or 0
@@ -259,9 +259,10 @@ class Video:
         self._place(self._with_sound(temporary))
 
     def _with_sound(self, silent: Path) -> Path:
-        """Puts the sound into a finished mp4; where that fails, the mp4 stays silent."""
+        """Puts the sound into a finished mp4, if any; where that fails, the mp4 stays silent."""
         run = self.run
-        assert run.sound is not None
+        if run.sound is None:
+            return silent
         cut = FIRST_DROPPED / FPS if run.settings.get("audio_sync") else 0.0
         spoken = silent.with_name(f"{silent.stem}.sound.mp4")
         try:

@@ -33,10 +33,11 @@ from wan.modules.framewise import (
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import Conditioning, WanModel, embedded, patches
 from wan.modules.textcache import KeptByInput
+from wan.settings.presets import FACE_SIDE
 from wan.settings.schedule import Grid
 
 EVERY = 5  # blocks: behind the first of so many comes a face adapter
-FACE_SIDE = 512  # pixels of a face
+_BLUR = (1.0, 3.0, 3.0, 1.0)  # rows and columns of the motion encoder's blurs, times 8
 _MOTIONS = 20  # directions that a face's motion is made of
 _WIDTHS = (32, 64, 128, 256, 512, 512, 512, 512)  # channels of the motion encoder, by halvings
 _FACE_DIM, _FACE_TOKENS = 1024, 4  # channels of a face's tokens, and tokens of a latent frame
@@ -316,7 +317,10 @@ class MotionEncoder(nn.Module):
     def directions(self) -> Tensor:
         """[C,20] float32, orthonormal, with the signs of LAPACK's factorisation on the CPU."""
         decoder: Any = self.dec
-        return torch.linalg.qr(decoder.direction.weight.detach().float().cpu() + 1e-8)[0]
+        weight = decoder.direction.weight.detach().float()
+        if not weight.is_meta:  # whose shapes alone are asked for
+            weight = weight.cpu()
+        return torch.linalg.qr(weight + 1e-8)[0]
 
 
 class _Scaled(nn.Module):
@@ -350,18 +354,29 @@ class _Bias(nn.Module):
 
 
 class _Blur(nn.Module):
-    """A blur of each channel, before every second pixel is left out."""
+    """A blur of each channel, before every second pixel is left out.
+
+    Official files also hold its kernel, which is the same everywhere.
+    """
 
     def __init__(self, pad: int) -> None:
         super().__init__()
-        row = torch.tensor([1.0, 3.0, 3.0, 1.0])
-        self.register_buffer("kernel", torch.outer(row, row) / 64)
         self.pad = pad
 
+    def kernel(self, device: torch.device) -> Tensor:
+        row = torch.tensor(_BLUR, device=device)
+        return torch.outer(row, row) / 64
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}kernel"] = self.kernel(torch.device("cpu"))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict.pop(f"{prefix}kernel", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def forward(self, x: Tensor) -> Tensor:
-        kernel: Any = self.kernel
-        channels = x.shape[1]
-        each = kernel.float().flip(0, 1).expand(channels, 1, *kernel.shape)
+        kernel, channels = self.kernel(x.device), x.shape[1]
+        each = kernel.expand(channels, 1, *kernel.shape)
         return F.conv2d(x, each, None, 1, self.pad, 1, channels)
 
 

@@ -213,11 +213,12 @@ def velocity(
         **conditions.given.get(branch, {}),
         "step": replace(step, branch=branch),
     }
-    y: list[Any] = [] if conditions.given else [None if conditions.y is None else [conditions.y]]
+    if conditions.y is not None:
+        more["y"] = [conditions.y]
     if conditions.clip_fea is not None:
         more["clip_fea"] = conditions.clip_fea
     with trace.span("branch", branch=branch):
-        return model([latents], t, [context], step.valid_len, *y, **more)[0]
+        return model([latents], t, context=[context], seq_len=step.valid_len, **more)[0]
 
 
 def guide(branch: Callable[[str], Tensor], scale: float, branches: Branches = both_here) -> Tensor:

@@ -59,8 +59,8 @@ class Sound:
 
 
 @dataclass(frozen=True)
-class PoseVideo:
-    """A video whose poses are taken over.
+class VideoFile:
+    """A video that was looked into.
 
     Attributes:
         path: The file.
@@ -72,13 +72,8 @@ class PoseVideo:
     size: tuple[int, int]
     fps: float
 
-    @property
-    def step(self) -> int:
-        """Every how many frames one is taken, so that there are about 16 a second."""
-        return max(1, round(self.fps / FPS))
-
-    def frames(self) -> Iterator[np.ndarray]:
-        """Yields the frames that are taken, uint8 [H,W,3], as they are decoded."""
+    def every(self, step: int = 1) -> Iterator[np.ndarray]:
+        """Yields every `step`th frame, uint8 [H,W,3], as it is decoded."""
         import imageio_ffmpeg
         import numpy as np
 
@@ -87,10 +82,23 @@ class PoseVideo:
         next(frames)  # what is known of the video
         try:
             for index, frame in enumerate(frames):
-                if index % self.step == 0:
+                if index % step == 0:
                     yield np.frombuffer(frame, np.uint8).reshape(height, width, 3)
         finally:
             frames.close()
+
+
+class PoseVideo(VideoFile):
+    """A video whose poses are taken over."""
+
+    @property
+    def step(self) -> int:
+        """Every how many frames one is taken, so that there are about 16 a second."""
+        return max(1, round(self.fps / FPS))
+
+    def frames(self) -> Iterator[np.ndarray]:
+        """Yields the frames that are taken, uint8 [H,W,3], as they are decoded."""
+        return self.every(self.step)
 
 
 def read_sound(path: Path) -> Sound:
@@ -153,9 +161,30 @@ def read_pose(path: Path) -> PoseVideo:
     Raises:
         InputError: The file is no video.
     """
+    found = read_video(path, "`pose_video`")
+    pose = PoseVideo(found.path, found.size, found.fps)
+    if abs(pose.fps / pose.step - FPS) > 0.01 * FPS:
+        taken = "all are" if pose.step == 1 else f"one in {pose.step} is"
+        logger.warning(
+            "%s has %g frames a second, and %s taken: the poses move at %.3g times their speed.",
+            *(path, pose.fps, taken, FPS * pose.step / pose.fps),
+        )
+    return pose
+
+
+def read_video(path: Path, setting: str) -> VideoFile:
+    """Looks into a video; its frames are read later.
+
+    Args:
+        path: Any video that ffmpeg reads.
+        setting: What names the path, for messages.
+
+    Raises:
+        InputError: The file is no video.
+    """
     import imageio_ffmpeg
 
-    _check_file("`pose_video`", path, "give a video, such as an mp4")
+    _check_file(setting, path, "give a video, such as an mp4")
     try:
         frames = imageio_ffmpeg.read_frames(_named(path))
         told: dict[str, Any] = next(frames)
@@ -163,19 +192,12 @@ def read_pose(path: Path) -> PoseVideo:
         frames.close()
     except (OSError, RuntimeError, StopIteration, KeyError, ValueError) as error:
         why = f"cannot be read as a video ({_last(str(error))})"
-        raise InputError("`pose_video`", path, why, "give an mp4, or another video") from error
+        raise InputError(setting, path, why, "give an mp4, or another video") from error
     width, height = told["size"]
     fps = float(told.get("fps") or 0)
     if found is None or not fps or len(found) != width * height * 3:
-        raise InputError("`pose_video`", path, "has no frames that can be read", "give an mp4")
-    pose = PoseVideo(path, (width, height), fps)
-    if abs(fps / pose.step - FPS) > 0.01 * FPS:
-        taken = "all are" if pose.step == 1 else f"one in {pose.step} is"
-        logger.warning(
-            "%s has %g frames a second, and %s taken: the poses move at %.3g times their speed.",
-            *(path, fps, taken, FPS * pose.step / fps),
-        )
-    return pose
+        raise InputError(setting, path, "has no frames that can be read", "give an mp4")
+    return VideoFile(path, (width, height), fps)
 
 
 def add_sound(video: Path, sound: Path, out: Path, cut: float = 0.0) -> None:

@@ -170,7 +170,7 @@ def _latents(request: Request) -> Usage:
 
 def _clip_before(request: Request) -> Usage:
     """What is kept in host memory of the clip before."""
-    if not request.clips:
+    if request.infer_frames is None:
         return Usage()
     width, height = request.video_size
     return Usage({"frames of the clip before": 3 * MOTION_FRAMES * height * width * 4})
@@ -221,9 +221,11 @@ def estimate(setup: Setup, request: Request) -> Sizes:
 def encoded_frames(request: Request) -> int:
     """Returns how many latent frames the VAE encodes: i2v's whole video, or an image.
 
-    Of a video of clips it is the end of the clip before.
+    Of a video that follows a sound it is the end of the clip before, of a character's a clip.
     """
-    if request.clips:
+    if request.preset.kind == "animate":
+        return request.latent_shape[1] - 1
+    if request.infer_frames is not None:
         return 1 if request.num_clip == 1 and not request.start_from_ref else MOTION_LATENTS
     if request.preset.kind == "i2v":
         return request.latent_shape[1]
@@ -232,6 +234,8 @@ def encoded_frames(request: Request) -> int:
 
 def decoded_frames(request: Request) -> int:
     """Returns how many latent frames the VAE decodes at once; those of clips follow others."""
+    if request.preset.kind == "animate":
+        return request.latent_shape[1] - 1
     before = encoded_frames(request) if request.clips else 0
     return before + request.latent_shape[1]
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from wan.modules.model import WanModel
     from wan.pipeline.clip import ClipVision
     from wan.pipeline.clips import Clip
+    from wan.pipeline.driving import DrivingVideos
     from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.residency import Parked
 
@@ -203,6 +204,7 @@ class Inputs:
         negative_prompt_embeds: [length, text_dim], used instead of the negative prompt.
         sound: The sound that it follows.
         pose: The video whose poses it takes over.
+        driving: What moves its character.
     """
 
     image: Image.Image | None = None
@@ -211,6 +213,7 @@ class Inputs:
     negative_prompt_embeds: Tensor | None = None
     sound: Sound | None = None
     pose: PoseVideo | None = None
+    driving: DrivingVideos | None = None
 
 
 NO_INPUTS = Inputs()
@@ -273,11 +276,12 @@ class Pipeline:
         return latents
 
     def clips(self, request: Request, inputs: Inputs) -> Iterator[Clip]:
-        """Makes a video that follows a sound clip by clip, on every rank."""
-        from wan.pipeline import clips
+        """Makes a video clip by clip, on every rank."""
+        from wan.pipeline import characters, clips
 
         self.experts.prefetch(timesteps.schedule(request).experts[0])
-        return clips.made(self, request, inputs)
+        made = clips.made if inputs.driving is None else characters.made
+        return made(self, request, inputs)
 
     def sound_rows(self, sound: Sound, count: int) -> Tensor:
         """Returns what the network hears in each of `count` frames, [1,S,C,count]."""
@@ -297,7 +301,7 @@ class Pipeline:
                 contexts,
                 [one for one in (inputs.image, inputs.last_image) if one is not None],
                 self.encode,
-                self._look,
+                self.look,
                 self.device.torch_device,
             )
             self.done(self.vae)
@@ -382,7 +386,7 @@ class Pipeline:
 
         return self.sharing.latents(made)
 
-    def _look(self, images: Sequence[Tensor]) -> Tensor:
+    def look(self, images: Sequence[Tensor]) -> Tensor:
         """Computes CLIP's features and releases it, since the VAE takes more memory."""
         found = self.sharing.latents(lambda: self.clip.get()(images))
         self.done(self.clip)

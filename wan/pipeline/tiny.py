@@ -34,6 +34,7 @@ from transformers import (
 from wan.checkpoint import keymaps
 from wan.checkpoint.files import whole_folder
 from wan.checkpoint.layout import SOUND_ENCODER, published
+from wan.modules.animate import EVERY
 from wan.modules.networks import network
 from wan.pipeline.vae import STATISTICS
 from wan.settings.errors import InputError
@@ -58,6 +59,7 @@ VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the
     "scale_factor_spatial": 16,
 }
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
+_ONLY_OFFICIAL = ("s2v", "animate")
 QUICK_CLIPS = {"size": "128*128", "infer_frames": 12, "sample_steps": 4}
 SOUND_DIM = 32
 SOUND_SIZES: dict[str, Any] = {  # of a wav2vec2 with the published one's layers
@@ -108,12 +110,14 @@ def make_checkpoint(
             remedy = f"choose one of {', '.join(known)}"
             raise InputError(repr(value), None, "is unknown here", remedy)
     preset = PRESETS[task]
-    if preset.kind == "s2v" and layout != "official":
+    if preset.kind in _ONLY_OFFICIAL and layout != "official":
         raise InputError(repr(layout), None, f"is no layout of {task}", "choose official")
     with whole_folder(out) as unfinished:
         networks = RandomNetworks(preset, seed, DTYPES[dtype], sizes or {})
         WRITERS[layout](unfinished, networks)
         quick = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS
+        if preset.kind == "animate":  # whose size is that of the poses
+            quick = {name: value for name, value in quick.items() if name != "size"}
         write_json(unfinished / "generation_config.json", quick)
     return out
 
@@ -144,12 +148,14 @@ class RandomNetworks:
         if task.kind == "s2v":
             layers = sizes.get("num_layers", small["num_layers"])
             small |= {"audio_dim": SOUND_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
+        if task.kind == "animate":
+            small["num_layers"] = EVERY
         self.config: dict[str, Any] = {**published(task).config, **small, **sizes}
         with torch.device("meta"):  # no memory and no time for weights that are replaced
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
             config: Any = UMT5Config(vocab_size=words, feed_forward_proj="gated-gelu", **TEXT_SIZES)
             self.text_encoder: Any = UMT5EncoderModel(config)
-            dit = network(self.config)
+            self.dit = network(self.config)
             self.clip: Any = CLIPVisionModel(
                 CLIPVisionConfig(
                     hidden_size=CLIP_DIM,
@@ -163,7 +169,7 @@ class RandomNetworks:
             )
             self.sound: Any = Wav2Vec2Model(Wav2Vec2Config(**SOUND_SIZES))
         random = torch.Generator().manual_seed(seed)
-        self.dit_states = [_draw(dit, str, random, dtype) for _ in task.experts]
+        self.dit_states = [_draw(self.dit, str, random, dtype) for _ in task.experts]
         vae_name = partial(keymaps.vae_official_name, residual=is_22)
         self.vae_state = _draw(self.vae, vae_name, random, torch.float32)
         self.text_state = _draw(self.text_encoder, keymaps.t5_official_name, random, torch.bfloat16)
@@ -173,6 +179,13 @@ class RandomNetworks:
         self.sound_state: NamedTensors = OrderedDict()
         if task.kind == "s2v":
             self.sound_state = _draw(self.sound, str, random, torch.float32)
+
+
+    def constants(self) -> list[tuple[str, Tensor]]:
+        """The tensors of official files that are no parameters."""
+        known = self.dit.state_dict()
+        names = sorted(known.keys() - self.dit_states[0].keys())
+        return [(name, known[name].contiguous()) for name in names]
 
 
 def _draw(
@@ -199,6 +212,8 @@ def _distribution(name: str, shape: torch.Size) -> tuple[float, float]:
         return 0.0, 0.1
     if name.endswith("modulation"):
         return 0.0, 0.3
+    if name.startswith("motion_encoder."):  # which divides its weights itself
+        return 0.0, 1.0
     if name == "token_embedding.weight":
         return 0.0, 1.0
     return 0.0, math.prod(shape[1:]) ** -0.5
@@ -239,7 +254,12 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
         if task.kind == "s2v":
             told["_class_name"] = "WanModel_S2V"
             stated |= STATED | {key: networks.config[key] for key in _STATED_OF_SOUND}
+        if task.kind == "animate":
+            told["_class_name"] = "WanAnimateModel"
+            del stated["model_type"]
         write_json(folder / name / "config.json", told | stated)
+        if task.kind == "animate":
+            state = OrderedDict([*state.items(), *networks.constants()])
         _save_dit(folder / name, state, shards=2 if task.sharded else 1)
     if len(states) == 2:
         write_json(folder / "configuration.json", {"framework": "Pytorch"})

@@ -37,6 +37,7 @@ from wan.pipeline.memory import NetworkSize, Sizes, Usage, Weights
 from wan.pipeline.setup import Setup
 from wan.planner import operators
 from wan.settings.parallel import Parallel
+from wan.settings.presets import FACE_SIDE
 from wan.settings.request import Request
 from wan.settings.schedule import TokenPlan
 from wan.settings.sound import MOTION_LATENTS, SOUND_LAYERS
@@ -224,7 +225,7 @@ class Planner:
 
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * time + 1, *sides)
-            copied = self.device.type == "cpu" and not request.clips
+            copied = self.device.type == "cpu" and request.infer_frames is None
             source = video.clone() if copied else None  # what the video was made of
             model.encode(video[:, :, :rows] if ranks > 1 else video)
             del source
@@ -324,7 +325,11 @@ class Planner:
         if images:
             more["clip_fea"] = empty(images, clip.TOKENS, config["image_dim"])
         sounds: list[Any] = [{}] * len(branches)
-        if request.clips:
+        if setup.preset.kind == "animate":
+            pictures = 4 * (size[0] - 2) + 1
+            more["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
+            more["face_pixel_values"] = empty(1, 3, pictures, FACE_SIDE, FACE_SIDE)
+        elif request.clips:
             before = memory.encoded_frames(request)
             more |= {
                 "ref_latents": [empty(channels, 1, *size[1:])],
@@ -348,7 +353,9 @@ class Planner:
                 channels_of_image = {"y": [y]} if len(y) else {}
                 with live:
                     network(
-                        *([x], t, [text_LC], prod(grid)),
+                        *([x], t),
+                        context=[text_LC],
+                        seq_len=prod(grid),
                         **{**more, **sound, **channels_of_image},
                         step=step,
                     )

@@ -13,15 +13,9 @@ from wan.settings import values
 from wan.settings.devices import CHIPS
 from wan.settings.errors import InputError
 from wan.settings.fields import REQUIRED, command, loading, option
-from wan.settings.presets import PRESETS, UNSUPPORTED_TASKS
+from wan.settings.presets import PRESETS
 from wan.settings.recipes import NAMES as RECIPES
 from wan.settings.values import Reader, choice, integer, real, switch
-
-
-def _task(name: str, raw: Any) -> str:
-    if raw in UNSUPPORTED_TASKS:
-        raise InputError(f"Task {raw} is not supported; available tasks: {', '.join(PRESETS)}.")
-    return str(choice(*PRESETS)(name, raw))
 
 
 @dataclass(frozen=True)
@@ -53,11 +47,20 @@ class Sounds:
 
 
 @dataclass(frozen=True)
+class Driving:
+    """What moves a character of animate-14B."""
+
+    src_root_path: Path | None = option(
+        None, values.path, "folder with src_pose.mp4, src_face.mp4, src_ref.png (animate: needed)"
+    )
+
+
+@dataclass(frozen=True)
 class Files:
     """The task, and the files that its networks are read from."""
 
     task: str = command(
-        "t2v-A14B", Reader(_task, tuple(PRESETS)), "default t2v-A14B", keyword="class", common=True
+        "t2v-A14B", choice(*PRESETS), "default t2v-A14B", keyword="class", common=True
     )
     ckpt_dir: Path | None = command(
         None,

@@ -8,6 +8,7 @@ from typing import Any
 from wan.settings import errors, rules
 from wan.settings.attention import Attention
 from wan.settings.command import (
+    Driving,
     Earlier,
     Evidence,
     Files,
@@ -29,7 +30,7 @@ from wan.settings.step_cache import StepCache
 from wan.settings.values import switch
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "what to generate": (Request, Images, Sounds),
+    "what to generate": (Request, Images, Sounds, Driving),
     "checkpoint": (Files, NetworkFiles, Loras),
     "sampling": (Sampling,),
     "device and memory": (Execution,),

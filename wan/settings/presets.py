@@ -23,6 +23,7 @@ SPEAKING = (
 """Likewise, of videos that follow a sound."""
 
 TRAIN_TIMESTEPS = 1000
+FACE_SIDE = 512  # pixels of the faces that move a character
 MAX_POSITIONS = 1024  # rotary positions per axis the networks were built for
 
 SIZES = {
@@ -37,14 +38,14 @@ class Preset:
     """One task. The defaults are those of Wan2.1's networks of 14B parameters.
 
     Attributes:
-        kind: "t2v", "i2v", "ti2v" or "s2v", by what conditions the video; each has a class in
-            `wan.api`.
+        kind: "t2v", "i2v", "ti2v", "s2v" or "animate", by what conditions the video; each has a
+            class in `wan.api`.
         folder: The name of the official checkpoint's folder.
         experts: "high_noise" and "low_noise" where two networks share the steps, else "dit".
         vae: The version of the VAE.
         sample_guide_scale: (low noise, high noise). A single network takes the first.
         boundary: The share of the training timesteps from which on the high-noise expert works.
-        infer_frames: Frames of a clip, for the task that makes a video of several.
+        infer_frames: Frames of a clip of s2v.
         images: How many images CLIP looks at.
         small_shift: The `sample_shift` of 832*480 and 480*832, where it is another one.
         diffusers_shift: `flow_shift` of the published scheduler of diffusers.
@@ -193,6 +194,19 @@ PRESETS = {
             infer_frames=80,
             negative_prompt=SPEAKING,
         ),
+        Preset(
+            task="animate-14B",
+            kind="animate",
+            folder="Wan2.2-Animate-14B",
+            sample_steps=20,
+            sample_shift=5.0,
+            sample_guide_scale=(1.0, 1.0),
+            trained_sizes=("720*1280", "1280*720"),
+            frame_num=77,
+            fps=30,
+            images=1,
+            diffusers_shift=5.0,
+        ),
     )
 }
 
@@ -204,11 +218,9 @@ EXAMPLE_PROMPTS = {
     "low golden light between the birches, the camera gliding alongside at eye level.",
     "i2v": "The scene comes gently to life: a soft breeze, drifting light, and a slow push-in of "
     "the camera while the subject turns towards the viewer.",
+    "animate": "视频中的人在做动作",  # officially the only one
     "s2v": "A person speaks to the camera, the head and the shoulders moving lightly with the "
     "words, soft daylight from a window.",
     "ti2v": "Two paper boats race down a rain-filled gutter past glowing shop windows, ripples "
     "catching the neon, close tracking shot just above the water.",
 }
-
-UNSUPPORTED_TASKS = ("animate-14B",)
-"""Official tasks that are refused by name."""

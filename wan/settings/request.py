@@ -100,7 +100,10 @@ class Request(Sampling):
         boundary: Share of the 1000 training timesteps from which on the high-noise expert works;
             None for a single network.
         image_size: (width, height) of the image to start from, as it is shown; None without one.
-        infer_frames, num_clip, start_from_ref: None for tasks that make the video at once.
+        infer_frames, num_clip, start_from_ref, refert_num, replace_flag: None for tasks that have
+            no use for them.
+        source_frames: Frames of the video whose poses a character follows; None: as many as the
+            clips have.
         ends: Whether the video ends with a given image, too.
         max_area: Pixels of a video with an image, where given instead of a size.
     """
@@ -146,7 +149,7 @@ class Request(Sampling):
     num_clip: int | None = option(
         None,
         integer(1, 10_000),
-        "most clips (s2v); default: as many as the sound needs",
+        "most clips (s2v, animate); default: as many as the sound or the poses need",
         keyword="num_repeat",
     )
     start_from_ref: bool | None = option(
@@ -155,7 +158,14 @@ class Request(Sampling):
         "begin with the picture, and keep the first 3 frames (s2v)",
         keyword="init_first_frame",
     )
+    refert_num: int | None = option(
+        None, choice(1, 5), "last frames that the next clip begins with (animate); default 1"
+    )
+    replace_flag: bool | None = option(
+        None, switch, "put the character into src_bg.mp4 (animate)"
+    )
     boundary: float | None
+    source_frames: int | None = None
     image_size: Size | None = None
     ends: bool = False
     max_area: int | None = None
@@ -187,18 +197,25 @@ class Request(Sampling):
     @property
     def clips(self) -> bool:
         """Whether the video is made clip by clip."""
-        return self.preset.infer_frames is not None
+        return self.preset.kind in ("s2v", "animate")
 
     def clip_frames(self, clip: int) -> int:
-        """Frames of the video that a clip gives; the first one may lose some."""
-        assert self.infer_frames is not None
+        """Frames of the video that a clip gives; the first or the last one may lose some."""
+        if self.infer_frames is None:
+            return self._frames_up_to(clip + 1) - self._frames_up_to(clip)
         dropped = 0 if clip or self.start_from_ref else FIRST_DROPPED
         return self.infer_frames - dropped
+
+    def _frames_up_to(self, clip: int) -> int:
+        """Frames of the first clips of a character's video."""
+        again = self.refert_num or 0
+        made = again + clip * (self.frame_num - again) if clip else 0
+        return made if self.source_frames is None else min(made, self.source_frames)
 
     def clip_tokens(self, clip: int) -> int:
         """Tokens that self-attention sees: of the video, and of what stands behind it."""
         behind = 0
-        if self.clips:
+        if self.infer_frames is not None:
             _, _, height, width = self.latent_shape
             _, rows, columns = self.grid
             behind = rows * columns
@@ -216,7 +233,7 @@ class Request(Sampling):
     def video_size(self) -> Size:
         """(width, height) of the video that comes out."""
         area = self.max_area or self.size[0] * self.size[1]
-        if self.clips:
+        if self.infer_frames is not None:
             return size_in_64(self.image_size or self.size, area)
         if self.image_size is None:
             return self.size
@@ -225,9 +242,13 @@ class Request(Sampling):
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
-        """(channels, frames, height, width) of the video's latents."""
+        """(channels, frames, height, width) of the latents of the video, or of a clip.
+
+        Those of a character begin with the latent frame of its picture.
+        """
         (width, height), (t, h, w) = self.video_size, self.preset.vae_stride
-        return self.preset.latent_channels, (self.frame_num - 1) // t + 1, height // h, width // w
+        frames = (self.frame_num - 1) // t + 1 + (self.preset.kind == "animate")
+        return self.preset.latent_channels, frames, height // h, width // w
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -282,6 +303,10 @@ def make_request(
     if preset.infer_frames is not None:  # the latent frames of a clip are a quarter of its frames
         chosen["frame_num"] = chosen["infer_frames"] - FIRST_DROPPED
         chosen["start_from_ref"] = bool(chosen.get("start_from_ref"))
+    if preset.kind == "animate":
+        chosen["refert_num"] = chosen.get("refert_num") or 1
+        chosen["replace_flag"] = bool(chosen.get("replace_flag"))
+        chosen["source_frames"] = values.get("source_frames")
     if chosen.get("timesteps") is not None:
         chosen["sample_steps"] = len(chosen["timesteps"])
     if chosen.get("base_seed", -1) < 0:

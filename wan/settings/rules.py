@@ -234,10 +234,9 @@ SETTINGS = (
     ),
     Rule(
         ("use_rainfusion",),
-        "masks the tokens of one video, and those of {task} are also of a picture and of the clip "
-        "before",
+        "masks the tokens of one video, and those of {task} are also of a picture",
         "drop it",
-        lambda s: s.task == "s2v-14B",
+        lambda s: s.task in ("s2v-14B", "animate-14B"),
     ),
 )
 """Of what a pipeline is built for."""
@@ -342,10 +341,22 @@ CLIPS = (
         Rule(
             (name,),
             "has no effect on {task}",
-            "drop it, or use s2v-14B",
-            lambda s: s.preset.kind != "s2v",
+            f"drop it, or use {' or '.join(tasks)}",
+            lambda s, tasks=tasks: s.task not in tasks,
         )
-        for name in ("infer_frames", "num_clip", "start_from_ref")
+        for names, tasks in (
+            (("infer_frames", "start_from_ref"), ("s2v-14B",)),
+            (("num_clip",), ("s2v-14B", "animate-14B")),
+            (("refert_num", "replace_flag"), ("animate-14B",)),
+        )
+        for name in names
+    ),
+    Rule(
+        ("refert_num",),
+        "is not below the {frame_num} frames of a clip",
+        "give a larger `frame_num`",
+        lambda s: s.refert_num >= s.frame_num,
+        "`refert_num={refert_num}`",
     ),
 )
 """Of one video that is made clip by clip."""

@@ -1,0 +1,121 @@
+"""Draws the folder that moves a character, for runs of animate-14B without the preprocessing.
+
+    python tools/make_character.py OUT [--size 128*128] [--frames 12]
+
+A stick figure waves (src_pose.mp4), a face speaks (src_face.mp4), a figure in a coat stands still
+(src_ref.png), and a ball rolls through a striped room in which the figure is black (src_bg.mp4,
+src_mask.mp4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from wan.pipeline.video import save_video
+from wan.settings.command import Output
+from wan.settings.errors import COMMAND_LINE, InputError, spoken
+from wan.settings.presets import FACE_SIDE
+from wan.settings.values import integer
+from wan.settings.values import size as read_size
+
+FPS = 30
+_COLOURS = ("red", "lime", "blue", "yellow", "magenta", "cyan")
+_ONE = 256  # units of a side, whatever the picture's size
+
+Draw = Callable[[ImageDraw.ImageDraw, float], None]
+"""Draws a square of `_ONE` units at a time from 0 to 1."""
+
+
+def figure(
+    draw: ImageDraw.ImageDraw, time: float, colours: tuple[str, ...] = _COLOURS, width: int = 6
+) -> None:
+    """Draws a figure whose arm goes up and down."""
+    arm = 0.8 * math.sin(2 * math.pi * time)
+    hand = 128 + 72 * math.cos(arm), 115 - 72 * math.sin(arm)
+    limbs = [(128, 102, 128, 166), (128, 166, 102, 236), (128, 166, 154, 236)]
+    limbs += [(128, 115, 72, 154), (128, 115, *hand)]  # type: ignore[list-item]
+    for limb, colour in zip(limbs, colours, strict=False):
+        draw.line(limb, fill=colour, width=width)
+    draw.ellipse((104, 46, 152, 96), fill=colours[-1])
+
+
+def picture(draw: ImageDraw.ImageDraw, time: float) -> None:
+    """Draws the character."""
+    draw.rectangle((0, 0, _ONE, _ONE), fill="lightsteelblue")
+    draw.rectangle((96, 96, 160, 180), fill="firebrick")
+    figure(draw, 0, ("firebrick", "black", "black", "firebrick", "firebrick", "peachpuff"), 16)
+
+
+def face(draw: ImageDraw.ImageDraw, time: float) -> None:
+    """Draws a face whose mouth opens."""
+    draw.ellipse((26, 16, 230, 240), fill="peachpuff")
+    for x in (92, 164):
+        draw.ellipse((x - 12, 90, x + 12, 114), fill="navy")
+    mouth = 8 + 22 * abs(math.sin(3 * math.pi * time))
+    draw.ellipse((98, 176 - mouth, 158, 176 + mouth), fill="darkred")
+
+
+def room(draw: ImageDraw.ImageDraw, time: float) -> None:
+    """Draws a ball that rolls through a striped room, black where the figure is to be."""
+    for left in range(0, _ONE, 32):
+        draw.rectangle((left, 0, left + 15, _ONE), fill="darkseagreen")
+    x = 20 + 216 * time
+    draw.ellipse((x - 16, 216, x + 16, 248), fill="orange")
+    figure(draw, time, ("black",) * 6, 40)
+
+
+def mask(draw: ImageDraw.ImageDraw, time: float) -> None:
+    """Draws white where the figure is to be."""
+    figure(draw, time, ("white",) * 6, 40)
+
+
+def write(out: Path, size: tuple[int, int], frames: int) -> None:
+    """Writes the five files of a folder.
+
+    Args:
+        out: The folder, which is made.
+        size: (width, height) of all but the face, multiples of 16.
+        frames: Of each video.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    videos: dict[str, Draw] = {"pose": figure, "face": face, "bg": room, "mask": mask}
+    for name, drawn in videos.items():
+        sides = (FACE_SIDE, FACE_SIDE) if name == "face" else size
+        each = [_drawn(drawn, index / frames, sides) for index in range(frames)]
+        video = torch.from_numpy(np.stack(each)).permute(3, 0, 1, 2).float() / 127.5 - 1
+        save_video(video, Output(save_file=out / f"src_{name}.mp4", fps=FPS))
+    Image.fromarray(_drawn(picture, 0, size)).save(out / "src_ref.png")
+
+
+def _drawn(draw: Draw, time: float, size: tuple[int, int]) -> np.ndarray:
+    square = Image.new("RGB", (_ONE, _ONE))
+    draw(ImageDraw.Draw(square), time)
+    return np.asarray(square.resize(size, Image.Resampling.LANCZOS))
+
+
+@spoken(COMMAND_LINE)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", default="128*128", help="WIDTH*HEIGHT, multiples of 16")
+    parser.add_argument("--frames", default="12", help="of each video, from 2")
+    given = parser.parse_args(arguments)
+    size = read_size("`size`", given.size)
+    if size[0] % 16 or size[1] % 16:
+        raise InputError("`size`", given.size, "is not in multiples of 16", "try 128*128")
+    write(given.out, size, integer(2, 10_000)("`frames`", given.frames))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"{error}")

@@ -1,0 +1,186 @@
+"""Reads the folder that moves a character: its picture, and videos of poses, faces and a scene.
+
+Torch is not imported with this file, because bad folders are refused before it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from wan.pipeline import images, media
+from wan.settings.errors import InputError, WriteError
+from wan.settings.presets import FACE_SIDE
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+_PICTURE = "src_ref.png"
+_VIDEOS = {"pose": "src_pose.mp4", "face": "src_face.mp4"}
+_SCENE = {"background": "src_bg.mp4", "mask": "src_mask.mp4"}
+_REMEDY = "run the preprocessing of Wan2.2 Animate again"
+
+
+class Take(Protocol):
+    """Returns frames of a video, uint8 [F,H,W,3], by their rising or falling places in it."""
+
+    def __call__(self, places: Sequence[int]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class DrivingVideos:
+    """What moves a character.
+
+    Attributes:
+        picture: The character.
+        size: (width, height) of the poses, and of the video that is made.
+        frames: How many frames each of the videos has.
+        fps: Frames a second of the poses.
+        videos: "pose" and "face", and to replace somebody "background" and "mask".
+        files: The files that were read.
+    """
+
+    picture: Image.Image
+    size: tuple[int, int]
+    frames: int
+    fps: float
+    videos: Mapping[str, Take]
+    files: tuple[Path, ...] = ()
+
+
+def read(folder: Path, replaces: bool) -> DrivingVideos:
+    """Looks into a folder of the preprocessing; frames of its videos are read later.
+
+    Args:
+        folder: It holds src_ref.png, src_pose.mp4 and src_face.mp4.
+        replaces: Whether it also needs src_bg.mp4 and src_mask.mp4.
+
+    Raises:
+        InputError: A file is missing, is damaged, or does not fit the others.
+    """
+    setting, names = "`src_root_path`", _VIDEOS | (_SCENE if replaces else {})
+    if not folder.is_dir():
+        why = "is no folder" if folder.exists() else "does not exist"
+        raise InputError(setting, folder, why, f"give a folder with {_listed(names)}")
+    missing = [name for name in (_PICTURE, *names.values()) if not (folder / name).exists()]
+    if missing:
+        why = f"lacks {_joined(missing)}"
+        wanted = f"{' with `replace_flag`' if replaces else ''} it holds {_listed(names)}"
+        raise InputError(setting, folder, why, f"{_REMEDY};{wanted}")
+    paths = {part: folder / name for part, name in names.items()}
+    videos = {part: media.read_video(path, setting) for part, path in paths.items()}
+    counts = {part: _count(video.path) for part, video in videos.items()}
+    pose = videos["pose"]
+    _check_sides(pose)
+    for part, video in videos.items():
+        size = (FACE_SIDE, FACE_SIDE) if part == "face" else pose.size
+        found = [("of {}x{} pixels".format(*video.size), "of {}x{}".format(*size))]
+        found += [(f"{counts[part]} frames", f"{counts['pose']}, as {_VIDEOS['pose']}")]
+        for (said, wanted), fits in zip(
+            found, (video.size == size, counts[part] == counts["pose"]), strict=True
+        ):
+            if not fits:
+                why = f"has frames {said}" if said.startswith("of") else f"has {said}"
+                raise InputError(setting, video.path, f"{why}, and needs {wanted}", _REMEDY)
+    return DrivingVideos(
+        images.read(folder / _PICTURE, "src_root_path"),
+        pose.size,
+        counts["pose"],
+        pose.fps,
+        {part: partial(_taken, video) for part, video in videos.items()},
+        (folder / _PICTURE, *paths.values()),
+    )
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    return _joined([_PICTURE, *names.values()])
+
+
+def _joined(names: Sequence[str]) -> str:
+    *some, last = names
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+def _check_sides(pose: media.VideoFile) -> None:
+    width, height = pose.size
+    if width % 16 or height % 16:
+        why = f"has frames of {width}x{height} pixels, and needs multiples of 16"
+        raise InputError("`src_root_path`", pose.path, why, _REMEDY)
+
+
+def _count(path: Path) -> int:
+    import imageio_ffmpeg
+
+    return int(imageio_ffmpeg.count_frames_and_secs(path)[0])
+
+
+def _taken(video: media.VideoFile, places: Sequence[int]) -> np.ndarray:
+    """The frames of a clip; the video is decoded from its beginning up to them."""
+    import numpy as np
+
+    wanted, found = {*places}, dict[int, np.ndarray]()
+    frames = video.every()
+    for index, frame in zip(range(max(wanted) + 1), frames, strict=False):
+        if index in wanted:
+            found[index] = frame
+    frames.close()  # type: ignore[attr-defined]
+    if len(found) < len(wanted):
+        raise WriteError(f"{video.path} ends before its frame {max(wanted)}; make it again.")
+    return np.stack([found[place] for place in places])
+
+
+def clips(frames: int, clip: int, again: int) -> int:
+    """How many clips of so many frames, each beginning with the last ones, cover a video."""
+    return -(-(frames - again) // (clip - again))
+
+
+def places(start: int, count: int, frames: int) -> list[int]:
+    """Places of a clip's frames in a video; behind its end it runs back, and forth again."""
+    period = 2 * frames - 2
+    turns = (place % period for place in range(start, start + count))
+    return [min(place, period - place) for place in turns]
+
+
+def padded(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Scales a picture [h,w,3] into (width, height), between black bars, as OpenCV does.
+
+    The bits are those of its bilinear interpolation of uint8, which works with 11 bits.
+    """
+    import numpy as np
+
+    (height, width, _), (columns, rows) = picture.shape, size
+    if height / width > rows / columns:
+        inner = int(rows / height * width), rows
+    else:
+        inner = columns, int(columns / width * height)
+    whole = np.zeros((rows, columns, 3), np.uint8)
+    left, top = (columns - inner[0]) // 2, (rows - inner[1]) // 2
+    whole[top : top + inner[1], left : left + inner[0]] = _resized(picture, inner)
+    return whole
+
+
+def _resized(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    import numpy as np
+
+    height, width, _ = picture.shape
+    if (width, height) == size:
+        return picture
+
+    def between(own: int, side: int) -> tuple[np.ndarray, np.ndarray]:
+        centres = np.float32((np.arange(side) + 0.5) * (own / side) - 0.5)
+        first = np.floor(centres).astype(np.int64)
+        return first, centres - first.astype(np.float32)
+
+    (x, across), (y, down) = between(width, size[0]), between(height, size[1])
+    across = np.where((x < 0) | (x >= width - 1), np.float32(0), across)
+    a0, a1 = (np.rint(2048 * one).astype(np.int64)[None, :, None] for one in (1 - across, across))
+    x = x.clip(0, width - 1)
+    pixels = picture.astype(np.int64)
+    rows = a0 * pixels[:, x] + a1 * pixels[:, (x + 1).clip(0, width - 1)]
+    b0, b1 = (np.rint(2048 * one).astype(np.int64)[:, None, None] for one in (1 - down, down))
+    upper, lower = (rows[place.clip(0, height - 1)] >> 4 for place in (y, y + 1))
+    return ((((b0 * upper) >> 16) + ((b1 * lower) >> 16) + 2) >> 2).astype(np.uint8)
