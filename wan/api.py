@@ -24,6 +24,7 @@ from wan.settings.presets import EXAMPLE_PROMPTS
 
 GuideScale = float | tuple[float, float]
 _GUIDANCE = DefaultFloat(5.0)
+_UNGUIDED = DefaultFloat(1.0)
 
 
 class WanT2V(Generator):
@@ -186,7 +187,7 @@ class WanAnimate(Generator):
         shift: float = DefaultFloat(5.0),
         sample_solver: str = DefaultStr("dpm++"),
         sampling_steps: int = DefaultInt(20),
-        guide_scale: GuideScale = DefaultFloat(1.0),
+        guide_scale: GuideScale = _UNGUIDED,
         input_prompt: str = "",
         n_prompt: str = "",
         seed: int | None = -1,

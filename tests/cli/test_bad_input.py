@@ -20,7 +20,6 @@ from wan.cli import main as generate
 REPO = Path(__file__).parents[2]
 SIMPLE = {
     "unknown task": (["--task", "t2v-99B"], "must be t2v-A14B"),
-    "task not built: animate": (["--task", "animate-14B"], "animate-14B is not supported"),
     "unknown flag": (["--promt", "x"], "--promt is not a known flag; did you mean --prompt?"),
     "other tools' flag": (["--height=3"], "--height is not a known flag; did you mean --size?"),
     "keyword": (["--sampling_steps", "3"], "did you mean --sample_steps?"),

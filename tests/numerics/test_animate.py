@@ -132,8 +132,9 @@ def test_networks_that_were_not_published(animate: Path) -> None:
 
 def test_helpers(animate: Path) -> None:
     """OpenCV's resize between bars, the plan of clips, ping-pong, and masks: exact."""
-    stored, plans = load_file(animate / "animate_helpers.safetensors"), told(
-        animate, "animate_helpers"
+    stored, plans = (
+        load_file(animate / "animate_helpers.safetensors"),
+        told(animate, "animate_helpers"),
     )
     for name in ("down", "exact", "odd", "same", "tall", "wide"):
         found = padded(stored[f"resize.{name}.in"].numpy(), (64, 48))
@@ -249,8 +250,10 @@ def test_whole_run(animate: Path, run: str) -> None:
     pipeline: Any = _Pipeline(animate)
     done = list(characters.made(pipeline, request, Inputs(driving=driving)))
     rounded = case["rounded_inputs"]
-    limit = {"y": 2e-2, "latent": 1e-2, "video": 5e-3} if rounded else dict.fromkeys(
-        ("y", "latent", "video"), 1e-4
+    limit = (
+        {"y": 2e-2, "latent": 1e-2, "video": 5e-3}
+        if rounded
+        else dict.fromkeys(("y", "latent", "video"), 1e-4)
     )
     assert distance(pipeline.looked[0], stored[f"{run}.clip_input"]) <= limit["video"]
     calls, steps = pipeline.experts.calls, case["sampling_steps"]

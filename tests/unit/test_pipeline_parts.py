@@ -168,10 +168,12 @@ def test_what_the_model_is_told(branch: str, context: float, y: torch.Tensor | N
         return [torch.full((2,), 7.0)]
 
     assert velocity(model, latents, t, conditions, step, branch).tolist() == [7, 7]
-    [(([x], given_t, [text], length, given_y), kwargs)] = told
-    assert x is latents and given_t is t and text == context and length == 6
+    [(([x], given_t), kwargs)] = told
+    [text] = kwargs.pop("context")
+    assert x is latents and given_t is t and text == context
+    given_y = kwargs.pop("y", None)
     assert given_y is None if y is None else given_y[0] is y
-    assert kwargs == {"step": replace(step, branch=branch)}
+    assert kwargs == {"step": replace(step, branch=branch), "seq_len": 6}
 
 
 @pytest.mark.parametrize(("offload", "loads"), [(True, "abab"), (False, "ab")])

@@ -149,8 +149,13 @@ AT_ONCE = [task for task, preset in PRESETS.items() if preset.infer_frames is No
 def test_legal_sizes_are_whole_tokens(w: int, h: int, n: int, task: str) -> None:
     preset = PRESETS[task]
     size = (w * preset.size_multiple, h * preset.size_multiple)
-    request = make_request(preset, {"size": size, "frame_num": 4 * n + 1})
-    assert request.grid == (n + 1, h, w)
+    values = {"size": size, "frame_num": 4 * n + 1}
+    if preset.kind == "animate" and not n:  # a clip begins with a frame of the one before
+        with pytest.raises(InputError, match="is not below the 1 frames of a clip"):
+            make_request(preset, values)
+        return
+    request = make_request(preset, values)
+    assert request.grid == (n + 1 + (preset.kind == "animate"), h, w)
     _z, _f, lat_h, lat_w = request.latent_shape
     assert (lat_h * preset.vae_stride[1], lat_w * preset.vae_stride[2]) == size[::-1]
 
@@ -239,6 +244,7 @@ def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path, name: 
 # Flag -> (a value that is not its default as text, the same read, flags that it goes with).
 TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
 EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
+ANIMATE = ("--task", "animate-14B")
 CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt": ("a dog", "a dog", ()),
     "negative_prompt": ("blur", "blur", ()),
@@ -248,6 +254,8 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "infer_frames": ("48", 48, S2V),
     "num_clip": ("3", 3, S2V),
     "start_from_ref": ("true", True, S2V),
+    "refert_num": ("5", 5, ANIMATE),
+    "replace_flag": ("true", True, ANIMATE),
     "sample_solver": ("dpm++", "dpm++", ()),
     "timesteps": ("1000,500.5", (1000.0, 500.5), ("--sample_solver", "dmd")),
     "boundary_step": ("3", 3, ()),
@@ -326,7 +334,7 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("dit", "dit_high_noise", "dit_low_noise", "text_encoder", "vae"),
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "recipe"),
-    *("audio", "pose_video", "audio_sync"),
+    *("audio", "pose_video", "audio_sync", "src_root_path"),
     *(
         "plan",
         "device_memory",

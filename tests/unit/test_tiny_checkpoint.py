@@ -234,7 +234,7 @@ def test_a_folder_with_content_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_unknown_words_are_refused_with_the_known_ones(tmp_path: Path):
-    for wrong in ({"task": "animate-14B"}, {"layout": "comfy"}, {"dtype": "fp16"}):
+    for wrong in ({"task": "v2v-14B"}, {"layout": "comfy"}, {"dtype": "fp16"}):
         with pytest.raises(ValueError, match=r"unknown here; choose one of \w+"):
             make_checkpoint(**({"task": "t2v-A14B", "out": tmp_path / "x"} | wrong))
     assert not list(tmp_path.iterdir())

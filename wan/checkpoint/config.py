@@ -55,7 +55,9 @@ def published_config(preset: Preset) -> DitConfig:
         **_DEFAULTS,
         "model_type": "flf2v" if preset.images == 2 else preset.kind,
         "patch_size": preset.patch_size,
-        "in_dim": {kind: channels for channels, kind in KINDS.items()}.get(preset.kind, 36 if preset.kind == "animate" else 16),
+        "in_dim": {kind: channels for channels, kind in KINDS.items()}.get(
+            preset.kind, 36 if preset.kind == "animate" else 16
+        ),
         "dim": preset.dim,
         "ffn_dim": preset.ffn_dim,
         "freq_dim": 256,

@@ -1,4 +1,4 @@
-"""Makes a video of a character that moves, clip by clip; each begins with the end of the one before.
+"""Makes a video of a character that moves, clip by clip; each begins where the one before ended.
 
 Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
 """

@@ -78,14 +78,12 @@ def read(folder: Path, replaces: bool) -> DrivingVideos:
     _check_sides(pose)
     for part, video in videos.items():
         size = (FACE_SIDE, FACE_SIDE) if part == "face" else pose.size
-        found = [("of {}x{} pixels".format(*video.size), "of {}x{}".format(*size))]
-        found += [(f"{counts[part]} frames", f"{counts['pose']}, as {_VIDEOS['pose']}")]
-        for (said, wanted), fits in zip(
-            found, (video.size == size, counts[part] == counts["pose"]), strict=True
-        ):
-            if not fits:
-                why = f"has frames {said}" if said.startswith("of") else f"has {said}"
-                raise InputError(setting, video.path, f"{why}, and needs {wanted}", _REMEDY)
+        if video.size != size:
+            told = "has frames of {}x{} pixels, not {}x{}".format(*video.size, *size)
+            raise InputError(setting, video.path, told, _REMEDY)
+        if counts[part] != counts["pose"]:
+            told = f"has {counts[part]} frames, not {counts['pose']} as {_VIDEOS['pose']}"
+            raise InputError(setting, video.path, told, _REMEDY)
     return DrivingVideos(
         images.read(folder / _PICTURE, "src_root_path"),
         pose.size,

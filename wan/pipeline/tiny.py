@@ -180,7 +180,6 @@ class RandomNetworks:
         if task.kind == "s2v":
             self.sound_state = _draw(self.sound, str, random, torch.float32)
 
-
     def constants(self) -> list[tuple[str, Tensor]]:
         """The tensors of official files that are no parameters."""
         known = self.dit.state_dict()

@@ -94,7 +94,8 @@ def _frames(request: Request) -> str:
     """Counts the frames of a video, or of a clip of it."""
     if not request.clips:
         return f"{request.frame_num} frames"
-    return f"{_count(request.num_clip or 0, 'clip')} of {request.infer_frames or request.frame_num} frames"
+    frames = request.infer_frames or request.frame_num
+    return f"{_count(request.num_clip or 0, 'clip')} of {frames} frames"
 
 
 def files(planner: Planner) -> Iterator[str]:

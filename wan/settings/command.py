@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from wan.settings import values
 from wan.settings.devices import CHIPS
-from wan.settings.errors import InputError
 from wan.settings.fields import REQUIRED, command, loading, option
 from wan.settings.presets import PRESETS
 from wan.settings.recipes import NAMES as RECIPES
-from wan.settings.values import Reader, choice, integer, real, switch
+from wan.settings.values import choice, integer, real, switch
 
 
 @dataclass(frozen=True)

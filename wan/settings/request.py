@@ -161,9 +161,7 @@ class Request(Sampling):
     refert_num: int | None = option(
         None, choice(1, 5), "last frames that the next clip begins with (animate); default 1"
     )
-    replace_flag: bool | None = option(
-        None, switch, "put the character into src_bg.mp4 (animate)"
-    )
+    replace_flag: bool | None = option(None, switch, "put the character into src_bg.mp4 (animate)")
     boundary: float | None
     source_frames: int | None = None
     image_size: Size | None = None
@@ -215,7 +213,7 @@ class Request(Sampling):
     def clip_tokens(self, clip: int) -> int:
         """Tokens that self-attention sees: of the video, and of what stands behind it."""
         behind = 0
-        if self.infer_frames is not None:
+        if self.preset.kind == "s2v":
             _, _, height, width = self.latent_shape
             _, rows, columns = self.grid
             behind = rows * columns
@@ -233,7 +231,7 @@ class Request(Sampling):
     def video_size(self) -> Size:
         """(width, height) of the video that comes out."""
         area = self.max_area or self.size[0] * self.size[1]
-        if self.infer_frames is not None:
+        if self.preset.kind == "s2v":
             return size_in_64(self.image_size or self.size, area)
         if self.image_size is None:
             return self.size

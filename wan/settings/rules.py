@@ -336,21 +336,19 @@ ENDS = (
 )
 """Of one video's images."""
 
+
+def _of_tasks(name: str, *tasks: str) -> Rule:
+    """A setting that only these tasks have a use for."""
+    remedy = f"drop it, or use {' or '.join(tasks)}"
+    return Rule((name,), "has no effect on {task}", remedy, lambda s: s.task not in tasks)
+
+
 CLIPS = (
-    *(
-        Rule(
-            (name,),
-            "has no effect on {task}",
-            f"drop it, or use {' or '.join(tasks)}",
-            lambda s, tasks=tasks: s.task not in tasks,
-        )
-        for names, tasks in (
-            (("infer_frames", "start_from_ref"), ("s2v-14B",)),
-            (("num_clip",), ("s2v-14B", "animate-14B")),
-            (("refert_num", "replace_flag"), ("animate-14B",)),
-        )
-        for name in names
-    ),
+    _of_tasks("infer_frames", "s2v-14B"),
+    _of_tasks("start_from_ref", "s2v-14B"),
+    _of_tasks("num_clip", "s2v-14B", "animate-14B"),
+    _of_tasks("refert_num", "animate-14B"),
+    _of_tasks("replace_flag", "animate-14B"),
     Rule(
         ("refert_num",),
         "is not below the {frame_num} frames of a clip",
