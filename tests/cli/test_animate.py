@@ -227,7 +227,10 @@ def test_folders(
         (["--save_latents"], "--save_latents has no effect on animate-14B"),
         (["--infer_frames", "8"], "--infer_frames"),
         (["--use_rainfusion"], "--use_rainfusion masks"),
-        (["--use_relighting_lora"], "relighting_lora.ckpt is not read here"),
+        (
+            ["--use_relighting_lora"],
+            "--use_relighting_lora needs relighting_lora.ckpt or relighting_lora/adapter_model.saf",
+        ),
     ],
     ids=str,
 )

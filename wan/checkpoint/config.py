@@ -18,6 +18,8 @@ MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate")
 SOUND = "casual_audio_encoder.weights"  # a tensor that S2V alone has; the spelling is official
 FACE = "face_adapter.fuser_blocks.0.linear1_q.weight"  # likewise Animate
 
+_HEAD_SIZE = "face_adapter.fuser_blocks.0.q_norm.weight"
+
 
 class DitConfig(TypedDict):
     """The official constructor arguments of a DiT."""
@@ -94,7 +96,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "window_size": (lambda value: value == [-1, -1], "[-1, -1], all of the video"),
     "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
 }
-_CLASSES = ("WanModel", "WanModel_S2V", "WanAnimateModel", "WanTransformer3DModel")
+_CLASSES = (
+    *("WanModel", "WanModel_S2V", "WanAnimateModel"),
+    *("WanTransformer3DModel", "WanAnimateTransformer3DModel"),
+)
 _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
 
@@ -119,7 +124,7 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
     free = {key: stated[key] for key in _RULES if key in stated}
     config = {**_DEFAULTS, "model_type": kind, "num_heads": heads, **free, **told}
     dim, heads = config["dim"], config["num_heads"]
-    if dim % (2 * heads):
+    if heads < 1 or dim % (2 * heads):
         why = f"is {heads}, but {dim} channels are not {heads} heads of an even size"
         raise InputError(f"{path}: num_heads", None, why, "download config.json again")
     if kind == "s2v":
@@ -168,7 +173,7 @@ def _sound_config(
 
 
 def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Reads a configuration off the shapes, all but the head size; values have JSON's types."""
+    """Reads a configuration off the shapes; the head size from Animate's. JSON's types."""
     told: dict[str, Any] = {}
     for key, (name, rank, axis) in _SHAPES.items():
         shape = tensors[name].shape if name in tensors else ()
@@ -185,6 +190,8 @@ def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str
         raise InputError(f"{folder}", None, why, "download it again")
     told["qk_norm"] = "blocks.0.self_attn.norm_q.weight" in tensors
     told["cross_attn_norm"] = "blocks.0.norm3.weight" in tensors
+    if (own := tensors.get(_HEAD_SIZE)) is not None and all(own.shape):
+        told["num_heads"] = told["dim"] // own.shape[0]
     for key, (name, axis) in _IMAGE.items():
         told[key] = tensors[name].shape[axis] if name in tensors else 0
     return told

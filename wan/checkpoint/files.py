@@ -73,6 +73,7 @@ class TensorInfo:
         full_precision: Its products are not to run in its own dtype.
         first: Its first row, where it is a part of the tensor in the file.
         start: Where its bytes begin in a GGUF file.
+        parts: The tensors whose rows it has, one after the other, where it is not one in the file.
     """
 
     file: Path
@@ -85,6 +86,7 @@ class TensorInfo:
     full_precision: bool = False
     first: int = 0
     start: int = 0
+    parts: tuple[TensorInfo, ...] = ()
 
 
 def is_folder(path: Path) -> bool:

@@ -45,6 +45,37 @@ _DIT: Renames = (
     ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
 )
 
+# Animate's motion encoder, face encoder and face adapters; the others' rows are not for them.
+_FACE: Renames = (
+    ("motion_encoder.enc.net_app.convs.0.0", "motion_encoder.conv_in"),
+    ("motion_encoder.enc.net_app.convs.0.1", "motion_encoder.conv_in.act_fn"),
+    *(
+        (f"motion_encoder.enc.net_app.convs.{k + 1}", f"motion_encoder.res_blocks.{k}")
+        for k in range(7)
+    ),
+    ("motion_encoder.enc.net_app.convs.8", "motion_encoder.conv_out"),
+    ("motion_encoder.enc.fc", "motion_encoder.motion_network"),
+    ("motion_encoder.dec.direction.weight", "motion_encoder.motion_synthesis_weight"),
+    (".conv1.0.weight", ".conv1.weight"),
+    (".conv1.1.bias", ".conv1.act_fn.bias"),
+    (".conv2.1.weight", ".conv2.weight"),
+    (".conv2.2.bias", ".conv2.act_fn.bias"),
+    (".skip.1", ".conv_skip"),
+    *((f"face_adapter.fuser_blocks.{k}", f"face_adapter.{k}") for k in range(8)),
+    (".linear1_q", ".to_q"),
+    (".linear1_k", ".to_k"),  # in official files both are one tensor, linear1_kv
+    (".linear1_v", ".to_v"),
+    (".linear2", ".to_out"),
+    (".q_norm", ".norm_q"),
+    (".k_norm", ".norm_k"),
+    # Last, since their convolutions are called as those above.
+    *(
+        (f"face_encoder.{layer}.conv.{part}", f"face_encoder.{layer}.{part}")
+        for layer in ("conv1_local", "conv2", "conv3")
+        for part in ("weight", "bias")
+    ),
+)
+
 _T5: Renames = (
     ("token_embedding", "shared"),
     ("norm", "encoder.final_layer_norm"),
@@ -127,12 +158,15 @@ def dit_official_name(name: str) -> str:
     """Returns the official name of a DiT tensor that has diffusers' name, or a prefix."""
     for prefix in ("net.", "model.", "diffusion_model."):  # net: training code's
         name = name.removeprefix(prefix)
-    return _rename(name, _inverse(_DIT))
+    return _rename(name, _inverse(_rows(name)))
 
 
 def dit_diffusers_name(official: str) -> str:
-    """Returns the name in diffusers' WanTransformer3DModel of an official DiT tensor."""
-    return _rename(official, _DIT)
+    """Returns the name in diffusers of an official DiT tensor, also of Animate's.
+
+    Of Animate's official `linear1_kv`, the halves are called `linear1_k` and `linear1_v` here.
+    """
+    return _rename(official, _rows(official))
 
 
 def t5_transformers_name(name: str) -> str:
@@ -163,6 +197,10 @@ def vae_diffusers_name(official: str) -> str:
 def vae_official_name(name: str, residual: bool) -> str:
     """Returns the official name of an AutoencoderKLWan tensor, of the 2.2 VAE if `residual`."""
     return _rename(name, _inverse((_VAE_NESTED if residual else _VAE_FLAT) + _VAE))
+
+
+def _rows(name: str) -> Renames:
+    return _FACE if name.startswith(("motion_encoder.", "face_")) else _DIT
 
 
 def _inverse(rows: Renames) -> Renames:

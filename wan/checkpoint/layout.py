@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wan.checkpoint.config import (
@@ -22,6 +22,7 @@ from wan.checkpoint.config import (
     published_config,
 )
 from wan.checkpoint.files import (
+    FLOATS,
     OTHER_PARTS,
     WEIGHT_FILES,
     TensorInfo,
@@ -31,7 +32,7 @@ from wan.checkpoint.files import (
     has_network,
     is_folder,
 )
-from wan.checkpoint.keymaps import dit_official_name
+from wan.checkpoint.keymaps import dit_diffusers_name, dit_official_name
 from wan.checkpoint.marks import network_tensors
 from wan.checkpoint.search import PARTS, Found, Search, look
 from wan.checkpoint.vocabulary import has_vocabulary
@@ -82,7 +83,7 @@ class Checkpoint:
     Attributes:
         folder: None for networks that are only described (`published`).
         layout: "official" or "diffusers".
-        kind: "t2v", "i2v", "ti2v" or "s2v".
+        kind: "t2v", "i2v", "ti2v", "s2v" or "animate".
         experts: "high_noise" and "low_noise", or "dit" -> the network.
     """
 
@@ -113,7 +114,8 @@ class Checkpoint:
 
     def files(self) -> list[Path]:
         """Returns every weight file in a fixed order."""
-        found = [info.file for dit in self.experts.values() for info in dit.tensors.values()]
+        infos = [info for dit in self.experts.values() for info in dit.tensors.values()]
+        found = [part.file for info in infos for part in (info, *info.parts)]
         for part in (self.vae, self.text_encoder, self.image_encoder):
             if part is not None:
                 found += [part] if part.is_file() else part.glob("*.safetensors")
@@ -374,7 +376,8 @@ def _paths(found: Collection[Found]) -> list[Path]:
 
 def _fits(found: Found, preset: Preset) -> bool:
     """Returns whether a DiT takes what the task gives it."""
-    special = [name for name in (SOUND, FACE) if found.shape(name)]
+    theirs = {SOUND: SOUND, FACE: dit_diffusers_name(FACE)}
+    special = [name for name in theirs if found.shape(name, theirs[name])]
     kind = kind_of(special, found.channels)
     images = bool(found.shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight"))
     return kind == preset.kind and images == bool(preset.images)
@@ -395,9 +398,30 @@ def _dit_files(folder: Path, file: Path | None = None) -> DitFiles:
             remedy = "convert it with tools/convert_checkpoint.py"
         raise InputError(f"{folder}", None, why, remedy)
     tensors = network_tensors(found, dit_official_name)
-    tensors = {name: info for name, info in tensors.items() if not _CONSTANT(name)}
+    tensors = _official({name: i for name, i in tensors.items() if not _CONSTANT(name)})
     dense = {name: info for name, info in tensors.items() if SPARSE_LINEAR not in name}
     return DitFiles(folder, dit_config(folder, dense), dense, len(dense) < len(tensors))
+
+
+def _official(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Gives Animate's tensors the official shapes, which are not those of its Diffusers layout."""
+    for name in [name for name in tensors if ".linear1_k." in name]:
+        keys, values = tensors.pop(name), tensors.pop(name.replace("_k.", "_v."), None)
+        if values is None or values.shape != keys.shape:
+            why = "lacks the values of these keys, or has others"
+            raise InputError(f"{keys.file}: {keys.name}", None, why, "download it again")
+        tensors[name.replace("_k.", "_kv.")] = TensorInfo(
+            keys.file,
+            keys.name,
+            keys.dtype if keys.dtype == values.dtype in FLOATS else "F32",
+            (2 * keys.shape[0], *keys.shape[1:]),
+            keys.nbytes + values.nbytes,
+            parts=(keys, values),
+        )
+    for name, info in tensors.items():
+        if _CONVOLVED(name) and len(info.shape) == 1:
+            tensors[name] = replace(info, shape=(1, *info.shape, 1, 1))
+    return tensors
 
 
 def _kind(files: DitFiles) -> str:
@@ -420,4 +444,5 @@ _UNSUPPORTED = {
 }
 """Part of a tensor's name -> what it shows, and what to do."""
 _CONSTANT = re.compile(r"motion_encoder\..*\.kernel$").match  # the same in every file
+_CONVOLVED = re.compile(r"motion_encoder\.enc\.net_app\..*\.bias$").match
 SPARSE_LINEAR = ".proj_l."  # TurboDiffusion's; attention is dense without it

@@ -44,6 +44,7 @@ from wan.checkpoint.source import (
     Source,
     Sources,
     is_own,
+    joined,
     tensors_of,
     use_mapped,
     watch,
@@ -53,6 +54,7 @@ from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 from wan.settings.values import shown
 
+_PICKLED = (".pth", ".ckpt")
 _SLICE = 1 << 24  # elements that are copied at a time
 _TILE = 256  # rows whose LoRAs are summed at a time
 _FLOATS = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -240,14 +242,14 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     """Returns the tensors of one network in a file or folder; no weight is read.
 
     Args:
-        path: A `.pth` of plain tensors (never unpickled as code), a `.safetensors` or `.gguf`
-            file, or a folder in the layout of diffusers or transformers.
+        path: A `.pth` or `.ckpt` of plain tensors (never unpickled as code), a `.safetensors` or
+            `.gguf` file, or a folder in the layout of diffusers or transformers.
         rename: Makes the network's name of a tensor.
 
     Raises:
         InputError: The path is something else, or damaged.
     """
-    if path.suffix == ".pth":
+    if path.suffix in _PICKLED:
         state = in_pth(path)
         dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
         found = {
@@ -293,7 +295,11 @@ def _views(file: Path, places: Mapping[str, tuple[str, list[int], int]]) -> dict
 
 
 def in_pth(path: Path) -> dict[str, Tensor]:
-    """Returns all tensors of a file that holds nothing else, and which is never run as code."""
+    """Returns all tensors of a file, or of its entry `state_dict`; it is never run as code.
+
+    Raises:
+        InputError: It holds something else.
+    """
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
@@ -302,6 +308,8 @@ def in_pth(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises half a dozen kinds for damaged files
         why = f"cannot be read ({shown(error, str)})"
         raise InputError(f"{path}", None, why, "download it again") from None
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]  # of training code, with what else a run has
     entries: Iterable[tuple[Any, Any]]
     entries = state.items() if isinstance(state, dict) else [(type(state).__name__, None)]
     for name, value in entries:
@@ -322,13 +330,14 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     """Maps tensors into memory; each file is opened once."""
     by_file: dict[Path, list[str]] = {}
     for name, info in tensors.items():
-        by_file.setdefault(info.file, []).append(name)
+        if not info.parts:
+            by_file.setdefault(info.file, []).append(name)
     sources: dict[str, Source] = {}
     for file, names in by_file.items():
         infos, opened = [tensors[name] for name in names], MappedFile.open(file)
         if file.suffix == ".gguf":
             views = in_gguf(file, infos)
-        elif file.suffix == ".pth":
+        elif file.suffix in _PICKLED:
             views = in_pth(file)
         else:
             views = in_safetensors(file, {info.name for info in infos})
@@ -351,6 +360,10 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
                 sources[name] = _nvfp4(stored, scale, of_blocks[name])
             else:
                 sources[name] = _scaled(stored, scale)
+    for name, info in tensors.items():
+        if info.parts:
+            parts = mapped({str(i): part for i, part in enumerate(info.parts)})
+            sources[name] = joined(list(parts.values()), info.shape)
     return sources
 
 

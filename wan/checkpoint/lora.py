@@ -20,6 +20,7 @@ from wan.checkpoint.files import (
     FLOATS,
     TensorInfo,
     fingerprint,
+    read_json,
     safetensors_header,
     safetensors_metadata,
     safetensors_scalars,
@@ -101,6 +102,8 @@ _UNSUPPORTED = {
 _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _EXPERTS = ("high_noise", "low_noise")
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
+_RELIGHTING = "use_relighting_lora"
+_RELIGHTING_FILES = ("relighting_lora.ckpt", "relighting_lora/adapter_model.safetensors")
 _MOST = 1e6  # of a strength or an alpha; what is larger is damaged and may overflow
 
 
@@ -229,13 +232,23 @@ def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> 
         )
 
 
+def _relighting(folder: Path) -> Path:
+    """Returns the file of a checkpoint of Animate that fits a character to a scene's light."""
+    found = next((folder / name for name in _RELIGHTING_FILES if (folder / name).is_file()), None)
+    if found is None:
+        why = f"needs {' or '.join(_RELIGHTING_FILES)}, which {folder} lacks"
+        raise InputError(f"`{_RELIGHTING}`", None, why, "download it, or give a file with `lora`")
+    return found
+
+
 def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tuple[Lora, ...]]:
     """Finds what the files of the settings `Loras` add to each network of a checkpoint.
 
     Raises:
         InputError: A file does not fit the network, or cannot be read; or settings exclude LoRAs.
     """
-    files, given = named_files(values), [flag for flag in options(Loras) if values.get(flag)]
+    given = [flag for flag in options(Loras) if values.get(flag)]
+    files = named_files(values)
     if not given:
         return {}
     what = f"`{given[0]}`"
@@ -244,8 +257,10 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
     if values.get("quant_dit_path") is not None:
         why = "changes weights, but those of `quant_dit_path` are quantised already"
         raise InputError(what, None, why, "quantise them with tools/quantize_dit.py --lora")
-    if "dit" in checkpoint.experts and given != ["lora"]:
-        flag = next(flag for flag in given if flag != "lora")
+    if values.get(_RELIGHTING):
+        files["both"] += (Named(_relighting(checkpoint.folder)),)
+    if "dit" in checkpoint.experts and not {*given} <= {"lora", _RELIGHTING}:
+        flag = next(flag for flag in given if flag not in ("lora", _RELIGHTING))
         why = "is for two experts, but this checkpoint has one network"
         raise InputError(f"`{flag}`", None, why, "use `lora`")
     files = {
@@ -279,9 +294,9 @@ class _FactorReader:
         self.path, self.strength, self.expert = given.file, given.strength, expert
         if not self.path.is_file():
             raise self.refusal("does not exist or is no file", "give a .safetensors file")
-        if self.path.suffix != ".safetensors":
+        if self.path.suffix not in (".safetensors", ".ckpt"):
             raise self.refusal("is no .safetensors file", "convert it")
-        self.header = safetensors_header(self.path)
+        self.header = _header(self.path)
         tensors = checkpoint.experts[expert].tensors
         self.parameters = {name: info.shape for name, info in tensors.items()}
 
@@ -295,6 +310,8 @@ class _FactorReader:
         for info in alphas.values():
             if prod(info.shape) != 1:
                 raise self.refusal(f"holds {info.name}, which is no single number", "it is damaged")
+        if alphas and self.path.suffix == ".ckpt":
+            raise self.refusal("holds alphas, which are read from .safetensors only", "convert it")
         scalars = safetensors_scalars(self.path, [info.name for info in alphas.values()])
         # PEFT's metadata counts where no layer has an alpha of its own.
         peft = {} if alphas else self.peft_metadata()
@@ -346,8 +363,14 @@ class _FactorReader:
         return found
 
     def peft_metadata(self) -> dict[str, Any]:
-        """Returns what PEFT states of this network's adapter, as diffusers stores it."""
-        stated = safetensors_metadata(self.path, "lora_adapter_metadata")
+        """Returns what PEFT states of this network's adapter: beside it, or as diffusers does."""
+        beside = self.path.with_name("adapter_config.json")
+        if self.path.name == "adapter_model.safetensors" and beside.is_file():
+            stated: Any = read_json(beside)
+        elif self.path.suffix == ".safetensors":
+            stated = safetensors_metadata(self.path, "lora_adapter_metadata")
+        else:
+            return {}
         if not isinstance(stated, dict):
             return {}
         for_two = any(name.startswith(_SECOND) for name in self.header)
@@ -417,6 +440,14 @@ class _FactorReader:
             pair = f"{up.name} {list(up.shape)} and {down.name} {list(down.shape)}"
             why = f"holds {pair}, which do not fit {name} {list(shape)}"
             raise self.refusal(why, "it was made for another model, or is damaged")
+
+
+def _header(path: Path) -> dict[str, TensorInfo]:
+    if path.suffix == ".safetensors":
+        return safetensors_header(path)
+    from wan.checkpoint.load import stored  # which imports torch, and this module
+
+    return stored(path, str)
 
 
 def _spellings(parameters: Mapping[str, Any]) -> dict[str, str]:

@@ -106,6 +106,23 @@ class Source:
 Sources = Mapping[str, Source]
 
 
+def joined(parts: Sequence[Source], shape: tuple[int, ...]) -> Source:
+    """Reads rows of several tensors as if they were one; they have equally many."""
+    size = shape[0] // len(parts)
+
+    def read(rows: slice) -> Tensor:
+        start, stop, _ = rows.indices(shape[0])
+        found = []
+        for i, part in enumerate(parts):
+            part.check()
+            first, last = max(start - i * size, 0), min(stop - i * size, size)
+            if first < last:
+                found.append(part.read(slice(first, last)))
+        return torch.cat(found)
+
+    return Source(parts[0].dtype, shape, read, file=parts[0].file)
+
+
 def use_mapped(tensors: Iterable[tuple[Tensor, Source]]) -> list[Source]:
     """Makes those tensors of a CPU views of the mapped files that are stored as they are used.
 

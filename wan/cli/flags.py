@@ -27,8 +27,6 @@ _TTS = (
     "`audio`"
 )
 REFUSED = {
-    "use_relighting_lora": "relighting_lora.ckpt is not read here; save its state_dict as a "
-    ".safetensors file and give that with `lora`",
     "tp_size": "tensor parallelism is not supported; run without it",
     **dict.fromkeys(("enable_tts", "tts_prompt_audio", "tts_prompt_text", "tts_text"), _TTS),
 }

@@ -59,7 +59,6 @@ VAE_22: dict[str, Any] = {  # diffusers' arguments that make its autoencoder the
     "scale_factor_spatial": 16,
 }
 QUICK_RUN = {"size": "128*128", "frame_num": 9, "sample_steps": 4}
-_ONLY_OFFICIAL = ("s2v", "animate")
 QUICK_CLIPS = {"size": "128*128", "infer_frames": 12, "sample_steps": 4}
 SOUND_DIM = 32
 SOUND_SIZES: dict[str, Any] = {  # of a wav2vec2 with the published one's layers
@@ -110,7 +109,7 @@ def make_checkpoint(
             remedy = f"choose one of {', '.join(known)}"
             raise InputError(repr(value), None, "is unknown here", remedy)
     preset = PRESETS[task]
-    if preset.kind in _ONLY_OFFICIAL and layout != "official":
+    if preset.kind == "s2v" and layout != "official":
         raise InputError(repr(layout), None, f"is no layout of {task}", "choose official")
     with whole_folder(out) as unfinished:
         networks = RandomNetworks(preset, seed, DTYPES[dtype], sizes or {})
@@ -310,9 +309,11 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     """Writes the layout of diffusers by the libraries' own save_pretrained."""
     task, config, states = networks.task, networks.config, networks.dit_states
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
+    animate = task.kind == "animate"
+    transformer = "WanAnimateTransformer3DModel" if animate else "WanTransformer3DModel"
     for name, state in zip(names, states, strict=True):
         with torch.device("meta"):
-            dit = diffusers.WanTransformer3DModel(
+            dit = getattr(diffusers, transformer)(
                 num_attention_heads=config["num_heads"],
                 attention_head_dim=config["dim"] // config["num_heads"],
                 in_channels=config["in_dim"],
@@ -324,8 +325,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
                 added_kv_proj_dim=config["dim"] if task.images else None,
                 pos_embed_seq_len=config["image_positions"] or None,
             )
-        tensors = {keymaps.dit_diffusers_name(key): x for key, x in state.items()}
-        _save_pretrained(folder / name, dit, tensors, task.sharded)
+        _save_pretrained(folder / name, dit, diffusers_tensors(state), task.sharded)
     tensors = {keymaps.vae_diffusers_name(key): x for key, x in networks.vae_state.items()}
     _save_pretrained(folder / "vae", networks.vae, tensors, sharded=False)
     tensors = {keymaps.t5_transformers_name(key): x for key, x in networks.text_state.items()}
@@ -339,7 +339,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=task.diffusers_shift
     )
     scheduler.save_pretrained(folder / "scheduler")
-    network, absent = ["diffusers", "WanTransformer3DModel"], [None, None]
+    network, absent = ["diffusers", transformer], [None, None]
     index = {
         "_class_name": "WanPipeline",
         "_diffusers_version": diffusers.__version__,
@@ -352,11 +352,25 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         "transformer_2": absent if task.boundary is None else network,
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
-    if task.kind == "i2v":
-        index["_class_name"] = "WanImageToVideoPipeline"
+    if task.kind in ("i2v", "animate"):
+        index["_class_name"] = "WanAnimatePipeline" if animate else "WanImageToVideoPipeline"
         clip = ["transformers", "CLIPVisionModel"] if task.images else absent
         index |= {"image_encoder": clip, "image_processor": absent}
     write_json(folder / "model_index.json", index)
+
+
+def diffusers_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gives a DiT's tensors the names and shapes that they have in diffusers."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if ".linear1_kv." in name:
+            for half, part in zip("kv", tensor.chunk(2), strict=True):
+                renamed = keymaps.dit_diffusers_name(name.replace("_kv.", f"_{half}."))
+                found[renamed] = part.contiguous()
+        else:
+            flat = name.startswith("motion_encoder.") and name.endswith(".bias")
+            found[keymaps.dit_diffusers_name(name)] = tensor.flatten() if flat else tensor
+    return found
 
 
 def _save_pretrained(

@@ -106,6 +106,9 @@ class Loras:
     lora_dir: Path | None = loading(
         None, values.path, "folder with {high,low}_noise_model.safetensors"
     )
+    use_relighting_lora: bool = loading(
+        False, switch, "merge the checkpoint's relighting_lora.ckpt (animate)"
+    )
 
 
 @dataclass(frozen=True)

@@ -349,6 +349,7 @@ CLIPS = (
     _of_tasks("num_clip", "s2v-14B", "animate-14B"),
     _of_tasks("refert_num", "animate-14B"),
     _of_tasks("replace_flag", "animate-14B"),
+    _of_tasks("use_relighting_lora", "animate-14B"),
     Rule(
         ("refert_num",),
         "is not below the {frame_num} frames of a clip",
