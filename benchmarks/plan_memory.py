@@ -33,6 +33,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import write_json
+from tools import make_character
 from tools.make_sound import write
 from wan.cli import flags
 from wan.cli.resolve import resolve
@@ -55,7 +56,8 @@ STAGES = {
 ENOUGH = 200e6  # bytes; from there on the plan must be right
 WITHIN = 0.05
 
-HEAD_DIMS = {"t2v-1.3B": 64, "t2v-A14B": 32, "i2v-A14B": 32, "ti2v-5B": 32, "s2v-14B": 16}
+HEAD_DIMS = {"t2v-1.3B": 64, "t2v-A14B": 32, "i2v-A14B": 32, "ti2v-5B": 32}
+HEAD_DIMS |= {"s2v-14B": 16, "animate-14B": 16}
 LARGE_TEXT = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 8, "num_heads": 16}
 LARGE = ("--size", "512*512", "--frame_num", "25", "--sample_steps", "2")
 ONE = ("--sample_guide_scale", "1")  # guidance branch
@@ -99,6 +101,11 @@ class Case:
             argv += ["--image", str(folder / "image.png")]
         if self.task == "s2v-14B":
             argv += ["--audio", str(write(folder / "voice.wav", 1.7))]  # two clips of 16 frames
+        if self.task == "animate-14B":  # two clips of 13 frames
+            moves = folder / "moves"
+            if not moves.is_dir():
+                make_character.write(moves, (512, 512), 20)
+            argv += ["--src_root_path", str(moves)]
         return [*argv, *self.flags]
 
 
@@ -190,6 +197,12 @@ def runs() -> Iterator[Case]:
     yield Case("s2v, two branches", clips, "s2v-14B", image=True)
     yield Case("s2v, 1 x 2", (*clips, *ranks(1, 2), *ONE), "s2v-14B", image=True)
     yield Case("s2v FSDP", (*clips, *ranks(1, 2), *FSDP, *ONE), "s2v-14B", image=True)
+    moved = ("--frame_num", "13", "--sample_steps", "2")
+    yield Case("animate", moved, "animate-14B")
+    yield Case("animate, replace", (*moved, "--replace_flag"), "animate-14B")
+    yield Case("animate, guidance", (*moved, "--sample_guide_scale", "2"), "animate-14B")
+    yield Case("animate, 1 x 2", (*moved, *ranks(1, 2)), "animate-14B")
+    yield Case("animate FSDP", (*moved, *ranks(1, 2), *FSDP), "animate-14B")
     yield Case("t2v, tiled decoding", (*size, "1", *ONE, "--vae_tiling"))
 
 

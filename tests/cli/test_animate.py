@@ -13,6 +13,7 @@ from pathlib import Path
 import imageio
 import numpy as np
 import pytest
+import torch
 
 from tests.conftest import slow
 from tests.dist import GENERATE, TORCHRUN
@@ -68,6 +69,7 @@ def test_a_video_as_long_as_the_poses(plain: Path, moves: Path, tmp_path: Path) 
         ["--offload_model", "block"],
         slow(["--offload_model", "false"]),
         slow(["--text_kv_cache", "false"]),
+        slow(["--offload_model", "block", "--text_kv_cache", "false"]),
     ],
     ids=str,
 )
@@ -79,12 +81,59 @@ def test_what_changes_no_bit(
 
 
 @pytest.mark.slow
+def test_its_diffusers_layout(asked: list[str], plain: Path, tiny, tmp_path: Path) -> None:
+    folder, out = tiny("animate-14B", "diffusers"), tmp_path / "v.mp4"
+    assert run(*asked, "--ckpt_dir", folder, "--save_file", out) == 0
+    assert (frames(out) == frames(plain)).all()
+
+
+@pytest.mark.slow
+def test_a_relighting_lora(asked: list[str], plain: Path, tiny, tmp_path: Path) -> None:
+    """Of zeros: no bit changes; and it is in the record."""
+    folder, out = tmp_path / "checkpoint", tmp_path / "v.mp4"
+    shutil.copytree(tiny("animate-14B"), folder)
+    pair = {"blocks.0.ffn.0.lora_A.weight": torch.ones(4, 240)}
+    pair["blocks.0.ffn.0.lora_B.weight"] = torch.zeros(480, 4)
+    torch.save({"state_dict": pair}, folder / "relighting_lora.ckpt")
+    asked = [*asked, "--ckpt_dir", str(folder), "--use_relighting_lora"]
+    assert run(*asked, "--save_file", out) == 0
+    assert (frames(out) == frames(plain)).all()
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["settings"]["use_relighting_lora"]
+    assert record["lora"]["dit"][0]["file"] == str(folder / "relighting_lora.ckpt")
+
+
+@pytest.mark.slow
+def test_a_step_cache_begins_anew_with_each_clip(asked: list[str], tmp_path: Path) -> None:
+    flags = ["--step_cache", "steps:1,3", "--sample_steps", "6", "--step_cache_force"]
+    assert run(*asked, *flags, "--save_file", tmp_path / "v.mp4") == 0
+    cache = json.loads((tmp_path / "v.json").read_text())["step_cache"]
+    assert cache["computed"]["cond"] == [0, 1, 3]  # of the last clip
+
+
+@pytest.mark.slow
+def test_a_prompt_file(asked: list[str], plain: Path, tiny, moves: Path, tmp_path: Path) -> None:
+    """Lines that differ in what moves the character."""
+    second = tmp_path / "second"
+    write(second, (32, 48), 5)
+    lines = [{"src_root_path": str(moves)}, {"src_root_path": str(second), "replace_flag": True}]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = [*asked[:4], *asked[6:], "--prompt_file", str(tmp_path / "lines.jsonl")]
+    assert run(*asked, "--save_file", tmp_path / "out") == 0
+    first, other = sorted((tmp_path / "out").glob("*.mp4"))
+    assert (frames(first) == frames(plain)).all()
+    assert frames(other).shape == (5, 48, 32, 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         ["--ulysses_size", "2", "--comm_type", "1"],
         ["--ulysses_size", "2", "--comm_type", "2", "--dit_fsdp", "--t5_fsdp"],
         ["--ulysses_size", "2", "--vae_parallel"],
+        ["--ring_size", "2"],
+        ["--ulysses_size", "2", "--fa_alltoall_overlap"],
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ from tests.npu_sim.latents import (
     latents,
     none,
 )
+from tools.make_character import write as draw
 from tools.make_sound import write
 from wan import device as devices
 from wan.cli import flags
@@ -101,7 +102,7 @@ def test_latents_of_all_layouts(rig: Path, name: str, layout: Topology) -> None:
 
 
 def clips(argv: list[str], chip: str, device: str) -> Tensor:
-    """The latents of all clips of a command line of s2v-14B."""
+    """The latents of all clips of a command line."""
     if device == "npu":
         asked, pipeline = composed(argv, chip)
     else:
@@ -128,3 +129,18 @@ def test_a_video_that_follows_a_sound(tmp_path: Path, block: bool) -> None:
     for flags_of in ranks:
         several = run(2, clips, [*asked, *flags_of], "A2", "npu", timeout=300)
         assert torch.equal(*several) and far(several[0], found) < 1e-2
+
+
+def test_a_character_that_moves(tmp_path: Path) -> None:
+    """Two clips: as on a CPU, and on two ranks as on one."""
+    folder, moves = tmp_path / "checkpoint", tmp_path / "moves"
+    checkpoint.make(folder, "animate-14B")
+    draw(moves, (128, 64), 8)
+    asked = ["--task", "animate-14B", "--ckpt_dir", str(folder), "--src_root_path", str(moves)]
+    asked += ["--frame_num", "5", "--sample_steps", "2", "--base_seed", "7", "--replace_flag"]
+    expected = run(1, clips, asked, "A2", "cpu", timeout=300)[0]
+    asked += ["--device", "npu"]
+    found = run(1, clips, asked, "A2", "npu", timeout=300)[0]
+    assert found.shape == (16, 6, 8, 16) and far(found, expected) < 2e-2
+    several = run(2, clips, [*asked, "--ulysses_size", "2", "--comm_type", "1"], "A2", "npu")
+    assert torch.equal(*several) and far(several[0], found) < 1e-2

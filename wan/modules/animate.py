@@ -175,8 +175,10 @@ class WanAnimateModel(WanModel):
         """What the faces become; from the cache where it is on. whole: of all samples."""
 
         def make() -> Tensor:
-            motion_PC = self.motion_encoder(faces[0].transpose(0, 1))
-            return self.face_encoder(motion_PC)
+            alike = faces.stride(2) == 0  # one picture all the time, as the second branch sees
+            each = faces[:, :, :1] if alike else faces
+            motion_PC = self.motion_encoder(each[0].transpose(0, 1))
+            return self.face_encoder(motion_PC.expand(faces.shape[2], -1))
 
         if self._faces is None or torch.is_grad_enabled():
             return _Seen(False, make())

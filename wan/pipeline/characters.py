@@ -17,6 +17,7 @@ from wan.pipeline.clips import Clip
 from wan.pipeline.conditioning import noise
 from wan.pipeline.denoise import Conditions, Denoising
 from wan.pipeline.driving import DrivingVideos, padded, places
+from wan.settings.presets import FACE_SIDE
 from wan.settings.request import Request
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]
         features = pipeline.look([picture[:, 0]]).to(pipeline.device.torch_device)
         reference = pipeline.encode(picture)
         first = torch.cat((torch.ones_like(reference[:4]), reference))
-    black = torch.full((1, 3, 1, 1, 1), -1.0)
+    black = torch.full((1, 3, 1, 1, 1), -1.0, device=reference.device)
+    black = black.expand(-1, -1, request.frame_num, FACE_SIDE, FACE_SIDE)
     before: Tensor | None = None
     for index in range(count):
         if count > 1:
@@ -49,15 +51,16 @@ def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]
         taken = places(start, request.frame_num, driving.frames)
         with pipeline.stages("conditioning"):
             pose = pipeline.encode(_pixels(driving.videos["pose"](taken)))
-            faces = _pixels(driving.videos["face"](taken))[None].to(pose.device)
             known, mask = _known(request, driving, taken, before)
             y = torch.cat((mask.to(pose.device), pipeline.encode(known)))
             del known
             pipeline.done(pipeline.vae)
+            # Not before the VAE is through: a clip's faces are hundreds of megabytes.
+            faces = _pixels(driving.videos["face"](taken))[None].to(pose.device)
         shared = {"pose_latents": pose[None]}
         given = {
             "cond": shared | {"face_pixel_values": faces},
-            "uncond": shared | {"face_pixel_values": black.to(faces.device).expand_as(faces)},
+            "uncond": shared | {"face_pixel_values": black},
         }
         conditions = Conditions(
             *(draw(), *contexts),
@@ -67,15 +70,16 @@ def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]
             given=given,
         )
         latents = pipeline.advanced(Denoising(request, conditions))
-        del conditions, given, faces  # a clip's faces are hundreds of megabytes
+        del conditions, given, faces
         pipeline.done(pipeline.experts)
         frames = pipeline.decode(latents[:, 1:])
         if frames is not None:
-            new = frames[:, request.refert_num if index else 0 :]
-            frames = new[:, : request.clip_frames(index)]
+            frames = frames[:, request.refert_num if index else 0 :]
+            frames = frames[:, : request.clip_frames(index)]
         yield Clip(latents, frames)
         if index + 1 < count:
             before = _end(pipeline, frames, request.refert_num)
+            del frames  # of which most bytes are not needed any more
 
 
 def _known(

@@ -28,6 +28,7 @@ from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import buffers
 from wan.settings.numerics import keeps_fp32
+from wan.settings.presets import FACE_SIDE
 from wan.settings.request import Request
 from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
 
@@ -144,7 +145,7 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
     resident = dit.kept + Usage({"DiT weights": dit.weights - absent * dit.block + more})
     resident = Usage({name: networks * size for name, size in resident.items()})
     before = _clip_before(request) if device == "cpu" else Usage()
-    stage("denoising", resident, dit.activations + _latents(request) + before)
+    stage("denoising", resident, dit.activations + _latents(request) + _faces(request) + before)
     stage("decoding", vae - stays, sizes.decoding + before)
     return found
 
@@ -166,6 +167,12 @@ def mapped(sizes: Sizes) -> dict[str, Usage]:
 
 def _latents(request: Request) -> Usage:
     return Usage(latents=LATENTS * prod(request.latent_shape) * 4)
+
+
+def _faces(request: Request) -> Usage:
+    """What a clip's faces take where a character is moved."""
+    pictures = request.frame_num if request.preset.kind == "animate" else 0
+    return +Usage({"pictures of the face": 3 * pictures * FACE_SIDE**2 * 4})
 
 
 def _clip_before(request: Request) -> Usage:
