@@ -225,7 +225,7 @@ class Planner:
 
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * time + 1, *sides)
-            copied = self.device.type == "cpu" and request.infer_frames is None
+            copied = self.device.type == "cpu" and not request.clips
             source = video.clone() if copied else None  # what the video was made of
             model.encode(video[:, :, :rows] if ranks > 1 else video)
             del source

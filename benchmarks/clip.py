@@ -1,6 +1,6 @@
-"""What a clip of s2v-14B costs, with and without computing once what depends on the clip alone.
+"""What a clip costs, with and without computing once what depends on the clip alone.
 
-    python -m benchmarks.s2v_clip --json results/s2v.json
+    python -m benchmarks.clip --task animate-14B --json results/animate.json
 
 Counted are the operators and the floating-point operations of a forward of the published network on
 tensors without data: "anew" computes everything, as the official code does; "first" is the forward
@@ -22,10 +22,14 @@ from benchmarks.common import CPU, busy, interleave, ratios, spread, write_json
 from wan.checkpoint.config import published_config
 from wan.modules.interfaces import Collaborators
 from wan.modules.networks import network
-from wan.settings.presets import PRESETS
+from wan.settings.presets import FACE_SIDE, PRESETS
 
-SMALL = {"dim": 1024, "ffn_dim": 2752, "num_heads": 8, "num_layers": 8}
-LAYERS = (0, 2, 4, 6)
+SMALL = {"dim": 1024, "ffn_dim": 2752, "num_heads": 8}
+LAYERS = (0, 2, 4, 6)  # of 8, to which S2V's sound is added
+PUBLISHED = {  # what a clip of the task has -> its latent frames, rows and columns
+    "s2v-14B": {"832*448, 80 frames": (20, 56, 104), "1024*704, 80 frames": (20, 88, 128)},
+    "animate-14B": {"832*480, 77 frames": (21, 60, 104), "1280*720, 77 frames": (21, 90, 160)},
+}
 
 
 class Operators(TorchDispatchMode):
@@ -40,32 +44,43 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def arguments(frames: int, rows: int, columns: int, channels: int) -> dict[str, Any]:
+def arguments(task: str, frames: int, rows: int, columns: int) -> dict[str, Any]:
     """A forward of a later clip, with poses."""
 
-    def latents(count: int) -> list[Tensor]:
-        return [torch.randn(16, count, rows, columns)]
+    def latents(count: int, channels: int = 16) -> list[Tensor]:
+        return [torch.randn(channels, count, rows, columns)]
 
-    return {
+    given = {
         "x": latents(frames),
         "t": torch.tensor([500.0], device="cpu"),
         "context": [torch.randn(512, 4096)],
+    }
+    if task == "animate-14B":
+        pictures = 4 * (frames - 2) + 1
+        return given | {
+            "seq_len": frames * rows * columns // 4,
+            "y": latents(frames, 20),
+            "clip_fea": torch.randn(1, 257, 1280),
+            "pose_latents": latents(frames - 1)[0][None],
+            "face_pixel_values": torch.rand(1, 3, pictures, FACE_SIDE, FACE_SIDE) * 2 - 1,
+        }
+    return given | {
         "seq_len": 0,
         "ref_latents": latents(1),
         "motion_latents": latents(19),
         "cond_states": latents(frames),
-        "audio_input": torch.randn(1, 25, channels, 4 * frames),
+        "audio_input": torch.randn(1, 25, 1024, 4 * frames),
     }
 
 
-def counted(frames: int, rows: int, columns: int) -> dict[str, dict[str, float]]:
+def counted(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[str, float]]:
     """Operators and TFLOP of a forward of the published network."""
     found = {}
     for kept in (False, True):
         with torch.device("meta"):
-            config = published_config(PRESETS["s2v-14B"])
+            config = published_config(PRESETS[task])
             model = network(config, Collaborators(text_kv_cache=kept)).requires_grad_(False)
-            given = arguments(frames, rows, columns, 1024)
+            given = arguments(task, frames, rows, columns)
         for name in ("first", "next") if kept else ("anew",):
             flops, operators = FlopCounterMode(display=False), Operators()
             with torch.no_grad(), flops, operators:
@@ -77,22 +92,25 @@ def counted(frames: int, rows: int, columns: int) -> dict[str, dict[str, float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--task", choices=PUBLISHED, default="s2v-14B")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--load", type=int, default=1, help="busy processes in the second part")
     parser.add_argument("--json")
     options = parser.parse_args()
     rows = []
-    for size, sides in (("832*448", (56, 104)), ("1024*704", (88, 128))):
-        found = counted(20, *sides)
-        rows.append({"size": size, **found})
+    for clip, sides in PUBLISHED[options.task].items():
+        found = counted(options.task, *sides)
+        rows.append({"task": options.task, "clip": clip, **found})
         for name, values in found.items():
-            print(f"{size}, 80 frames, {name:5}: {values}")
+            print(f"{clip}, {name:5}: {values}")
     torch.manual_seed(0)
-    config = {**published_config(PRESETS["s2v-14B"]), **SMALL, "audio_inject_layers": LAYERS}
+    config = {**published_config(PRESETS[options.task]), **SMALL, "num_layers": 10}
+    if options.task == "s2v-14B":
+        config |= {"num_layers": 8, "audio_inject_layers": LAYERS}
     anew = network(config).requires_grad_(False)
     nexts = network(config, Collaborators(text_kv_cache=True)).requires_grad_(False)
     nexts.load_state_dict(anew.state_dict(), assign=True)
-    given = arguments(20, 16, 24, 1024)
+    given = arguments(options.task, 20 if options.task == "s2v-14B" else 5, 16, 24)
     variants = {"anew": lambda: anew(**given), "next": lambda: nexts(**given)}
     for load in (0, options.load):
         with torch.no_grad(), busy(load):
@@ -100,7 +118,8 @@ def main() -> None:
         row: dict[str, Any] = {name: spread(found) for name, found in times.items()}
         row |= {"load": load, "next / anew": ratios(times["next"], times["anew"])}
         rows.append(row)
-        print(f"8 layers of 1024 channels, {load} busy processes: {row}")
+        layers = config["num_layers"]
+        print(f"{layers} layers of 1024 channels, {load} busy processes: {row}")
     write_json(options.json, CPU, rows)
 
 
