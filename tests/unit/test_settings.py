@@ -333,7 +333,7 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
     *("prompt_file", "skip_existing", "group_by_expert", "power"),
     *("task", "image", "last_image", "ckpt_dir", "quant_dit_path", "use_prompt_extend"),
     *("dit", "dit_high_noise", "dit_low_noise", "text_encoder", "vae"),
-    *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "recipe"),
+    *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "use_relighting_lora", "recipe"),
     *("audio", "pose_video", "audio_sync", "src_root_path"),
     *(
         "plan",
