@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.npu_sim.ranks import HEAD_DIM
+from wan.modules.animate import EVERY
 from wan.pipeline.tiny import make_checkpoint
 
 TASK = "t2v-A14B"
@@ -15,5 +16,6 @@ TASK = "t2v-A14B"
 
 def make(out: Path, task: str = TASK, heads: int = 40, layout: str = "official") -> Path:
     """Write the folder `out` and return it."""
-    sizes = {"num_heads": heads, "dim": heads * HEAD_DIM, "num_layers": 1, "ffn_dim": 64}
+    layers = EVERY if task == "animate-14B" else 1
+    sizes = {"num_heads": heads, "dim": heads * HEAD_DIM, "num_layers": layers, "ffn_dim": 64}
     return make_checkpoint(task, out, layout=layout, sizes=sizes)

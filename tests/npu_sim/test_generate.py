@@ -131,10 +131,11 @@ def test_a_video_that_follows_a_sound(tmp_path: Path, block: bool) -> None:
         assert torch.equal(*several) and far(several[0], found) < 1e-2
 
 
+@pytest.mark.slow
 def test_a_character_that_moves(tmp_path: Path) -> None:
     """Two clips: as on a CPU, and on two ranks as on one."""
     folder, moves = tmp_path / "checkpoint", tmp_path / "moves"
-    checkpoint.make(folder, "animate-14B")
+    checkpoint.make(folder, "animate-14B", heads=8)
     draw(moves, (128, 64), 8)
     asked = ["--task", "animate-14B", "--ckpt_dir", str(folder), "--src_root_path", str(moves)]
     asked += ["--frame_num", "5", "--sample_steps", "2", "--base_seed", "7", "--replace_flag"]
