@@ -17,7 +17,6 @@ KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch emb
 MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate")
 SOUND = "casual_audio_encoder.weights"  # a tensor that S2V alone has; the spelling is official
 FACE = "face_adapter.fuser_blocks.0.linear1_q.weight"  # likewise Animate
-
 _HEAD_SIZE = "face_adapter.fuser_blocks.0.q_norm.weight"
 
 
@@ -173,7 +172,10 @@ def _sound_config(
 
 
 def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Reads a configuration off the shapes; the head size from Animate's. JSON's types."""
+    """Reads a configuration off the shapes; values have JSON's types.
+
+    The head size is told by Animate's network alone.
+    """
     told: dict[str, Any] = {}
     for key, (name, rank, axis) in _SHAPES.items():
         shape = tensors[name].shape if name in tensors else ()
