@@ -165,8 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=_folder, help="a new or empty folder")
     parser.add_argument("--fa", choices=["fp8"], help="FP8 attention as well")
     for name in options(Loras):
-        action = "store" if name == "lora_dir" else "append"
-        parser.add_argument(f"--{name}", action=action, help="as of generate.py")
+        action = {"lora_dir": "store", "use_relighting_lora": "store_true"}.get(name, "append")
+        parser.add_argument(f"--{name}", action=action, default=None, help="as of generate.py")
     setup()
     try:
         print(quantize(**vars(parser.parse_args(argv))))

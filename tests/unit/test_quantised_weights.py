@@ -221,6 +221,10 @@ def test_tool_refuses_and_leaves_nothing(tiny: Any, tmp_path: Path) -> None:
         (["--ckpt_dir", tiny("t2v-1.3B"), "--out", tmp_path / "full"], "is not empty"),
         (["--ckpt_dir", tiny("t2v-A14B"), "--out", tmp_path / "q", "--fa", "fp8"], "power of two"),
         (["--ckpt_dir", tiny("t2v-1.3B"), "--out", "/proc/none/q"], "can be written"),
+        (
+            ["--ckpt_dir", tiny("animate-14B"), "--out", tmp_path / "q", "--use_relighting_lora"],
+            "needs relighting_lora.ckpt",
+        ),
     ):
         assert quantize_dit.main([str(a) for a in arguments]) == 2, words
     done = subprocess.run(
