@@ -212,7 +212,9 @@ def test_tool_reads_diffusers_folders(tiny: Any, export: Export, tmp_path: Path)
         assert (folder / name).read_bytes() == (export() / name).read_bytes()
 
 
-def test_tool_refuses_and_leaves_nothing(tiny: Any, tmp_path: Path) -> None:
+def test_tool_refuses_and_leaves_nothing(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 2 and one sentence; under the name asked for there is a whole folder or none."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -227,6 +229,7 @@ def test_tool_refuses_and_leaves_nothing(tiny: Any, tmp_path: Path) -> None:
         ),
     ):
         assert quantize_dit.main([str(a) for a in arguments]) == 2, words
+        assert words in capsys.readouterr().err
     done = subprocess.run(
         [sys.executable, "tools/quantize_dit.py", "--ckpt_dir", "none", "--out", tmp_path / "q"],
         capture_output=True, text=True, cwd=REPO, timeout=60,
