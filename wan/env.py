@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ _REFUSED: dict[str, tuple[str | None, str]] = {
     ),
 }
 """For each variable that is refused: its value without an effect, and what to do instead."""
+
+
+_COUNTS, _INDICES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")
 
 
 def world_size(environ: Mapping[str, str] = os.environ) -> int:
@@ -50,6 +53,17 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
     """Returns the number of processes that torchrun started on this machine."""
     return _count("LOCAL_WORLD_SIZE", 1, environ)
+
+
+def stand_for(ranks: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets this process, which is no rank, check settings as rank 0 of so many on this machine."""
+    if ranks > 1:
+        environ.update(dict.fromkeys(_COUNTS, str(ranks)) | dict.fromkeys(_INDICES, "0"))
+
+
+def for_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the environment in which such a process starts the ranks."""
+    return {name: value for name, value in environ.items() if name not in (*_COUNTS, *_INDICES)}
 
 
 def refused(environ: Mapping[str, str] = os.environ) -> None:

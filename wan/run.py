@@ -219,6 +219,7 @@ def resolve(
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
     describe: DescribeFolder = describe,
+    inputs: bool = True,
 ) -> Run:
     """The run that settings ask for.
 
@@ -229,6 +230,7 @@ def resolve(
         plan: The run is only planned: its ranks need not exist, nothing is written, and without a
             checkpoint the task's published sizes hold.
         describe: Describes a checkpoint; many runs of one checkpoint may remember it.
+        inputs: An image, a sound or poses that the task needs have to be given.
 
     Raises:
         InputError: For everything that is wrong, in one sentence.
@@ -240,10 +242,11 @@ def resolve(
         world = prod(values.get(name) or 1 for name in SIZES)
         if world > MAX_RANKS:
             raise InputError(f"The sizes make {world} ranks", remedy=f"give at most {MAX_RANKS}")
-    image, last_image = (None, None) if decodes else _images(values, preset, plan)
+    lacks = plan or not inputs
+    image, last_image = (None, None) if decodes else _images(values, preset, lacks)
     size = None if image is None else image.size
-    sound, pose = (None, None) if decodes else sounds(values, preset, plan)
-    moving = None if decodes else driving(values, preset, plan)
+    sound, pose = (None, None) if decodes else sounds(values, preset, lacks)
+    moving = None if decodes else driving(values, preset, lacks)
     chosen = fill(NetworkFiles, values)
     folder, is_demo = _checkpoint_folder(values, preset, chosen)
     meant = tuple(PRESETS[name] for name in (task, ALIASES.get(task)) if name in PRESETS)

@@ -24,16 +24,16 @@ LAYERS = (
     "run evidence",
     "planner generator diffusers",
     "api cli",
-    "power __main__",
+    "power serve __main__",
 )
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names.split()}
 METERS = " ".join(f"wan.evidence.{name}" for name in ("meter", "nvml", "npu_smi", "rapl"))
 # Part of wan -> the only modules outside it that may import it.
 ONLY_FOR = {
     "wan.distributed": "wan.modules.attnlayer wan.vae.sharded wan.pipeline wan.generator wan.cli "
-    "wan.planner wan.diffusers wan.power",
+    "wan.planner wan.diffusers wan.power wan.serve.ranks",
     "wan.pipeline.build": "wan.generator wan.cli.main wan.diffusers.session wan.planner.measure "
-    "wan.planner.report wan.power.rounds",
+    "wan.planner.report wan.power.rounds wan.serve.ranks",
     "wan.evidence": "wan.cli.videos wan.power",
 }
 WITHOUT_TORCH = (
@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     *(f"wan.pipeline.{name}" for name in ("setup", "memory", "images", "media", "video")),
     *(f"wan.evidence.{name}" for name in ("order", "recording")),
     *(f"wan.power.{name}" for name in ("predict", "report", "timeline")),
+    "wan.serve",
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {
@@ -64,6 +65,9 @@ ONLY_IN = {
     "mindiesd": "wan.device wan.kernels.npu",
     "xfuser": "wan.kernels.xfuser",
     "pynvml": "wan.evidence.nvml",
+    "starlette": "wan.serve.app",
+    "uvicorn": "wan.serve.__main__",
+    "prometheus_client": "wan.serve.metrics",
 }
 # Longer than 70 lines, and why.
 LONG_FUNCTIONS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -19,12 +18,12 @@ from wan.settings.errors import (
     NotFiniteError,
     Terminated,
     WriteError,
+    is_disk_full,
     is_out_of_memory,
 )
 
 DECODING = "while the video was decoded"
 """The note that an error of this stage carries."""
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def describe(error: BaseException) -> str | None:
@@ -42,8 +41,9 @@ def describe(error: BaseException) -> str | None:
         if DECODING in getattr(error, "__notes__", ()):
             remedy = "decode the kept latents with --vae_tiling, or on a machine with more memory"
         return f"Out of memory; {remedy}; --plan says what a run needs."
-    if isinstance(error, OSError) and error.errno in _NO_SPACE:
-        where = "" if error.filename is None else f" where {error.filename} is written"
+    if is_disk_full(error):
+        name = getattr(error, "filename", None)
+        where = "" if name is None else f" where {name} is written"
         return f"The disk is full{where}; make space and start again."
     return None
 

@@ -53,16 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0  # who read our output has left
 
 
-def carry_out(argv: Sequence[str], work: Work) -> int:
+def carry_out(argv: Sequence[str], work: Work, inputs: bool = True) -> int:
     """Carries out what a command line asks for, in one process or on the ranks of torchrun.
 
     Args:
         argv: The command line without the program's name.
         work: Gets the run, and the ranks that share it.
+        inputs: As for `wan.run.resolve`.
     """
     if env.world_size() > 1:
-        return _launch(argv, work)
-    return work(_resolved(argv, lambda make: make()), None)
+        return _launch(argv, work, inputs)
+    return work(resolved(argv, inputs=inputs), None)
 
 
 @host.memory_sampled()
@@ -95,7 +96,19 @@ def generate(run: Run, team: Team | None = None) -> int:
     return 1 if failed else 0
 
 
-def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
+def resolved(
+    argv: Sequence[str],
+    once: Once = lambda make: make(),
+    plan: bool = False,
+    inputs: bool = True,
+) -> Run:
+    """Returns the run of a command line.
+
+    Args:
+        argv: The command line without the program's name.
+        once: Calls a function on one rank of each machine.
+        plan, inputs: As for `wan.run.resolve`.
+    """
     with usable_paths():
         given = flags.parse(argv)
         if not plan and "save_file" not in given:
@@ -107,16 +120,16 @@ def _resolved(argv: Sequence[str], once: Once, plan: bool = False) -> Run:
 
             return prompt_file.resolved(
                 given,
-                partial(resolve, make_demo=partial(_make_demo, once), describe=cache(describe)),
+                partial(resolve, make_demo=partial(make_demo, once), describe=cache(describe)),
             )
-        return resolve(given, partial(_make_demo, once), plan)
+        return resolve(given, partial(make_demo, once), plan, inputs=inputs)
 
 
 def _plan(argv: Sequence[str]) -> int:
     """Prints what a run would take; under torchrun the main rank speaks for all."""
     if env.rank() > 0:
         return 0
-    run = _resolved(argv, lambda make: make(), plan=True)
+    run = resolved(argv, plan=True)
     load_torch()
     from wan.planner import report
 
@@ -124,14 +137,14 @@ def _plan(argv: Sequence[str]) -> int:
     return 0
 
 
-def _launch(argv: Sequence[str], work: Work) -> int:
+def _launch(argv: Sequence[str], work: Work, inputs: bool) -> int:
     """Carries out a command line as one rank of several."""
     load_torch()
     from wan import device as devices
     from wan.distributed import start
 
     def prepare(once: Once) -> Prepared[Run]:
-        run = _resolved(argv, once)
+        run = resolved(argv, once, inputs=inputs)
         device = devices.resolve(run.setup.execution.device, env.local_rank())
         run.setup.check_device(device.can)
         facts = run.facts(device.type) | {"the version of wan": wan.__version__}
@@ -151,7 +164,7 @@ def _launch(argv: Sequence[str], work: Work) -> int:
     return start.run(prepare, work, failures.describe, failures.say)
 
 
-def _make_demo(once: Once, task: str, folder: Path) -> None:
+def make_demo(once: Once, task: str, folder: Path) -> None:
     """Makes a random checkpoint on one rank of each machine, for which the others wait."""
     load_torch()
     from wan.pipeline.tiny import make_checkpoint

@@ -115,9 +115,7 @@ def _line(
         values["base_seed"], end = seed, f"_s{seed}"
     path = folder / (f"{number:03d}.mp4" if name is None else name)
     path = path.with_stem(f"{path.stem}{end}") if path.name else path
-    schedule = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
-    below = schedule if "timesteps" in values else ()  # the line's own replace them all
-    asked = {n: v for n, v in shared.items() if n not in below} | values
+    asked = over(shared, values)
     run, error = resolve(asked).saved_to(path), ""
     if name is None:
         start = run.request.prompt[: 4 * _SLUG]  # of a long prompt
@@ -131,6 +129,13 @@ def _line(
         error = str(failures.describe(reason))
     draws = asked.get("base_seed", -1) < 0 and "from_json" not in asked
     return Line(number, run, error, draws, seed)
+
+
+def over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a line, which wins, over those of all lines."""
+    schedule = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
+    below = schedule if "timesteps" in own else ()  # the line's own replace them all
+    return {name: value for name, value in shared.items() if name not in below} | {**own}
 
 
 def _refused(number: int, error: Exception) -> Line:

@@ -29,12 +29,13 @@ def resolve(
     make_demo: Callable[[str, Path], None],
     plan: bool = False,
     describe: DescribeFolder = layout.describe,
+    inputs: bool = True,
 ) -> Run:
     """Returns the run that the given flags ask for.
 
     Args:
         given: As `wan.cli.flags.parse` returns them.
-        make_demo, plan, describe: As for `wan.run.resolve`.
+        make_demo, plan, describe, inputs: As for `wan.run.resolve`.
 
     Raises:
         InputError: Something is wrong; it says what in one sentence.
@@ -44,7 +45,7 @@ def resolve(
         check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
         if "save_file" in values and not plan:
             check_writable(values["save_file"])
-        found = run.resolve(values, make_demo, plan, describe)
+        found = run.resolve(values, make_demo, plan, describe, inputs)
         if found.extension is not None and env.rank() == 0:  # which alone runs the model
             from wan.cli import extend_prompt
 

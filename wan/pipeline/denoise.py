@@ -8,6 +8,7 @@ Legend: Z latent channels, f h w latent frames/height/width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -88,6 +89,33 @@ def both_here(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     return branch("cond"), branch("uncond")
 
 
+class Boundary(Protocol):
+    """Between the steps of a video: where it can end on all ranks alike."""
+
+    def reached(self, done: int, total: int) -> None:
+        """Every rank calls this before each step and after the last; what it raises ends the video.
+
+        Args:
+            done: The steps that are done.
+            total: The steps of the video.
+        """
+
+    def apart(self) -> AbstractContextManager[None]:
+        """A block of a step in which no rank waits for another."""
+
+
+class Unended:
+    """Implements `Boundary`: a video goes on to its last step."""
+
+    def reached(self, done: int, total: int) -> None: ...
+
+    def apart(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+UNENDED = Unended()
+
+
 class Denoising:
     """The loop of a video, which may pause between two steps.
 
@@ -113,6 +141,7 @@ class Denoising:
         branches: Branches = both_here,
         caches: Cache | None = None,
         phases: int | None = None,
+        boundary: Boundary = UNENDED,
     ) -> Tensor:
         """Takes steps, and returns the latents after them.
 
@@ -121,6 +150,7 @@ class Denoising:
             branches: Computes the two guidance branches.
             caches: Leaves parts of steps out.
             phases: The number of experts whose steps are taken; None: all that are left.
+            boundary: Is told of every step.
 
         Raises:
             NotFiniteError: The latents are, after the first or the last step.
@@ -128,19 +158,20 @@ class Denoising:
         first, *others = self.experts[:phases]
         left = self._plan.experts[self._done :]
         last = self._done + sum(name in (first, *others) for name in left)
+        total = len(self._plan.experts)
         experts.get(first)  # before the bar, so that its pace is that of the steps
         for name in others:
             experts.prefetch(name)
         with torch.no_grad(), progress(last - self._done, "sampling", "step") as bar:
             for index in range(self._done, last):
+                boundary.reached(index, total)
                 name = self._plan.experts[index]
                 skipped = 0 if caches is None else caches.skipped_steps()
                 said = f"{name}, {skipped} skipped" if skipped else name
                 bar.set_postfix_str(said, refresh=False)
-                self._step(index, experts.get(name), branches, caches)
+                self._step(index, experts.get(name), branches, caches, boundary)
                 bar.update()
-                if index in (0, len(self._plan.experts) - 1):  # soon, and where steps could hide it
-                    self._check_finite(name)
+            boundary.reached(last, total)
         return self.latents
 
     def _check_finite(self, expert: str) -> None:
@@ -152,7 +183,14 @@ class Denoising:
                 self.latents,
             )
 
-    def _step(self, index: int, model: Denoiser, branches: Branches, caches: Cache | None) -> None:
+    def _step(
+        self,
+        index: int,
+        model: Denoiser,
+        branches: Branches,
+        caches: Cache | None,
+        boundary: Boundary,
+    ) -> None:
         request, conditions = self.request, self._conditions
         name, (low, high) = self._plan.experts[index], request.sample_guide_scale
         timestep, grid = self._timesteps[index], request.grid
@@ -167,9 +205,12 @@ class Denoising:
                 high if name == "high_noise" else low,
                 branches if guidance is None else partial(guidance, index, branches),
             )
-            made = self._solver.step(guided, timestep.float(), self.latents, return_dict=False)[0]
-            self.latents = conditions.impose(made)
-        self._done = index + 1
+            with boundary.apart():
+                made = self._solver.step(guided, timestep.float(), self.latents, return_dict=False)
+                self.latents = conditions.impose(made[0])
+                self._done = index + 1
+                if index in (0, len(self._plan.experts) - 1):  # soon, and where steps could hide it
+                    self._check_finite(name)
 
     def rest(self) -> None:
         """Moves the loop to the CPU until it goes on."""

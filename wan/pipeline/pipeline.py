@@ -19,7 +19,7 @@ from wan.device import Device
 from wan.log import Stages
 from wan.pipeline import conditioning
 from wan.pipeline.decoding import Codec
-from wan.pipeline.denoise import Branches, Denoising, both_here
+from wan.pipeline.denoise import UNENDED, Boundary, Branches, Denoising, both_here
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import Collected, Sink, VideoVAE
 from wan.settings import timesteps
@@ -239,6 +239,7 @@ class Pipeline:
         sharing: How ranks share work.
         hearing: Returns the features [S,C,T] of a sound, for networks that follow one.
         kept: Embeddings of prompts that come next.
+        boundary: Is told of every denoising step.
     """
 
     device: Device
@@ -256,6 +257,7 @@ class Pipeline:
     sharing: Sharing = field(default_factory=Sharing)
     hearing: Callable[[Sound], Tensor] | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
+    boundary: Boundary = UNENDED
 
     def set_offload(self, offload: Offload) -> None:
         """Sets `offload_model` for the next video; networks loaded in another way are released."""
@@ -317,7 +319,7 @@ class Pipeline:
             video.to(self.device.torch_device)
             self.caches.start(video.request)
             branches = self.sharing.branches
-            latents = video.advance(self.experts, branches, self.caches, phases)
+            latents = video.advance(self.experts, branches, self.caches, phases, self.boundary)
             self.caches.end()
         return latents
 

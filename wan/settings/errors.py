@@ -135,6 +135,11 @@ def exit_code(error: BaseException) -> int:
     return 143 if isinstance(error, Terminated) else 1
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a file system had no space left, or none for this user."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether host or device had no memory left.
 

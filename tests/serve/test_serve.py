@@ -1,0 +1,256 @@
+"""The service with its real processes: what clients get, and what survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import imageio
+import numpy as np
+import openai
+import pytest
+
+from tests.dist import GENERATE
+from tests.serve.serving import PROMPT, Served, breaking
+
+pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+def frames(path: Path) -> np.ndarray:
+    return np.stack(list(imageio.get_reader(path).iter_data()))
+
+
+def generated(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
+    """What generate.py makes of the same settings."""
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    given = ["--frame_num", 5, "--sample_steps", 2, "--base_seed", 7, "--prompt", PROMPT]
+    given += [*flags, "--save_file", path]
+    subprocess.run([*start, GENERATE, *map(str, given)], check=True, timeout=300)
+    return frames(path)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two ranks with InsertComm."""
+    folder = tmp_path_factory.mktemp("serve") / "jobs"
+    one = Served(folder, 2, ["--queue", 6], ["--comm_type", 1])
+    yield one
+    assert one.stop() == 0 and not one.ranks()
+
+
+def test_create_poll_and_fetch(served: Served, tmp_path: Path) -> None:
+    client = served.client()
+    more = {"num_frames": 5, "num_inference_steps": 2, "seed": 7}
+    video = client.videos.create(prompt=PROMPT, size="64x64", extra_body=more)
+    assert video.object == "video" and video.status in ("queued", "in_progress")
+    assert (video.model, video.size, video.seconds) == ("t2v-A14B", "64x64", "0.625")
+    video = client.videos.poll(video.id, poll_interval_ms=100)
+    assert (video.status, video.progress, video.error) == ("completed", 100, None)
+    path = tmp_path / "v.mp4"
+    path.write_bytes(client.videos.download_content(video.id).read())
+    flags = ["--ulysses_size", 2, "--comm_type", 1]
+    assert (frames(path) == generated(tmp_path / "own.mp4", *flags, ranks=2)).all()
+    for variant, width in (("thumbnail", 64), ("spritesheet", 256)):
+        picture = client.videos.download_content(video.id, variant=variant).read()
+        assert imageio.v3.imread(picture).shape[1] == width
+    status, headers, part = served.ask(f"/v1/videos/{video.id}/content", Range="bytes=4-11")
+    assert status == 206 and part == path.read_bytes()[4:12] and part.startswith(b"ftyp")
+    assert headers["content-type"] == "video/mp4"
+
+
+def test_list_in_pages_and_remix(served: Served) -> None:
+    client = served.client()
+    made = [served.create(seed=number) for number in range(3)]
+    listed = [video.id for video in client.videos.list(limit=2)]
+    assert listed[:3] == made[::-1] and len(listed) == len(set(listed))
+    assert [video.id for video in client.videos.list(limit=2, order="asc")] == listed[::-1]
+    remixed = client.videos.remix(made[0], prompt="a small red star grows on a brown background")
+    assert remixed.remixed_from_video_id == made[0] and remixed.seed == 0
+    assert served.ended(remixed.id)["status"] == "completed"
+
+
+def test_delete_while_queued_and_while_running(served: Served) -> None:
+    client = served.client()
+    running = served.create(num_inference_steps=40, num_frames=17)
+    queued = served.create()
+    served.wait(lambda: served.ask(f"/v1/videos/{running}")[2]["steps"][0] > 1)
+    for video in (queued, running):
+        assert client.videos.delete(video).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.videos.retrieve(video)
+    served.wait(lambda: served.health()["running"] == 0, 5)
+    served.wait(lambda: not (served.folder / "jobs" / running).exists(), 5)
+    assert not (served.folder / "jobs" / queued).exists()
+    assert served.ended(served.create())["status"] == "completed"
+    assert served.health()["restarts"] == 0
+
+
+def test_a_repeated_request_is_the_same_job(served: Served) -> None:
+    body = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 1, "seed": 5}
+    first = served.ask("/v1/videos", body)[2]["id"]
+    again = served.ask("/v1/videos", body, X_Stainless_Retry_Count="1")[2]["id"]
+    other = served.ask("/v1/videos", body, X_Stainless_Retry_Count="0")[2]["id"]
+    assert first == again != other
+    keyed = [served.ask("/v1/videos", body, Idempotency_Key="k")[2]["id"] for _ in range(2)]
+    assert keyed[0] == keyed[1] not in (first, other)
+    body["seed"] = 6
+    status, _, told = served.ask("/v1/videos", body, Idempotency_Key="k")
+    assert status == 422 and told["error"]["code"] == "idempotency_key_reused"
+    assert served.ended(keyed[0])["status"] == "completed"
+
+
+def test_the_queue_is_bounded(served: Served) -> None:
+    long = served.create(num_inference_steps=40, num_frames=17)
+    served.wait(lambda: served.status(long) == "in_progress")
+    waiting = [served.create() for _ in range(6)]
+    status, headers, told = served.ask("/v1/videos", {"prompt": PROMPT, "num_frames": 5})
+    assert status == 429 and told["error"]["code"] == "queue_full"
+    assert int(headers["Retry-After"]) > 0 and headers["x-should-retry"] == "true"
+    for video in (long, *waiting):
+        served.ask(f"/v1/videos/{video}", method="DELETE")
+
+
+def test_synchronous_routes(served: Served) -> None:
+    body = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 1}
+    status, headers, content = served.ask("/v1/videos/sync", body)
+    assert status == 200 and content[4:8] == b"ftyp" and float(headers["X-Inference-Time-S"]) > 0
+    status, _, told = served.ask("/v1/videos/generations", body | {"response_format": "video_path"})
+    assert status == 200 and {*told} == {"video_id", "video_path"}
+    assert Path(told["video_path"]).read_bytes()[4:8] == b"ftyp"
+
+
+REFUSED = {
+    "unknown field": ({"colour": "red"}, "colour is not a known field; remove it.", "colour"),
+    "size": ({"size": "17x33"}, "size 17*33 is not in multiples of 16", "size"),
+    "frames": ({"num_frames": 6}, "num_frames 6", "num_frames"),
+    "steps": ({"num_inference_steps": 0}, "num_inference_steps 0", "num_inference_steps"),
+    "twice": ({"seed": 1, "base_seed": 2}, "base_seed and seed say the same", None),
+    "seconds and frames": ({"seconds": 1, "num_frames": 5}, "seconds says the same as", None),
+    "image": ({"input_reference": "data:image/png;base64,AAAA"}, "takes no ", None),
+    "path": ({"image": "/etc/passwd"}, "image must be an uploaded file", None),
+    "other path": ({"audio": "/etc/passwd"}, "audio is not a known field", None),
+    "save_file": ({"save_file": "x.mp4"}, "save_file is not taken; the video is fetched", None),
+    "latents": ({"latent_path": "x"}, "latent_path is not taken", None),
+    "of loading": ({"comm_type": 2}, "comm_type 2 is decided when the service starts", None),
+    "step cache": ({"step_cache": "mag"}, "step_cache mag is decided when the", None),
+    "model": ({"model": "sora-2"}, "model sora-2 does not run here; t2v-A14B does", "model"),
+    "guidance": ({"guidance_scale_2": 3}, "add guidance_scale", None),
+    "too long": ({"num_frames": 4001}, "4001 frames are too many; give at most 1000.", None),
+    "prompt": ({"prompt": "x" * 10_001}, "10001 characters of the prompt are too many", None),
+    "null": ({"seed": None}, "seed has no value", None),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals(kind: str, served: Served) -> None:
+    fields, said, param = REFUSED[kind]
+    before = served.health()["queued"]
+    status, headers, told = served.ask("/v1/videos", {"prompt": PROMPT} | fields)
+    assert status == 400 and said in told["error"]["message"], told
+    assert headers["x-should-retry"] == "false"
+    assert str(served.folder) not in told["error"]["message"]
+    assert param is None or told["error"]["param"] == param
+    assert served.health()["queued"] == before
+
+
+def test_what_is_accepted_under_other_names(served: Served) -> None:
+    body = {"model": "t2v-A14B", "comm_type": 1, "seconds": "0.3", "guidance_scale": 4}
+    body |= {"guidance_scale_2": 3, "num_inference_steps": "1", "flow_shift": 5, "fps": 16}
+    status, _, video = served.ask("/v1/videos", {"prompt": PROMPT} | body)
+    assert status == 200 and video["num_frames"] == 5, video
+    assert served.ended(video["id"])["status"] == "completed"
+    settings = (served.folder / "jobs" / video["id"] / "video.json").read_text()
+    assert '"sample_guide_scale": [\n   3.0,\n   4.0' in settings
+
+
+def test_foreign_pages_and_hosts(served: Served) -> None:
+    assert served.ask("/v1/videos", Host="evil.example")[0] == 421
+    assert served.ask("/v1/videos", Origin="http://evil.example")[0] == 403
+    assert served.ask("/v1/videos", Origin=served.url)[0] == 200
+    assert served.ask("/v1/videos/..%2f..%2fjournal.sqlite/content")[0] == 404
+    assert served.ask("/v1/videos/video_x/content")[0] == 404
+    status, _, told = served.ask("/v1/videos", b"{" * 10)
+    assert status == 400 and "no JSON object" in told["error"]["message"]
+
+
+def test_models_metrics_and_page(served: Served) -> None:
+    assert served.ask("/v1/models")[2]["data"][0]["id"] == "t2v-A14B"
+    text = served.ask("/metrics")[2].decode()
+    assert 'wan_jobs_total{event="completed"}' in text and "wan_step_seconds_bucket" in text
+    status, headers, page = served.ask("/")
+    assert status == 200 and headers.get_content_type() == "text/html" and b"<form" in page
+    assert served.ask("/liveness")[2] == {"status": "ok"}
+
+
+def test_a_killed_rank(served: Served) -> None:
+    """Its job is made again by new ranks, and those that wait go on."""
+    before = served.health()["restarts"]
+    running = served.create(num_inference_steps=20)
+    served.wait(lambda: served.ask(f"/v1/videos/{running}")[2]["steps"][0] > 1)
+    waiting = served.create()
+    os.kill(served.ranks()[-1], signal.SIGKILL)
+    for video in (running, waiting):
+        assert served.ended(video)["status"] == "completed"
+    assert served.health()["restarts"] == before + 1
+    assert served.ask(f"/v1/videos/{running}")[2]["attempt"] == 2
+
+
+def test_a_killed_front(served: Served) -> None:
+    """What ran and what waited is made after the next start; the ranks do not stay behind."""
+    running, ranks = served.create(num_inference_steps=20), served.ranks()
+    served.wait(lambda: served.ask(f"/v1/videos/{running}")[2]["steps"][0] > 1)
+    waiting = served.create(seed=7)
+    served.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    served.start()
+    assert served.ended(running)["attempt"] == 2
+    assert served.ended(waiting)["status"] == "completed"
+
+
+DENOISE, PIPELINE = "wan.pipeline.denoise:", "wan.pipeline.pipeline:Pipeline."
+FAULTS = {
+    # rank, what fails there, how, whether after it has returned, how the job ends, new groups
+    "between": (1, f"{DENOISE}Denoising._check_finite", "raise", False, "internal_error", 0),
+    "before an exchange": (1, f"{DENOISE}velocity", "raise", False, None, 1),
+    "after an exchange": (1, f"{DENOISE}velocity", "raise", True, None, 1),
+    "no memory": (1, f"{DENOISE}velocity", "memory", False, "out_of_memory", 1),
+    "killed in text": (1, f"{PIPELINE}texts", "kill", False, None, 1),
+    "killed in denoising": (0, f"{DENOISE}velocity", "kill", False, None, 1),
+    "killed in decoding": (0, f"{PIPELINE}stream", "kill", False, None, 1),
+    "killed in writing": (0, "wan.pipeline.video:Mp4Encoder.put", "kill", False, None, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_faults_of_a_rank(kind: str, tmp_path: Path) -> None:
+    """The job fails with its reason, or is made again; the next one is what generate.py makes."""
+    rank, at, do, after, code, restarts = FAULTS[kind]
+    path = breaking(tmp_path / "path", rank=rank, at=at, do=do, after=after)
+    served = Served(tmp_path / "jobs", 2, path=path)
+    try:
+        first, second = served.create(num_inference_steps=4), served.create(seed=7)
+        video = served.ended(first)
+        assert (video["error"] or {"code": None})["code"] == code, video
+        assert video["attempt"] == (1 if code else 2)
+        if code == "out_of_memory":
+            assert "--plan finds that it needs" in video["error"]["message"]
+        assert served.ended(second)["status"] == "completed"
+        assert served.health()["restarts"] == restarts
+        assert not (path / "fault.json").exists()
+        left = {path.name for path in (served.folder / "jobs" / first).iterdir()}
+        assert left == (set() if code else {"video.mp4", "video.json"})
+        own = generated(tmp_path / "own.mp4", "--ulysses_size", 2, ranks=2)
+        assert (frames(served.folder / "jobs" / second / "video.mp4") == own).all()
+    finally:
+        served.stop()

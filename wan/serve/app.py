@@ -1,0 +1,394 @@
+"""The HTTP interface: OpenAI's and vllm-omni's shape of videos, MLPerf's, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import ipaddress
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from wan.serve import fields, pictures
+from wan.serve.journal import Job
+from wan.serve.metrics import Metrics
+from wan.serve.service import RefusedError, Service, digest_of, is_over
+from wan.settings.errors import InputError
+
+_POLL = 1.0  # seconds between two looks at a job that a client is told at least
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def video_object(service: Service, job: Job) -> dict[str, Any]:
+    """Returns a job as OpenAI's interface shows a video, and what vllm-omni's adds."""
+    progress = 100 if job.state == "completed" else int(99 * job.done / max(job.total, 1))
+    found: dict[str, Any] = {
+        "id": job.id,
+        "object": "video",
+        "model": job.model,
+        "status": job.state,
+        "progress": progress,
+        "created_at": int(job.created),
+        "completed_at": int(job.ended) if job.state == "completed" and job.ended else None,
+        "expires_at": None,
+        "error": job.error,
+        "prompt": job.settings.get("prompt"),
+        "remixed_from_video_id": job.remixed_from,
+        "seconds": f"{job.frames / job.fps:.3f}".rstrip("0").rstrip("."),
+        "size": f"{job.width}x{job.height}",
+        "num_frames": job.frames,
+        "fps": job.fps,
+        "seed": job.settings.get("base_seed"),
+        "steps": [job.done, job.total],
+        "attempt": job.attempt,
+    }
+    days = service.limits.keep_days
+    if days is not None and job.ended is not None:
+        found["expires_at"] = int(job.ended + 86400 * days)
+    if job.state == "completed":
+        record = service.record(job)
+        found |= {"inference_time_s": job.seconds, "stage_durations": record.get("seconds")}
+        memory = record.get("peak_memory_bytes", {})
+        most = memory.get("device") or memory.get("host")
+        found["peak_memory_mb"] = most and round(most / 1e6, 1)
+        if "power" in record:
+            found["power"] = record["power"]
+    return found
+
+
+class Routes:
+    """What is answered to each request."""
+
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self._service, self._metrics = service, metrics
+
+    def routes(self) -> list[Route]:
+        """Returns the routes of the interface."""
+        one = "/v1/videos/{id}"
+        return [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/liveness", lambda _: JSONResponse({"status": "ok"})),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/videos", self.create, methods=["POST"]),
+            Route("/v1/videos", self.list),
+            Route("/v1/videos/sync", self.sync, methods=["POST"]),
+            Route("/v1/videos/generations", self.generations, methods=["POST"]),
+            Route(one, self.retrieve),
+            Route(one, self.delete, methods=["DELETE"]),
+            Route(f"{one}/content", self.content),
+            Route(f"{one}/remix", self.remix, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        job, _ = await self._created(request, await _body(request))
+        return self._video(job)
+
+    async def retrieve(self, request: Request) -> Response:
+        return self._video(self._service.find(request.path_params["id"]))
+
+    async def delete(self, request: Request) -> Response:
+        job = self._service.find(request.path_params["id"])
+        self._service.delete(job)
+        return JSONResponse({"id": job.id, "deleted": True, "object": "video.deleted"})
+
+    async def list(self, request: Request) -> Response:
+        given = request.query_params
+        order, limit = given.get("order", "desc"), given.get("limit", "20")
+        if order not in ("asc", "desc"):
+            raise RefusedError("order must be asc or desc.", param="order")
+        if not limit.isdecimal() or not 0 < int(limit) <= 100:
+            raise RefusedError("limit must be from 1 to 100.", param="limit")
+        after = given.get("after")
+        if after is not None:
+            self._service.find(after)
+        most = int(limit)
+        jobs = self._service.journal.page(after, most + 1, order == "desc")
+        data = [video_object(self._service, job) for job in jobs[:most]]
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": data,
+                "has_more": len(jobs) > most,
+                "first_id": data[0]["id"] if data else None,
+                "last_id": data[-1]["id"] if data else None,
+            }
+        )
+
+    async def content(self, request: Request) -> Response:
+        job = self._service.find(request.path_params["id"])
+        variant = request.query_params.get("variant", "video")
+        if variant not in ("video", "thumbnail", "spritesheet"):
+            raise RefusedError("variant must be video, thumbnail or spritesheet.", param="variant")
+        if job.state != "completed":
+            why = "has failed" if job.state == "failed" else "is not done yet"
+            raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
+        path, kind = self._service.video(job), "video/mp4"
+        if variant != "video":
+            path = await asyncio.to_thread(pictures.picture, path, variant, job.frames)
+            kind = "image/jpeg"
+        name = f"{job.id}{path.suffix}"
+        return FileResponse(path, media_type=kind, filename=name, content_disposition_type="inline")
+
+    async def remix(self, request: Request) -> Response:
+        body = await _body(request)
+        if {*body} != {"prompt"} or not isinstance(body["prompt"], str):
+            raise RefusedError("A remix takes a prompt and nothing else.", param="prompt")
+        job = self._service.find(request.path_params["id"])
+        return self._video(await self._service.remix(job, body["prompt"]))
+
+    async def sync(self, request: Request) -> Response:
+        """Answers with the video; a client that leaves cancels it."""
+        job, _ = await self._created(request, await _body(request))
+        job = await self._waited(request, job)
+        headers = {
+            "X-Request-Id": job.id,
+            "X-Model": job.model,
+            "X-Inference-Time-S": f"{job.seconds:.3f}",
+        }
+        return FileResponse(self._service.video(job), media_type="video/mp4", headers=headers)
+
+    async def generations(self, request: Request) -> Response:
+        """MLPerf's route: the answer has exactly two keys."""
+        body = await _body(request)
+        form = body.pop("response_format", "video_bytes")
+        if form not in ("video_path", "video_bytes"):
+            message = "response_format must be video_path or video_bytes."
+            raise RefusedError(message, param="response_format")
+        if body.pop("output_format", "mp4") not in ("mp4", "auto"):
+            raise RefusedError("output_format must be mp4 or auto.", param="output_format")
+        job, _ = await self._created(request, body)
+        job = await self._waited(request, job)
+        path = self._service.video(job)
+        if form == "video_path":
+            return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
+        content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
+        return JSONResponse({"video_id": job.id, "video_bytes": content})
+
+    async def models(self, _: Request) -> Response:
+        model = {"id": self._service.model, "object": "model", "owned_by": "wan", "created": 0}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, _: Request) -> Response:
+        service = self._service
+        state = "stopping" if service.stopping else "ok" if service.group.ready else "starting"
+        counts = service.journal.counts()
+        told = {
+            "status": state,
+            "queued": counts.get("queued", 0),
+            "running": counts.get("in_progress", 0),
+            "restarts": service.group.restarts,
+            "seconds_ahead": round(service.seconds_ahead(), 1),
+        }
+        return JSONResponse(told, 200 if state == "ok" else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        content, kind = self._metrics.text(self._service)
+        return Response(content, media_type=kind)
+
+    async def page(self, _: Request) -> Response:
+        return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
+
+    async def _created(self, request: Request, body: dict[str, Any]) -> tuple[Job, bool]:
+        digest = digest_of(body)
+        asked = fields.asked(body, self._service.run, self._service.model)
+        retries = request.headers.get("x-stainless-retry-count", "0")
+        return await self._service.create(
+            asked,
+            digest,
+            request.headers.get("idempotency-key"),
+            repeated=retries.isdecimal() and int(retries) > 0,
+        )
+
+    async def _waited(self, request: Request, job: Job) -> Job:
+        """Returns a job that is completed; deletes it if the client leaves."""
+        while True:
+            found = self._service.find(job.id)
+            if is_over(found):
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._service.changed(), _POLL)
+            if await request.is_disconnected():
+                self._service.delete(found)
+                raise ClientDisconnect
+        if found.error is not None:
+            raise RefusedError(found.error["message"], 500, found.error["code"])
+        return found
+
+    def _video(self, job: Job) -> Response:
+        headers = {}
+        if not is_over(job):
+            wait = self._service.seconds_ahead(until=job) if job.state == "queued" else 0.0
+            milliseconds = int(1000 * min(max(wait / 2, _POLL), 60))
+            headers["openai-poll-after-ms"] = str(milliseconds)
+        return JSONResponse(video_object(self._service, job), headers=headers)
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Returns the fields of a form or of a JSON object; files as bytes."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        found: dict[str, Any] = {}
+        async with request.form(max_files=8, max_fields=100, max_part_size=1 << 20) as form:
+            for key, value in form.multi_items():
+                if key in found:
+                    raise RefusedError(f"{key} is given twice; give it once.", param=key)
+                found[key] = await value.read() if isinstance(value, UploadFile) else value
+        return found
+    try:
+        body = json.loads(await request.body() or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"The body is no JSON object ({error}).") from error
+    if not isinstance(body, dict):
+        raise RefusedError("The body must be a JSON object or a form.")
+    return body
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    """Answers with OpenAI's form of an error."""
+    headers: dict[str, str] = {}
+    if isinstance(error, RefusedError):
+        status, code, param, message = error.status, error.code, error.param, str(error)
+        again = error.wait is not None
+        if error.wait is not None:
+            headers["Retry-After"] = str(max(round(error.wait), 1))
+    elif isinstance(error, InputError):
+        status, code, param, message, again = 400, "invalid_request", None, str(error), False
+        named = re.fullmatch(r"`?(\w+)`?", error.what)
+        param = None if named is None else error.words.names.get(named[1], named[1])
+    elif isinstance(error, HTTPException):
+        status, code, param, message, again = error.status_code, "http", None, error.detail, False
+    elif isinstance(error, MultiPartException):
+        status, code, param, message, again = 400, "invalid_form", None, error.message, False
+    else:
+        status, code, param, message, again = 500, "internal_error", None, "A defect.", False
+    headers["x-should-retry"] = "true" if again else "false"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return JSONResponse(body, status, headers)
+
+
+class Guard:
+    """Refuses foreign hosts and origins, wrong keys and bodies that are too large."""
+
+    def __init__(
+        self, app: ASGIApp, hosts: Sequence[str], api_key: str | None, most_bytes: int
+    ) -> None:
+        """Wraps an application.
+
+        Args:
+            app: The application.
+            hosts: Names, without ports, under which the service may be asked for.
+            api_key: What `Authorization: Bearer` must say; None: nothing.
+            most_bytes: Of a body.
+        """
+        self._app, self._hosts, self._key, self._most = app, hosts, api_key, most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        refusal = self._refusal(request)
+        if refusal is not None:
+            await _refused(request, refusal)(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._most:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _refusal(self, request: Request) -> RefusedError | None:
+        host = request.headers.get("host", "")
+        if _without_port(host) not in self._hosts:
+            return RefusedError("This host name is not served; start with --name_of_host.", 421)
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            return RefusedError("Pages of other sites may not ask this service.", 403)
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._most:
+            return self._too_large()
+        if self._key is not None and request.url.path not in ("/", "/health", "/liveness"):
+            told = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(told.encode(), self._key.encode()):
+                return RefusedError("The API key is missing or wrong.", 401, "invalid_api_key")
+        return None
+
+    def _too_large(self) -> RefusedError:
+        return RefusedError(f"The body is too large; {self._most} bytes are taken.", 413)
+
+
+def _without_port(host: str) -> str:
+    name, _, port = host.rpartition(":")
+    return (name if name and port.isdecimal() else host).lower()
+
+
+def is_local(host: str) -> bool:
+    """Returns whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def make(
+    service: Service,
+    metrics: Metrics,
+    *,
+    host: str,
+    names: Sequence[str] = (),
+    api_key: str | None = None,
+    most_bytes: int = 64_000_000,
+    ended: Callable[[], Awaitable[None]] | None = None,
+) -> ASGIApp:
+    """Returns the application.
+
+    Args:
+        service: What it speaks for; it is started and stopped with the application.
+        metrics: What /metrics shows.
+        host: The address that is listened to.
+        names: Further names under which it may be asked for.
+        api_key: What requests must bring; None: nothing.
+        most_bytes: Of a request's body.
+        ended: Called when the service ends by itself.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> Any:
+        running = asyncio.create_task(service.start())
+        try:
+            yield
+        finally:
+            await service.stop()
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    handlers: dict[Any, Any] = dict.fromkeys(
+        (RefusedError, InputError, HTTPException, MultiPartException, Exception), _refused
+    )
+    app = Starlette(
+        routes=Routes(service, metrics).routes(), exception_handlers=handlers, lifespan=lifespan
+    )
+    return Guard(app, [*_LOCAL, host.lower(), *(n.lower() for n in names)], api_key, most_bytes)

@@ -1,0 +1,168 @@
+"""The fields of a request: the settings of a prompt file's line, and the names that others use."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from wan.run import PATHS, Run
+from wan.settings.errors import InputError, Words
+from wan.settings.flags import FLAGS, check_given, read
+from wan.settings.values import integer, real, shown
+
+NAMES = {
+    "num_frames": "frame_num",
+    "num_inference_steps": "sample_steps",
+    "flow_shift": "sample_shift",
+    "seed": "base_seed",
+    "input_reference": "image",
+}
+"""Name in OpenAI's, vllm-omni's or MLPerf's interface -> setting."""
+UPLOADS = ("image", "last_image")
+"""Settings that are files of the request."""
+_OWN = ("model", "seconds", "guidance_scale", "guidance_scale_2", "priority")
+_LEFT_OUT = {
+    "latent_path": "no file is opened for a request; start with --noise_device to fix the noise",
+    "save_file": "the video is fetched from /v1/videos/{id}/content",
+    "boundary_ratio": "the checkpoint decides it",
+}
+_DATA_URL = re.compile(r"data:[\w.+/-]+;base64,", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for.
+
+    Attributes:
+        settings: Raw values under flags' names, without files.
+        files: Setting -> content of an uploaded file.
+        priority: Higher ones come first.
+        names: Setting -> the name that the request uses for it.
+    """
+
+    settings: dict[str, Any]
+    files: dict[str, bytes] = field(default_factory=dict)
+    priority: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> Words:
+        """How refusals call settings."""
+        return words(self.names)
+
+
+def words(names: Mapping[str, str]) -> Words:
+    """Refusals name settings as a request does."""
+    return Words(lambda name, value: name if value is None else f"{name} {value}", names)
+
+
+def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
+    """Reads the fields of a request.
+
+    Args:
+        body: Field -> text, number, JSON value, or the bytes of an uploaded file.
+        run: What the ranks were started for.
+        model: The name of the model that runs.
+
+    Raises:
+        InputError: A field is unknown, is given twice, or does not fit what runs.
+    """
+    settings: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    names: dict[str, str] = {}
+    own: dict[str, Any] = {}
+    for key, value in body.items():
+        key, value = _part(key, value)
+        name = NAMES.get(key, key)
+        if key in _LEFT_OUT:
+            raise InputError(f"{key} is not taken", remedy=_LEFT_OUT[key])
+        if name in names:
+            raise InputError(f"{key} and {names[name]} say the same", remedy="give one of them")
+        if key in _OWN:
+            own[key] = value
+        elif name in UPLOADS:
+            files[name] = _content(key, value)
+        elif name not in FLAGS or (name in PATHS and not _is_running(name, value, run)):
+            raise InputError(f"{key} is not a known field", remedy="remove it")
+        elif not FLAGS[name].line:
+            if not _is_running(name, value, run):
+                why = "is decided when the service starts"
+                raise InputError(f"{key}", shown(value), why, "leave it out")
+        else:
+            settings[name] = value
+        names[name] = key
+    try:
+        priority = _own(own, settings, run, model)
+        if "size" in settings:
+            settings["size"] = str(settings["size"]).replace("x", "*")
+        check_given(read(settings))
+    except InputError as error:
+        error.words = words(names)
+        raise
+    return Asked(settings, files, priority, names)
+
+
+def _part(key: str, value: Any) -> tuple[str, Any]:
+    """Returns a field whose value may be an object with one reference, or such a form field."""
+    of_form = re.fullmatch(r"(\w+)\[image_url\]", key)
+    if of_form is not None:
+        return of_form[1], value
+    if isinstance(value, Mapping) and {*value} == {"image_url"}:
+        return key, value["image_url"]
+    return key, value
+
+
+def _content(key: str, value: Any) -> bytes:
+    """Returns the bytes of an uploaded file or of a data URL."""
+    if isinstance(value, bytes):
+        return value
+    start = _DATA_URL.match(value) if isinstance(value, str) else None
+    if start is None:
+        raise InputError(f"{key} must be an uploaded file or a data URL with base64 in it")
+    try:
+        return base64.b64decode(value[start.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"{key} is no valid base64 ({error})", remedy="encode it again") from error
+
+
+def _is_running(name: str, value: Any, run: Run) -> bool:
+    """Returns whether a setting that is decided at the start has this value."""
+    setup = run.setup
+    parts = (setup.execution, setup.attention, setup.parallel, setup.cache, run.output)
+    runs = {n: v for part in parts for n, v in vars(part).items()} | run.settings
+    if name not in FLAGS or name not in runs:
+        return False
+    same = FLAGS[name].read(f"`{name}`", value)
+    return json.dumps(same, default=str) == json.dumps(runs[name], default=str)
+
+
+def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str) -> int:
+    """Turns fields that are no settings into some, and returns the priority."""
+    if own.get("model", model) != model:
+        raise InputError("model", shown(own["model"]), f"does not run here; {model} does")
+    if "seconds" in own:
+        if "frame_num" in settings or run.request.clips:
+            other = "num_frames" if "frame_num" in settings else "the length of what it follows"
+            raise InputError(f"seconds says the same as {other}", remedy="leave it out")
+        seconds = real(0, 3600, above=True)("seconds", own["seconds"])
+        fps = FLAGS["fps"].read("fps", settings["fps"]) if "fps" in settings else run.output.fps
+        settings["frame_num"] = 4 * max(math.floor((seconds * fps - 1) / 4 + 0.5), 0) + 1
+    scales = [
+        real(0, 1000)(name, own[name])
+        for name in ("guidance_scale_2", "guidance_scale")
+        if name in own
+    ]
+    if scales:
+        if "sample_guide_scale" in settings:
+            why = "says the same as guidance_scale"
+            raise InputError("`sample_guide_scale`", None, why, "give one of them")
+        if "guidance_scale" not in own:
+            raise InputError("guidance_scale_2 is that of the low noise; add guidance_scale")
+        settings["sample_guide_scale"] = ",".join(f"{scale:g}" for scale in scales)
+    return int(integer(-100, 100)("priority", own.get("priority", 0)))

@@ -1,0 +1,192 @@
+"""The group of ranks: started, listened to, and started again when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from wan import env
+from wan.checkpoint.files import whole_file
+from wan.log import logger
+
+_GRACE = 15.0  # seconds in which ranks that are told to stop, or have lost one of them, should end
+_LONGEST = 60.0  # seconds between two starts of a group that does not come up
+_LOG = 10_000_000  # bytes from which on the ranks' log is begun anew
+
+
+class Group:
+    """The ranks of the service.
+
+    Attributes:
+        ready: All ranks of the present group wait for videos or make one.
+        restarts: How often a group was started after the first.
+        down_since: When the last group ended, by `time.monotonic`; None while one runs.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        ranks: int,
+        folder: Path,
+        told: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            argv: Flags of generate.py for the ranks.
+            ranks: How many there are.
+            folder: For the ranks' log and the address of the front.
+            told: Gets what ranks say, and {"is": "ended", "reason": ...} when a group has ended.
+        """
+        self._argv, self._ranks, self._folder, self._told = list(argv), ranks, folder, told
+        self._secret = secrets.token_hex()
+        self._links: dict[int, asyncio.StreamWriter] = {}
+        self._ready: set[int] = set()
+        self._pids: dict[int, int] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+        self._reason: tuple[str, str] | None = None
+        self.restarts = 0
+        self.down_since: float | None = time.monotonic()
+
+    @property
+    def ready(self) -> bool:
+        """Whether videos can be made."""
+        return len(self._ready) == self._ranks
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Rank -> its process."""
+        return dict(self._pids)
+
+    async def run(self) -> None:
+        """Keeps a group running until `stop` is called."""
+        server = await asyncio.start_server(self._listen, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        address = self._folder / "front.json"
+        with whole_file(address) as temporary:
+            temporary.touch(0o600)
+            temporary.write_text(json.dumps({"port": port, "secret": self._secret}))
+        wait = 1.0
+        async with server:
+            while not self._stopping:
+                began = time.monotonic()
+                came_up = await self._one(address)
+                if self._stopping:
+                    break
+                wait = 1.0 if came_up else min(wait * 2, _LONGEST)
+                await asyncio.sleep(max(wait - (time.monotonic() - began), 0.2))
+                self.restarts += 1
+
+    async def stop(self) -> None:
+        """Ends the ranks: those that wait at once, others before their next step."""
+        self._stopping = True
+        self._say(do="stop")
+        process = self._process
+        if process is None:
+            return
+        try:
+            await asyncio.wait_for(process.wait(), _GRACE)
+        except TimeoutError:
+            await self._end(process)
+
+    def make(self, job: str, settings: dict[str, Any], file: Path) -> None:
+        """Has a video made; only one at a time."""
+        self._say(do="make", job=job, settings=settings, file=str(file))
+
+    def cancel(self, job: str) -> None:
+        """Has a video ended before its next step."""
+        self._say(do="cancel", job=job)
+
+    async def _one(self, address: Path) -> bool:
+        """Starts a group, waits for its end, and returns whether it had come up."""
+        self._links, self._ready, self._reason, self._pids = {}, set(), None, {}
+        command = [sys.executable, "-m"]
+        if self._ranks > 1:
+            command += ["torch.distributed.run", "--standalone"]
+            command += [f"--nproc_per_node={self._ranks}", "-m"]
+        command += ["wan.serve.ranks", str(address), *self._argv]
+        with _log(self._folder / "ranks.log") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=env.for_ranks(),
+            )
+        self.down_since = None
+        await self._process.wait()
+        self.down_since = time.monotonic()
+        came_up = self.ready
+        await self._end(self._process)
+        self._ready = set()
+        code, message = self._reason or ("ranks_lost", "The ranks have ended unexpectedly.")
+        if not self._stopping:
+            logger.error("The ranks have ended (%s); they are started again.", message)
+        self._told({"is": "ended", "code": code, "message": message})
+        return came_up
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Ends every process of a group, which is a session of its own."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+            with suppress(ProcessLookupError, PermissionError):
+                for pid in self._pids.values():  # torchrun gives ranks sessions of their own
+                    os.kill(pid, number)
+            deadline = time.monotonic() + _GRACE
+            while any(map(_runs, [*self._pids.values()])) and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+        await process.wait()
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hears one rank until its connection ends."""
+        rank = None
+        with suppress(OSError, ValueError, asyncio.IncompleteReadError):
+            while line := await reader.readline():
+                said = json.loads(line)
+                if rank is None:
+                    if not secrets.compare_digest(str(said.get("secret")), self._secret):
+                        break
+                    rank = int(said["rank"])
+                    self._links[rank], self._pids[rank] = writer, int(said["pid"])
+                elif said["is"] == "ready":
+                    self._ready.add(rank)
+                    if self.ready:
+                        self._told(said)
+                elif said["is"] == "lost":
+                    self._reason = self._reason or (said["code"], said["message"])
+                else:
+                    self._told(said)
+        writer.close()
+
+    def _say(self, **command: Any) -> None:
+        writer = self._links.get(0)
+        if writer is not None and not writer.is_closing():
+            writer.write(json.dumps(command, ensure_ascii=False).encode() + b"\n")
+
+
+def _runs(pid: int) -> bool:
+    """Returns whether a process has not ended; a zombie has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _log(path: Path) -> BinaryIO:
+    """Opens the ranks' log to write on; a long one is put aside."""
+    if path.exists() and path.stat().st_size > _LOG:
+        path.replace(path.with_suffix(".1.log"))
+    return path.open("ab")

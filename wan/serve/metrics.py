@@ -1,0 +1,100 @@
+"""What /metrics shows, in Prometheus' format."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from wan.serve.journal import Job
+from wan.serve.service import Service
+
+_SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10000)
+
+
+class Metrics:
+    """Counts what happens to jobs, and reads the rest when it is asked for."""
+
+    def __init__(self) -> None:
+        own: dict[str, Any] = {"registry": CollectorRegistry()}
+        self._registry = own["registry"]
+        self._jobs = Counter("wan_jobs", "Jobs by their end, and created", ["event"], **own)
+        self._failures = Counter("wan_failures", "Failed jobs by error code", ["code"], **own)
+        self._restarts = Counter("wan_restarts", "Groups of ranks that have ended", **own)
+        self._seconds = Histogram(
+            "wan_job_seconds", "From a job's start to its end", buckets=_SECONDS, **own
+        )
+        self._waited = Histogram(
+            "wan_queue_seconds", "From a job's creation to its start", buckets=_SECONDS, **own
+        )
+        self._stages = Histogram(
+            "wan_stage_seconds", "Of a video, by stage", ["stage"], buckets=_SECONDS, **own
+        )
+        self._steps = Histogram(
+            "wan_step_seconds", "Denoising seconds by steps", buckets=_SECONDS, **own
+        )
+        self._energy = Counter("wan_energy_joules", "Of all devices, for videos", **own)
+        self._video_energy = Gauge("wan_joules_per_video", "Of the last metered video", **own)
+        self._watts = Gauge("wan_power_watts", "Mean of the last metered video", ["rank"], **own)
+        self._clock = Gauge("wan_clock_mhz", "Mean of the last metered video", ["rank"], **own)
+        self._limited = Counter(
+            "wan_clock_limited_seconds", "Seconds in which a limit lowered a clock", **own
+        )
+        self._memory = Gauge(
+            "wan_peak_memory_bytes", "Of rank 0, of the last video", ["kind"], **own
+        )
+        self._queue = Gauge("wan_jobs_waiting", "Jobs in the queue", **own)
+        self._running = Gauge("wan_jobs_running", "Jobs that the ranks make", **own)
+        self._ahead = Gauge("wan_seconds_ahead", "Planned until the queue is empty", **own)
+        self._ready = Gauge("wan_ranks_ready", "1 while all ranks can make videos", **own)
+        self._stored = Gauge("wan_stored_bytes", "Of the files of all jobs", **own)
+
+    def seen(self, event: str, job: Job | None, record: dict[str, Any]) -> None:
+        """Counts an event: "created", "completed", "failed", "deleted" or "restart"."""
+        if event == "restart":
+            self._restarts.inc()
+            return
+        self._jobs.labels(event).inc()
+        if job is None or event not in ("completed", "failed"):
+            return
+        if job.error is not None:
+            self._failures.labels(job.error["code"]).inc()
+        started = job.started or time.time()
+        self._waited.observe(max(started - job.created, 0.0))
+        if event == "failed":
+            return
+        self._seconds.observe(job.seconds or 0.0)
+        stages = record.get("seconds", {})
+        for stage, seconds in stages.items():
+            self._stages.labels(stage).observe(seconds)
+        if job.total and "denoising" in stages:
+            self._steps.observe(stages["denoising"] / job.total)
+        for kind, amount in record.get("peak_memory_bytes", {}).items():
+            if amount is not None:
+                self._memory.labels(kind).set(amount)
+        self._power(record.get("power") or {})
+
+    def text(self, service: Service) -> tuple[bytes, str]:
+        """Returns all metrics and their content type."""
+        counts = service.journal.counts()
+        self._queue.set(counts.get("queued", 0))
+        self._running.set(counts.get("in_progress", 0))
+        self._ahead.set(service.seconds_ahead())
+        self._ready.set(float(service.group.ready))
+        self._stored.set(service.journal.stored_bytes())
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def _power(self, power: dict[str, Any]) -> None:
+        """Reads the power part of a record."""
+        joules = power.get("joules")
+        if joules is not None:
+            self._energy.inc(joules)
+            self._video_energy.set(joules)
+        for rank, one in enumerate(power.get("devices") or [power]):
+            if "mean_w" in one:
+                self._watts.labels(str(rank)).set(one["mean_w"])
+            if "mean_mhz" in one:
+                self._clock.labels(str(rank)).set(one["mean_mhz"])
+            self._limited.inc(one.get("throttled", 0.0) * one.get("seconds", 0.0))

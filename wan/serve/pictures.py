@@ -1,0 +1,43 @@
+"""Pictures of a finished video: its first frame, and a sheet of several."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from PIL import Image
+
+from wan.checkpoint.files import whole_file
+from wan.pipeline import media
+
+_COLUMNS, _ROWS, _WIDTH = 4, 2, 320
+
+
+def picture(video: Path, kind: str, frames: int) -> Path:
+    """Returns the JPEG of a video, which is made when it is first asked for.
+
+    Args:
+        video: An mp4.
+        kind: "thumbnail" for the first frame, "spritesheet" for several.
+        frames: Of the video.
+    """
+    path = video.with_name(f"{kind}.jpg")
+    if path.exists():
+        return path
+    count = 1 if kind == "thumbnail" else _COLUMNS * _ROWS
+    every = media.read_video(video, "save_file").every(max(frames // count, 1))
+    small = [_small(Image.fromarray(frame)) for frame in islice(every, count)]
+    width, height = small[0].size
+    columns = min(count, _COLUMNS)
+    sheet = Image.new("RGB", (width * columns, height * -(-count // columns)))
+    for place in range(count):
+        frame = small[min(place, len(small) - 1)]
+        sheet.paste(frame, (place % columns * width, place // columns * height))
+    with whole_file(path) as temporary:
+        sheet.save(temporary, "JPEG", quality=88)
+    return path
+
+
+def _small(frame: Image.Image) -> Image.Image:
+    height = max(round(frame.height * _WIDTH / frame.width), 1)
+    return frame.resize((_WIDTH, height)) if frame.width > _WIDTH else frame

@@ -1,0 +1,284 @@
+"""The ranks of the service: `wan.serve.group` starts this module with torchrun.
+
+Rank 0 hears from the front which video comes next and tells the others. Before each denoising step
+all ranks agree by one byte whether the video goes on, so that a cancelled one, or one that a rank
+cannot go on with, ends on all of them. That holds for an error that a rank raised while no other
+one waited for it. After any other error the group ends, and the front starts a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wan import env, log
+from wan.checkpoint.layout import describe
+from wan.cli import failures, flags, main
+from wan.cli.prompt_file import over
+from wan.cli.resolve import resolve
+from wan.cli.videos import Video
+from wan.log import logger
+from wan.pipeline.batch import Batch, Job
+from wan.run import Run
+from wan.serve.link import Link
+from wan.settings.errors import (
+    InputError,
+    NotFiniteError,
+    exit_code,
+    is_disk_full,
+    is_out_of_memory,
+)
+from wan.settings.flags import read
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan.distributed.control import Control
+    from wan.distributed.mesh import Team
+    from wan.pipeline.pipeline import Pipeline
+
+HEARTBEAT = 2.0
+"""Seconds after which idle ranks hear from rank 0 that it still runs."""
+TEXTS = 64
+"""Embeddings of prompts that stay in host memory."""
+_GO, _CANCEL, _FAIL = 0, 1, 2
+
+
+class EndedError(Exception):
+    """All ranks have agreed to end a video before its next step.
+
+    Attributes:
+        code: "cancelled", or "ended" because of another rank.
+    """
+
+    def __init__(self, code: str) -> None:
+        super().__init__(f"The video was {code}.")
+        self.code = code
+
+
+class Agreement:
+    """Implements `wan.pipeline.denoise.Boundary` for one video.
+
+    Attributes:
+        reached_together: All ranks have agreed to end the video.
+    """
+
+    def __init__(self, control: Control, link: Link, job: str, runs: int) -> None:
+        """Prepares a video.
+
+        Args:
+            control: The ranks' control group.
+            link: To the front.
+            job: The video's id.
+            runs: How many times all steps are taken, which is the number of clips.
+        """
+        self._control, self._link, self._job, self._runs = control, link, job, runs
+        self._done = 0
+        self.reached_together = False
+
+    def reached(self, done: int, total: int) -> None:
+        """Agrees with the other ranks, and tells the front how far the video is."""
+        unwanted = self._job in self._link.cancelled or self._link.over.is_set()
+        verdict = self._control.highest(_CANCEL if unwanted else _GO)
+        if verdict != _GO:
+            self.reached_together = True
+            raise EndedError("cancelled" if verdict == _CANCEL else "ended")
+        if done:
+            self._done += 1
+        self._link.say("step", job=self._job, done=self._done, total=total * self._runs)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Takes an error of this rank to the others, who are on their way to the next step."""
+        try:
+            yield
+        except Exception:
+            self._control.highest(_FAIL)
+            self.reached_together = True
+            raise
+
+
+@dataclass(eq=False, kw_only=True)
+class Served(Job):
+    """The video of a request. error: why there is none."""
+
+    video: Video
+    error: Exception | None = None
+
+
+class Ranks:
+    """What every rank does: it waits for a video, makes it, and waits for the next one."""
+
+    def __init__(
+        self, shared: dict[str, Any], pipeline: Pipeline, team: Team | None, link: Link
+    ) -> None:
+        """Prepares a rank.
+
+        Args:
+            shared: The settings of all videos.
+            pipeline: Where the videos are made.
+            team: The ranks; None for one process.
+            link: To the front.
+        """
+        from wan.distributed.control import Control
+
+        self._shared, self._pipeline, self._team, self._link = shared, pipeline, team, link
+        self._control = Control(team)
+        self._is_main = team is None or team.is_main
+        make_demo = partial(main.make_demo, lambda make: make())
+        self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
+        self._texts: list[str] = []
+
+    def serve(self) -> int:
+        """Makes videos until the front says stop, or is gone; returns the exit code."""
+        self._link.say("ready")
+        while True:
+            command = self._link.next(HEARTBEAT) if self._is_main else None
+            command = self._control.from_main(command)
+            if command is None:
+                continue
+            if command["do"] == "stop":
+                return 0
+            self._make(command["job"], command["settings"], Path(command["file"]))
+
+    def _make(self, job: str, settings: dict[str, Any], file: Path) -> None:
+        """Makes one video, if all ranks can."""
+        run, refused = None, None
+        try:
+            run = self._resolve(over(self._shared, read(settings))).saved_to(file)
+        except Exception as error:
+            refused = failures.describe(error) or repr(error)
+        answers = self._control.gather((refused, None if run is None else _digest(run)))
+        reasons = [reason for reason, _ in answers if reason is not None]
+        if run is None or reasons or len({digest for _, digest in answers}) > 1:
+            reason = reasons[0] if reasons else "The ranks read different files; mend the copies."
+            self._tell("failed", job=job, code="invalid_request", message=reason)
+            return
+        agreement = Agreement(self._control, self._link, job, run.request.num_clip or 1)
+        self._pipeline.boundary = agreement
+        served = Served(
+            f"Video {job}",
+            run.request,
+            run.inputs(),
+            video=Video(run, self._pipeline, self._team),
+        )
+        self._attempt(served, agreement)
+        error = served.error
+        if error is None:
+            self._tell("done", job=job, file=str(served.video.run.output.save_file))
+            return
+        code, message = _reason(error)
+        if agreement.reached_together:  # whose rank's error it was
+            found = self._control.gather((code, message))
+            code, message = next((one for one in found if one[0] != "ended"), (code, message))
+        self._tell("failed", job=job, code=code, message=message)
+
+    def _attempt(self, served: Served, agreement: Agreement) -> None:
+        """Makes a video; raises what the other ranks cannot know of."""
+
+        def failed(job: Served, error: Exception) -> None:
+            together = agreement.reached_together or job.video.alone or self._team is None
+            if not together:
+                raise error
+            job.error = error
+
+        def make(job: Served, latents: Callable[[], Tensor]) -> None:
+            self._pipeline.device.reset_peak_memory()
+            self._embed(job)
+            job.video.make(latents)
+
+        batch = Batch(
+            self._pipeline,
+            [served],
+            denoised=lambda job, latents: job.video.keep(latents),
+            failed=failed,
+        )
+        for _ in batch.made(make):
+            pass
+
+    def _embed(self, job: Served) -> None:
+        """Embeds the texts of a video, and keeps those of the last ones."""
+        own = [*job.request.texts]
+        self._texts = [*own, *(text for text in self._texts if text not in own)][:TEXTS]
+        self._pipeline.keep_texts(
+            [t for t in self._texts if t in own or t in self._pipeline.kept], job.request
+        )
+
+    def _tell(self, what: str, **more: Any) -> None:
+        if self._is_main:
+            self._link.say(what, **more)
+
+
+def _reason(error: BaseException) -> tuple[str, str]:
+    """Returns the code of an error, and what is said of it."""
+    sentence = failures.describe(error) or f"{type(error).__name__}: {error}"
+    if isinstance(error, EndedError):
+        return error.code, str(error)
+    if isinstance(error, NotFiniteError):
+        return "not_finite", sentence
+    if isinstance(error, InputError):
+        return "invalid_request", sentence
+    if is_out_of_memory(error):
+        return "out_of_memory", sentence
+    return ("disk_full" if is_disk_full(error) else "internal_error"), sentence
+
+
+def _digest(run: Run) -> str:
+    """Returns what is equal on all ranks if they are about to make the same video."""
+    facts = json.dumps(run.facts(""), sort_keys=True, default=str)
+    return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def _serve(front: Path, argv: Sequence[str], run: Run, team: Team | None) -> int:
+    """The work of one rank."""
+    main.load_torch()
+    from wan import device as devices
+    from wan.pipeline import build
+
+    log.set_level(run.output.log_level)
+    link = Link(front, env.rank())
+    try:
+        device = devices.resolve(run.setup.execution.device) if team is None else team.device
+        pipeline = build.pipeline(run.setup, device, team)
+        code = Ranks(flags.parse(argv), pipeline, team, link).serve()
+        if team is not None:
+            team.close()
+        return code
+    except BaseException as error:
+        code_name, message = _reason(error)
+        link.say("lost", code=code_name, message=message)
+        raise
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one rank.
+
+    Args:
+        argv: The front's file, then flags of generate.py.
+
+    Returns:
+        The exit code, as that of `wan.cli.main.main`.
+    """
+    front, given = Path(argv[0]), argv[1:]
+    try:
+        with failures.terminable():
+            log.setup(env.rank() == 0)
+            return main.carry_out(given, partial(_serve, front, given), inputs=False)
+    except BaseException as error:
+        sentence = failures.describe(error)
+        if sentence is None:
+            raise
+        failures.say(sentence, "wan.serve")
+        logger.debug("ended", exc_info=True)
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

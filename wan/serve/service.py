@@ -1,0 +1,471 @@
+"""What becomes of a request: admitted, queued, made by the ranks, kept, deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import re
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from wan.checkpoint.files import read_json, whole_file
+from wan.checkpoint.layout import describe
+from wan.cli import main
+from wan.cli.prompt_file import over
+from wan.cli.resolve import resolve
+from wan.log import logger
+from wan.pipeline import memory
+from wan.run import Run
+from wan.serve import fields
+from wan.serve.fields import Asked
+from wan.serve.group import Group
+from wan.serve.journal import ATTEMPTS, ENDS, Job, Journal
+from wan.settings.errors import InputError, is_disk_full, spoken
+from wan.settings.flags import read
+
+_PASSED = 4  # later jobs of the running one's shape that may come before a job
+_ID = re.compile(r"video_[\w-]{1,80}", re.ASCII)
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: Of HTTP.
+        code: For programs.
+        param: The field that it is about.
+        wait: Seconds after which it may be repeated; None: it should not be.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str | None = None,
+        wait: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.wait = status, code, param, wait
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the service takes.
+
+    Attributes:
+        queue: Jobs that wait.
+        pixels: Of all frames of a video.
+        frames: Of a video.
+        prompt: Characters.
+        keep_days: After so long an ended job and its files are deleted; None: never.
+        quota: Bytes of all jobs' files; the oldest ended ones are deleted first. None: no limit.
+    """
+
+    queue: int = 100
+    pixels: int = 1_000_000_000
+    frames: int = 1000
+    prompt: int = 10_000
+    keep_days: float | None = None
+    quota: int | None = None
+
+
+class Service:
+    """The jobs of one group of ranks; all methods belong to one event loop.
+
+    Attributes:
+        run: What the ranks were started for.
+        model: Its name in the interface.
+        stopping: No request is taken any more.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        given: Mapping[str, Any],
+        run: Run,
+        folder: Path,
+        ranks: int,
+        name: str = "",
+        limits: Limits = Limits(),
+        seen: Callable[[str, Job | None, dict[str, Any]], None] = lambda *_: None,
+    ) -> None:
+        """Opens the journal; starts nothing yet.
+
+        Args:
+            argv: Flags of generate.py.
+            given: The same, as `wan.cli.flags.parse` returns them.
+            run: The same, as `wan.cli.main.resolved` returns them.
+            folder: For the journal and the jobs' files.
+            ranks: How many there are.
+            name: Of this replica, which its jobs' ids contain.
+            limits: What is taken.
+            seen: Is told of what happens, for metrics.
+        """
+        self.run, self.model, self.stopping = run, run.setup.preset.task, False
+        self.limits, self._given, self._name, self._seen = limits, given, name, seen
+        self._jobs = folder / "jobs"
+        self._jobs.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(folder / "journal.sqlite")
+        self.group = Group(argv, ranks, folder, self._told)
+        self._running: Job | None = None
+        self._last_shape = ""
+        self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
+        make_demo = partial(main.make_demo, lambda make: make())
+        self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
+        for job in self.journal.recover():
+            self._clear(job)
+        for job in self.journal.in_state("queued"):
+            self._clear(job)
+
+    # What requests ask for.
+
+    async def create(
+        self, asked: Asked, digest: str, key: str | None = None, repeated: bool = False
+    ) -> tuple[Job, bool]:
+        """Admits a request and queues its job.
+
+        Args:
+            asked: The request's fields.
+            digest: Of its body.
+            key: Its Idempotency-Key.
+            repeated: The client says that it sent the same before.
+
+        Returns:
+            The job, and whether it was there already.
+
+        Raises:
+            RefusedError: It is not taken.
+        """
+        async with self._admitting:
+            twin = self.journal.twin(digest, key) if key or repeated else None
+            if twin is not None:
+                if twin.digest != digest:
+                    message = "This Idempotency-Key belongs to another request; use a new one."
+                    raise RefusedError(message, 422, "idempotency_key_reused")
+                return twin, True
+            return await self._admitted(asked, digest, key), False
+
+    async def remix(self, job: Job, prompt: str) -> Job:
+        """Queues a job with another's settings, seed and files, and a new prompt."""
+        files = {name: path.read_bytes() for name, path in self._uploads(job).items()}
+        asked = Asked(job.settings | {"prompt": prompt}, files, job.priority, job.names)
+        async with self._admitting:
+            return await self._admitted(asked, remixed_from=job.id)
+
+    def delete(self, job: Job) -> None:
+        """Ends a job if it is not done, and removes its files."""
+        running = job.state == "in_progress"
+        self.journal.change(job, state="deleted", ended=job.ended or time.time(), bytes=0)
+        if running:  # the ranks still write there
+            self.group.cancel(job.id)
+        else:
+            self._clear(job, all_files=True)
+        self._seen("deleted", job, {})
+        self._wake()
+
+    def find(self, name: str) -> Job:
+        """Returns a job by its id."""
+        job = self.journal.get(name) if _ID.fullmatch(name) else None
+        if job is None:
+            raise RefusedError(f"There is no video {name[:100]!r}.", 404, "not_found", "video_id")
+        if self._running is not None and self._running.id == job.id:
+            return self._running
+        return job
+
+    def folder(self, job: Job) -> Path:
+        """Returns where the files of a job are."""
+        return self._jobs / job.id
+
+    def file(self, job: Job, name: str) -> Path:
+        """Returns the path of an uploaded file of a job."""
+        return self.folder(job) / f"upload-{name}"
+
+    def video(self, job: Job) -> Path:
+        """Returns the path of a job's video."""
+        return self.folder(job) / "video.mp4"
+
+    def record(self, job: Job) -> dict[str, Any]:
+        """Returns the record of a finished video."""
+        path = self.folder(job) / "video.json"
+        return read_json(path) if path.exists() else {}
+
+    async def changed(self) -> None:
+        """Waits until something has happened to a job."""
+        await self._changed.wait()
+
+    def planned_seconds(self, job: Job) -> float | None:
+        """Returns about how long a job takes, from those that were made; None before any was."""
+        same = self.journal.last(job.shape)
+        if same:
+            return statistics.median(one.seconds or 0.0 for one in same)
+        others = [one for one in self.journal.last(None) if one.work]
+        if not others:
+            return None
+        return job.work * statistics.median((one.seconds or 0.0) / one.work for one in others)
+
+    def seconds_ahead(self, until: Job | None = None) -> float:
+        """Returns about how long it is until a job begins, or until the queue is empty."""
+        ahead = 0.0
+        if self._running is not None:
+            planned, begun = self.planned_seconds(self._running), self._running.started
+            ahead += max((planned or 0.0) - (time.time() - (begun or time.time())), 0.0)
+        for job in self.journal.in_state("queued"):
+            if until is not None and job.id == until.id:
+                break
+            ahead += self.planned_seconds(job) or 0.0
+        return ahead
+
+    # The life of the service.
+
+    async def start(self) -> None:
+        """Runs until it is cancelled; the ranks are started again whenever they have ended."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.group.run())
+                tasks.create_task(self._clean())
+        finally:
+            self.journal.close()
+
+    async def stop(self) -> None:
+        """Ends the ranks; what they were making is queued again, like what waits."""
+        self.stopping = True
+        await self.group.stop()
+        job = self._running
+        if job is not None and job.state == "in_progress":
+            self.journal.change(job, state="queued", done=0, attempt=max(job.attempt - 1, 0))
+            self._clear(job)
+
+    def _told(self, said: dict[str, Any]) -> None:
+        """Hears from the ranks."""
+        what, job = said["is"], self._running
+        if what == "ready":
+            self._next()
+        elif what == "ended":
+            self._lost(said)
+        elif job is None or said.get("job") != job.id:
+            return
+        elif what == "step":
+            job.done, job.total = said["done"], said["total"]
+        elif what == "done":
+            self._done(job)
+        elif what == "failed" and not (self.stopping and said["code"] == "cancelled"):
+            self._failed(job, said["code"], said["message"])
+        self._wake()
+
+    def _next(self) -> None:
+        """Has the ranks make the next job, if they wait."""
+        if self._running is not None or self.stopping or not self.group.ready:
+            return
+        waiting = self.journal.in_state("queued")
+        if not waiting:
+            return
+        first = waiting[0]
+        job = first
+        if first.shape != self._last_shape and first.passed < _PASSED:
+            equals = [one for one in waiting if one.priority == first.priority]
+            job = next((one for one in equals if one.shape == self._last_shape), first)
+        for one in waiting[: waiting.index(job)]:
+            self.journal.change(one, passed=one.passed + 1)
+        now = time.time()
+        self.journal.change(job, state="in_progress", started=now, attempt=job.attempt + 1, done=0)
+        self._running, self._last_shape = job, job.shape
+        files = {name: str(path) for name, path in self._uploads(job).items()}
+        self.group.make(job.id, job.settings | files, self.video(job).absolute())
+
+    def _done(self, job: Job) -> None:
+        if job.state == "deleted" or not self.video(job).exists():
+            self._failed(job, "internal_error", "The video is not where it was written.")
+            return
+        self._running, now = None, time.time()
+        stored = sum(path.stat().st_size for path in self.folder(job).iterdir())
+        ends = {"state": "completed", "ended": now, "seconds": now - (job.started or now)}
+        self.journal.change(job, **ends, done=job.total, bytes=stored)
+        self._seen("completed", job, self.record(job))
+        self._next()
+
+    def _failed(self, job: Job, code: str, message: str) -> None:
+        self._running = None
+        self._clear(job, all_files=job.state == "deleted")
+        if job.state != "deleted":
+            if code == "out_of_memory":
+                message = f"{message} {self._planned_memory(job)}".strip()
+            error = {"code": code, "message": message}
+            self.journal.change(job, state="failed", ended=time.time(), error=error)
+            self._seen("failed", job, {})
+        self._next()
+
+    def _lost(self, said: Mapping[str, Any]) -> None:
+        """The ranks have ended: what they made is queued again, once."""
+        job, self._running = self._running, None
+        self._seen("restart", job, {})
+        if job is None or self.stopping:
+            self._running = job
+            return
+        if job.state == "deleted":
+            self._clear(job, all_files=True)
+        elif said["code"] in ("out_of_memory", "disk_full") or job.attempt >= ATTEMPTS:
+            self._running = job
+            self._failed(job, said["code"], said["message"])
+        else:
+            self._clear(job)
+            self.journal.change(job, state="queued", done=0)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _admitted(
+        self,
+        asked: Asked,
+        digest: str = "",
+        key: str | None = None,
+        remixed_from: str | None = None,
+    ) -> Job:
+        """Writes the files and the job of a request that can be made."""
+        if self.stopping:
+            raise RefusedError("The service stops.", 503, "stopping", wait=30)
+        waiting = self.journal.in_state("queued")
+        if len(waiting) >= self.limits.queue:
+            message = f"{len(waiting)} jobs wait already, and no more are taken; try later."
+            raise RefusedError(message, 429, "queue_full", wait=self.seconds_ahead() or 30)
+        name = f"video_{self._name}_" if self._name else "video_"
+        job = Job(
+            name + secrets.token_hex(12),
+            {"base_seed": random.SystemRandom().randrange(10**10)} | asked.settings,
+            priority=asked.priority,
+            created=time.time(),
+            model=self.model,
+            remixed_from=remixed_from,
+            digest=digest,
+            key=key,
+            names=asked.names,
+        )
+        try:
+            await asyncio.to_thread(self._write, job, asked.files)
+            run = await asyncio.to_thread(self._checked, job)
+        except BaseException as error:
+            refusal = self._refusal(error, job) if isinstance(error, InputError) else None
+            self._clear(job, all_files=True)
+            if refusal is not None:
+                raise refusal from error
+            if is_disk_full(error):
+                message = "The disk is full; delete videos."
+                raise RefusedError(message, 507, "disk_full", wait=60) from error
+            raise
+        _describe(job, run)
+        job.bytes = sum(map(len, asked.files.values()))
+        self.journal.add(job)
+        self._seen("created", job, {})
+        self._next()
+        self._wake()
+        return job
+
+    def _write(self, job: Job, files: Mapping[str, bytes]) -> None:
+        self.folder(job).mkdir(parents=True)
+        for name, content in files.items():
+            with whole_file(self.file(job, name)) as temporary:
+                temporary.write_bytes(content)
+
+    def _checked(self, job: Job) -> Run:
+        """Returns the run of a job, as rank 0 will find it."""
+        with spoken(fields.words(job.names)):
+            run = self._resolve(over(self._given, read(job.settings) | self._uploads(job)))
+        request = run.request
+        frames = request.frame_num * (request.num_clip or 1)
+        for what, given, most in (
+            ("frames", frames, self.limits.frames),
+            ("pixels", frames * prod(request.video_size), self.limits.pixels),
+            ("characters of the prompt", len(request.prompt), self.limits.prompt),
+        ):
+            if given > most:
+                raise InputError(f"{given} {what} are too many", remedy=f"give at most {most}")
+        return run
+
+    def _refusal(self, error: InputError, job: Job) -> RefusedError:
+        """Returns the answer to a request that cannot be made, without paths of this machine."""
+        message = str(error)
+        for name, path in self._uploads(job).items():
+            message = message.replace(str(path), f"the uploaded {job.names.get(name, name)}")
+        named = re.match(r"`(\w+)`", error.what)
+        param = job.names.get(named[1], named[1]) if named else None
+        return RefusedError(message, param=param)
+
+    def _uploads(self, job: Job) -> dict[str, Path]:
+        """Returns the uploaded files of a job that are there."""
+        paths = {name: self.file(job, name).absolute() for name in fields.UPLOADS}
+        return {name: path for name, path in paths.items() if path.exists()}
+
+    def _planned_memory(self, job: Job) -> str:
+        """Returns what the planner says that a job needs."""
+        try:
+            run = self._checked(job)
+            sizes = memory.estimate(run.setup, run.request)
+            stages = memory.stages(run.setup, run.request, sizes).values()
+            most = max(usage.total() for usage in stages)
+            return f"--plan finds that it needs {most / 1e9:.1f} GB on each rank."
+        except Exception:  # it is only a hint
+            logger.debug("no plan", exc_info=True)
+            return ""
+
+    def _clear(self, job: Job, all_files: bool = False) -> None:
+        """Removes what an attempt has left, or all files of a job."""
+        folder = self.folder(job)
+        if all_files:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder.is_dir():
+            for path in folder.iterdir():
+                if not path.name.startswith("upload-"):
+                    path.unlink(missing_ok=True)
+
+    async def _clean(self) -> None:
+        """Deletes old jobs, and the oldest ones when their files take too much."""
+        while True:
+            if self.limits.keep_days is not None:
+                for job in self.journal.ended_before(time.time() - 86400 * self.limits.keep_days):
+                    self.delete(job)
+            quota = self.limits.quota
+            while quota is not None and self.journal.stored_bytes() > quota:
+                oldest = self.journal.ended_before(time.time())[:1]
+                if not oldest:
+                    break
+                self.delete(oldest[0])
+            await asyncio.sleep(10)
+
+
+def _describe(job: Job, run: Run) -> None:
+    """Notes what is known of a job's video before it is made."""
+    request = run.request
+    branches, clips = (2 if request.guided else 1), request.num_clip or 1
+    job.frames = request.frame_num
+    if request.clips:
+        job.frames = sum(map(request.clip_frames, range(clips)))
+    job.fps, (job.width, job.height) = float(run.output.fps), request.video_size
+    job.total = request.sample_steps * clips
+    job.shape = json.dumps([request.latent_shape, request.sample_steps, branches, clips])
+    job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
+
+
+def digest_of(body: Mapping[str, Any]) -> str:
+    """Returns what is equal for requests with the same fields and files."""
+    found = hashlib.sha256()
+    for name in sorted(body):
+        value = body[name]
+        content = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True).encode()
+        found.update(f"{name} {len(content)} ".encode() + content)
+    return found.hexdigest()
+
+
+def is_over(job: Job) -> bool:
+    """Returns whether nothing happens to a job any more."""
+    return job.state in ENDS
