@@ -33,11 +33,12 @@ class Served:
         options: Sequence[object] = (),
         flags: Sequence[object] = (),
         path: Path | None = None,
+        key: str = "none",
     ) -> None:
-        """Starts it. path: a folder of modules that Python finds first, for faults."""
+        """Starts it. path: a folder of modules that Python finds first. key: for its interface."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.folder, self.url = folder, f"http://127.0.0.1:{self.port}"
+        self.folder, self.url, self._key = folder, f"http://127.0.0.1:{self.port}", key
         paths = [*([str(path)] if path else []), TORCHRUN["PYTHONPATH"]]
         own = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(paths)}
         own |= {"HOME": os.environ.get("HOME", "/root")}
@@ -75,7 +76,7 @@ class Served:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, method=method)
         request.add_header("Content-Type", "application/json")
-        for name, value in headers.items():
+        for name, value in {"Authorization": f"Bearer {self._key}", **headers}.items():
             request.add_header(name.replace("_", "-"), value)
         try:
             answer = urllib.request.urlopen(request, timeout=60)
@@ -94,7 +95,7 @@ class Served:
 
     def client(self) -> openai.OpenAI:
         """Returns the real client."""
-        return openai.OpenAI(api_key="none", base_url=f"{self.url}/v1")
+        return openai.OpenAI(api_key=self._key, base_url=f"{self.url}/v1")
 
     def create(self, **fields: Any) -> str:
         """Queues a video and returns its id."""

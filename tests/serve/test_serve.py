@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,10 +18,14 @@ import numpy as np
 import openai
 import pytest
 
-from tests.dist import GENERATE
+from tests.dist import GENERATE, REPO
 from tests.serve.serving import PROMPT, Served, breaking
 
-pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.xdist_group("serve"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 def frames(path: Path) -> np.ndarray:
@@ -106,6 +113,7 @@ def test_a_repeated_request_is_the_same_job(served: Served) -> None:
     assert served.ended(keyed[0])["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_the_queue_is_bounded(served: Served) -> None:
     long = served.create(num_inference_steps=40, num_frames=17)
     served.wait(lambda: served.status(long) == "in_progress")
@@ -131,14 +139,14 @@ REFUSED = {
     "size": ({"size": "17x33"}, "size 17*33 is not in multiples of 16", "size"),
     "frames": ({"num_frames": 6}, "num_frames 6", "num_frames"),
     "steps": ({"num_inference_steps": 0}, "num_inference_steps 0", "num_inference_steps"),
-    "twice": ({"seed": 1, "base_seed": 2}, "base_seed and seed say the same", None),
-    "seconds and frames": ({"seconds": 1, "num_frames": 5}, "seconds says the same as", None),
+    "twice": ({"seed": 1, "base_seed": 2}, "base_seed says the same as seed", "base_seed"),
+    "seconds and frames": ({"seconds": 1, "num_frames": 5}, "seconds says the same as", "seconds"),
     "image": ({"input_reference": "data:image/png;base64,AAAA"}, "takes no ", None),
-    "path": ({"image": "/etc/passwd"}, "image must be an uploaded file", None),
+    "path": ({"image": "/etc/passwd"}, "image must be an uploaded file", "image"),
     "other path": ({"audio": "/etc/passwd"}, "audio is not a known field", None),
     "save_file": ({"save_file": "x.mp4"}, "save_file is not taken; the video is fetched", None),
     "latents": ({"latent_path": "x"}, "latent_path is not taken", None),
-    "of loading": ({"comm_type": 2}, "comm_type 2 is decided when the service starts", None),
+    "of loading": ({"comm_type": 2}, "comm_type 2 is decided when the service starts", "comm_type"),
     "step cache": ({"step_cache": "mag"}, "step_cache mag is decided when the", None),
     "model": ({"model": "sora-2"}, "model sora-2 does not run here; t2v-A14B does", "model"),
     "guidance": ({"guidance_scale_2": 3}, "add guidance_scale", None),
@@ -202,6 +210,7 @@ def test_a_killed_rank(served: Served) -> None:
     assert served.ask(f"/v1/videos/{running}")[2]["attempt"] == 2
 
 
+@pytest.mark.slow
 def test_a_killed_front(served: Served) -> None:
     """What ran and what waited is made after the next start; the ranks do not stay behind."""
     running, ranks = served.create(num_inference_steps=20), served.ranks()
@@ -215,6 +224,73 @@ def test_a_killed_front(served: Served) -> None:
     served.start()
     assert served.ended(running)["attempt"] == 2
     assert served.ended(waiting)["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_what_is_uploaded(tmp_path: Path) -> None:
+    """An image as a file and as a data URL; a broken one; a body that is too large; a key."""
+    (tmp_path / "key").write_text("0123456789abcdef\n")
+    options = ["--api_key", tmp_path / "key", "--max_body", 1]
+    served = Served(tmp_path / "jobs", 1, options, ["--task", "i2v-A14B"], key="0123456789abcdef")
+    try:
+        client, image = served.client(), REPO / "examples" / "star.png"
+        more = {"num_frames": 5, "num_inference_steps": 1, "seed": 1}
+        made = [client.videos.create(prompt=PROMPT, input_reference=image, extra_body=more).id]
+        url = "data:image/png;base64," + base64.b64encode(image.read_bytes()).decode()
+        for given in ({"input_reference": {"image_url": url}}, {"input_reference": url}):
+            body = {"prompt": PROMPT} | more | given
+            made.append(served.ask("/v1/videos", body)[2]["id"])
+        files = [served.folder / "jobs" / one / "video.mp4" for one in made]
+        for one in made:
+            assert served.ended(one)["status"] == "completed"
+        assert all((frames(file) == frames(files[0])).all() for file in files)
+        remixed = client.videos.remix(made[0], prompt="it grows")
+        assert served.ended(remixed.id)["status"] == "completed"
+        with pytest.raises(openai.BadRequestError, match="the uploaded input_reference"):
+            client.videos.create(prompt=PROMPT, input_reference=("x.png", b"x" * 99))
+        with pytest.raises(openai.BadRequestError, match="starts from an image"):
+            client.videos.create(prompt=PROMPT)
+        assert served.ask("/v1/videos", b"x" * 2_000_000)[0] == 413
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").videos.list()
+        assert served.ask("/v1/videos", Authorization="")[0] == 401
+        assert (
+            not {*(served.folder / "jobs").iterdir()}
+            - {one.parent for one in files}
+            - {served.folder / "jobs" / remixed.id}
+        )
+    finally:
+        assert served.stop() == 0
+
+
+@pytest.mark.slow
+def test_stopped_with_jobs(tmp_path: Path) -> None:
+    """They are made after the next start, each once."""
+    served = Served(tmp_path / "jobs", 2)
+    try:
+        made = [served.create(seed=7, num_inference_steps=n) for n in (30, 2, 2)]
+        served.wait(lambda: served.ask(f"/v1/videos/{made[0]}")[2]["steps"][0] > 1)
+        begun = time.monotonic()
+        assert served.stop() == 0 and time.monotonic() - begun < 15 and not served.ranks()
+        left = {path.name for path in (tmp_path / "jobs" / "jobs" / made[0]).iterdir()}
+        assert left == set()
+        served.start()
+        ended = [served.ended(video) for video in made]
+        assert [(one["status"], one["attempt"]) for one in ended] == [("completed", 1)] * 3
+    finally:
+        served.stop()
+
+
+@pytest.mark.slow
+def test_who_leaves_cancels(served: Served) -> None:
+    """A client of the synchronous route that is gone."""
+    with socket.create_connection(("127.0.0.1", served.port)) as client:
+        body = json.dumps({"prompt": PROMPT, "num_inference_steps": 40, "num_frames": 17})
+        head = f"POST /v1/videos/sync HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        client.sendall(f"{head}\r\n\r\n{body}".encode())
+        served.wait(lambda: served.health()["running"] == 1)
+    served.wait(lambda: served.health()["running"] == 0, 10)
+    assert served.ended(served.create())["status"] == "completed"
 
 
 DENOISE, PIPELINE = "wan.pipeline.denoise:", "wan.pipeline.pipeline:Pipeline."

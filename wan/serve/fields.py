@@ -28,7 +28,7 @@ UPLOADS = ("image", "last_image")
 """Settings that are files of the request."""
 _OWN = ("model", "seconds", "guidance_scale", "guidance_scale_2", "priority")
 _LEFT_OUT = {
-    "latent_path": "no file is opened for a request; start with --noise_device to fix the noise",
+    "latent_path": "no file is opened for a request; give a seed",
     "save_file": "the video is fetched from /v1/videos/{id}/content",
     "boundary_ratio": "the checkpoint decides it",
 }
@@ -81,19 +81,20 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
         key, value = _part(key, value)
         name = NAMES.get(key, key)
         if key in _LEFT_OUT:
-            raise InputError(f"{key} is not taken", remedy=_LEFT_OUT[key])
+            raise InputError(key, why="is not taken", remedy=_LEFT_OUT[key])
         if name in names:
-            raise InputError(f"{key} and {names[name]} say the same", remedy="give one of them")
+            why = f"says the same as {names[name]}"
+            raise InputError(key, why=why, remedy="give one of them")
         if key in _OWN:
             own[key] = value
         elif name in UPLOADS:
             files[name] = _content(key, value)
         elif name not in FLAGS or (name in PATHS and not _is_running(name, value, run)):
-            raise InputError(f"{key} is not a known field", remedy="remove it")
+            raise InputError(key, why="is not a known field", remedy="remove it")
         elif not FLAGS[name].line:
             if not _is_running(name, value, run):
                 why = "is decided when the service starts"
-                raise InputError(f"{key}", shown(value), why, "leave it out")
+                raise InputError(key, shown(value), why, "leave it out")
         else:
             settings[name] = value
         names[name] = key
@@ -124,11 +125,12 @@ def _content(key: str, value: Any) -> bytes:
         return value
     start = _DATA_URL.match(value) if isinstance(value, str) else None
     if start is None:
-        raise InputError(f"{key} must be an uploaded file or a data URL with base64 in it")
+        raise InputError(key, why="must be an uploaded file or a data URL with base64 in it")
     try:
         return base64.b64decode(value[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InputError(f"{key} is no valid base64 ({error})", remedy="encode it again") from error
+        why = f"is no valid base64 ({error})"
+        raise InputError(key, why=why, remedy="encode it again") from error
 
 
 def _is_running(name: str, value: Any, run: Run) -> bool:
@@ -149,7 +151,7 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
     if "seconds" in own:
         if "frame_num" in settings or run.request.clips:
             other = "num_frames" if "frame_num" in settings else "the length of what it follows"
-            raise InputError(f"seconds says the same as {other}", remedy="leave it out")
+            raise InputError("seconds", why=f"says the same as {other}", remedy="leave it out")
         seconds = real(0, 3600, above=True)("seconds", own["seconds"])
         fps = FLAGS["fps"].read("fps", settings["fps"]) if "fps" in settings else run.output.fps
         settings["frame_num"] = 4 * max(math.floor((seconds * fps - 1) / 4 + 0.5), 0) + 1
@@ -163,6 +165,7 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
             why = "says the same as guidance_scale"
             raise InputError("`sample_guide_scale`", None, why, "give one of them")
         if "guidance_scale" not in own:
-            raise InputError("guidance_scale_2 is that of the low noise; add guidance_scale")
+            why = "is that of the low-noise expert alone"
+            raise InputError("guidance_scale_2", why=why, remedy="add guidance_scale")
         settings["sample_guide_scale"] = ",".join(f"{scale:g}" for scale in scales)
     return int(integer(-100, 100)("priority", own.get("priority", 0)))
