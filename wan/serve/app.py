@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wan.serve import fields, pictures
-from wan.serve.journal import Job
+from wan.serve.journal import QueuedVideo
 from wan.serve.metrics import Metrics
 from wan.serve.service import RefusedError, Service, digest_of, is_over
 from wan.settings.errors import InputError
@@ -32,7 +32,7 @@ _POLL = 1.0  # seconds between two looks at a job that a client is told at least
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
-def video_object(service: Service, job: Job) -> dict[str, Any]:
+def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
     """Returns a job as OpenAI's interface shows a video, and what vllm-omni's adds."""
     progress = 100 if job.state == "completed" else int(99 * job.done / max(job.total, 1))
     found: dict[str, Any] = {
@@ -203,7 +203,7 @@ class Routes:
     async def page(self, _: Request) -> Response:
         return HTMLResponse(resources.files("wan.serve").joinpath("page.html").read_text("utf-8"))
 
-    async def _created(self, request: Request, body: dict[str, Any]) -> tuple[Job, bool]:
+    async def _created(self, request: Request, body: dict[str, Any]) -> tuple[QueuedVideo, bool]:
         digest = digest_of(body)
         asked = fields.asked(body, self._service.run, self._service.model)
         retries = request.headers.get("x-stainless-retry-count", "0")
@@ -214,7 +214,7 @@ class Routes:
             repeated=retries.isdecimal() and int(retries) > 0,
         )
 
-    async def _waited(self, request: Request, job: Job) -> Job:
+    async def _waited(self, request: Request, job: QueuedVideo) -> QueuedVideo:
         """Returns a job that is completed; deletes it if the client leaves."""
         while True:
             found = self._service.find(job.id)
@@ -229,7 +229,7 @@ class Routes:
             raise RefusedError(found.error["message"], 500, found.error["code"])
         return found
 
-    def _video(self, job: Job) -> Response:
+    def _video(self, job: QueuedVideo) -> Response:
         headers = {}
         if not is_over(job):
             wait = self._service.seconds_ahead(until=job) if job.state == "queued" else 0.0

@@ -23,7 +23,7 @@ _LONGEST = 60.0  # seconds between two starts of a group that does not come up
 _LOG = 10_000_000  # bytes from which on the ranks' log is begun anew
 
 
-class Group:
+class RankGroup:
     """The ranks of the service.
 
     Attributes:

@@ -17,7 +17,7 @@ _JSON = ("settings", "names", "error")
 
 
 @dataclass
-class Job:
+class QueuedVideo:
     """A job as the journal has it; times are seconds since 1970.
 
     Attributes:
@@ -68,7 +68,7 @@ class Job:
     names: dict[str, str] = field(default_factory=dict)
 
 
-_COLUMNS = [one.name for one in fields(Job)]
+_COLUMNS = [one.name for one in fields(QueuedVideo)]
 
 
 class Journal:
@@ -87,14 +87,14 @@ class Journal:
         """Ends all writing."""
         self._file.close()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: QueuedVideo) -> None:
         """Writes a new job."""
         marks = ", ".join("?" for _ in _COLUMNS)
         self._file.execute(
             f"INSERT INTO jobs VALUES ({marks})", [_stored(job, n) for n in _COLUMNS]
         )
 
-    def change(self, job: Job, **values: Any) -> None:
+    def change(self, job: QueuedVideo, **values: Any) -> None:
         """Sets some of a job's values, here and on disk."""
         for name, value in values.items():
             setattr(job, name, value)
@@ -102,16 +102,16 @@ class Journal:
         stored = [_stored(job, name) for name in values]
         self._file.execute(f"UPDATE jobs SET {sets} WHERE id = ?", [*stored, job.id])
 
-    def get(self, name: str) -> Job | None:
+    def get(self, name: str) -> QueuedVideo | None:
         """Returns a job that is not deleted."""
         return self._one("id = ? AND state != 'deleted'", [name])
 
-    def twin(self, digest: str, key: str | None) -> Job | None:
+    def twin(self, digest: str, key: str | None) -> QueuedVideo | None:
         """Returns the last job of the same key, or without one of the same body."""
         found = ("key = ?", [key]) if key else ("digest = ?", [digest])
         return self._one(f"{found[0]} AND state != 'deleted' ORDER BY rowid DESC", found[1])
 
-    def page(self, after: str | None, limit: int, newest_first: bool) -> list[Job]:
+    def page(self, after: str | None, limit: int, newest_first: bool) -> list[QueuedVideo]:
         """Returns jobs by age, from the one that follows `after`."""
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
         since, given = "", []
@@ -120,17 +120,17 @@ class Journal:
         where = f"state != 'deleted' {since} ORDER BY rowid {order} LIMIT ?"
         return self._all(where, [*given, limit])
 
-    def in_state(self, *states: str) -> list[Job]:
+    def in_state(self, *states: str) -> list[QueuedVideo]:
         """Returns the jobs of some states in the order in which they are made."""
         marks = ", ".join("?" for _ in states)
         return self._all(f"state IN ({marks}) ORDER BY priority DESC, rowid", [*states])
 
-    def last(self, shape: str | None, count: int = 5) -> list[Job]:
+    def last(self, shape: str | None, count: int = 5) -> list[QueuedVideo]:
         """Returns the last completed jobs, of one shape or of all."""
         where, given = ("AND shape = ?", [shape]) if shape is not None else ("", [])
         return self._all(f"state = 'completed' {where} ORDER BY ended DESC LIMIT {count}", given)
 
-    def ended_before(self, moment: float) -> list[Job]:
+    def ended_before(self, moment: float) -> list[QueuedVideo]:
         """Returns the jobs that ended earlier and have files."""
         return self._all("state IN ('completed', 'failed') AND ended < ?", [moment])
 
@@ -143,7 +143,7 @@ class Journal:
         """Returns the bytes of the files of all jobs."""
         return int(self._file.execute("SELECT COALESCE(SUM(bytes), 0) FROM jobs").fetchone()[0])
 
-    def recover(self) -> list[Job]:
+    def recover(self) -> list[QueuedVideo]:
         """Queues again what ran when the front ended; returns what has failed now."""
         failed = []
         for job in self.in_state("in_progress"):
@@ -155,10 +155,10 @@ class Journal:
                 self.change(job, state="queued", done=0)
         return failed
 
-    def _one(self, where: str, given: Sequence[Any]) -> Job | None:
+    def _one(self, where: str, given: Sequence[Any]) -> QueuedVideo | None:
         return next(iter(self._all(f"{where} LIMIT 1", given)), None)
 
-    def _all(self, where: str, given: Sequence[Any]) -> list[Job]:
+    def _all(self, where: str, given: Sequence[Any]) -> list[QueuedVideo]:
         return [_job(row) for row in self._file.execute(f"SELECT * FROM jobs WHERE {where}", given)]
 
 
@@ -166,11 +166,11 @@ def _kind(name: str) -> str:
     return "TEXT PRIMARY KEY" if name == "id" else ""
 
 
-def _stored(job: Job, name: str) -> Any:
+def _stored(job: QueuedVideo, name: str) -> Any:
     value = getattr(job, name)
     return json.dumps(value, ensure_ascii=False, default=str) if name in _JSON else value
 
 
-def _job(row: sqlite3.Row) -> Job:
+def _job(row: sqlite3.Row) -> QueuedVideo:
     values = dict(row)
-    return Job(**values | {name: json.loads(values[name]) for name in _JSON})
+    return QueuedVideo(**values | {name: json.loads(values[name]) for name in _JSON})

@@ -19,7 +19,7 @@ from typing import Any
 from wan.settings.errors import InputError
 
 
-class Link:
+class FrontLink:
     """What a rank hears from the front, and says to it.
 
     Attributes:

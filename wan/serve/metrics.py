@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from wan.serve.journal import Job
+from wan.serve.journal import QueuedVideo
 from wan.serve.service import Service
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000, 10000)
@@ -51,7 +51,7 @@ class Metrics:
         self._ready = Gauge("wan_ranks_ready", "1 while all ranks can make videos", **own)
         self._stored = Gauge("wan_stored_bytes", "Of the files of all jobs", **own)
 
-    def seen(self, event: str, job: Job | None, record: dict[str, Any]) -> None:
+    def seen(self, event: str, job: QueuedVideo | None, record: dict[str, Any]) -> None:
         """Counts an event: "created", "completed", "failed", "deleted" or "restart"."""
         if event == "restart":
             self._restarts.inc()

@@ -27,7 +27,7 @@ from wan.cli.videos import Video
 from wan.log import logger
 from wan.pipeline.batch import Batch, Job
 from wan.run import Run
-from wan.serve.link import Link
+from wan.serve.link import FrontLink
 from wan.settings.errors import (
     InputError,
     NotFiniteError,
@@ -63,14 +63,14 @@ class EndedError(Exception):
         self.code = code
 
 
-class Agreement:
+class SharedBoundary:
     """Implements `wan.pipeline.denoise.Boundary` for one video.
 
     Attributes:
         reached_together: All ranks have agreed to end the video.
     """
 
-    def __init__(self, control: Control, link: Link, job: str, runs: int) -> None:
+    def __init__(self, control: Control, link: FrontLink, job: str, runs: int) -> None:
         """Prepares a video.
 
         Args:
@@ -117,7 +117,7 @@ class Ranks:
     """What every rank does: it waits for a video, makes it, and waits for the next one."""
 
     def __init__(
-        self, shared: dict[str, Any], pipeline: Pipeline, team: Team | None, link: Link
+        self, shared: dict[str, Any], pipeline: Pipeline, team: Team | None, link: FrontLink
     ) -> None:
         """Prepares a rank.
 
@@ -161,7 +161,7 @@ class Ranks:
             reason = reasons[0] if reasons else "The ranks read different files; mend the copies."
             self._tell("failed", job=job, code="invalid_request", message=reason)
             return
-        agreement = Agreement(self._control, self._link, job, run.request.num_clip or 1)
+        agreement = SharedBoundary(self._control, self._link, job, run.request.num_clip or 1)
         self._pipeline.boundary = agreement
         served = Served(
             f"Video {job}",
@@ -170,17 +170,17 @@ class Ranks:
             video=Video(run, self._pipeline, self._team),
         )
         self._attempt(served, agreement)
-        error = served.error
-        if error is None:
+        ended = served.error
+        if ended is None:
             self._tell("done", job=job, file=str(served.video.run.output.save_file))
             return
-        code, message = _reason(error)
+        code, message = _reason(ended)
         if agreement.reached_together:  # whose rank's error it was
             found = self._control.gather((code, message))
             code, message = next((one for one in found if one[0] != "ended"), (code, message))
         self._tell("failed", job=job, code=code, message=message)
 
-    def _attempt(self, served: Served, agreement: Agreement) -> None:
+    def _attempt(self, served: Served, agreement: SharedBoundary) -> None:
         """Makes a video; raises what the other ranks cannot know of."""
 
         def failed(job: Served, error: Exception) -> None:
@@ -243,7 +243,7 @@ def _serve(front: Path, argv: Sequence[str], run: Run, team: Team | None) -> int
     from wan.pipeline import build
 
     log.set_level(run.output.log_level)
-    link = Link(front, env.rank())
+    link = FrontLink(front, env.rank())
     try:
         device = devices.resolve(run.setup.execution.device) if team is None else team.device
         pipeline = build.pipeline(run.setup, device, team)

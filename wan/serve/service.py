@@ -28,8 +28,8 @@ from wan.pipeline import memory
 from wan.run import Run
 from wan.serve import fields
 from wan.serve.fields import Asked
-from wan.serve.group import Group
-from wan.serve.journal import ATTEMPTS, ENDS, Job, Journal
+from wan.serve.group import RankGroup
+from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
 from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
 
@@ -98,7 +98,7 @@ class Service:
         ranks: int,
         name: str = "",
         limits: Limits = Limits(),
-        seen: Callable[[str, Job | None, dict[str, Any]], None] = lambda *_: None,
+        seen: Callable[[str, QueuedVideo | None, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         """Opens the journal; starts nothing yet.
 
@@ -117,8 +117,8 @@ class Service:
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
-        self.group = Group(argv, ranks, folder, self._told)
-        self._running: Job | None = None
+        self.group = RankGroup(argv, ranks, folder, self._told)
+        self._running: QueuedVideo | None = None
         self._last_shape = ""
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())
@@ -132,7 +132,7 @@ class Service:
 
     async def create(
         self, asked: Asked, digest: str, key: str | None = None, repeated: bool = False
-    ) -> tuple[Job, bool]:
+    ) -> tuple[QueuedVideo, bool]:
         """Admits a request and queues its job.
 
         Args:
@@ -156,14 +156,14 @@ class Service:
                 return twin, True
             return await self._admitted(asked, digest, key), False
 
-    async def remix(self, job: Job, prompt: str) -> Job:
+    async def remix(self, job: QueuedVideo, prompt: str) -> QueuedVideo:
         """Queues a job with another's settings, seed and files, and a new prompt."""
         files = {name: path.read_bytes() for name, path in self._uploads(job).items()}
         asked = Asked(job.settings | {"prompt": prompt}, files, job.priority, job.names)
         async with self._admitting:
             return await self._admitted(asked, remixed_from=job.id)
 
-    def delete(self, job: Job) -> None:
+    def delete(self, job: QueuedVideo) -> None:
         """Ends a job if it is not done, and removes its files."""
         running = job.state == "in_progress"
         self.journal.change(job, state="deleted", ended=job.ended or time.time(), bytes=0)
@@ -174,7 +174,7 @@ class Service:
         self._seen("deleted", job, {})
         self._wake()
 
-    def find(self, name: str) -> Job:
+    def find(self, name: str) -> QueuedVideo:
         """Returns a job by its id."""
         job = self.journal.get(name) if _ID.fullmatch(name) else None
         if job is None:
@@ -183,19 +183,19 @@ class Service:
             return self._running
         return job
 
-    def folder(self, job: Job) -> Path:
+    def folder(self, job: QueuedVideo) -> Path:
         """Returns where the files of a job are."""
         return self._jobs / job.id
 
-    def file(self, job: Job, name: str) -> Path:
+    def file(self, job: QueuedVideo, name: str) -> Path:
         """Returns the path of an uploaded file of a job."""
         return self.folder(job) / f"upload-{name}"
 
-    def video(self, job: Job) -> Path:
+    def video(self, job: QueuedVideo) -> Path:
         """Returns the path of a job's video."""
         return self.folder(job) / "video.mp4"
 
-    def record(self, job: Job) -> dict[str, Any]:
+    def record(self, job: QueuedVideo) -> dict[str, Any]:
         """Returns the record of a finished video."""
         path = self.folder(job) / "video.json"
         return read_json(path) if path.exists() else {}
@@ -204,7 +204,7 @@ class Service:
         """Waits until something has happened to a job."""
         await self._changed.wait()
 
-    def planned_seconds(self, job: Job) -> float | None:
+    def planned_seconds(self, job: QueuedVideo) -> float | None:
         """Returns about how long a job takes, from those that were made; None before any was."""
         same = self.journal.last(job.shape)
         if same:
@@ -214,7 +214,7 @@ class Service:
             return None
         return job.work * statistics.median((one.seconds or 0.0) / one.work for one in others)
 
-    def seconds_ahead(self, until: Job | None = None) -> float:
+    def seconds_ahead(self, until: QueuedVideo | None = None) -> float:
         """Returns about how long it is until a job begins, or until the queue is empty."""
         ahead = 0.0
         if self._running is not None:
@@ -283,7 +283,7 @@ class Service:
         files = {name: str(path) for name, path in self._uploads(job).items()}
         self.group.make(job.id, job.settings | files, self.video(job).absolute())
 
-    def _done(self, job: Job) -> None:
+    def _done(self, job: QueuedVideo) -> None:
         if job.state == "deleted" or not self.video(job).exists():
             self._failed(job, "internal_error", "The video is not where it was written.")
             return
@@ -294,7 +294,7 @@ class Service:
         self._seen("completed", job, self.record(job))
         self._next()
 
-    def _failed(self, job: Job, code: str, message: str) -> None:
+    def _failed(self, job: QueuedVideo, code: str, message: str) -> None:
         self._running = None
         self._clear(job, all_files=job.state == "deleted")
         if job.state != "deleted":
@@ -331,7 +331,7 @@ class Service:
         digest: str = "",
         key: str | None = None,
         remixed_from: str | None = None,
-    ) -> Job:
+    ) -> QueuedVideo:
         """Writes the files and the job of a request that can be made."""
         if self.stopping:
             raise RefusedError("The service stops.", 503, "stopping", wait=30)
@@ -340,7 +340,7 @@ class Service:
             message = f"{len(waiting)} jobs wait already, and no more are taken; try later."
             raise RefusedError(message, 429, "queue_full", wait=self.seconds_ahead() or 30)
         name = f"video_{self._name}_" if self._name else "video_"
-        job = Job(
+        job = QueuedVideo(
             name + secrets.token_hex(12),
             {"base_seed": random.SystemRandom().randrange(10**10)} | asked.settings,
             priority=asked.priority,
@@ -371,13 +371,13 @@ class Service:
         self._wake()
         return job
 
-    def _write(self, job: Job, files: Mapping[str, bytes]) -> None:
+    def _write(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
         self.folder(job).mkdir(parents=True)
         for name, content in files.items():
             with whole_file(self.file(job, name)) as temporary:
                 temporary.write_bytes(content)
 
-    def _checked(self, job: Job) -> Run:
+    def _checked(self, job: QueuedVideo) -> Run:
         """Returns the run of a job, as rank 0 will find it."""
         with spoken(fields.words(job.names)):
             run = self._resolve(over(self._given, read(job.settings) | self._uploads(job)))
@@ -392,7 +392,7 @@ class Service:
                 raise InputError(f"{given} {what} are too many", remedy=f"give at most {most}")
         return run
 
-    def _refusal(self, error: InputError, job: Job) -> RefusedError:
+    def _refusal(self, error: InputError, job: QueuedVideo) -> RefusedError:
         """Returns the answer to a request that cannot be made, without paths of this machine."""
         message = str(error)
         for name, path in self._uploads(job).items():
@@ -401,12 +401,12 @@ class Service:
         param = job.names.get(named[1], named[1]) if named else None
         return RefusedError(message, param=param)
 
-    def _uploads(self, job: Job) -> dict[str, Path]:
+    def _uploads(self, job: QueuedVideo) -> dict[str, Path]:
         """Returns the uploaded files of a job that are there."""
         paths = {name: self.file(job, name).absolute() for name in fields.UPLOADS}
         return {name: path for name, path in paths.items() if path.exists()}
 
-    def _planned_memory(self, job: Job) -> str:
+    def _planned_memory(self, job: QueuedVideo) -> str:
         """Returns what the planner says that a job needs."""
         try:
             run = self._checked(job)
@@ -418,7 +418,7 @@ class Service:
             logger.debug("no plan", exc_info=True)
             return ""
 
-    def _clear(self, job: Job, all_files: bool = False) -> None:
+    def _clear(self, job: QueuedVideo, all_files: bool = False) -> None:
         """Removes what an attempt has left, or all files of a job."""
         folder = self.folder(job)
         if all_files:
@@ -443,7 +443,7 @@ class Service:
             await asyncio.sleep(10)
 
 
-def _describe(job: Job, run: Run) -> None:
+def _describe(job: QueuedVideo, run: Run) -> None:
     """Notes what is known of a job's video before it is made."""
     request = run.request
     branches, clips = (2 if request.guided else 1), request.num_clip or 1
@@ -466,6 +466,6 @@ def digest_of(body: Mapping[str, Any]) -> str:
     return found.hexdigest()
 
 
-def is_over(job: Job) -> bool:
+def is_over(job: QueuedVideo) -> bool:
     """Returns whether nothing happens to a job any more."""
     return job.state in ENDS
