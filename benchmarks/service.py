@@ -1,0 +1,204 @@
+"""What `python -m wan.serve` costs beside `--prompt_file`, and how fast it is back after a loss.
+
+    python -m benchmarks.service --rounds 3 --json results/service.json
+
+It uses the demo checkpoint in processes of their own and prints four things:
+
+- seconds of a video in the service, from the first one's start to the last one's end, by those of
+  the same videos in a `--prompt_file` run, each round both, in alternating order;
+- seconds of a step while a client polls 50 times a second, by those of a step without it, the front
+  and the client pinned to one core and the rank to the other, and CPU milliseconds of a poll;
+- microseconds of the byte on which two pinned ranks agree before a step;
+- seconds from a killed rank of two to the first step of the job that follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import CPU, launch, write_json
+from tests.dist import GENERATE, TORCHRUN
+from tests.serve.serving import PROMPT, Served
+
+_VIDEO = {"prompt": PROMPT, "frame_num": 17, "sample_steps": 8}
+
+
+def overhead(rounds: int, videos: int, work: Path) -> list[dict[str, float]]:
+    """Returns seconds of a video both ways, for each round."""
+    served, found = Served(work / "jobs"), []
+    try:
+        for number in range(rounds):
+            ways = {
+                "service": lambda: _by_service(served, videos),
+                "prompt_file": lambda: _by_file(work, videos),
+            }
+            names = list(ways) if number % 2 else list(ways)[::-1]
+            found.append({name: ways[name]() for name in names})
+    finally:
+        served.stop()
+    return found
+
+
+def _by_service(served: Served, videos: int) -> float:
+    """The first video is not counted: a prompt file embeds all texts with its first one."""
+    made = [served.ask("/v1/videos", _VIDEO | {"seed": n})[2]["id"] for n in range(videos + 1)]
+    served.ended(made[-1], 600)
+    times = []
+    for one in (made[0], made[-1]):
+        record = served.folder / "jobs" / one / "video.json"
+        times.append(record.stat().st_mtime)
+    return (times[1] - times[0]) / videos
+
+
+def _by_file(work: Path, videos: int) -> float:
+    lines = work / "lines.jsonl"
+    lines.write_text("".join(json.dumps(_VIDEO | {"seed": n}) + "\n" for n in range(videos + 1)))
+    folder = work / "made"
+    command = [sys.executable, GENERATE, "--prompt_file", str(lines), "--save_file", str(folder)]
+    subprocess.run(command, env=os.environ | TORCHRUN, check=True, capture_output=True)
+    records = sorted(path.stat().st_mtime for path in folder.glob("[0-9]*.json"))
+    return (records[-1] - records[0]) / videos
+
+
+def polls(rounds: int, work: Path) -> dict[str, Any]:
+    """Returns seconds of a step with and without a client that polls, and the CPU of a poll."""
+    served = Served(work / "polled")
+    found: dict[str, Any] = {"alone": [], "polled": []}
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        os.sched_setaffinity(0, cores[:1])
+        _pin(served.front.pid, cores[0])
+        for pid in served.ranks():
+            _pin(pid, cores[-1])
+        spent, count = 0.0, 0
+        for number in range(2 * rounds):
+            kind = ("alone", "polled")[(number + number // 2) % 2]
+            video = served.create(num_inference_steps=30, num_frames=17)
+            before = _cpu(served.front.pid)
+            over = threading.Event()
+            if kind == "polled":
+                while not over.is_set():
+                    begun = time.monotonic()
+                    if served.status(video) == "completed":
+                        over.set()
+                    count += 1
+                    time.sleep(max(0.02 - (time.monotonic() - begun), 0))
+                spent += _cpu(served.front.pid) - before
+            else:
+                while served.status(video) != "completed":
+                    time.sleep(1)
+            record = json.loads((served.folder / "jobs" / video / "video.json").read_text())
+            found[kind].append(record["seconds"]["denoising"] / 30)
+        found["cpu_ms_of_a_poll"] = 1000 * spent / max(count, 1)
+    finally:
+        os.sched_setaffinity(0, cores)
+        served.stop()
+    return found
+
+
+def _pin(pid: int, core: int) -> None:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), [core])
+
+
+def _cpu(pid: int) -> float:
+    """Seconds of CPU time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def agreement(calls: int = 2000) -> float:
+    """Returns microseconds of a byte on which two pinned ranks agree."""
+    return statistics.median(one["us"] for one in launch(2, _agree, calls))
+
+
+def _agree(calls: int) -> dict[str, float]:
+    import torch.distributed as dist
+
+    from wan import device as devices
+    from wan.distributed.control import Control
+    from wan.distributed.mesh import form
+
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [cores[dist.get_rank() % len(cores)]])
+    control = Control(form(devices.resolve("cpu"), (1, 1, 2)))
+    times = []
+    for _ in range(calls):
+        begun = time.perf_counter()
+        control.highest(0)
+        times.append(time.perf_counter() - begun)
+    os.sched_setaffinity(0, cores)
+    return {"us": 1e6 * statistics.median(times)}
+
+
+def recovery(rounds: int, work: Path) -> list[float]:
+    """Returns seconds from a killed rank to the next step of a job, for each round."""
+    served, found = Served(work / "lost", 2), []
+    try:
+        for _ in range(rounds):
+            video = served.create(num_inference_steps=30, num_frames=17)
+            served.wait(partial(_stepped, served, video, 1))
+            os.kill(served.ranks()[-1], signal.SIGKILL)
+            begun = time.monotonic()
+            served.wait(partial(_stepped, served, video, 2))
+            found.append(time.monotonic() - begun)
+            served.ask(f"/v1/videos/{video}", method="DELETE")
+    finally:
+        served.stop()
+    return found
+
+
+def _stepped(served: Served, video: str, attempt: int) -> bool:
+    """Whether an attempt of a video has taken a step."""
+    told = served.ask(f"/v1/videos/{video}")[2]
+    return told["attempt"] == attempt and told["steps"][0] > 0
+
+
+def main() -> None:
+    """Measures all four."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--videos", type=int, default=6, help="of a round")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        rounds = overhead(options.rounds, options.videos, work)
+        over = [one["service"] - one["prompt_file"] for one in rounds]
+        share = [one["service"] / one["prompt_file"] for one in rounds]
+        print(
+            f"a video: service - prompt file {1000 * statistics.median(over):.0f} ms "
+            f"({1000 * min(over):.0f} to {1000 * max(over):.0f}), ratio "
+            f"{statistics.median(share):.3f} ({min(share):.3f} to {max(share):.3f})",
+            flush=True,
+        )
+        polled = polls(options.rounds, work)
+        pairs = zip(polled["polled"], polled["alone"], strict=True)
+        slower = [one / other for one, other in pairs]
+        print(
+            f"a step: polled / alone {statistics.median(slower):.3f} ({min(slower):.3f} to "
+            f"{max(slower):.3f}), {polled['cpu_ms_of_a_poll']:.2f} CPU ms of a poll",
+            flush=True,
+        )
+        agreed = agreement()
+        print(f"the ranks' agreement: {agreed:.0f} us", flush=True)
+        lost = recovery(options.rounds, work)
+        print(f"killed rank to next step: {statistics.median(lost):.1f} s {lost}", flush=True)
+        found = {"overhead": rounds, "polls": polled, "agreement_us": agreed, "recovery_s": lost}
+        write_json(options.json, CPU, [found])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""A mixed load on `python -m wan.serve` with cancels and kills at random, and what became of it.
+
+    python -m benchmarks.service_soak --minutes 30 --seed 1 --json results/service_soak.json
+    python -m benchmarks.service_soak --jobs 200 --kill_every 0
+
+Requests differ in frames, steps and seed; some are sent twice, some are deleted. About every
+`--kill_every` seconds a rank or the front is killed, or the service is stopped and started. At the
+end the queue is left to run empty, and the journal has to account for every request: a job is
+completed with a whole video, or failed, or deleted without files, and equal requests have equal
+frames. The program exits with 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import sqlite3
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import imageio.v2 as imageio
+
+from benchmarks.common import CPU, write_json
+from tests.serve.serving import Served
+
+
+def load(served: Served, options: argparse.Namespace) -> dict[str, Any]:
+    """Sends requests, cancels and kills until the time or the number of jobs is reached."""
+    chance, begun = random.Random(options.seed), time.monotonic()
+    asked: dict[str, tuple[int, int, int]] = {}
+    did: collections.Counter[str] = collections.Counter()
+    memory: list[int] = []
+    next_kill = begun + (options.kill_every or float("inf"))
+    while len(asked) < options.jobs and time.monotonic() - begun < 60 * options.minutes:
+        with contextlib.suppress(OSError, AssertionError):
+            if served.health().get("queued", 9) < 4:
+                key = (chance.choice((5, 9, 17)), chance.choice((2, 4)), chance.randrange(3))
+                fields = {"num_frames": key[0], "num_inference_steps": key[1], "seed": key[2]}
+                name = f"{len(asked)}-{chance.randrange(10**9)}"
+                for _ in range(2 if chance.random() < 0.1 else 1):
+                    status, _, told = served.ask(
+                        "/v1/videos", {"prompt": "a red star"} | fields, Idempotency_Key=name
+                    )
+                    did[f"POST {status}"] += 1
+                    if status == 200:
+                        asked[told["id"]] = key
+                if asked and chance.random() < 0.15:
+                    status, *_ = served.ask(f"/v1/videos/{[*asked][-1]}", method="DELETE")
+                    did[f"DELETE {status}"] += 1
+            if len(asked) % 20 == 5:
+                memory.append(_resident(served))
+        if time.monotonic() > next_kill:
+            next_kill = time.monotonic() + options.kill_every * chance.uniform(0.5, 1.5)
+            _disturb(served, chance.choice(("rank", "rank", "front", "stop")), did, chance)
+        time.sleep(0.05)
+    served.wait(lambda: not (_open(served.health())), 300)
+    memory.append(_resident(served))
+    return {"did": dict(did), "asked": asked, "resident_bytes": memory}
+
+
+def _open(health: dict[str, Any]) -> bool:
+    return health.get("status") != "ok" or health["queued"] > 0 or health["running"] > 0
+
+
+def _disturb(
+    served: Served, what: str, did: collections.Counter[str], chance: random.Random
+) -> None:
+    did[f"killed: {what}"] += 1
+    if what == "rank":
+        ranks = served.ranks()
+        with contextlib.suppress(OSError, IndexError):
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+        return
+    if what == "front":
+        served.kill()
+    elif served.stop():
+        did["stopped with an error"] += 1
+    served.start()
+
+
+def _resident(served: Served) -> int:
+    """Bytes of the front and of all ranks."""
+    total = 0
+    for pid in (served.front.pid, *served.ranks()):
+        with contextlib.suppress(OSError):
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            total += pages * os.sysconf("SC_PAGE_SIZE")
+    return total
+
+
+def account(
+    folder: Path, asked: dict[str, tuple[int, int, int]]
+) -> tuple[dict[str, int], list[str]]:
+    """Returns how jobs have ended, and what is wrong."""
+    rows = sqlite3.connect(folder / "journal.sqlite").execute(
+        "SELECT id, state, attempt, frames, error FROM jobs"
+    )
+    ends: collections.Counter[str] = collections.Counter()
+    wrong: list[str] = []
+    looks: dict[tuple[int, int, int], set[str]] = collections.defaultdict(set)
+    known = set()
+    for name, state, attempt, frames, error in rows:
+        known.add(name)
+        ends[f"{state}, attempt {attempt}"] += 1
+        own = folder / "jobs" / name
+        files = {path.name for path in own.iterdir()} if own.exists() else set()
+        if state == "completed":
+            if files != {"video.mp4", "video.json"}:
+                wrong.append(f"{name} has {files}")
+                continue
+            shown = [frame.tobytes() for frame in imageio.get_reader(own / "video.mp4").iter_data()]
+            if len(shown) != frames:
+                wrong.append(f"{name} has {len(shown)} frames, not {frames}")
+            looks[asked[name]].add(hashlib.sha256(b"".join(shown)).hexdigest())
+        elif state == "failed":
+            ends[str(error)] += 1
+            if files:
+                wrong.append(f"{name} has failed and has {files}")
+        elif state == "deleted":
+            if files:
+                wrong.append(f"{name} is deleted and has {files}")
+        else:
+            wrong.append(f"{name} is {state}")
+    wrong += [f"{name} is not in the journal" for name in asked.keys() - known]
+    wrong += [f"{len(ways)} videos of {key}" for key, ways in looks.items() if len(ways) > 1]
+    return dict(ends), wrong
+
+
+def main() -> int:
+    """Runs the load and prints what became of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--jobs", type=int, default=10**6, help="most requests")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--kill_every", type=float, default=45, help="seconds; 0: never")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        served = Served(Path(folder) / "jobs", options.ranks)
+        try:
+            found = load(served, options)
+        finally:
+            served.stop()
+        asked = found.pop("asked")
+        ends, wrong = account(served.folder, asked)
+    memory = [n for n in found["resident_bytes"] if n]
+    print(f"{len(asked)} jobs; {found['did']}")
+    print(f"ends: {ends}")
+    print(f"resident MB: {[round(n / 1e6) for n in memory]}")
+    print(f"wrong: {wrong or 'nothing'}")
+    write_json(options.json, CPU, [found | {"jobs": len(asked), "ends": ends, "wrong": wrong}])
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
