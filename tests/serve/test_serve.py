@@ -143,7 +143,8 @@ REFUSED = {
     "seconds and frames": ({"seconds": 1, "num_frames": 5}, "seconds says the same as", "seconds"),
     "image": ({"input_reference": "data:image/png;base64,AAAA"}, "takes no ", None),
     "path": ({"image": "/etc/passwd"}, "image must be an uploaded file", "image"),
-    "other path": ({"audio": "/etc/passwd"}, "audio is not a known field", None),
+    "other path": ({"audio": "/etc/passwd"}, "audio must be an uploaded file", "audio"),
+    "folder": ({"src_root_path": "/etc"}, "src_root_path is not a known field", None),
     "save_file": ({"save_file": "x.mp4"}, "save_file is not taken; the video is fetched", None),
     "latents": ({"latent_path": "x"}, "latent_path is not taken", None),
     "of loading": ({"comm_type": 2}, "comm_type 2 is decided when the service starts", "comm_type"),
@@ -261,6 +262,40 @@ def test_what_is_uploaded(tmp_path: Path) -> None:
         )
     finally:
         assert served.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_sound_and_a_character(tmp_path: Path) -> None:
+    """Their files are uploads; a list of other files is not opened for them."""
+    sound, moves = tmp_path / "s.wav", tmp_path / "moves"
+    for tool in (["make_sound.py", sound], ["make_character.py", moves, "--size", "48*32"]):
+        subprocess.run([sys.executable, REPO / "tools" / tool[0], *tool[1:]], check=True)
+    image = (REPO / "examples" / "star.png").read_bytes()
+    tasks = {
+        "s2v-14B": (
+            ["--infer_frames", 4, "--size", "64*64"],
+            {"image": image, "audio": sound.read_bytes()},
+        ),
+        "animate-14B": (
+            ["--frame_num", 5],
+            {path.stem: path.read_bytes() for path in moves.iterdir()},
+        ),
+    }
+    for task, (flags, files) in tasks.items():
+        served = Served(tmp_path / task, 1, flags=["--task", task, *flags])
+        try:
+            body = {"num_inference_steps": "1", "seed": "1", "num_clip": "1"} | files
+            status, _, video = served.form("/v1/videos", body)
+            assert status == 200, video
+            assert served.ended(video["id"])["status"] == "completed"
+            again = served.client().videos.remix(video["id"], prompt="faster")
+            assert served.ended(again.id)["status"] == "completed"
+            name = "audio" if task == "s2v-14B" else "src_pose"
+            listed = {name: f"ffconcat version 1.0\nfile {sound}\n".encode()}
+            status, _, refused = served.form("/v1/videos", body | listed)
+            assert status == 400 and "cannot be read" in refused["error"]["message"], refused
+        finally:
+            served.stop()
 
 
 @pytest.mark.slow

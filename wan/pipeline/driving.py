@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _PICTURE = "src_ref.png"
 _VIDEOS = {"pose": "src_pose.mp4", "face": "src_face.mp4"}
 _SCENE = {"background": "src_bg.mp4", "mask": "src_mask.mp4"}
+FILES = (_PICTURE, *_VIDEOS.values(), *_SCENE.values())
+"""What a folder may hold."""
 _REMEDY = "run the preprocessing of Wan2.2 Animate again"
 
 

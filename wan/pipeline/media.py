@@ -27,6 +27,14 @@ _AU = struct.Struct(
     ">4sIIIII"
 )  # magic, start of the samples, their bytes, encoding, rate, channels
 
+_FORMATS = (
+    *("aac", "ac3", "aiff", "amr", "asf", "au", "avi", "caf", "eac3", "flac", "flv", "gif"),
+    *("m4v", "matroska", "mov", "mp3", "mp4", "mpeg", "mpegts", "mxf", "nut", "ogg", "rm"),
+    *("w64", "wav", "webm", "wv", "yuv4mpegpipe"),
+)
+_READING = ("-protocol_whitelist", "file,pipe", "-format_whitelist", ",".join(_FORMATS))
+"""A file cannot have ffmpeg open another one or an address, as playlists and scripts do."""
+
 
 @dataclass(frozen=True, eq=False)
 class Sound:
@@ -78,7 +86,7 @@ class VideoFile:
         import numpy as np
 
         width, height = self.size
-        frames = imageio_ffmpeg.read_frames(_named(self.path))
+        frames = imageio_ffmpeg.read_frames(_named(self.path), input_params=list(_READING))
         next(frames)  # what is known of the video
         try:
             for index, frame in enumerate(frames):
@@ -116,7 +124,8 @@ def read_sound(path: Path) -> Sound:
     import numpy as np
 
     _check_file("`audio`", path, "give a sound, such as a wav")
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin", "-i", _named(path)]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin", *_READING]
+    command += ["-i", _named(path)]
     command += ["-t", str(LONGEST + 1), "-map", "0:a:0", "-f", "au", "-c:a", "pcm_f32be", "-"]
     done = subprocess.run(command, capture_output=True)
     if done.returncode or len(done.stdout) < _AU.size:
@@ -186,7 +195,7 @@ def read_video(path: Path, setting: str) -> VideoFile:
 
     _check_file(setting, path, "give a video, such as an mp4")
     try:
-        frames = imageio_ffmpeg.read_frames(_named(path))
+        frames = imageio_ffmpeg.read_frames(_named(path), input_params=list(_READING))
         told: dict[str, Any] = next(frames)
         found = next(frames, None)
         frames.close()
@@ -224,7 +233,7 @@ def add_sound(video: Path, sound: Path, out: Path, cut: float = 0.0) -> None:
         _named(video),
     ]
     command += ["-ss", f"{cut:.6f}"] if cut else []
-    command += ["-i", _named(sound), "-map", "0:v:0", "-map", "1:a:0", "-c:v", "copy"]
+    command += [*_READING, "-i", _named(sound), "-map", "0:v:0", "-map", "1:a:0", "-c:v", "copy"]
     command += ["-c:a", "aac", "-b:a", "192k", "-shortest", "-f", "mp4", _named(out)]
     done = subprocess.run(command, capture_output=True)
     if done.returncode:

@@ -9,8 +9,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from wan.pipeline import driving
 from wan.run import PATHS, Run
 from wan.settings.errors import InputError, Words
 from wan.settings.flags import FLAGS, check_given, read
@@ -24,8 +26,11 @@ NAMES = {
     "input_reference": "image",
 }
 """Name in OpenAI's, vllm-omni's or MLPerf's interface -> setting."""
-UPLOADS = ("image", "last_image")
-"""Settings that are files of the request."""
+FOLDER = "src_root_path"
+"""The setting that is a folder of uploaded files."""
+UPLOADS = ("image", "last_image", "audio", "pose_video")
+"""Settings that are single files of the request."""
+_IN_FOLDER = {Path(name).stem: f"{FOLDER}/{name}" for name in driving.FILES}
 _OWN = ("model", "seconds", "guidance_scale", "guidance_scale_2", "priority")
 _LEFT_OUT = {
     "latent_path": "no file is opened for a request; give a seed",
@@ -41,7 +46,7 @@ class Asked:
 
     Attributes:
         settings: Raw values under flags' names, without files.
-        files: Setting -> content of an uploaded file.
+        files: Setting -> content of an uploaded file; those of a folder are SETTING/NAME.
         priority: Higher ones come first.
         names: Setting -> the name that the request uses for it.
     """
@@ -87,8 +92,8 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
             raise InputError(key, why=why, remedy="give one of them")
         if key in _OWN:
             own[key] = value
-        elif name in UPLOADS:
-            files[name] = _content(key, value)
+        elif name in UPLOADS or name in _IN_FOLDER:
+            files[_IN_FOLDER.get(name, name)] = _content(key, value)
         elif name not in FLAGS or (name in PATHS and not _is_running(name, value, run)):
             raise InputError(key, why="is not a known field", remedy="remove it")
         elif not FLAGS[name].line:

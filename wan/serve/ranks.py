@@ -170,6 +170,7 @@ class Ranks:
             video=Video(run, self._pipeline, self._team),
         )
         self._attempt(served, agreement)
+        self._link.cancelled.discard(job)
         ended = served.error
         if ended is None:
             self._tell("done", job=job, file=str(served.video.run.output.save_file))

@@ -33,6 +33,7 @@ from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
 from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
 
+_UPLOAD = "upload-"
 _PASSED = 4  # later jobs of the running one's shape that may come before a job
 _ID = re.compile(r"video_[\w-]{1,80}", re.ASCII)
 
@@ -158,7 +159,13 @@ class Service:
 
     async def remix(self, job: QueuedVideo, prompt: str) -> QueuedVideo:
         """Queues a job with another's settings, seed and files, and a new prompt."""
-        files = {name: path.read_bytes() for name, path in self._uploads(job).items()}
+        inside = self.folder(job)
+        paths = {str(path.relative_to(inside)): path for path in inside.rglob("*")}
+        files = {
+            name.removeprefix(_UPLOAD): path.read_bytes()
+            for name, path in paths.items()
+            if name.startswith(_UPLOAD) and path.is_file()
+        }
         asked = Asked(job.settings | {"prompt": prompt}, files, job.priority, job.names)
         async with self._admitting:
             return await self._admitted(asked, remixed_from=job.id)
@@ -189,7 +196,7 @@ class Service:
 
     def file(self, job: QueuedVideo, name: str) -> Path:
         """Returns the path of an uploaded file of a job."""
-        return self.folder(job) / f"upload-{name}"
+        return self.folder(job) / f"{_UPLOAD}{name}"
 
     def video(self, job: QueuedVideo) -> Path:
         """Returns the path of a job's video."""
@@ -288,7 +295,7 @@ class Service:
             self._failed(job, "internal_error", "The video is not where it was written.")
             return
         self._running, now = None, time.time()
-        stored = sum(path.stat().st_size for path in self.folder(job).iterdir())
+        stored = sum(path.stat().st_size for path in self.folder(job).rglob("*"))
         ends = {"state": "completed", "ended": now, "seconds": now - (job.started or now)}
         self.journal.change(job, **ends, done=job.total, bytes=stored)
         self._seen("completed", job, self.record(job))
@@ -403,7 +410,8 @@ class Service:
 
     def _uploads(self, job: QueuedVideo) -> dict[str, Path]:
         """Returns the uploaded files of a job that are there."""
-        paths = {name: self.file(job, name).absolute() for name in fields.UPLOADS}
+        names = (*fields.UPLOADS, fields.FOLDER)
+        paths = {name: self.file(job, name).absolute() for name in names}
         return {name: path for name, path in paths.items() if path.exists()}
 
     def _planned_memory(self, job: QueuedVideo) -> str:
@@ -425,7 +433,7 @@ class Service:
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.is_dir():
             for path in folder.iterdir():
-                if not path.name.startswith("upload-"):
+                if not path.name.startswith(_UPLOAD):
                     path.unlink(missing_ok=True)
 
     async def _clean(self) -> None:
