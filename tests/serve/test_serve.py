@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import imageio
@@ -319,13 +320,42 @@ def test_stopped_with_jobs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_who_leaves_cancels(served: Served) -> None:
     """A client of the synchronous route that is gone."""
+    first = served.ask("/v1/videos?limit=1")[2]["first_id"]
     with socket.create_connection(("127.0.0.1", served.port)) as client:
         body = json.dumps({"prompt": PROMPT, "num_inference_steps": 40, "num_frames": 17})
         head = f"POST /v1/videos/sync HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
         client.sendall(f"{head}\r\n\r\n{body}".encode())
         served.wait(lambda: served.health()["running"] == 1)
     served.wait(lambda: served.health()["running"] == 0, 10)
+    assert served.ask("/v1/videos?limit=1")[2]["first_id"] == first
     assert served.ended(served.create())["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_a_full_disk(tmp_path: Path) -> None:
+    """What runs fails with its reason, nothing is taken meanwhile, and then all goes on."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk])
+    if mounted.returncode:
+        pytest.skip("a small file system can be mounted by root only")
+    served = Served(disk / "jobs", 2)
+    try:
+        running = served.create(num_inference_steps=20)
+        with suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
+            while True:
+                fill.write(bytes(4096))
+        video = served.ended(running)
+        assert (video["status"], video["error"]["code"]) == ("failed", "disk_full"), video
+        status, headers, told = served.ask("/v1/videos", {"prompt": PROMPT, "num_frames": 5})
+        assert (status, told["error"]["code"]) == (507, "disk_full"), told
+        assert int(headers["Retry-After"]) > 0 and served.health()["status"] == "ok"
+        (disk / "fill").unlink()
+        assert served.ended(served.create())["status"] == "completed"
+        assert served.health()["restarts"] == 0
+    finally:
+        served.stop()
+        subprocess.run(["umount", disk], check=True)
 
 
 DENOISE, PIPELINE = "wan.pipeline.denoise:", "wan.pipeline.pipeline:Pipeline."

@@ -10,10 +10,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from wan.checkpoint.files import whole_file
+from wan.settings.errors import is_disk_full
+
 ENDS = ("completed", "failed", "deleted")
 ATTEMPTS = 2
 """How often a job is begun before it fails because its ranks were lost."""
 _JSON = ("settings", "names", "error")
+_RESERVE = 8_000_000  # bytes; SQLite writes up to half of it beside its file
 
 
 @dataclass
@@ -72,10 +76,14 @@ _COLUMNS = [one.name for one in fields(QueuedVideo)]
 
 
 class Journal:
-    """Jobs on disk; every change is written before the method returns."""
+    """Jobs on disk; every change is written before the method returns.
+
+    A file beside it keeps some megabytes free for what becomes of the jobs when the disk is full.
+    """
 
     def __init__(self, path: Path) -> None:
         """Opens the journal, or begins one."""
+        self._reserve = path.with_name("reserve")
         self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._file.row_factory = sqlite3.Row
         self._file.execute("PRAGMA journal_mode=WAL")
@@ -87,12 +95,23 @@ class Journal:
         """Ends all writing."""
         self._file.close()
 
+    def has_room(self) -> bool:
+        """Returns whether new jobs can be written; sees to it that they can, if the disk allows."""
+        if self._reserve.exists():
+            return True
+        try:
+            with whole_file(self._reserve) as temporary:
+                temporary.write_bytes(bytes(_RESERVE))
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            return False
+        return True
+
     def add(self, job: QueuedVideo) -> None:
         """Writes a new job."""
         marks = ", ".join("?" for _ in _COLUMNS)
-        self._file.execute(
-            f"INSERT INTO jobs VALUES ({marks})", [_stored(job, n) for n in _COLUMNS]
-        )
+        self._write(f"INSERT INTO jobs VALUES ({marks})", [_stored(job, n) for n in _COLUMNS])
 
     def change(self, job: QueuedVideo, **values: Any) -> None:
         """Sets some of a job's values, here and on disk."""
@@ -100,7 +119,7 @@ class Journal:
             setattr(job, name, value)
         sets = ", ".join(f"{name} = ?" for name in values)
         stored = [_stored(job, name) for name in values]
-        self._file.execute(f"UPDATE jobs SET {sets} WHERE id = ?", [*stored, job.id])
+        self._write(f"UPDATE jobs SET {sets} WHERE id = ?", [*stored, job.id])
 
     def get(self, name: str) -> QueuedVideo | None:
         """Returns a job that is not deleted."""
@@ -154,6 +173,15 @@ class Journal:
             else:
                 self.change(job, state="queued", done=0)
         return failed
+
+    def _write(self, statement: str, given: Sequence[Any]) -> None:
+        try:
+            self._file.execute(statement, given)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL or not self._reserve.exists():
+                raise
+            self._reserve.unlink()
+            self._file.execute(statement, given)
 
     def _one(self, where: str, given: Sequence[Any]) -> QueuedVideo | None:
         return next(iter(self._all(f"{where} LIMIT 1", given)), None)

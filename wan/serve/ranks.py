@@ -31,6 +31,7 @@ from wan.serve.link import FrontLink
 from wan.settings.errors import (
     InputError,
     NotFiniteError,
+    WriteError,
     exit_code,
     is_disk_full,
     is_out_of_memory,
@@ -228,7 +229,8 @@ def _reason(error: BaseException) -> tuple[str, str]:
         return "invalid_request", sentence
     if is_out_of_memory(error):
         return "out_of_memory", sentence
-    return ("disk_full" if is_disk_full(error) else "internal_error"), sentence
+    is_full = isinstance(error, WriteError) or is_disk_full(error)
+    return ("disk_full" if is_full else "internal_error"), sentence
 
 
 def _digest(run: Run) -> str:

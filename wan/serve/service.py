@@ -342,6 +342,8 @@ class Service:
         """Writes the files and the job of a request that can be made."""
         if self.stopping:
             raise RefusedError("The service stops.", 503, "stopping", wait=30)
+        if not await asyncio.to_thread(self.journal.has_room):
+            raise self._no_room()
         waiting = self.journal.in_state("queued")
         if len(waiting) >= self.limits.queue:
             message = f"{len(waiting)} jobs wait already, and no more are taken; try later."
@@ -367,8 +369,7 @@ class Service:
             if refusal is not None:
                 raise refusal from error
             if is_disk_full(error):
-                message = "The disk is full; delete videos."
-                raise RefusedError(message, 507, "disk_full", wait=60) from error
+                raise self._no_room() from error
             raise
         _describe(job, run)
         job.bytes = sum(map(len, asked.files.values()))
@@ -398,6 +399,9 @@ class Service:
             if given > most:
                 raise InputError(f"{given} {what} are too many", remedy=f"give at most {most}")
         return run
+
+    def _no_room(self) -> RefusedError:
+        return RefusedError("The disk is full; delete videos.", 507, "disk_full", wait=60)
 
     def _refusal(self, error: InputError, job: QueuedVideo) -> RefusedError:
         """Returns the answer to a request that cannot be made, without paths of this machine."""
@@ -448,6 +452,7 @@ class Service:
                 if not oldest:
                     break
                 self.delete(oldest[0])
+            await asyncio.to_thread(self.journal.has_room)
             await asyncio.sleep(10)
 
 
