@@ -24,7 +24,7 @@ LAYERS = (
     "run evidence",
     "planner generator diffusers",
     "api cli",
-    "power serve __main__",
+    "power serve gallery __main__",
 )
 ROW = {name: row for row, names in enumerate(LAYERS) for name in names.split()}
 METERS = " ".join(f"wan.evidence.{name}" for name in ("meter", "nvml", "npu_smi", "rapl"))
@@ -53,6 +53,7 @@ WITHOUT_TORCH = (
     *(f"wan.evidence.{name}" for name in ("order", "recording")),
     *(f"wan.power.{name}" for name in ("predict", "report", "timeline")),
     "wan.serve",
+    "wan.gallery",
 )
 # Library, or private part of one -> the only modules that may import it.
 ONLY_IN = {

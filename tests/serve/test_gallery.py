@@ -1,0 +1,43 @@
+"""The page of a prompt file's videos."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from wan import gallery
+
+
+def made(folder: Path, name: str, prompt: str, **more: object) -> None:
+    (folder / f"{name}.mp4").write_bytes(b"video")
+    video = {"frames": 5, "width": 64, "height": 32, "fps": 8}
+    record = {"settings": {"prompt": prompt}, "seed": 7, "video": video, "seconds": {"text": 1.25}}
+    (folder / f"{name}.json").write_text(json.dumps(record | more))
+
+
+def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    made(folder, "001_a #1", "a <b>red</b> star")
+    made(folder, "002", "another", power={"joules": 1234.4})
+    (folder / "003.mp4").write_bytes(b"without a record")
+    summary = {"refused": {"4": "size 1*1 is <small>"}, "failed": {}}
+    (folder / "lines.summary.json").write_text(json.dumps(summary))
+    assert gallery.main([str(folder)]) == 0
+    page = (folder / "index.html").read_text()
+    assert capsys.readouterr().out.strip() == str(folder / "index.html")
+    assert 'src="001_a%20%231.mp4"' in page and "003" not in page and str(tmp_path) not in page
+    assert "a &lt;b&gt;red&lt;/b&gt; star" in page and "<b>" not in page
+    assert "64x32 · 5 frames · seed 7 · 1.2 s · 1234 J" in page
+    assert "Line 4: size 1*1 is &lt;small&gt;" in page and "--accent" in page
+    assert gallery.main([str(folder), "--out", str(tmp_path / "all.html")]) == 0
+    assert 'src="made/002.mp4"' in (tmp_path / "all.html").read_text()
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, said in ((tmp_path / "none", "is no folder"), (tmp_path, "holds no videos")):
+        assert gallery.main([str(folder)]) == 2
+        assert said in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,105 @@
+"""`python -m wan.gallery FOLDER`: one page that shows the videos of a prompt file's folder."""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from wan.checkpoint.files import read_json, whole_file
+from wan.cli import failures
+from wan.cli.flags import Parser
+from wan.settings.errors import InputError, exit_code
+
+_CARD = """<li>
+<div class="shot"><video controls loop muted preload="metadata" src="{source}"></video></div>
+<div class="about"><p>{prompt}</p><p class="small">{facts}</p></div></li>"""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style></head>
+<body><header><h1>{title}</h1></header>
+{failed}<ul id="videos">
+{cards}
+</ul></body></html>
+"""
+
+
+def gallery(folder: Path, out: Path | None = None) -> Path:
+    """Writes the page and returns its path.
+
+    Args:
+        folder: It holds videos with their records.
+        out: The page; None: index.html in the folder.
+
+    Raises:
+        InputError: There is no such folder, or no video with a record in it.
+    """
+    if not folder.is_dir():
+        raise InputError(str(folder), why="is no folder", remedy="give that of a prompt file")
+    out = folder / "index.html" if out is None else out
+    videos = [path for path in sorted(folder.glob("*.mp4")) if path.with_suffix(".json").exists()]
+    if not videos:
+        remedy = "give the folder that generate.py --prompt_file has written"
+        raise InputError(str(folder), why="holds no videos with records", remedy=remedy)
+    cards = [_card(path, Path(os.path.relpath(path, out.absolute().parent))) for path in videos]
+    failed = [line for path in sorted(folder.glob("*.summary.json")) for line in _failed(path)]
+    page = resources.files("wan.serve").joinpath("page.html").read_text("utf-8")
+    text = _PAGE.format(
+        title="Wan2.2 videos",
+        style=page.partition("<style>")[2].partition("</style>")[0],
+        failed="".join(f"<p>{html.escape(line)}</p>\n" for line in failed),
+        cards="\n".join(cards),
+    )
+    with whole_file(out) as temporary:
+        temporary.write_text(text, "utf-8")
+    return out
+
+
+def _card(video: Path, link: Path) -> str:
+    """Returns what is shown of one video."""
+    record = read_json(video.with_suffix(".json"))
+    shown, settings = record.get("video", {}), record.get("settings", {})
+    facts = [f"{shown.get('width')}x{shown.get('height')}", f"{shown.get('frames')} frames"]
+    facts.append(f"seed {record.get('seed')}")
+    seconds = sum(record.get("seconds", {}).values())
+    facts += [f"{seconds:.1f} s"] if seconds else []
+    joules: Any = record.get("power", {}).get("joules")
+    facts += [f"{joules:.0f} J"] if joules is not None else []
+    return _CARD.format(
+        source=quote(link.as_posix()),
+        prompt=html.escape(str(settings.get("prompt", video.stem))),
+        facts=html.escape(" · ".join(facts)),
+    )
+
+
+def _failed(summary: Path) -> list[str]:
+    """Returns a sentence for each line of a prompt file of which there is no video."""
+    found = read_json(summary)
+    lines = {**(found.get("refused") or {}), **(found.get("failed") or {})}
+    return [f"Line {name}: {error}" for name, error in lines.items()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 0, or 2 where it is refused."""
+    parser = Parser(prog="python -m wan.gallery", description=(__doc__ or "").strip())
+    parser.add_argument("folder", type=Path, help="folder of a prompt file's videos")
+    parser.add_argument("--out", type=Path, help="the page; default FOLDER/index.html")
+    try:
+        options = parser.parse_args(argv)
+        print(gallery(options.folder, options.out))
+    except (InputError, OSError) as error:
+        sentence = failures.describe(error) or f"{error}; give --out a folder that can be written."
+        failures.say(sentence, "wan.gallery")
+        return exit_code(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
