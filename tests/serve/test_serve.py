@@ -21,6 +21,7 @@ import pytest
 
 from tests.dist import GENERATE, REPO
 from tests.serve.serving import PROMPT, Served, breaking
+from wan.serve import __main__ as command
 
 pytestmark = [
     pytest.mark.dist,
@@ -188,6 +189,38 @@ def test_foreign_pages_and_hosts(served: Served) -> None:
     assert served.ask("/v1/videos/video_x/content")[0] == 404
     status, _, told = served.ask("/v1/videos", b"{" * 10)
     assert status == 400 and "no JSON object" in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--journal", "JOBS"], "belongs to a service that runs; give another folder."),
+        (["--host", "0.0.0.0"], "is reachable from other machines; add --api_key FILE."),
+        (["--ranks", "0"], "--ranks 0 must be at least 1."),
+        (["--name", "a/b"], "--name a/b must be of letters, digits and dashes."),
+        (["--api_key", "none"], "none cannot be read (No such file or directory)"),
+        (["--", "--image", "x.png"], "--image is about one video; drop it."),
+        (["--", "--prompt_file", "x"], "--prompt_file is about one video; drop it."),
+        (["--", "--ckpt_dir", "none"], "--ckpt_dir none does not exist"),
+        (["--", "--ulysses_size", "2"], "ulysses_size"),
+        (["--steps", "3"], "--steps"),
+    ],
+    ids=str,
+)
+def test_starts_that_are_refused(
+    options: list[str],
+    said: str,
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One sentence and exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    given = [one.replace("JOBS", str(served.folder)) for one in options]
+    assert command.run(given) == 2
+    lines = [one for one in capsys.readouterr().err.splitlines() if one.startswith("wan.serve: ")]
+    assert len(lines) == 1 and said in lines[0], lines
 
 
 def test_models_metrics_and_page(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import logging
 import signal
 import sys
@@ -111,6 +112,14 @@ def serve(argv: Sequence[str]) -> int:
         raise InputError(why, remedy="pip install -r requirements-serve.txt") from error
     key = _key(options.api_key, options.host)
     options.journal.mkdir(parents=True, exist_ok=True)
+    lock = (options.journal / "lock").open("w")  # until the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        why = "belongs to a service that runs"
+        raise InputError(
+            f"--journal {options.journal}", None, why, "give another folder"
+        ) from error
     theirs += ["--save_file", str(options.journal.absolute() / "video.mp4")]  # never written
     run, given = _run(theirs, options.ranks)
     for notice in run.notices:

@@ -7,8 +7,10 @@ import base64
 import hmac
 import ipaddress
 import json
+import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
+import signal
+from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
 from typing import Any
@@ -22,6 +24,7 @@ from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Respon
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from wan.log import logger
 from wan.serve import fields, pictures
 from wan.serve.journal import QueuedVideo
 from wan.serve.metrics import Metrics
@@ -352,6 +355,13 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
+def _end(service: asyncio.Task[None]) -> None:
+    """Ends the process where the service has failed, so that who watches it starts it again."""
+    if not service.cancelled() and service.exception() is not None:
+        logger.error("The service has failed.", exc_info=service.exception())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def make(
     service: Service,
     metrics: Metrics,
@@ -360,7 +370,6 @@ def make(
     names: Sequence[str] = (),
     api_key: str | None = None,
     most_bytes: int = 64_000_000,
-    ended: Callable[[], Awaitable[None]] | None = None,
 ) -> ASGIApp:
     """Returns the application.
 
@@ -371,12 +380,12 @@ def make(
         names: Further names under which it may be asked for.
         api_key: What requests must bring; None: nothing.
         most_bytes: Of a request's body.
-        ended: Called when the service ends by itself.
     """
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> Any:
         running = asyncio.create_task(service.start())
+        running.add_done_callback(_end)
         try:
             yield
         finally:
