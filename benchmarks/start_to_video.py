@@ -11,7 +11,8 @@ dropped from the page cache before a cold run; a warm run finds them as the run 
 
 Memory is sampled from /proc (Linux) every 10 ms: "resident" is all of it, "anonymous" is what is
 not pages of a file. The program prints medians and the ratios of each round; the JSON file has all
-runs, with the command line's own stages.
+runs, with the command line's own stages. It is written after each run; with the same file and
+settings, a program that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -170,7 +171,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
     parser.add_argument("--json")
     options = parser.parse_args(own, argparse.Namespace(given=given))
-    results: list[dict[str, Any]] = []
+    names = ("task", "size", "frames", "steps", "guidance")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    results = continued(options.json)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)) / options.task
         if not folder.is_dir():
@@ -179,13 +182,25 @@ def main() -> None:
         for cache in options.cache:
             for number in range(options.rounds):
                 for who in ("ours", "theirs")[:: -1 if number % 2 else 1]:
+                    key = settings | {"cache": cache, "round": number, "who": who}
+                    if any(key.items() <= one.items() for one in results):
+                        continue
                     if cache == "cold":
                         drop_pages(folder)
                     found = run(who, folder, options, Path(temporary))
-                    results.append({"cache": cache, "round": number, "who": who, **found})
+                    results.append(key | found)
                     print(results[-1], flush=True)
-            summarise(cache, [one for one in results if one["cache"] == cache])
-    write_json(options.json, CPU, results)
+                    write_json(options.json, CPU, results)
+            of_cache = (settings | {"cache": cache}).items()
+            summarise(cache, [one for one in results if of_cache <= one.items()])
+
+
+def continued(path: str | None) -> list[dict[str, Any]]:
+    """The runs of earlier calls, also those with other settings."""
+    if path is None or not Path(path).is_file():
+        return []
+    found: list[dict[str, Any]] = json.loads(Path(path).read_text())["results"]
+    return found
 
 
 def summarise(cache: str, results: list[dict[str, Any]]) -> None:

@@ -42,10 +42,10 @@ _VAE = {"2.1": 507_570_124, "2.2": 2_818_754_672}  # float32
 # for each further one: what the planner measures of very large frames; small ones take up to 7 %
 # more, since convolutions pad them. A test compares both.
 _VAE_ACTIVATIONS = {
-    ("2.1", "decode"): (11_030, 17_230, 17_315, 50),
-    ("2.2", "decode"): (8_450, 15_430, 15_515, 50),
-    ("2.1", "encode"): (5_750, 11_830, 11_880, 49),
-    ("2.2", "encode"): (2_420, 5_630, 5_680, 48),
+    ("2.1", "decode"): (6_860, 13_040, 13_125, 50),
+    ("2.2", "decode"): (5_380, 11_370, 11_455, 50),
+    ("2.1", "encode"): (3_860, 8_440, 9_050, 50),
+    ("2.2", "encode"): (1_630, 3_600, 3_890, 49),
 }
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
 _NPU_DRIVER = Path("/dev/davinci_manager")  # it does not say how much memory is free

@@ -8,6 +8,7 @@ Legend: B batch (1), C channels, F frames, H rows, W columns, L rows x columns.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
 import torch
@@ -45,12 +46,11 @@ def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
     now[..., 0].zero_()
     now[..., -1].zero_()
     state.rows.halo(now, 1, 1)
-    past = state.past.get(conv)
-    if past is None:
-        seen[:, :, :PAST].zero_()
-    else:
-        seen[:, :, :PAST] = past
-    state.past[conv] = seen[:, :, -PAST:].clone()
+    past = state.past.setdefault(conv, deque(maxlen=PAST))
+    seen[:, :, : PAST - len(past)].zero_()
+    for place, frame in enumerate(past, PAST - len(past)):
+        seen[:, :, place : place + 1] = frame
+    past.extend(frame.clone() for frame in now[:, :, -PAST:].split(1, dim=2))
     return seen
 
 
@@ -160,10 +160,10 @@ class Upsample(nn.Module):
         """[B,C,F,k,H,W]: k frames of each. The first stays one, and later frames do not see it."""
         past = state.past.get(conv)
         if past is None:
-            state.past[conv] = torch.zeros_like(x_BCFHW[:, :, :1]).repeat(1, 1, PAST, 1, 1)
+            state.past[conv] = deque([torch.zeros_like(x_BCFHW[:, :, :1])] * PAST, PAST)
             return x_BCFHW.unsqueeze(3)
-        seen = torch.cat((past, x_BCFHW), dim=2)
-        state.past[conv] = seen[:, :, -PAST:].clone()
+        seen = torch.cat((*past, x_BCFHW), dim=2)
+        past.extend(frame.clone() for frame in x_BCFHW[:, :, -PAST:].split(1, dim=2))
         doubled: Tensor = conv(seen)
         return doubled.unflatten(1, (2, -1)).movedim(1, 3)
 
@@ -188,8 +188,8 @@ class Downsample(nn.Module):
         if self.time_conv is None:
             return y
         past = state.past.get(self.time_conv)
-        state.past[self.time_conv] = y[:, :, -1:].clone()
-        return y if past is None else self.time_conv(torch.cat((past, y), dim=2))
+        state.past[self.time_conv] = deque([y[:, :, -1:].clone()])
+        return y if past is None else self.time_conv(torch.cat((*past, y), dim=2))
 
 
 def averaged(x_BCFHW: Tensor, channels: int, time: int, space: int) -> Tensor:

@@ -2,11 +2,15 @@
 
 Legend: B batch (1), C channels, F H W pixel frames/height/width, f h w latent ones, Z latent
 channels, P sides of a patch of pixels that are channels inside (2.1: 1, 2.2: 2).
+
+Layers are causal: it makes no difference how many frames they get at a time. The first ones of the
+encoder and the last ones of the decoder, which have the largest frames, get the frames of a latent
+frame one by one, so that their activations are those of one frame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +32,7 @@ from wan.vae.rows import WHOLE, Rows, State
 
 _WIDTHS = (1, 2, 4, 4)  # channels of the levels, in units of the base width
 _HALVES_TIME = (False, True, True)  # whether time is halved after each level of the encoder
+_LARGE = 2  # the first level of the decoder in which a latent frame is four frames
 TIME = 4  # frames per latent frame, except the first one
 
 
@@ -57,6 +62,24 @@ class Version:
 
 
 VERSIONS = {"2.1": Version(16, 1, False), "2.2": Version(48, 2, True)}
+
+
+def through(blocks: Iterable[nn.Module], x_BCFHW: Tensor, state: State) -> Tensor:
+    """x after all blocks."""
+    for block in blocks:
+        x_BCFHW = block(x_BCFHW, state)
+    return x_BCFHW
+
+
+def one_by_one(x_BCFHW: Tensor, channels: int) -> Sequence[Tensor]:
+    """The frames of x, each alone if they are large; the same on all ranks that share rows.
+
+    Small ones take little memory, and a CPU computes very small convolutions in another way, with
+    other last bits: where channels x frames x rows are 20 480 or fewer (PyTorch 2.13).
+
+    channels: Of the layers after it.
+    """
+    return x_BCFHW.split(1, dim=2) if channels * x_BCFHW.shape[4] >= 16_384 else [x_BCFHW]
 
 
 class DownBlock(nn.Module):
@@ -93,6 +116,7 @@ class Encoder(nn.Module):
                 blocks += [ResidualBlock(channels, out), ResidualBlock(out, out)]
                 blocks += [Downsample(out, time)] if down else []
         self.down_blocks = nn.ModuleList(blocks)
+        self._large = 1 if version.shortcuts else 3  # blocks with the largest frames
         self.mid_block = MidBlock(widths[-1])
         self.norm_out = RMSNorm(widths[-1])
         self.conv_out = nn.Conv3d(widths[-1], 2 * version.z_dim, 3)
@@ -101,11 +125,14 @@ class Encoder(nn.Module):
         """The first frame, or four further ones, to the moments of a latent frame [B,2Z,1,h,w]."""
         x, p = arranged(x_BCFHW, self.conv_in.weight), self.patch
         x = x.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 6, 4, 2, 3, 5)
-        x = self.conv_in(padded(self.conv_in, x.flatten(1, 3), state))
-        for block in self.down_blocks:
-            x = block(x, state)
-        x = self.mid_block(x, state)
+        pieces = one_by_one(x.flatten(1, 3), self.conv_in.out_channels)
+        x = torch.cat([self._halved(piece, state) for piece in pieces], dim=2)
+        x = self.mid_block(through(self.down_blocks[self._large :], x, state), state)
         return self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
+
+    def _halved(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        x = self.conv_in(padded(self.conv_in, x_BCFHW, state))
+        return through(self.down_blocks[: self._large], x, state)
 
 
 class UpBlock(nn.Module):
@@ -154,11 +181,15 @@ class Decoder(nn.Module):
         """A latent frame to the first frame, or to the next four."""
         x = padded(self.conv_in, arranged(z_BZfhw, self.conv_in.weight), state)
         x = self.mid_block(self.conv_in(x), state)
-        for block in self.up_blocks:
-            x = block(x, state)
-        x = self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
+        x = through(self.up_blocks[:_LARGE], x, state)
+        pieces = one_by_one(x, x.shape[1])
+        x = torch.cat([self._pixels(piece, state) for piece in pieces], dim=2)
         x = x.unflatten(1, (3, self.patch, self.patch)).permute(0, 1, 4, 5, 3, 6, 2)
         return x.flatten(5, 6).flatten(3, 4)
+
+    def _pixels(self, x_BCFHW: Tensor, state: State) -> Tensor:
+        x = through(self.up_blocks[_LARGE:], x_BCFHW, state)
+        return self.conv_out(padded(self.conv_out, silu(self.norm_out(x, out=x)), state))
 
 
 class Autoencoder(nn.Module):

@@ -5,6 +5,7 @@ Legend: B batch (1), C channels, F frames, H rows, W columns, of this rank; L ro
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -63,8 +64,8 @@ class State:
 
     Attributes:
         rows: The rows of this rank.
-        past: The last frames that each causal convolution saw, with their halo.
+        past: The last frames that each causal convolution saw, each with its halo.
     """
 
     rows: Rows
-    past: dict[nn.Module, Tensor] = field(default_factory=dict)
+    past: dict[nn.Module, deque[Tensor]] = field(default_factory=dict)

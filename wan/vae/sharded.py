@@ -11,6 +11,7 @@ and give up together.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -103,7 +104,10 @@ class ShardedRows(Rows):
         self.exchanges = 0
 
         def follow() -> None:
-            past = {} if is_first else {conv: _without_data(x) for conv, x in state.past.items()}
+            past = {
+                conv: deque(map(_without_data, frames), frames.maxlen)
+                for conv, frames in (() if is_first else state.past.items())
+            }
             state.past.clear()
             weights = {name: _without_data(x) for name, x in half.named_parameters()}
             rows = _Following(self)
