@@ -1,0 +1,297 @@
+"""How far two videos are apart, and what is wrong with each of them alone.
+
+    python tools/compare_videos.py A.mp4 B.mp4 [--joins 77,153] [--json FILE] [--page FILE.html]
+    python tools/compare_videos.py FOLDER_A FOLDER_B --json FILE
+
+B is compared with A, the reference; of two folders, the videos with equal names. VMAF, SSIM, PSNR
+and XPSNR are those of the ffmpeg in imageio-ffmpeg. Without a reference, each video has its
+detail and motion (SI and TI of ITU-T P.910) and what is suspicious: frames that are black, without
+any detail, or equal to the one before, blocks, areas that lost their texture, and, at the joins of
+a long video, motion beside that of other frames. The page shows strips of both and each frame's
+figures. mp4 files have lost a little already: the same frames encoded twice are about 40 dB apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import io
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import imageio_ffmpeg
+import numpy as np
+
+from tools.contact_sheet import contact_sheet, read_frames
+
+AGAINST = ("vmaf", "ssim", "psnr", "xpsnr")
+ALONE = ("detail", "motion", "blocks", "untextured")
+VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov")
+_BLACK, _PLAIN, _STILL, _BLOCKS = 24.0, 1.0, 0.02, 4.0  # luma, SI, luma of a pixel, ratio
+_CELL = 16  # pixels of a side: what two latents decode to
+_RUN = 4  # equal frames in a row from which on a video counts as frozen
+_HIGHEST = 100.0  # dB that stand for equal frames
+Frames = dict[str, list[float]]
+
+
+class VideoError(Exception):
+    """A video cannot be read or compared; the text is one sentence."""
+
+
+def _ffmpeg(*arguments: str, folder: Path) -> str:
+    """Runs ffmpeg in a folder, and returns what it prints."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-loglevel", "error", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise VideoError(f"ffmpeg cannot read this: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout
+
+
+def facts(video: Path) -> tuple[int, int, int]:
+    """The width, height and number of frames of a video."""
+    try:
+        reader: Any = imageio_ffmpeg.read_frames(str(video))
+        size = next(reader)["size"]
+        return size[0], size[1], sum(1 for _ in reader)
+    except (OSError, RuntimeError, StopIteration) as error:
+        raise VideoError(f"{video} is no video that ffmpeg can read.") from error
+
+
+def against(reference: Path, other: Path) -> Frames:
+    """The measures of each frame of `other`; higher is nearer.
+
+    Raises:
+        VideoError: They differ in size or number of frames.
+    """
+    sizes = [facts(video) for video in (reference, other)]
+    if sizes[0] != sizes[1]:
+        told = " and ".join("{}x{} with {} frames".format(*size) for size in sizes)
+        raise VideoError(f"{reference} and {other} cannot be compared: {told}.")
+    streams = "".join(
+        f"[{number}:v]split=4" + "".join(f"[{number}{i}]" for i in range(4)) + ";"
+        for number in (0, 1)
+    )
+    filters = (
+        "libvmaf=log_fmt=json:log_path=vmaf",
+        "psnr=stats_file=psnr",
+        "ssim=stats_file=ssim",
+        "xpsnr=stats_file=xpsnr",
+    )
+    graph = streams + ";".join(f"[1{i}][0{i}]{name}" for i, name in enumerate(filters))
+    inputs = [part for video in (reference, other) for part in ("-i", str(video.absolute()))]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        _ffmpeg(*inputs, "-lavfi", graph, "-f", "null", "-", folder=folder)
+        vmaf = json.loads((folder / "vmaf").read_text())["frames"]
+        texts = {name: (folder / name).read_text() for name in AGAINST[1:]}
+    found = {"vmaf": [frame["metrics"]["vmaf"] for frame in vmaf]}
+    for name, pattern in (
+        ("ssim", r"All:(\S+)"),
+        ("psnr", r"psnr_avg:(\S+)"),
+        ("xpsnr", r"XPSNR y: *(\S+)"),
+    ):
+        values = [float(value) for value in re.findall(pattern, texts[name])]
+        found[name] = [min(value, _HIGHEST) for value in values] if name != "ssim" else values
+    return found
+
+
+def alone(video: Path) -> Frames:
+    """Of each frame: luma, detail, motion, blocks, and the share of cells without texture."""
+    chain = "signalstats,siti,blockdetect,metadata=print:file=-"
+    arguments = ("-i", str(video.absolute()), "-vf", chain, "-f", "null", "-")
+    printed = _ffmpeg(*arguments, folder=Path.cwd())
+    names = {"bright": "signalstats.YHIGH", "step": "signalstats.YDIF", "detail": "siti.si",
+             "motion": "siti.ti", "blocks": "block"}  # fmt: skip
+    found = {
+        name: [float(value) for value in re.findall(rf"lavfi\.{re.escape(key)}=(\S+)", printed)]
+        for name, key in names.items()
+    }
+    found["untextured"] = [_untextured(np.asarray(frame)) for frame in read_frames(video)]
+    return found
+
+
+def _untextured(frame_HW3: np.ndarray) -> float:
+    """The share of cells whose pixels are all alike, as where a network has lost a part."""
+    luma = frame_HW3.astype(np.float32).mean(axis=2)
+    rows, columns = (size // _CELL for size in luma.shape)
+    if not rows or not columns:
+        return 0.0
+    cells = luma[: rows * _CELL, : columns * _CELL].reshape(rows, _CELL, columns, _CELL)
+    return float((cells.std(axis=(1, 3)) < 0.5).mean())
+
+
+def suspicions(
+    found: Frames, joins: Sequence[int] = (), reference: Frames | None = None
+) -> list[str]:
+    """What a reader of the figures should look at, in words."""
+    said = []
+    for what, places in (
+        ("black", [n for n, value in enumerate(found["bright"]) if value <= _BLACK]),
+        ("without detail", [n for n, value in enumerate(found["detail"]) if value < _PLAIN]),
+    ):
+        if places:
+            said.append(f"{what}: {_ranges(places)}")
+    still = [n for n, value in enumerate(found["step"]) if n and value < _STILL]
+    runs = [run for run in _runs(still) if len(run) >= _RUN]
+    if runs:
+        said.append(f"frozen: {_ranges([n for run in runs for n in run])}")
+    blocks, untextured = (statistics.fmean(found[name]) for name in ("blocks", "untextured"))
+    if blocks > _BLOCKS:
+        said.append(f"blocky: {blocks:.1f}")
+    if reference is not None and untextured > statistics.fmean(reference["untextured"]) + 0.2:
+        said.append(f"areas lost their texture: {untextured:.0%} of the cells")
+    others = [value for n, value in enumerate(found["step"]) if n and n not in joins]
+    for join in joins:
+        if join >= len(found["step"]):
+            raise VideoError(f"There is no join at frame {join} of {len(found['step'])}.")
+        ratio = found["step"][join] / max(statistics.median(others), 1e-6)
+        said.append(f"join at {join}: {ratio:.1f} times the step between other frames")
+    return said
+
+
+def _runs(places: Sequence[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][-1] + 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+def _ranges(places: Sequence[int]) -> str:
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in _runs(places)]
+    return "frames " + ", ".join(parts)
+
+
+def compare(reference: Path, other: Path, joins: Sequence[int] = ()) -> dict[str, Any]:
+    """All figures of a pair: of each frame, their means, and what is suspicious."""
+    distance, each = against(reference, other), [alone(video) for video in (reference, other)]
+    means = {name: statistics.fmean(distance[name]) for name in AGAINST}
+    return {
+        "videos": [str(reference), str(other)],
+        "means": means | {"worst_psnr": min(distance["psnr"]), "worst_vmaf": min(distance["vmaf"])},
+        "alone": [{name: statistics.fmean(one[name]) for name in ALONE} for one in each],
+        "suspicious": [suspicions(each[0], joins), suspicions(each[1], joins, each[0])],
+        "frames": distance | {f"{name}_{ab}": one[name] for ab, one in zip("AB", each, strict=True)
+                              for name in ("detail", "motion", "step")},
+    }  # fmt: skip
+
+
+def pairs(reference: Path, other: Path) -> list[tuple[Path, Path]]:
+    """The videos to compare: both, or those of equal names in two folders."""
+    for path in (reference, other):
+        if not path.exists():
+            raise VideoError(f"{path} does not exist; give two videos or two folders.")
+    if reference.is_dir() != other.is_dir():
+        raise VideoError(f"{reference} and {other} are a folder and a file; give two of a kind.")
+    if not reference.is_dir():
+        return [(reference, other)]
+    names = [
+        {p.name for p in folder.iterdir() if p.suffix in VIDEOS} for folder in (reference, other)
+    ]
+    if not names[0] & names[1]:
+        raise VideoError(f"{reference} and {other} have no videos of equal names.")
+    for name in sorted(names[0] ^ names[1]):
+        print(f"Only in one folder: {name}", file=sys.stderr)
+    return [(reference / name, other / name) for name in sorted(names[0] & names[1])]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """The means of all pairs, and of all of them together, as Markdown."""
+    columns = [*AGAINST, "worst_psnr", "worst_vmaf"]
+    lines = ["| B against A | " + " | ".join(columns) + " | detail A, B | motion A, B |"]
+    lines.append("|---" * (len(columns) + 3) + "|")
+    rows = [(Path(one["videos"][1]).name, one["means"], one["alone"]) for one in results]
+    if len(rows) > 1:
+        mean = {name: statistics.fmean(row[1][name] for row in rows) for name in columns}
+        both = [{name: statistics.fmean(row[2][ab][name] for row in rows) for name in ALONE}
+                for ab in (0, 1)]  # fmt: skip
+        rows.append((f"mean of {len(rows)}", mean, both))
+    for name, means, both in rows:
+        cells = [f"{means[column]:.4f}" if column == "ssim" else f"{means[column]:.2f}"
+                 for column in columns]  # fmt: skip
+        cells += [f"{both[0][kind]:.1f}, {both[1][kind]:.1f}" for kind in ("detail", "motion")]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def page(results: Sequence[dict[str, Any]]) -> str:
+    """One HTML file: the table, and of each pair its strips, its plots and what is suspicious."""
+    head, _, *rows = table(results).splitlines()
+    cells = [[html.escape(c.strip()) for c in line.strip("|").split("|")] for line in (head, *rows)]
+    parts = ["".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)]
+    body = [f"<h1>Videos compared</h1><table>{parts[0]}</table>"]
+    for one in results:
+        body.append(f"<h2>{html.escape(Path(one['videos'][1]).name)}</h2>")
+        for ab, said in zip("AB", one["suspicious"], strict=True):
+            body += [f"<p>{ab}: {html.escape(text)}</p>" for text in said]
+        strips = io.BytesIO()
+        contact_sheet([Path(path) for path in one["videos"]], names=True).save(strips, "PNG")
+        for picture in (strips.getvalue(), _plot(one["frames"])):
+            body.append(f'<img src="data:image/png;base64,{base64.b64encode(picture).decode()}">')
+    style = (
+        "body{font:14px sans-serif;margin:2em}td{padding:2px 10px}img{display:block;max-width:100%}"
+    )
+    return f'<!doctype html><meta charset="utf-8"><style>{style}</style>' + "\n".join(body)
+
+
+def _plot(frames: Frames) -> bytes:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise VideoError(
+            "--page needs matplotlib; pip install -r requirements-power.txt."
+        ) from error
+    figure = Figure(figsize=(11, 2.4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for axis, names in zip(axes, (("vmaf",), ("psnr", "xpsnr"), ("step_A", "step_B")), strict=True):
+        for name in names:
+            axis.plot(frames[name], label=name.replace("step_", "step between frames, "))
+        axis.set_xlabel("frame")
+        axis.legend(fontsize=8)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=90)
+    return picture.getvalue()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("reference", type=Path, metavar="A", help="a video or a folder")
+    parser.add_argument("other", type=Path, metavar="B", help="what is compared with it")
+    parser.add_argument("--joins", default="", help="first frames after the joins: 77,153")
+    parser.add_argument("--json", type=Path, help="all figures, also of each frame")
+    parser.add_argument("--page", type=Path, help="an HTML file with strips and plots")
+    options = parser.parse_args(argv)
+    if not re.fullmatch(r"(\d+(,\d+)*)?", options.joins):
+        parser.error(f"--joins {options.joins} must be numbers of frames: 77,153")
+    joins = [int(number) for number in options.joins.split(",") if number]
+    try:
+        results = [compare(*pair, joins) for pair in pairs(options.reference, options.other)]
+        files = {options.json: lambda: json.dumps({"pairs": results}, indent=1) + "\n",
+                 options.page: lambda: page(results)}  # fmt: skip
+        for path, text in files.items():
+            if path is not None:
+                temporary = path.with_name(f".{path.name}.part")
+                temporary.write_text(text(), encoding="utf-8")
+                temporary.replace(path)
+    except VideoError as error:
+        parser.error(str(error))
+    print(table(results))
+    for one in results:
+        for video, said in zip(one["videos"], one["suspicious"], strict=True):
+            for text in said:
+                print(f"{video}: {text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
