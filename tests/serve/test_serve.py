@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -230,6 +231,18 @@ def test_models_metrics_and_page(served: Served) -> None:
     status, headers, page = served.ask("/")
     assert status == 200 and headers.get_content_type() == "text/html" and b"<form" in page
     assert served.ask("/liveness")[2] == {"status": "ok"}
+
+
+def test_the_board_shows_metrics_that_are_there(served: Served) -> None:
+    board = json.loads((REPO / "examples/serve/grafana.json").read_text())
+    shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    named = {name for one in shown for name in re.findall(r"\bwan_\w+", one)}
+    text = served.ask("/metrics")[2].decode()
+    there = set()
+    for name, kind in re.findall(r"(?m)^# TYPE (\w+) (\w+)$", text):
+        ends = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+        there |= {name + end for end in ends}
+    assert len(named) > 10 and named <= there, named - there
 
 
 def test_a_killed_rank(served: Served) -> None:

@@ -325,7 +325,8 @@ class Guard:
     def _refusal(self, request: Request) -> RefusedError | None:
         host = request.headers.get("host", "")
         if _without_port(host) not in self._hosts:
-            return RefusedError("This host name is not served; start with --name_of_host.", 421)
+            message = "This host name is not served; start the service with it as --host_name."
+            return RefusedError(message, 421)
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             return RefusedError("Pages of other sites may not ask this service.", 403)

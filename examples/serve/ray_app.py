@@ -1,0 +1,209 @@
+"""Several services of `python -m wan.serve` as one application of Ray Serve.
+
+    pip install "ray[serve]" -r requirements-serve.txt
+    serve run examples.serve.ray_app:build replicas=2    # the demo, on this machine
+    serve run examples.serve.ray_app:build replicas=4 ranks=8 devices=GPU journal=/shared/videos \
+        flags="--ckpt_dir /shared/Wan2.2-T2V-A14B --ulysses_size 8 --comm_type 1"
+
+A replica is one group of ranks: all its devices are on one machine (STRICT_PACK), and it has one
+service, whose journal is a folder that every machine reaches. Ray starts a replica that has ended
+again; it gets the same name and the same journal, so that its jobs go on. New jobs go to the
+replica whose queue will be empty first, and requests about a job to the replica in its id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import ray
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from ray import serve
+from ray.util import get_node_ip_address
+
+_OF_JOB = re.compile(r"v1/videos/video_(r\d+)_")
+_START = 600  # seconds until a replica has loaded its networks
+_OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}  # headers that are not passed on
+_OF_FRONT = _OF_CONNECTION | {"host", "content-length", "authorization"}
+front = FastAPI(openapi_url=None)
+
+
+class Addresses:
+    """Where the services of the replicas are: {"r0": "http://..."}."""
+
+    def __init__(self) -> None:
+        self._urls: dict[str, str] = {}
+
+    def put(self, name: str, url: str) -> None:
+        self._urls[name] = url
+
+    def all(self) -> dict[str, str]:
+        return self._urls
+
+
+def _ends_with_parent() -> None:
+    """Has the system end this process when the replica's ends, however that happens."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+class Replica:
+    """One group of ranks and its service."""
+
+    def __init__(self, settings: dict[str, Any], key: str, addresses: Any) -> None:
+        self._key, self._name = key, f"r{serve.get_replica_context().rank.rank}"
+        host = get_node_ip_address()
+        with socket.create_server((host, 0)) as free:
+            port = free.getsockname()[1]
+        folder = Path(settings["journal"]).absolute() / self._name
+        folder.mkdir(parents=True, exist_ok=True)
+        secret = folder / "key"
+        secret.touch(mode=0o600)
+        secret.write_text(key)
+        command = [sys.executable, "-m", "wan.serve", "--host", host, "--port", str(port)]
+        command += ["--name", self._name, "--journal", str(folder), "--api_key", str(secret)]
+        command += ["--ranks", str(settings["ranks"]), "--", *shlex.split(settings["flags"])]
+        self._service = subprocess.Popen(command, preexec_fn=_ends_with_parent)
+        self._url = f"http://{host}:{port}"
+        self._wait()
+        ray.get(addresses.put.remote(self._name, self._url))
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + _START
+        while time.monotonic() < deadline and self._service.poll() is None:
+            if asyncio.run(_answers(f"{self._url}/health")):
+                return
+            time.sleep(0.5)
+        raise RuntimeError(f"The service of {self._name} has not started.")
+
+    async def check_health(self) -> None:
+        """Ray replaces this replica when it raises; lost ranks the service starts again itself."""
+        if self._service.poll() is not None or not await _answers(f"{self._url}/liveness"):
+            raise RuntimeError(f"The service of {self._name} has ended.")
+
+    def __del__(self) -> None:
+        self._service.terminate()
+        self._service.wait(30)
+
+
+async def _answers(url: str) -> bool:
+    try:
+        async with aiohttp.ClientSession() as client, client.get(url) as answer:
+            return answer.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+class Front:
+    """Passes requests on; it keeps nothing, so that there may be several."""
+
+    def __init__(self, key: str, addresses: Any, replicas: Any) -> None:
+        self._addresses, self._replicas = addresses, replicas
+        self._client = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"}, timeout=aiohttp.ClientTimeout(None)
+        )
+
+    @front.get("/v1/videos")
+    async def list(self, after: str | None = None, limit: int = 20, order: str = "desc") -> Any:
+        """One replica's jobs after the other's; the cursor says where a page begins."""
+        urls = await self._addresses.all.remote()
+        begun = _OF_JOB.match(f"v1/videos/{after}") if after else None
+        first, found = begun[1] if begun else min(urls, default=""), list[dict[str, Any]]()
+        for name in sorted(name for name in urls if name >= first):
+            query = {"limit": limit - len(found), "order": order}
+            query |= {"after": after} if after and name == first else {}
+            async with self._client.get(f"{urls[name]}/v1/videos", params=query) as answer:
+                if answer.status != 200:
+                    return Response(await answer.read(), answer.status, _headers(answer))
+                page = await answer.json()
+            found += page["data"]
+            if len(found) >= limit:
+                more = page["has_more"] or name != max(urls)
+                return _page(found, more)
+        return _page(found, False)
+
+    @front.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def pass_on(self, request: Request, path: str) -> Response:
+        urls = await self._addresses.all.remote()
+        of_job = _OF_JOB.match(path)
+        name = of_job[1] if of_job else await self._soonest(urls)
+        if name not in urls:
+            return _away("no replica can be reached")
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_FRONT}
+        url, body = f"{urls[name]}/{path}", await request.body()
+        try:
+            answer = await self._client.request(
+                request.method, url, params=request.query_params, data=body, headers=headers
+            )
+        except aiohttp.ClientConnectionError:
+            return _away(f"replica {name} is started again")
+        content = answer.content.iter_chunked(1 << 16)
+        return StreamingResponse(content, answer.status, _headers(answer))
+
+    async def _soonest(self, urls: dict[str, str]) -> str:
+        """The replica whose queue will be empty first, of those that can make videos."""
+        ahead = dict(zip(urls, await asyncio.gather(*map(self._ahead, urls.values())), strict=True))
+        return min(ahead, key=lambda name: ahead[name], default="")
+
+    async def _ahead(self, url: str) -> tuple[bool, float, int]:
+        try:
+            async with self._client.get(f"{url}/health") as answer:
+                told = await answer.json()
+                busy = told["queued"] + told["running"]  # before any job was timed
+                return answer.status != 200, told["seconds_ahead"], busy
+        except aiohttp.ClientError:
+            return True, float("inf"), 0
+
+
+def _headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    return {k: v for k, v in answer.headers.items() if k.lower() not in _OF_CONNECTION}
+
+
+def _away(why: str) -> Response:
+    error = {"message": f"Try later: {why}.", "type": "server_error", "code": "replica_away"}
+    return JSONResponse({"error": error}, 503, {"Retry-After": "5"})
+
+
+def _page(found: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+    first, last = (found[place]["id"] if found else None for place in (0, -1))
+    return {"object": "list", "data": found, "has_more": more, "first_id": first, "last_id": last}
+
+
+def build(given: dict[str, str]) -> Any:
+    """Makes the application: replicas, ranks (of each), devices (GPU or NPU), journal, flags."""
+    settings = {"replicas": "1", "ranks": "1", "devices": "", "journal": "videos", "flags": ""}
+    settings |= given
+    bundle = {"CPU": 1.0}
+    if settings["devices"]:
+        bundle |= {settings["devices"]: float(settings["ranks"])}
+    kinds = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+    actor = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "resources": kinds}
+    registry: Any = ray.remote(num_cpus=0)(Addresses)
+    addresses = registry.options(
+        name="wan-addresses", lifetime="detached", get_if_exists=True
+    ).remote()
+    key = secrets.token_hex(16)
+    replicas: Any = serve.deployment(
+        Replica,
+        num_replicas=int(settings["replicas"]),
+        ray_actor_options=actor,
+        placement_group_bundles=[bundle],
+        placement_group_strategy="STRICT_PACK",
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+    )
+    passing: Any = serve.deployment(
+        serve.ingress(front)(Front), ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000
+    )
+    return passing.bind(key, addresses, replicas.bind(settings, key, addresses))

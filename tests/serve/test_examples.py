@@ -1,0 +1,25 @@
+"""The files of examples/serve give flags that the service has."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.dist import REPO
+from wan.serve import __main__ as command
+
+FOLDER = REPO / "examples" / "serve"
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "ray_app.py", "Dockerfile.cuda"])
+def test_their_flags_are_those_of_the_service(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.serve(["--help"])
+    own = set(re.findall(r"--\w+", capsys.readouterr().out))
+    text = (FOLDER / name).read_text().replace("--shm-size", "").replace("--gpus", "")
+    before = re.split(r"(?m)^\s+- --$|-- --ckpt_dir|\"--\",", text)[0]
+    given = set(re.findall(r"(?<![\w-])--[a-z]\w+", before.split("pip install")[-1]))
+    assert given and given <= own, given - own
