@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import re
 import secrets
 import shlex
@@ -22,22 +23,20 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import ray
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
 from ray.util import get_node_ip_address
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-_OF_JOB = re.compile(r"v1/videos/video_(r\d+)_")
-_START = 600  # seconds until a replica has loaded its networks
+_OF_JOB = re.compile(r"/v1/videos/video_(r\d+)_")
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding"}  # headers that are not passed on
 _OF_FRONT = _OF_CONNECTION | {"host", "content-length", "authorization"}
-front = FastAPI(openapi_url=None)
 
 
 class Addresses:
@@ -58,16 +57,27 @@ def _ends_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
+def _unused_name(root: Path, count: int, first: int) -> str:
+    """A name whose journal no service has locked. Should two replicas take it, one starts again."""
+    for number in range(count):
+        name = f"r{(first + number) % count}"
+        (root / name).mkdir(parents=True, exist_ok=True)
+        with (root / name / "lock").open("w") as lock, suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return name
+    raise RuntimeError(f"All {count} journals in {root} belong to services that run.")
+
+
 class Replica:
     """One group of ranks and its service."""
 
     def __init__(self, settings: dict[str, Any], key: str, addresses: Any) -> None:
-        self._key, self._name = key, f"r{serve.get_replica_context().rank.rank}"
+        root, count = Path(settings["journal"]).absolute(), int(settings["replicas"])
+        self._name = _unused_name(root, count, serve.get_replica_context().rank.rank)
         host = get_node_ip_address()
         with socket.create_server((host, 0)) as free:
             port = free.getsockname()[1]
-        folder = Path(settings["journal"]).absolute() / self._name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = root / self._name
         secret = folder / "key"
         secret.touch(mode=0o600)
         secret.write_text(key)
@@ -76,21 +86,15 @@ class Replica:
         command += ["--ranks", str(settings["ranks"]), "--", *shlex.split(settings["flags"])]
         self._service = subprocess.Popen(command, preexec_fn=_ends_with_parent)
         self._url = f"http://{host}:{port}"
-        self._wait()
+        self._has_answered = False
         ray.get(addresses.put.remote(self._name, self._url))
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + _START
-        while time.monotonic() < deadline and self._service.poll() is None:
-            if asyncio.run(_answers(f"{self._url}/health")):
-                return
-            time.sleep(0.5)
-        raise RuntimeError(f"The service of {self._name} has not started.")
 
     async def check_health(self) -> None:
         """Ray replaces this replica when it raises; lost ranks the service starts again itself."""
-        if self._service.poll() is not None or not await _answers(f"{self._url}/liveness"):
+        answers = await _answers(f"{self._url}/liveness")
+        if self._service.poll() is not None or (self._has_answered and not answers):
             raise RuntimeError(f"The service of {self._name} has ended.")
+        self._has_answered = self._has_answered or answers
 
     def __del__(self) -> None:
         self._service.terminate()
@@ -109,39 +113,43 @@ class Front:
     """Passes requests on; it keeps nothing, so that there may be several."""
 
     def __init__(self, key: str, addresses: Any, replicas: Any) -> None:
+        """replicas: Their handle; with it Ray starts them first, and ends them with this."""
         self._addresses, self._replicas = addresses, replicas
         self._client = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"}, timeout=aiohttp.ClientTimeout(None)
         )
 
-    @front.get("/v1/videos")
-    async def list(self, after: str | None = None, limit: int = 20, order: str = "desc") -> Any:
-        """One replica's jobs after the other's; the cursor says where a page begins."""
+    async def __call__(self, request: Request) -> Response:
         urls = await self._addresses.all.remote()
-        begun = _OF_JOB.match(f"v1/videos/{after}") if after else None
-        first, found = begun[1] if begun else min(urls, default=""), list[dict[str, Any]]()
-        for name in sorted(name for name in urls if name >= first):
-            query = {"limit": limit - len(found), "order": order}
-            query |= {"after": after} if after and name == first else {}
-            async with self._client.get(f"{urls[name]}/v1/videos", params=query) as answer:
+        if request.method == "GET" and request.url.path == "/v1/videos":
+            return await self._list(urls, dict(request.query_params))
+        return await self._passed_on(urls, request)
+
+    async def _list(self, urls: dict[str, str], query: dict[str, str]) -> Response:
+        """One replica's jobs after the other's; the cursor says where a page begins."""
+        begun = _OF_JOB.match(f"/v1/videos/{query.get('after', '')}")
+        found, limit = list[dict[str, Any]](), query.get("limit", "20")
+        names = sorted(name for name in urls if begun is None or name >= begun[1])
+        for name in names:
+            left = limit if not found else str(int(limit) - len(found))
+            url = f"{urls[name]}/v1/videos"
+            async with self._client.get(url, params=query | {"limit": left}) as answer:
                 if answer.status != 200:
                     return Response(await answer.read(), answer.status, _headers(answer))
                 page = await answer.json()
             found += page["data"]
-            if len(found) >= limit:
-                more = page["has_more"] or name != max(urls)
-                return _page(found, more)
+            query.pop("after", None)  # it was this replica's
+            if len(found) >= int(limit):
+                return _page(found, page["has_more"] or name != names[-1])
         return _page(found, False)
 
-    @front.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
-    async def pass_on(self, request: Request, path: str) -> Response:
-        urls = await self._addresses.all.remote()
-        of_job = _OF_JOB.match(path)
+    async def _passed_on(self, urls: dict[str, str], request: Request) -> Response:
+        of_job = _OF_JOB.match(request.url.path)
         name = of_job[1] if of_job else await self._soonest(urls)
         if name not in urls:
             return _away("no replica can be reached")
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_FRONT}
-        url, body = f"{urls[name]}/{path}", await request.body()
+        url, body = f"{urls[name]}{request.url.path}", await request.body()
         try:
             answer = await self._client.request(
                 request.method, url, params=request.query_params, data=body, headers=headers
@@ -175,9 +183,10 @@ def _away(why: str) -> Response:
     return JSONResponse({"error": error}, 503, {"Retry-After": "5"})
 
 
-def _page(found: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+def _page(found: list[dict[str, Any]], more: bool) -> Response:
     first, last = (found[place]["id"] if found else None for place in (0, -1))
-    return {"object": "list", "data": found, "has_more": more, "first_id": first, "last_id": last}
+    ends = {"has_more": more, "first_id": first, "last_id": last}
+    return JSONResponse({"object": "list", "data": found, **ends})
 
 
 def build(given: dict[str, str]) -> Any:
@@ -204,6 +213,6 @@ def build(given: dict[str, str]) -> Any:
         health_check_timeout_s=10,
     )
     passing: Any = serve.deployment(
-        serve.ingress(front)(Front), ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000
+        Front, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000
     )
     return passing.bind(key, addresses, replicas.bind(settings, key, addresses))
