@@ -57,7 +57,10 @@ class Device:
             pass
 
     def empty_cache(self) -> None:
-        if self._accelerator is not None:
+        """Give memory that was freed back to the system, which allocators keep for later."""
+        if self._accelerator is None:
+            host.trim_heap()
+        else:
             self._accelerator.empty_cache()
 
     def free_memory(self) -> int | None:

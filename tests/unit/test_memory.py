@@ -142,3 +142,26 @@ def test_peaks_tell_allocated_from_mapped(tmp_path: Path) -> None:
     assert int(anonymous) == pytest.approx(80 << 20, rel=0.03)
     assert int(mapped) == pytest.approx(48 << 20, rel=0.03)
     assert holds == "True" and "allocated" in said[1] and "host_mapped" in said[2]
+
+
+TRIMMED = """
+from pathlib import Path
+from wan import host
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+pieces = [bytearray(b"x") * 100_000 for _ in range(1000)]
+last = bytearray(b"x") * 100_000  # behind them, so that freeing them does not shorten the heap
+del pieces
+before = anonymous()
+host.trim_heap()
+print(before - anonymous())
+"""
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    command = [sys.executable, "-c", TRIMMED]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(said) > 80_000_000
