@@ -55,10 +55,16 @@ def local_world_size(environ: Mapping[str, str] = os.environ) -> int:
     return _count("LOCAL_WORLD_SIZE", 1, environ)
 
 
-def stand_for(ranks: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Lets this process, which is no rank, check settings as rank 0 of so many on this machine."""
+def node(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns the number of this machine among those whose torchrun made one group."""
+    return _count("GROUP_RANK", 0, environ)
+
+
+def stand_for(ranks: int, nodes: int = 1, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Lets this process, which is no rank, check settings as rank 0 of so many on some machines."""
     if ranks > 1:
-        environ.update(dict.fromkeys(_COUNTS, str(ranks)) | dict.fromkeys(_INDICES, "0"))
+        counts = dict(zip(_COUNTS, (str(ranks), str(ranks // nodes)), strict=True))
+        environ.update(counts | dict.fromkeys(_INDICES, "0"))
 
 
 def for_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -12,7 +12,10 @@ from wan.serve import __main__ as command
 FOLDER = REPO / "examples" / "serve"
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "ray_app.py", "Dockerfile.cuda"])
+@pytest.mark.parametrize(
+    "name",
+    ["kubernetes.yaml", "leader_worker_set.yaml", "ray_app.py", "Dockerfile.cuda"],
+)
 def test_their_flags_are_those_of_the_service(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import imageio
@@ -20,7 +21,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.dist import GENERATE, REPO
+from tests.dist import GENERATE, REPO, TORCHRUN
 from tests.serve.serving import PROMPT, Served, breaking
 from wan.serve import __main__ as command
 
@@ -419,6 +420,53 @@ FAULTS = {
 
 
 @pytest.mark.slow
+@contextmanager
+def second_node(front: Path, port: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Starts the rank of another machine, and starts it again whenever it has ended."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--node_rank=1"]
+    command += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    command += ["-m", "wan.serve.ranks", str(front)]
+    started: list[subprocess.Popen[bytes]] = []
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.wait(0.5):
+            with Path(f"{front.parent}.node.log").open("ab") as log:
+                environment = os.environ | TORCHRUN
+                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            started[-1].wait()
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield started
+    finally:
+        over.set()
+        started[-1].terminate()
+        thread.join(60)
+
+
+@pytest.mark.slow
+def test_two_nodes(tmp_path: Path) -> None:
+    """Both on this machine: a rank of the other one is killed, and its job is made again."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder, options = tmp_path / "jobs", ["--nodes", 2, "--node_address", f"127.0.0.1:{port}"]
+    with second_node(folder / "front.json", port) as node:
+        served = Served(folder, 2, options)
+        video = served.create(num_frames=5, num_inference_steps=2, seed=7)
+        assert served.ended(video)["status"] == "completed"
+        made = frames(folder / "jobs" / video / "video.mp4")
+        assert np.array_equal(made, generated(tmp_path / "one.mp4", "--ulysses_size", 2, ranks=2))
+        running = served.create(num_inference_steps=20)
+        served.wait(lambda: served.ask(f"/v1/videos/{running}")[2]["steps"][0] > 1)
+        children = Path(f"/proc/{node[-1].pid}/task/{node[-1].pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        found = served.ended(running, 180)
+        assert (found["status"], found["attempt"]) == ("completed", 2)
+        assert served.stop() == 0
+
+
 @pytest.mark.parametrize("kind", FAULTS)
 def test_faults_of_a_rank(kind: str, tmp_path: Path) -> None:
     """The job fails with its reason, or is made again; the next one is what generate.py makes."""

@@ -22,6 +22,7 @@ from wan.settings.fields import options
 
 if TYPE_CHECKING:
     from wan.run import Run
+    from wan.serve.group import Nodes
 
 _OF_ONE = {
     *(name for kind in (Images, Sounds, Driving, Planning, Many) for name in options(kind)),
@@ -51,6 +52,8 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     number("--host", default="127.0.0.1", help="address to listen to (127.0.0.1)")
     number("--port", type=int, default=8000, help="port to listen to (8000)")
     number("--ranks", type=int, default=1, help="processes that share each video (1)")
+    number("--nodes", type=int, default=1, help="machines that share these processes (1)")
+    number("--node_address", help="HOST:PORT of this machine, where the other machines find it")
     number("--journal", type=Path, default=Path("videos"), help="folder of jobs (videos)")
     number("--name", default="", help="of this replica; it becomes a part of its jobs' ids")
     number("--api_key", type=Path, help="file with the key that requests must bring")
@@ -62,19 +65,34 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     number("--keep_days", type=float, help="delete ended jobs after so many days")
     number("--quota_gb", type=float, help="delete the oldest ended jobs above so many GB")
     found = parser.parse_args(own)
-    for name in ("ranks", "queue", "max_body", "max_frames", "max_megapixels"):
+    for name in ("ranks", "nodes", "queue", "max_body", "max_frames", "max_megapixels"):
         if getattr(found, name) < 1:
             raise InputError(f"--{name} {getattr(found, name)} must be at least 1")
     if not 0 <= found.port < 1 << 16:
         raise InputError(f"--port {found.port} must be from 0 to 65535")
+    if found.ranks % found.nodes:
+        raise InputError(f"--ranks {found.ranks} must be a multiple of --nodes {found.nodes}")
     if found.name and not (found.name.isascii() and found.name.replace("-", "").isalnum()):
         raise InputError(f"--name {found.name} must be of letters, digits and dashes")
     return found, theirs
 
 
-def _run(argv: Sequence[str], ranks: int) -> tuple[Run, dict[str, Any]]:
+def _nodes(count: int, address: str | None) -> Nodes:
+    """Returns the machines of the ranks."""
+    from wan.serve.group import ONE_NODE, Nodes
+
+    if count == 1:
+        return ONE_NODE
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        why = "must be HOST:PORT of this machine, as the other machines reach it, with --nodes"
+        raise InputError("--node_address", address, why)
+    return Nodes(count, host, int(port))
+
+
+def _run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, Any]]:
     """Returns the run that the ranks are started for, and its flags."""
-    env.stand_for(ranks)
+    env.stand_for(ranks, nodes)
     given = flags.parse(argv)
     of_one = [name for name in given if name in _OF_ONE]
     if of_one:
@@ -121,7 +139,7 @@ def serve(argv: Sequence[str]) -> int:
             f"--journal {options.journal}", None, why, "give another folder"
         ) from error
     theirs += ["--save_file", str(options.journal.absolute() / "video.mp4")]  # never written
-    run, given = _run(theirs, options.ranks)
+    run, given = _run(theirs, options.ranks, options.nodes)
     for notice in run.notices:
         logger.warning(env.words().render(notice))
     limits = Limits(
@@ -138,6 +156,7 @@ def serve(argv: Sequence[str]) -> int:
         run,
         options.journal,
         options.ranks,
+        _nodes(options.nodes, options.node_address),
         options.name,
         limits,
         metrics.seen,

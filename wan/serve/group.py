@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,8 +24,35 @@ _LONGEST = 60.0  # seconds between two starts of a group that does not come up
 _LOG = 10_000_000  # bytes from which on the ranks' log is begun anew
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a group.
+
+    Attributes:
+        count: How many there are.
+        host, port: Of the front's machine, where the others find it.
+    """
+
+    count: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def torchrun(self, ranks: int) -> list[str]:
+        """Returns the arguments that start the ranks of the front's machine."""
+        if self.count == 1:
+            return ["--standalone", f"--nproc_per_node={ranks}"]
+        own = [f"--nnodes={self.count}", "--node_rank=0", f"--nproc_per_node={ranks // self.count}"]
+        return [*own, f"--master_addr={self.host}", f"--master_port={self.port}"]
+
+
+ONE_NODE = Nodes()
+
+
 class RankGroup:
     """The ranks of the service.
+
+    Those of other machines are started there, by torchrun in a loop; they find the front by the
+    file front.json in its folder, which all machines have to share.
 
     Attributes:
         ready: All ranks of the present group wait for videos or make one.
@@ -38,6 +66,7 @@ class RankGroup:
         ranks: int,
         folder: Path,
         told: Callable[[dict[str, Any]], None],
+        nodes: Nodes = ONE_NODE,
     ) -> None:
         """Starts nothing yet.
 
@@ -46,8 +75,10 @@ class RankGroup:
             ranks: How many there are.
             folder: For the ranks' log and the address of the front.
             told: Gets what ranks say, and {"is": "ended", "reason": ...} when a group has ended.
+            nodes: The machines that they are on.
         """
         self._argv, self._ranks, self._folder, self._told = list(argv), ranks, folder, told
+        self._nodes = nodes
         self._secret = secrets.token_hex()
         self._links: dict[int, asyncio.StreamWriter] = {}
         self._ready: set[int] = set()
@@ -65,17 +96,18 @@ class RankGroup:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Rank -> its process."""
+        """Rank of this machine -> its process."""
         return dict(self._pids)
 
     async def run(self) -> None:
         """Keeps a group running until `stop` is called."""
-        server = await asyncio.start_server(self._listen, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._listen, self._nodes.host, 0)
         port = server.sockets[0].getsockname()[1]
         address = self._folder / "front.json"
         with whole_file(address) as temporary:
             temporary.touch(0o600)
-            temporary.write_text(json.dumps({"port": port, "secret": self._secret}))
+            told = {"host": self._nodes.host, "port": port, "secret": self._secret}
+            temporary.write_text(json.dumps(told | {"flags": self._argv}))
         wait = 1.0
         async with server:
             while not self._stopping:
@@ -112,9 +144,8 @@ class RankGroup:
         self._links, self._ready, self._reason, self._pids = {}, set(), None, {}
         command = [sys.executable, "-m"]
         if self._ranks > 1:
-            command += ["torch.distributed.run", "--standalone"]
-            command += [f"--nproc_per_node={self._ranks}", "-m"]
-        command += ["wan.serve.ranks", str(address), *self._argv]
+            command += ["torch.distributed.run", *self._nodes.torchrun(self._ranks), "-m"]
+        command += ["wan.serve.ranks", str(address)]
         with _log(self._folder / "ranks.log") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -159,7 +190,9 @@ class RankGroup:
                     if not secrets.compare_digest(str(said.get("secret")), self._secret):
                         break
                     rank = int(said["rank"])
-                    self._links[rank], self._pids[rank] = writer, int(said["pid"])
+                    self._links[rank] = writer
+                    if said["node"] == 0:
+                        self._pids[rank] = int(said["pid"])
                 elif said["is"] == "ready":
                     self._ready.add(rank)
                     if self.ready:

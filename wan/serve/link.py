@@ -12,11 +12,30 @@ import os
 import queue
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from wan.settings.errors import InputError
+
+
+def told_by(file: Path) -> dict[str, Any]:
+    """Returns the front's host, port, secret and flags from the file in which it says them.
+
+    Raises:
+        InputError: The file is not there, or another one.
+    """
+    try:
+        found = json.loads(file.read_text())
+        return {name: found[name] for name in ("host", "port", "secret", "flags")}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise _away(str(file), error) from error
+
+
+def _away(front: str, error: Exception) -> InputError:
+    remedy = "start python -m wan.serve, which starts the ranks"
+    return InputError(f"The front of {front} does not answer ({error})", "", remedy)
 
 
 class FrontLink:
@@ -27,12 +46,13 @@ class FrontLink:
         over: No more videos are wanted: the front has said so, or has ended.
     """
 
-    def __init__(self, front: Path, rank: int) -> None:
+    def __init__(self, front: Mapping[str, Any], rank: int, node: int) -> None:
         """Connects.
 
         Args:
-            front: The file in which the front says its port and its secret.
+            front: What the front says of itself, as `told_by` returns it.
             rank: Of this process.
+            node: Of the machine that it runs on; 0 is the front's.
 
         Raises:
             InputError: The front does not answer.
@@ -42,15 +62,11 @@ class FrontLink:
         self._commands: queue.Queue[dict[str, Any]] = queue.Queue()
         self._sending = threading.Lock()
         try:
-            told = json.loads(front.read_text())
-            self._socket = socket.create_connection(("127.0.0.1", told["port"]), timeout=10)
-        except (OSError, ValueError) as error:
-            remedy = "start python -m wan.serve, which starts the ranks"
-            raise InputError(
-                f"The front of {front} does not answer ({error})", "", remedy
-            ) from error
+            self._socket = socket.create_connection((front["host"], front["port"]), timeout=10)
+        except OSError as error:
+            raise _away(f"{front['host']}:{front['port']}", error) from error
         self._socket.settimeout(None)
-        self.say("hello", secret=told["secret"], rank=rank, pid=os.getpid())
+        self.say("hello", secret=front["secret"], rank=rank, node=node, pid=os.getpid())
         threading.Thread(target=self._listen, daemon=True).start()
 
     def next(self, seconds: float) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,7 +27,7 @@ from wan.cli.videos import Video
 from wan.log import logger
 from wan.pipeline.batch import Batch, Job
 from wan.run import Run
-from wan.serve.link import FrontLink
+from wan.serve.link import FrontLink, told_by
 from wan.settings.errors import (
     InputError,
     NotFiniteError,
@@ -239,18 +239,18 @@ def _digest(run: Run) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
-def _serve(front: Path, argv: Sequence[str], run: Run, team: Team | None) -> int:
+def _serve(front: Mapping[str, Any], run: Run, team: Team | None) -> int:
     """The work of one rank."""
     main.load_torch()
     from wan import device as devices
     from wan.pipeline import build
 
     log.set_level(run.output.log_level)
-    link = FrontLink(front, env.rank())
+    link = FrontLink(front, env.rank(), env.node())
     try:
         device = devices.resolve(run.setup.execution.device) if team is None else team.device
         pipeline = build.pipeline(run.setup, device, team)
-        code = Ranks(flags.parse(argv), pipeline, team, link).serve()
+        code = Ranks(flags.parse(front["flags"]), pipeline, team, link).serve()
         if team is not None:
             team.close()
         return code
@@ -260,20 +260,20 @@ def _serve(front: Path, argv: Sequence[str], run: Run, team: Team | None) -> int
         raise
 
 
-def run(argv: Sequence[str]) -> int:
+def run(front: Path) -> int:
     """Runs one rank.
 
     Args:
-        argv: The front's file, then flags of generate.py.
+        front: The file in which the front says its address and the ranks' flags.
 
     Returns:
         The exit code, as that of `wan.cli.main.main`.
     """
-    front, given = Path(argv[0]), argv[1:]
     try:
         with failures.terminable():
             log.setup(env.rank() == 0)
-            return main.carry_out(given, partial(_serve, front, given), inputs=False)
+            told = told_by(front)
+            return main.carry_out(told["flags"], partial(_serve, told), inputs=False)
     except BaseException as error:
         sentence = failures.describe(error)
         if sentence is None:
@@ -284,4 +284,4 @@ def run(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(run(Path(sys.argv[1])))

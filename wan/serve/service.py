@@ -28,7 +28,7 @@ from wan.pipeline import memory
 from wan.run import Run
 from wan.serve import fields
 from wan.serve.fields import Asked
-from wan.serve.group import RankGroup
+from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
 from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
@@ -97,6 +97,7 @@ class Service:
         run: Run,
         folder: Path,
         ranks: int,
+        nodes: Nodes = ONE_NODE,
         name: str = "",
         limits: Limits = Limits(),
         seen: Callable[[str, QueuedVideo | None, dict[str, Any]], None] = lambda *_: None,
@@ -109,6 +110,7 @@ class Service:
             run: The same, as `wan.cli.main.resolved` returns them.
             folder: For the journal and the jobs' files.
             ranks: How many there are.
+            nodes: The machines that they are on.
             name: Of this replica, which its jobs' ids contain.
             limits: What is taken.
             seen: Is told of what happens, for metrics.
@@ -118,7 +120,7 @@ class Service:
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
-        self.group = RankGroup(argv, ranks, folder, self._told)
+        self.group = RankGroup(argv, ranks, folder, self._told, nodes)
         self._running: QueuedVideo | None = None
         self._last_shape = ""
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
