@@ -410,6 +410,7 @@ FAULTS = {
     # rank, what fails there, how, whether after it has returned, how the job ends, new groups
     "between": (1, f"{DENOISE}Denoising._check_finite", "raise", False, "internal_error", 0),
     "before an exchange": (1, f"{DENOISE}velocity", "raise", False, None, 1),
+    "inside an exchange": (1, "torch.distributed:all_to_all_single", "raise", False, None, 1),
     "after an exchange": (1, f"{DENOISE}velocity", "raise", True, None, 1),
     "no memory": (1, f"{DENOISE}velocity", "memory", False, "out_of_memory", 1),
     "killed in text": (1, f"{PIPELINE}texts", "kill", False, None, 1),
@@ -419,7 +420,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @contextmanager
 def second_node(front: Path, port: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Starts the rank of another machine, and starts it again whenever it has ended."""
@@ -467,12 +467,14 @@ def test_two_nodes(tmp_path: Path) -> None:
         assert served.stop() == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_faults_of_a_rank(kind: str, tmp_path: Path) -> None:
+def test_faults_of_a_rank(kind: str, ranks: int, tmp_path: Path) -> None:
     """The job fails with its reason, or is made again; the next one is what generate.py makes."""
     rank, at, do, after, code, restarts = FAULTS[kind]
     path = breaking(tmp_path / "path", rank=rank, at=at, do=do, after=after)
-    served = Served(tmp_path / "jobs", 2, path=path)
+    served = Served(tmp_path / "jobs", ranks, path=path)
     try:
         first, second = served.create(num_inference_steps=4), served.create(seed=7)
         video = served.ended(first)
@@ -485,7 +487,7 @@ def test_faults_of_a_rank(kind: str, tmp_path: Path) -> None:
         assert not (path / "fault.json").exists()
         left = {path.name for path in (served.folder / "jobs" / first).iterdir()}
         assert left == (set() if code else {"video.mp4", "video.json"})
-        own = generated(tmp_path / "own.mp4", "--ulysses_size", 2, ranks=2)
+        own = generated(tmp_path / "own.mp4", "--ulysses_size", ranks, ranks=ranks)
         assert (frames(served.folder / "jobs" / second / "video.mp4") == own).all()
     finally:
         served.stop()
