@@ -22,9 +22,10 @@ from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
 from wan.pipeline.batch import Batch, Job
+from wan.pipeline.following import clips, driving, moves, sounds
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
-from wan.run import ask, clips, driving, make_setup, moves, sounds
+from wan.run import ask, make_setup
 from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, spoken
 from wan.settings.execution import OFFLOAD, Offload

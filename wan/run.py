@@ -21,8 +21,9 @@ from wan.cache import policy
 from wan.checkpoint import lora, quantised
 from wan.checkpoint.files import fingerprint, read_json
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
+from wan.pipeline.following import clips, driving, moves, sounds
 from wan.pipeline.setup import Setup
-from wan.pipeline.video import latents_shape
+from wan.pipeline.video import check_start, latents_shape
 from wan.settings import parallel, recipes, step_cache
 from wan.settings.attention import Attention
 from wan.settings.command import (
@@ -31,7 +32,6 @@ from wan.settings.command import (
     Output,
     Planning,
     PromptExtension,
-    Sounds,
 )
 from wan.settings.errors import InputError
 from wan.settings.execution import Execution
@@ -104,6 +104,7 @@ class Run:
         driving: What moves a character.
         extension: How the prompt is extended.
         decode_latents: The latents that are only decoded.
+        fixed_latents: The latents that denoising starts from.
         planning: What `plan` says more.
         device_memory: Bytes of a device that the plan is compared with.
         power: The run is metered.
@@ -125,6 +126,7 @@ class Run:
     driving: DrivingVideos | None
     extension: PromptExtension | None
     decode_latents: Path | None
+    fixed_latents: Path | None
     planning: Planning
     device_memory: int | None
     power: bool
@@ -161,9 +163,15 @@ class Run:
     def inputs(self) -> Inputs:
         """What the pipeline makes the video from besides the request."""
         from wan.pipeline.pipeline import Inputs  # imports torch
+        from wan.pipeline.video import load_latents
 
         return Inputs(
-            self.image, self.last_image, sound=self.sound, pose=self.pose, driving=self.driving
+            self.image,
+            self.last_image,
+            sound=self.sound,
+            pose=self.pose,
+            driving=self.driving,
+            start=None if self.fixed_latents is None else load_latents(self.fixed_latents),
         )
 
     def facts(self, device: str) -> dict[str, Any]:
@@ -195,6 +203,8 @@ class Run:
         for name, media in (("--audio", self.sound), ("--pose_video", self.pose)):
             content = {"hash": media and fingerprint([media.path])}
             found[f"the content of {name}"] = content
+        start = self.fixed_latents
+        found["the content of --fixed_latents"] = {"hash": start and fingerprint([start])}
         moving = {"hash": self.driving and fingerprint(self.driving.files)}
         found["the content of --src_root_path"] = moving
         for line in self.lines:
@@ -268,6 +278,7 @@ def resolve(
     elif preset.kind == "animate":
         values = {**values, **moves(values, preset, moving, defaults)}
     setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
+    check_start(values.get("fixed_latents"), request.latent_shape)
     if not plan:
         more = ("image_encoder",) if preset.images else ("sound_encoder",) if sound else ()
         for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
@@ -287,6 +298,7 @@ def resolve(
         driving=moving,
         extension=fill(PromptExtension, values) if values.get("use_prompt_extend") else None,
         decode_latents=values.get("decode_latents"),
+        fixed_latents=values.get("fixed_latents"),
         planning=fill(Planning, values),
         device_memory=int(values["device_memory"] * 1e9) if "device_memory" in values else None,
         power=values.get("power", False),
@@ -480,101 +492,6 @@ def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, I
         for name in ("image", "last_image")
     )
     return first, last
-
-
-def sounds(
-    values: Values, preset: Preset, plan: bool = False
-) -> tuple[Sound | None, PoseVideo | None]:
-    """Reads the sound that a video follows, and looks into the video of its poses."""
-    if preset.kind != "s2v":
-        for name in options(Sounds):
-            if values.get(name):
-                remedy = f"use s2v-14B, or drop `{name}`"
-                raise InputError("`task`", preset.task, f"takes no `{name}`", remedy)
-        return None, None
-    if "audio" not in values:
-        if plan:
-            return None, None
-        raise InputError("`task`", preset.task, "follows a sound", "give one with `audio`")
-    from wan.pipeline import media
-
-    pose = values.get("pose_video")
-    return media.read_sound(values["audio"]), None if pose is None else media.read_pose(pose)
-
-
-def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos | None:
-    """Looks into the folder that moves a character."""
-    folder = values.get("src_root_path")
-    if preset.kind != "animate":
-        if folder is not None:
-            remedy = "use animate-14B, or drop `src_root_path`"
-            raise InputError("`task`", preset.task, "takes no `src_root_path`", remedy)
-        return None
-    if folder is None:
-        if plan:
-            return None
-        why, remedy = "moves a character", "give its folder with `src_root_path`"
-        raise InputError("`task`", preset.task, why, remedy)
-    from wan.pipeline import driving
-
-    return driving.read(folder, bool(values.get("replace_flag")))
-
-
-def moves(
-    values: Values, preset: Preset, moving: DrivingVideos | None, defaults: Values | None = None
-) -> dict[str, Any]:
-    """Counts the clips of a character's video, and refuses what these have no use for."""
-    from wan.pipeline import driving
-
-    _check_clips(values, preset)
-    asked = {"frame_num": preset.frame_num, "refert_num": 1} | {**(defaults or {})} | {**values}
-    again, most = asked["refert_num"], values.get("num_clip")
-    if moving is None:
-        return {"num_clip": most or 2}  # a plan, where the poses are not known
-    size = values.get("size", moving.size)
-    if size != moving.size:
-        why, own = "is not that of src_pose.mp4", "*".join(map(str, moving.size))
-        raise InputError("`size`", "*".join(map(str, size)), why, f"drop it; the video is {own}")
-    if moving.frames <= again:
-        why = f"has videos of {moving.frames}, and more frames than `refert_num` {again} are needed"
-        remedy = "give a longer pose video"
-        raise InputError("`src_root_path`", values["src_root_path"], why, remedy)
-    if again >= asked["frame_num"]:
-        return {"num_clip": 1}  # which is refused with the request
-    count = driving.clips(moving.frames, asked["frame_num"], again)
-    count = min(most or count, count)
-    return {"num_clip": count, "size": moving.size, "source_frames": moving.frames}
-
-
-def _check_clips(values: Values, preset: Preset) -> None:
-    """Refuses what a video of clips has no latents for."""
-    for name in ("decode_latents", "save_latents"):
-        if values.get(name):
-            why = f"has no effect on {preset.task}, whose clips are decoded one after the other"
-            raise InputError(f"`{name}`", None, why, "drop it")
-
-
-def clips(
-    values: Values, preset: Preset, sound: Sound | None, defaults: Values | None = None
-) -> dict[str, Any]:
-    """Counts the clips of a video that follows a sound, and refuses what these have no use for."""
-    if values.get("frame_num"):
-        why = f"has no effect on {preset.task}, whose clips have `infer_frames`"
-        raise InputError("`frame_num`", None, why, "drop it")
-    _check_clips(values, preset)
-    if values.get("fps", preset.fps) != preset.fps:
-        why = f"would part picture and sound, which {preset.task} makes at {preset.fps:g}"
-        raise InputError("`fps`", f"{values['fps']:g}", why, "drop it")
-    if values.get("audio_sync") and values.get("start_from_ref"):
-        why = "has no effect with `start_from_ref`, with which picture and sound begin together"
-        raise InputError("`audio_sync`", None, why, "drop one of them")
-    most = values.get("num_clip")
-    if sound is None:
-        return {"num_clip": most or 2}  # a plan, where the sound is not known
-    assert preset.infer_frames is not None
-    frames = {"infer_frames": preset.infer_frames} | {**(defaults or {})} | {**values}
-    count = sound.clips(frames["infer_frames"])
-    return {"num_clip": min(most or count, count)}
 
 
 def _about(request: Request, output: Output, demo: Path | None, defaults: Values) -> list[str]:

@@ -209,6 +209,24 @@ def test_save_latents(plain: Path, tmp_path: Path) -> None:
     assert kept.exists() and frames(out).shape == frames(plain).shape
 
 
+def test_fixed_latents_stand_for_the_noise(plain: Path, tiny, tmp_path: Path, capfd) -> None:
+    """The seed's own noise in a file gives the seed's video, under any other seed."""
+    shape = latents(plain).shape
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    file = tmp_path / "noise.safetensors"
+    save_file({"latents": noise}, file)
+    argv = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK[:-2], "--base_seed", "8"]
+    argv += ["--save_latents", "--save_file", tmp_path / "a.mp4"]
+    run(*argv, "--fixed_latents", file)
+    assert torch.equal(latents(tmp_path / "a.mp4"), latents(plain))
+    settings = json.loads((tmp_path / "a.json").read_text())["settings"]
+    assert settings["fixed_latents"] == str(file)
+    save_file({"latents": noise[:, :1].contiguous()}, file)
+    assert generate.main([str(one) for one in (*argv, "--fixed_latents", file)]) == 2
+    said = f"--fixed_latents holds latents of shape {[*noise[:, :1].shape]}; this video's are"
+    assert said in capfd.readouterr().err
+
+
 def test_latents_that_cannot_be_put_away_stay(tiny, tmp_path: Path, capfd) -> None:
     """A folder has their name by then: what the log names is still there."""
     out = tmp_path / "v.mp4"

@@ -49,7 +49,10 @@ WITHOUT_TORCH = (
     *METERS.split(),
     *(f"wan.checkpoint.{name}" for name in ("config", "files", "gguf", "layout")),
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "quantised")),
-    *(f"wan.pipeline.{name}" for name in ("setup", "memory", "images", "media", "video")),
+    *(
+        f"wan.pipeline.{name}"
+        for name in ("setup", "memory", "images", "media", "video", "following")
+    ),
     *(f"wan.evidence.{name}" for name in ("order", "recording")),
     *(f"wan.power.{name}" for name in ("predict", "report", "timeline")),
     "wan.serve",

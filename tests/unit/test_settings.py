@@ -343,6 +343,7 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
         "host_gbs",
         "chip",
         "decode_latents",
+        "fixed_latents",
         "from_json",
         "step_cache_curve",
     ),

@@ -50,6 +50,7 @@ def prepare(
     encode: Encode,
     look: Look,
     device: torch.device,
+    given_start: Tensor | None = None,
 ) -> Conditions:
     """Prepares the inputs of the loop for the request's kind of task.
 
@@ -60,9 +61,11 @@ def prepare(
         encode: Encodes a video with the VAE.
         look: Computes CLIP's features, for the tasks that need them.
         device: Where the loop runs.
+        given_start: What it starts from instead of noise from the seed, [Z,f,h,w].
     """
     draw = noise(request, device)
-    start = draw()
+    start = draw()  # also where it is not used, so that later draws are those of the seed
+    start = start if given_start is None else given_start.to(device)
     if request.sample_solver == "rcm":  # whose first level is below 1
         start = start * schedule(request).sigmas[0]
     conditions = Conditions(start, *contexts, draw=draw)

@@ -205,6 +205,7 @@ class Inputs:
         sound: The sound that it follows.
         pose: The video whose poses it takes over.
         driving: What moves its character.
+        start: The latents that it starts from instead of noise, float32 [Z,f,h,w].
     """
 
     image: Image.Image | None = None
@@ -214,6 +215,7 @@ class Inputs:
     sound: Sound | None = None
     pose: PoseVideo | None = None
     driving: DrivingVideos | None = None
+    start: Tensor | None = None
 
 
 NO_INPUTS = Inputs()
@@ -305,6 +307,7 @@ class Pipeline:
                 self.encode,
                 self.look,
                 self.device.torch_device,
+                inputs.start,
             )
             self.done(self.vae)
         return Denoising(request, conditions)

@@ -222,6 +222,14 @@ def latents_shape(path: Path) -> tuple[int, ...]:
     return found.shape
 
 
+def check_start(path: Path | None, shape: tuple[int, ...]) -> None:
+    """Refuses latents of another shape than a video's."""
+    if path is not None and latents_shape(path) != shape:
+        why = f"holds latents of shape {list(latents_shape(path))}"
+        remedy = f"this video's are {list(shape)}; change `size` or `frame_num`"
+        raise InputError("`fixed_latents`", None, why, remedy)
+
+
 def load_latents(path: Path) -> Tensor:
     """Reads latents [Z,f,h,w] float32 from a file that `latents_shape` accepts.
 

@@ -112,6 +112,17 @@ class Loras:
 
 
 @dataclass(frozen=True)
+class Start:
+    """What denoising starts from."""
+
+    fixed_latents: Path | None = command(
+        None,
+        values.path,
+        "start from the latents in this .safetensors file instead of noise from the seed",
+    )
+
+
+@dataclass(frozen=True)
 class Planning:
     """What is said of a run without running it."""
 

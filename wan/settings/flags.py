@@ -20,6 +20,7 @@ from wan.settings.command import (
     Planning,
     PromptExtension,
     Sounds,
+    Start,
 )
 from wan.settings.errors import InputError, Words
 from wan.settings.execution import Execution
@@ -32,7 +33,7 @@ from wan.settings.values import switch
 GROUPS: dict[str, tuple[type, ...]] = {
     "what to generate": (Request, Images, Sounds, Driving),
     "checkpoint": (Files, NetworkFiles, Loras),
-    "sampling": (Sampling,),
+    "sampling": (Sampling, Start),
     "device and memory": (Execution,),
     "attention": (Attention,),
     "step cache": (StepCache,),

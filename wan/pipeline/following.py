@@ -1,0 +1,110 @@
+"""Reads what a video of clips follows, and counts its clips; without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from wan.settings.command import Sounds
+from wan.settings.errors import InputError
+from wan.settings.fields import options
+from wan.settings.presets import Preset
+from wan.settings.rules import Values
+
+if TYPE_CHECKING:
+    from wan.pipeline.driving import DrivingVideos
+    from wan.pipeline.media import PoseVideo, Sound
+
+
+def sounds(
+    values: Values, preset: Preset, plan: bool = False
+) -> tuple[Sound | None, PoseVideo | None]:
+    """Reads the sound that a video follows, and looks into the video of its poses."""
+    if preset.kind != "s2v":
+        for name in options(Sounds):
+            if values.get(name):
+                remedy = f"use s2v-14B, or drop `{name}`"
+                raise InputError("`task`", preset.task, f"takes no `{name}`", remedy)
+        return None, None
+    if "audio" not in values:
+        if plan:
+            return None, None
+        raise InputError("`task`", preset.task, "follows a sound", "give one with `audio`")
+    from wan.pipeline import media
+
+    pose = values.get("pose_video")
+    return media.read_sound(values["audio"]), None if pose is None else media.read_pose(pose)
+
+
+def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos | None:
+    """Looks into the folder that moves a character."""
+    folder = values.get("src_root_path")
+    if preset.kind != "animate":
+        if folder is not None:
+            remedy = "use animate-14B, or drop `src_root_path`"
+            raise InputError("`task`", preset.task, "takes no `src_root_path`", remedy)
+        return None
+    if folder is None:
+        if plan:
+            return None
+        why, remedy = "moves a character", "give its folder with `src_root_path`"
+        raise InputError("`task`", preset.task, why, remedy)
+    from wan.pipeline import driving
+
+    return driving.read(folder, bool(values.get("replace_flag")))
+
+
+def moves(
+    values: Values, preset: Preset, moving: DrivingVideos | None, defaults: Values | None = None
+) -> dict[str, Any]:
+    """Counts the clips of a character's video, and refuses what these have no use for."""
+    from wan.pipeline import driving
+
+    _check_clips(values, preset)
+    asked = {"frame_num": preset.frame_num, "refert_num": 1} | {**(defaults or {})} | {**values}
+    again, most = asked["refert_num"], values.get("num_clip")
+    if moving is None:
+        return {"num_clip": most or 2}  # a plan, where the poses are not known
+    size = values.get("size", moving.size)
+    if size != moving.size:
+        why, own = "is not that of src_pose.mp4", "*".join(map(str, moving.size))
+        raise InputError("`size`", "*".join(map(str, size)), why, f"drop it; the video is {own}")
+    if moving.frames <= again:
+        why = f"has videos of {moving.frames}, and more frames than `refert_num` {again} are needed"
+        remedy = "give a longer pose video"
+        raise InputError("`src_root_path`", values["src_root_path"], why, remedy)
+    if again >= asked["frame_num"]:
+        return {"num_clip": 1}  # which is refused with the request
+    count = driving.clips(moving.frames, asked["frame_num"], again)
+    count = min(most or count, count)
+    return {"num_clip": count, "size": moving.size, "source_frames": moving.frames}
+
+
+def _check_clips(values: Values, preset: Preset) -> None:
+    """Refuses what a video of clips has no latents for."""
+    for name in ("decode_latents", "save_latents", "fixed_latents"):
+        if values.get(name):
+            why = f"has no effect on {preset.task}, whose clips are decoded one after the other"
+            raise InputError(f"`{name}`", None, why, "drop it")
+
+
+def clips(
+    values: Values, preset: Preset, sound: Sound | None, defaults: Values | None = None
+) -> dict[str, Any]:
+    """Counts the clips of a video that follows a sound, and refuses what these have no use for."""
+    if values.get("frame_num"):
+        why = f"has no effect on {preset.task}, whose clips have `infer_frames`"
+        raise InputError("`frame_num`", None, why, "drop it")
+    _check_clips(values, preset)
+    if values.get("fps", preset.fps) != preset.fps:
+        why = f"would part picture and sound, which {preset.task} makes at {preset.fps:g}"
+        raise InputError("`fps`", f"{values['fps']:g}", why, "drop it")
+    if values.get("audio_sync") and values.get("start_from_ref"):
+        why = "has no effect with `start_from_ref`, with which picture and sound begin together"
+        raise InputError("`audio_sync`", None, why, "drop one of them")
+    most = values.get("num_clip")
+    if sound is None:
+        return {"num_clip": most or 2}  # a plan, where the sound is not known
+    assert preset.infer_frames is not None
+    frames = {"infer_frames": preset.infer_frames} | {**(defaults or {})} | {**values}
+    count = sound.clips(frames["infer_frames"])
+    return {"num_clip": min(most or count, count)}
