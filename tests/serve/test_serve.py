@@ -229,6 +229,8 @@ def test_models_metrics_and_page(served: Served) -> None:
     assert served.ask("/v1/models")[2]["data"][0]["id"] == "t2v-A14B"
     text = served.ask("/metrics")[2].decode()
     assert 'wan_jobs_total{event="completed"}' in text and "wan_step_seconds_bucket" in text
+    kept = re.search(r'wan_texts_total{from="cache"} (\S+)', text)
+    assert kept is not None and float(kept[1]) > 0  # tests ask for one prompt again and again
     status, headers, page = served.ask("/")
     assert status == 200 and headers.get_content_type() == "text/html" and b"<form" in page
     assert served.ask("/liveness")[2] == {"status": "ok"}

@@ -35,6 +35,9 @@ class Metrics:
         self._steps = Histogram(
             "wan_step_seconds", "Denoising seconds by steps", buckets=_SECONDS, **own
         )
+        self._texts = Counter(
+            "wan_texts", "Prompts and negative ones by their embeddings", ["from"], **own
+        )
         self._energy = Counter("wan_energy_joules", "Of all devices, for videos", **own)
         self._video_energy = Gauge("wan_joules_per_video", "Of the last metered video", **own)
         self._watts = Gauge("wan_power_watts", "Mean of the last metered video", ["rank"], **own)
@@ -71,6 +74,9 @@ class Metrics:
             self._stages.labels(stage).observe(seconds)
         if job.total and "denoising" in stages:
             self._steps.observe(stages["denoising"] / job.total)
+        reused, texts = record.get("texts", (0, 0))
+        self._texts.labels("cache").inc(reused)
+        self._texts.labels("encoder").inc(texts - reused)
         for kind, amount in record.get("peak_memory_bytes", {}).items():
             if amount is not None:
                 self._memory.labels(kind).set(amount)

@@ -136,6 +136,7 @@ class Ranks:
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
         self._texts: list[str] = []
+        self._reused = (0, 0)  # of the last video: texts whose embeddings were there, and all
 
     def serve(self) -> int:
         """Makes videos until the front says stop, or is gone; returns the exit code."""
@@ -174,7 +175,7 @@ class Ranks:
         self._link.cancelled.discard(job)
         ended = served.error
         if ended is None:
-            self._tell("done", job=job, file=str(served.video.run.output.save_file))
+            self._tell("done", job=job, texts=self._reused)
             return
         code, message = _reason(ended)
         if agreement.reached_together:  # whose rank's error it was
@@ -208,6 +209,7 @@ class Ranks:
     def _embed(self, job: Served) -> None:
         """Embeds the texts of a video, and keeps those of the last ones."""
         own = [*job.request.texts]
+        self._reused = sum(text in self._pipeline.kept for text in own), len(own)
         self._texts = [*own, *(text for text in self._texts if text not in own)][:TEXTS]
         self._pipeline.keep_texts(
             [t for t in self._texts if t in own or t in self._pipeline.kept], job.request

@@ -267,7 +267,7 @@ class Service:
         elif what == "step":
             job.done, job.total = said["done"], said["total"]
         elif what == "done":
-            self._done(job)
+            self._done(job, said["texts"])
         elif what == "failed" and not (self.stopping and said["code"] == "cancelled"):
             self._failed(job, said["code"], said["message"])
         self._wake()
@@ -292,7 +292,8 @@ class Service:
         files = {name: str(path) for name, path in self._uploads(job).items()}
         self.group.make(job.id, job.settings | files, self.video(job).absolute())
 
-    def _done(self, job: QueuedVideo) -> None:
+    def _done(self, job: QueuedVideo, texts: Sequence[int]) -> None:
+        """The video is there. texts: how many embeddings were kept ones, and all."""
         if job.state == "deleted" or not self.video(job).exists():
             self._failed(job, "internal_error", "The video is not where it was written.")
             return
@@ -300,7 +301,7 @@ class Service:
         stored = sum(path.stat().st_size for path in self.folder(job).rglob("*"))
         ends = {"state": "completed", "ended": now, "seconds": now - (job.started or now)}
         self.journal.change(job, **ends, done=job.total, bytes=stored)
-        self._seen("completed", job, self.record(job))
+        self._seen("completed", job, self.record(job) | {"texts": texts})
         self._next()
 
     def _failed(self, job: QueuedVideo, code: str, message: str) -> None:
