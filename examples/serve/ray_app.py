@@ -121,9 +121,12 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         urls = await self._addresses.all.remote()
-        if request.method == "GET" and request.url.path == "/v1/videos":
-            return await self._list(urls, dict(request.query_params))
-        return await self._passed_on(urls, request)
+        try:
+            if request.method == "GET" and request.url.path == "/v1/videos":
+                return await self._list(urls, dict(request.query_params))
+            return await self._passed_on(urls, request)
+        except aiohttp.ClientConnectionError:
+            return _away("a replica is started again")
 
     async def _list(self, urls: dict[str, str], query: dict[str, str]) -> Response:
         """One replica's jobs after the other's; the cursor says where a page begins."""
@@ -150,12 +153,9 @@ class Front:
             return _away("no replica can be reached")
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _OF_FRONT}
         url, body = f"{urls[name]}{request.url.path}", await request.body()
-        try:
-            answer = await self._client.request(
-                request.method, url, params=request.query_params, data=body, headers=headers
-            )
-        except aiohttp.ClientConnectionError:
-            return _away(f"replica {name} is started again")
+        answer = await self._client.request(
+            request.method, url, params=request.query_params, data=body, headers=headers
+        )
         content = answer.content.iter_chunked(1 << 16)
         return StreamingResponse(content, answer.status, _headers(answer))
 

@@ -196,6 +196,9 @@ def test_foreign_pages_and_hosts(served: Served) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--node_address", "a:1"], "--node_address a:1 is for several machines"),
+        (["--nodes", "2", "--ranks", "2"], "--node_address must be HOST:PORT"),
+        (["--nodes", "2", "--ranks", "3"], "--ranks 3 must be a multiple of --nodes 2"),
         (["--journal", "JOBS"], "belongs to a service that runs; give another folder."),
         (["--host", "0.0.0.0"], "is reachable from other machines; add --api_key FILE."),
         (["--ranks", "0"], "--ranks 0 must be at least 1."),

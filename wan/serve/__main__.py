@@ -81,8 +81,11 @@ def _nodes(count: int, address: str | None) -> Nodes:
     """Returns the machines of the ranks."""
     from wan.serve.group import ONE_NODE, Nodes
 
-    if count == 1:
+    if count == 1 and address is None:
         return ONE_NODE
+    if count == 1:
+        why = "is for several machines, and --nodes is 1"
+        raise InputError("--node_address", address, why, "drop it, or give --nodes")
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         why = "must be HOST:PORT of this machine, as the other machines reach it, with --nodes"
@@ -129,6 +132,7 @@ def serve(argv: Sequence[str]) -> int:
         why = f"The service needs {error.name}"
         raise InputError(why, remedy="pip install -r requirements-serve.txt") from error
     key = _key(options.api_key, options.host)
+    nodes = _nodes(options.nodes, options.node_address)
     options.journal.mkdir(parents=True, exist_ok=True)
     lock = (options.journal / "lock").open("w")  # until the process ends
     try:
@@ -156,7 +160,7 @@ def serve(argv: Sequence[str]) -> int:
         run,
         options.journal,
         options.ranks,
-        _nodes(options.nodes, options.node_address),
+        nodes,
         options.name,
         limits,
         metrics.seen,
