@@ -133,8 +133,11 @@ def test_synchronous_routes(served: Served) -> None:
     body = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 1}
     status, headers, content = served.ask("/v1/videos/sync", body)
     assert status == 200 and content[4:8] == b"ftyp" and float(headers["X-Inference-Time-S"]) > 0
-    status, _, told = served.ask("/v1/videos/generations", body | {"response_format": "video_path"})
-    assert status == 200 and {*told} == {"video_id", "video_path"}
+    mlperf = {"negative_prompt": "static", "size": "64x64", "seconds": 0.3, "fps": 16, "seed": 42}
+    mlperf |= {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "boundary_ratio": 0.875}
+    mlperf |= {"output_format": "mp4", "response_format": "video_path"}
+    status, _, told = served.ask("/v1/videos/generations", body | mlperf)
+    assert status == 200 and {*told} == {"video_id", "video_path"}, told
     assert Path(told["video_path"]).read_bytes()[4:8] == b"ftyp"
 
 
@@ -144,7 +147,8 @@ REFUSED = {
     "frames": ({"num_frames": 6}, "num_frames 6", "num_frames"),
     "steps": ({"num_inference_steps": 0}, "num_inference_steps 0", "num_inference_steps"),
     "twice": ({"seed": 1, "base_seed": 2}, "base_seed says the same as seed", "base_seed"),
-    "seconds and frames": ({"seconds": 1, "num_frames": 5}, "seconds says the same as", "seconds"),
+    "seconds and frames": ({"seconds": 1, "num_frames": 5}, "num_frames 5 differ: 9", "seconds"),
+    "boundary": ({"boundary_ratio": 0.5}, "does not run here; 0.875 does", "boundary_ratio"),
     "image": ({"input_reference": "data:image/png;base64,AAAA"}, "takes no ", None),
     "path": ({"image": "/etc/passwd"}, "image must be an uploaded file", "image"),
     "other path": ({"audio": "/etc/passwd"}, "audio must be an uploaded file", "audio"),
@@ -285,7 +289,7 @@ def test_what_is_uploaded(tmp_path: Path) -> None:
     """An image as a file and as a data URL; a broken one; a body that is too large; a key."""
     (tmp_path / "key").write_text("0123456789abcdef\n")
     options = ["--api_key", tmp_path / "key", "--max_body", 1]
-    served = Served(tmp_path / "jobs", 1, options, ["--task", "i2v-A14B"], key="0123456789abcdef")
+    served = Served(tmp_path / "jobs", 2, options, ["--task", "i2v-A14B"], key="0123456789abcdef")
     try:
         client, image = served.client(), REPO / "examples" / "star.png"
         more = {"num_frames": 5, "num_inference_steps": 1, "seed": 1}

@@ -17,12 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from wan.log import logger
+from wan.settings.errors import EndedError
 from wan.settings.execution import AHEAD
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wan.pipeline.denoise import Denoising
+    from wan.pipeline.denoise import Boundary, Denoising
     from wan.pipeline.pipeline import Inputs, Pipeline
     from wan.settings.request import Request
 
@@ -40,6 +41,7 @@ class Job:
         denoising: The paused loop of a video whose other expert is still to come.
         latents: The denoised latents on the CPU while they wait to be decoded.
         failed: There will be no video.
+        boundary: Is told of the video's steps; None: the pipeline's is.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Job:
     denoising: Denoising | None = None
     latents: Tensor | None = None
     failed: bool = False
+    boundary: Boundary | None = None
 
 
 J = TypeVar("J", bound=Job)
@@ -167,6 +170,9 @@ class Batch(Generic[J]):
     def _attempt(self, job: J) -> Iterator[None]:
         """Counts the time of a job, and keeps its failure from the others where it may."""
         begun, self._pipeline.stages.seconds = time.perf_counter(), job.stages
+        between = False
+        if job.boundary is not None:
+            self._pipeline.boundary = job.boundary
         try:
             yield
         except Exception as error:
@@ -174,9 +180,10 @@ class Batch(Generic[J]):
                 raise
             self._failed(job, error)
             job.failed, job.denoising, job.latents = True, None, None
+            between = self._grouped and isinstance(error, EndedError)
         finally:
             job.seconds += time.perf_counter() - begun
-        if job.failed:
+        if job.failed and not between:  # else the other videos need the expert that is there
             self._pipeline.abandon()
             gc.collect()  # what the traceback held
             self._pipeline.device.empty_cache()

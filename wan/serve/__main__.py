@@ -30,6 +30,10 @@ _OF_ONE = {
     *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents"),
 }
 """Flags that say nothing about how a model is loaded."""
+_AT_LEAST_ONE = (
+    *("ranks", "nodes", "queue", "together"),
+    *("max_body", "max_frames", "max_megapixels"),
+)
 _EPILOG = """flags of generate.py that decide loading follow after "--":
   python -m wan.serve --ranks 8 -- --ckpt_dir ./Wan2.2-T2V-A14B --ulysses_size 8 --comm_type 1
 """
@@ -59,15 +63,19 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     number("--api_key", type=Path, help="file with the key that requests must bring")
     number("--host_name", action="append", default=[], help="further name of this host; repeatable")
     number("--queue", type=int, default=100, help="jobs that may wait (100)")
+    number("--together", type=int, default=8, help="jobs at most that share loads of experts (8)")
+    number("--kept_texts", type=int, default=64, help="prompts whose embeddings are kept (64)")
     number("--max_body", type=int, default=64, help="MB of a request (64)")
     number("--max_frames", type=int, default=1000, help="frames of a video (1000)")
     number("--max_megapixels", type=int, default=1000, help="of all frames of a video (1000)")
     number("--keep_days", type=float, help="delete ended jobs after so many days")
     number("--quota_gb", type=float, help="delete the oldest ended jobs above so many GB")
     found = parser.parse_args(own)
-    for name in ("ranks", "nodes", "queue", "max_body", "max_frames", "max_megapixels"):
+    for name in _AT_LEAST_ONE:
         if getattr(found, name) < 1:
             raise InputError(f"--{name} {getattr(found, name)} must be at least 1")
+    if found.kept_texts < 0:
+        raise InputError(f"--kept_texts {found.kept_texts} must be at least 0")
     if not 0 <= found.port < 1 << 16:
         raise InputError(f"--port {found.port} must be from 0 to 65535")
     if found.ranks % found.nodes:
@@ -148,6 +156,8 @@ def serve(argv: Sequence[str]) -> int:
         logger.warning(env.words().render(notice))
     limits = Limits(
         queue=options.queue,
+        texts=options.kept_texts,
+        together=options.together,
         pixels=options.max_megapixels * 1_000_000,
         frames=options.max_frames,
         keep_days=options.keep_days,

@@ -31,11 +31,10 @@ FOLDER = "src_root_path"
 UPLOADS = ("image", "last_image", "audio", "pose_video")
 """Settings that are single files of the request."""
 _IN_FOLDER = {Path(name).stem: f"{FOLDER}/{name}" for name in driving.FILES}
-_OWN = ("model", "seconds", "guidance_scale", "guidance_scale_2", "priority")
+_OWN = ("model", "seconds", "guidance_scale", "guidance_scale_2", "boundary_ratio", "priority")
 _LEFT_OUT = {
     "latent_path": "no file is opened for a request; give a seed",
     "save_file": "the video is fetched from /v1/videos/{id}/content",
-    "boundary_ratio": "the checkpoint decides it",
 }
 _DATA_URL = re.compile(r"data:[\w.+/-]+;base64,", re.ASCII)
 
@@ -153,13 +152,26 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
     """Turns fields that are no settings into some, and returns the priority."""
     if own.get("model", model) != model:
         raise InputError("model", shown(own["model"]), f"does not run here; {model} does")
+    if "boundary_ratio" in own:
+        runs = run.request.boundary
+        if real(0, 1)("boundary_ratio", own["boundary_ratio"]) != runs:
+            why = (
+                "is decided by the checkpoint"
+                if runs is None
+                else f"does not run here; {runs} does"
+            )
+            raise InputError("boundary_ratio", shown(own["boundary_ratio"]), why, "leave it out")
     if "seconds" in own:
-        if "frame_num" in settings or run.request.clips:
-            other = "num_frames" if "frame_num" in settings else "the length of what it follows"
-            raise InputError("seconds", why=f"says the same as {other}", remedy="leave it out")
+        if run.request.clips:
+            why = "says the same as the length of what it follows"
+            raise InputError("seconds", why=why, remedy="leave it out")
         seconds = real(0, 3600, above=True)("seconds", own["seconds"])
         fps = FLAGS["fps"].read("fps", settings["fps"]) if "fps" in settings else run.output.fps
-        settings["frame_num"] = 4 * max(math.floor((seconds * fps - 1) / 4 + 0.5), 0) + 1
+        frames = 4 * max(math.floor((seconds * fps - 1) / 4 + 0.5), 0) + 1
+        given = settings.setdefault("frame_num", frames)
+        if FLAGS["frame_num"].read("num_frames", given) != frames:
+            why = f"and num_frames {given} differ: {frames} frames are meant by the former"
+            raise InputError("seconds", shown(own["seconds"]), why, "give one of them")
     scales = [
         real(0, 1000)(name, own[name])
         for name in ("guidance_scale_2", "guidance_scale")

@@ -67,6 +67,7 @@ class RankGroup:
         folder: Path,
         told: Callable[[dict[str, Any]], None],
         nodes: Nodes = ONE_NODE,
+        texts: int = 64,
     ) -> None:
         """Starts nothing yet.
 
@@ -76,9 +77,10 @@ class RankGroup:
             folder: For the ranks' log and the address of the front.
             told: Gets what ranks say, and {"is": "ended", "reason": ...} when a group has ended.
             nodes: The machines that they are on.
+            texts: How many prompts' embeddings they keep.
         """
         self._argv, self._ranks, self._folder, self._told = list(argv), ranks, folder, told
-        self._nodes = nodes
+        self._nodes, self._texts = nodes, texts
         self._secret = secrets.token_hex()
         self._links: dict[int, asyncio.StreamWriter] = {}
         self._ready: set[int] = set()
@@ -107,7 +109,7 @@ class RankGroup:
         with whole_file(address) as temporary:
             temporary.touch(0o600)
             told = {"host": self._nodes.host, "port": port, "secret": self._secret}
-            temporary.write_text(json.dumps(told | {"flags": self._argv}))
+            temporary.write_text(json.dumps(told | {"flags": self._argv, "texts": self._texts}))
         wait = 1.0
         async with server:
             while not self._stopping:
@@ -131,9 +133,13 @@ class RankGroup:
         except TimeoutError:
             await self._end(process)
 
-    def make(self, job: str, settings: dict[str, Any], file: Path) -> None:
-        """Has a video made; only one at a time."""
-        self._say(do="make", job=job, settings=settings, file=str(file))
+    def make(self, jobs: Sequence[dict[str, Any]]) -> None:
+        """Has videos made, which all have to end before others are given.
+
+        Args:
+            jobs: For each its id "job", "settings", and the "file" that it is written to.
+        """
+        self._say(do="make", jobs=jobs)
 
     def cancel(self, job: str) -> None:
         """Has a video ended before its next step."""

@@ -21,14 +21,14 @@ from wan.settings.errors import InputError
 
 
 def told_by(file: Path) -> dict[str, Any]:
-    """Returns the front's host, port, secret and flags from the file in which it says them.
+    """Returns what the front says in its file: host, port, secret, flags, texts to keep.
 
     Raises:
         InputError: The file is not there, or another one.
     """
     try:
         found = json.loads(file.read_text())
-        return {name: found[name] for name in ("host", "port", "secret", "flags")}
+        return {name: found[name] for name in ("host", "port", "secret", "flags", "texts")}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise _away(str(file), error) from error
 

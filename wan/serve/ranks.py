@@ -1,6 +1,7 @@
 """The ranks of the service: `wan.serve.group` starts this module with torchrun.
 
-Rank 0 hears from the front which video comes next and tells the others. Before each denoising step
+Rank 0 hears from the front which videos come next and tells the others. Several of them take the
+steps of each expert together, so that its weights are read once. Before each denoising step
 all ranks agree by one byte whether the video goes on, so that a cancelled one, or one that a rank
 cannot go on with, ends on all of them. That holds for an error that a rank raised while no other
 one waited for it. After any other error the group ends, and the front starts a new one.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,6 +30,7 @@ from wan.pipeline.batch import Batch, Job
 from wan.run import Run
 from wan.serve.link import FrontLink, told_by
 from wan.settings.errors import (
+    EndedError,
     InputError,
     NotFiniteError,
     WriteError,
@@ -47,21 +49,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT = 2.0
 """Seconds after which idle ranks hear from rank 0 that it still runs."""
-TEXTS = 64
-"""Embeddings of prompts that stay in host memory."""
 _GO, _CANCEL, _FAIL = 0, 1, 2
-
-
-class EndedError(Exception):
-    """All ranks have agreed to end a video before its next step.
-
-    Attributes:
-        code: "cancelled", or "ended" because of another rank.
-    """
-
-    def __init__(self, code: str) -> None:
-        super().__init__(f"The video was {code}.")
-        self.code = code
 
 
 class SharedBoundary:
@@ -81,19 +69,24 @@ class SharedBoundary:
             runs: How many times all steps are taken, which is the number of clips.
         """
         self._control, self._link, self._job, self._runs = control, link, job, runs
-        self._done = 0
+        self._done = self._last = 0
         self.reached_together = False
 
     def reached(self, done: int, total: int) -> None:
         """Agrees with the other ranks, and tells the front how far the video is."""
+        self.agree()
+        if done not in (0, self._last):  # a paused video comes to the same step twice
+            self._done += 1
+        self._last = done
+        self._link.say("step", job=self._job, done=self._done, total=total * self._runs)
+
+    def agree(self) -> None:
+        """Ends the video on all ranks if one of them has to; else it goes on on all of them."""
         unwanted = self._job in self._link.cancelled or self._link.over.is_set()
         verdict = self._control.highest(_CANCEL if unwanted else _GO)
         if verdict != _GO:
             self.reached_together = True
             raise EndedError("cancelled" if verdict == _CANCEL else "ended")
-        if done:
-            self._done += 1
-        self._link.say("step", job=self._job, done=self._done, total=total * self._runs)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -108,17 +101,31 @@ class SharedBoundary:
 
 @dataclass(eq=False, kw_only=True)
 class Served(Job):
-    """The video of a request. error: why there is none."""
+    """The video of a request.
 
+    Attributes:
+        id: Its name in the interface.
+        video: What it is written from.
+        boundary: Where all ranks may end it.
+        reused: How many of its texts' embeddings were there, and the number of its texts.
+    """
+
+    id: str
     video: Video
-    error: Exception | None = None
+    boundary: SharedBoundary
+    reused: tuple[int, int] = (0, 0)
 
 
 class Ranks:
     """What every rank does: it waits for a video, makes it, and waits for the next one."""
 
     def __init__(
-        self, shared: dict[str, Any], pipeline: Pipeline, team: Team | None, link: FrontLink
+        self,
+        shared: dict[str, Any],
+        pipeline: Pipeline,
+        team: Team | None,
+        link: FrontLink,
+        texts: int,
     ) -> None:
         """Prepares a rank.
 
@@ -127,6 +134,7 @@ class Ranks:
             pipeline: Where the videos are made.
             team: The ranks; None for one process.
             link: To the front.
+            texts: How many prompts' embeddings stay in host memory from video to video.
         """
         from wan.distributed.control import Control
 
@@ -135,8 +143,8 @@ class Ranks:
         self._is_main = team is None or team.is_main
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
-        self._texts: list[str] = []
-        self._reused = (0, 0)  # of the last video: texts whose embeddings were there, and all
+        self._most = texts
+        self._embeds: dict[str, Tensor] = {}  # of the last texts, the newest first
 
     def serve(self) -> int:
         """Makes videos until the front says stop, or is gone; returns the exit code."""
@@ -148,13 +156,14 @@ class Ranks:
                 continue
             if command["do"] == "stop":
                 return 0
-            self._make(command["job"], command["settings"], Path(command["file"]))
+            found = [self._prepared(**wanted) for wanted in command["jobs"]]
+            self._make([served for served in found if served is not None])
 
-    def _make(self, job: str, settings: dict[str, Any], file: Path) -> None:
-        """Makes one video, if all ranks can."""
+    def _prepared(self, job: str, settings: dict[str, Any], file: str) -> Served | None:
+        """Returns a video that all ranks can make; tells why it cannot be made."""
         run, refused = None, None
         try:
-            run = self._resolve(over(self._shared, read(settings))).saved_to(file)
+            run = self._resolve(over(self._shared, read(settings))).saved_to(Path(file))
         except Exception as error:
             refused = failures.describe(error) or repr(error)
         answers = self._control.gather((refused, None if run is None else _digest(run)))
@@ -162,58 +171,68 @@ class Ranks:
         if run is None or reasons or len({digest for _, digest in answers}) > 1:
             reason = reasons[0] if reasons else "The ranks read different files; mend the copies."
             self._tell("failed", job=job, code="invalid_request", message=reason)
-            return
-        agreement = SharedBoundary(self._control, self._link, job, run.request.num_clip or 1)
-        self._pipeline.boundary = agreement
-        served = Served(
+            return None
+        return Served(
             f"Video {job}",
             run.request,
             run.inputs(),
+            id=job,
             video=Video(run, self._pipeline, self._team),
+            boundary=SharedBoundary(self._control, self._link, job, run.request.num_clip or 1),
         )
-        self._attempt(served, agreement)
-        self._link.cancelled.discard(job)
-        ended = served.error
-        if ended is None:
-            self._tell("done", job=job, texts=self._reused)
-            return
-        code, message = _reason(ended)
-        if agreement.reached_together:  # whose rank's error it was
-            found = self._control.gather((code, message))
-            code, message = next((one for one in found if one[0] != "ended"), (code, message))
-        self._tell("failed", job=job, code=code, message=message)
 
-    def _attempt(self, served: Served, agreement: SharedBoundary) -> None:
-        """Makes a video; raises what the other ranks cannot know of."""
+    def _make(self, jobs: Sequence[Served]) -> None:
+        """Makes videos; raises what the other ranks cannot know of."""
 
-        def failed(job: Served, error: Exception) -> None:
-            together = agreement.reached_together or job.video.alone or self._team is None
-            if not together:
-                raise error
-            job.error = error
-
-        def make(job: Served, latents: Callable[[], Tensor]) -> None:
+        def make(job: Served, latents: Callable[[], Tensor]) -> Served:
             self._pipeline.device.reset_peak_memory()
-            self._embed(job)
+            if len(jobs) == 1:
+                self._embed(jobs)
+            else:  # it may have waited for long since its last step
+                job.boundary.agree()
             job.video.make(latents)
+            return job
 
         batch = Batch(
             self._pipeline,
-            [served],
+            jobs,
+            group_by_expert=len(jobs) > 1,
             denoised=lambda job, latents: job.video.keep(latents),
-            failed=failed,
+            failed=self._failed,
         )
-        for _ in batch.made(make):
-            pass
+        if len(jobs) > 1:
+            self._pipeline.stages.seconds = jobs[0].stages
+            self._embed(jobs)
+        for job in batch.made(make):
+            read = [one.stages.get("loading", 0.0) for one in jobs]
+            alone = job.seconds - job.stages.get("loading", 0.0) + sum(read)
+            self._link.cancelled.discard(job.id)
+            self._tell("done", job=job.id, texts=job.reused, seconds=alone, loading=sum(read))
+        newest = [*self._embeds][: self._most]
+        self._pipeline.kept = {text: self._embeds[text] for text in newest}
 
-    def _embed(self, job: Served) -> None:
-        """Embeds the texts of a video, and keeps those of the last ones."""
-        own = [*job.request.texts]
-        self._reused = sum(text in self._pipeline.kept for text in own), len(own)
-        self._texts = [*own, *(text for text in self._texts if text not in own)][:TEXTS]
-        self._pipeline.keep_texts(
-            [t for t in self._texts if t in own or t in self._pipeline.kept], job.request
-        )
+    def _failed(self, job: Served, error: Exception) -> None:
+        """Tells the front why a video has ended, if all ranks know that it has."""
+        together = job.boundary.reached_together
+        if not (together or job.video.alone or self._team is None):
+            raise error
+        code, message = _reason(error)
+        if together:  # whose rank's error it was
+            found = self._control.gather((code, message))
+            code, message = next((one for one in found if one[0] != "ended"), (code, message))
+        self._link.cancelled.discard(job.id)
+        self._tell("failed", job=job.id, code=code, message=message)
+
+    def _embed(self, jobs: Sequence[Served]) -> None:
+        """Embeds the texts of videos, and keeps those of the last ones."""
+        there = self._pipeline.kept
+        for job in jobs:
+            needed = job.request.texts
+            job.reused = sum(text in there for text in needed), len(needed)
+        own = dict.fromkeys(text for job in jobs for text in job.request.texts)
+        texts = [*own, *(text for text in self._embeds if text in there and text not in own)]
+        self._pipeline.keep_texts(texts, jobs[0].request)
+        self._embeds = {text: self._pipeline.kept[text] for text in texts}
 
     def _tell(self, what: str, **more: Any) -> None:
         if self._is_main:
@@ -252,7 +271,7 @@ def _serve(front: Mapping[str, Any], run: Run, team: Team | None) -> int:
     try:
         device = devices.resolve(run.setup.execution.device) if team is None else team.device
         pipeline = build.pipeline(run.setup, device, team)
-        code = Ranks(flags.parse(front["flags"]), pipeline, team, link).serve()
+        code = Ranks(flags.parse(front["flags"]), pipeline, team, link, front["texts"]).serve()
         if team is not None:
             team.close()
         return code

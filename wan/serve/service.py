@@ -69,6 +69,8 @@ class Limits:
         pixels: Of all frames of a video.
         frames: Of a video.
         prompt: Characters.
+        texts: Prompts whose embeddings stay in host memory.
+        together: Jobs that take the steps of each expert together, where that saves time.
         keep_days: After so long an ended job and its files are deleted; None: never.
         quota: Bytes of all jobs' files; the oldest ended ones are deleted first. None: no limit.
     """
@@ -77,6 +79,8 @@ class Limits:
     pixels: int = 1_000_000_000
     frames: int = 1000
     prompt: int = 10_000
+    texts: int = 64
+    together: int = 8
     keep_days: float | None = None
     quota: int | None = None
 
@@ -120,9 +124,10 @@ class Service:
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
-        self.group = RankGroup(argv, ranks, folder, self._told, nodes)
-        self._running: QueuedVideo | None = None
-        self._last_shape = ""
+        self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts)
+        self._running: dict[str, QueuedVideo] = {}
+        self._last_shape, self._loading = "", 0.0  # seconds in which a video's weights are read
+        self._most = limits.together if _groups(run) else 1
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
@@ -188,9 +193,7 @@ class Service:
         job = self.journal.get(name) if _ID.fullmatch(name) else None
         if job is None:
             raise RefusedError(f"There is no video {name[:100]!r}.", 404, "not_found", "video_id")
-        if self._running is not None and self._running.id == job.id:
-            return self._running
-        return job
+        return self._running.get(job.id, job)
 
     def folder(self, job: QueuedVideo) -> Path:
         """Returns where the files of a job are."""
@@ -225,10 +228,10 @@ class Service:
 
     def seconds_ahead(self, until: QueuedVideo | None = None) -> float:
         """Returns about how long it is until a job begins, or until the queue is empty."""
-        ahead = 0.0
-        if self._running is not None:
-            planned, begun = self.planned_seconds(self._running), self._running.started
-            ahead += max((planned or 0.0) - (time.time() - (begun or time.time())), 0.0)
+        running, now = self._running.values(), time.time()
+        planned = sum(self.planned_seconds(job) or 0.0 for job in running)
+        begun = min((job.started or now for job in running), default=now)
+        ahead = max(planned - (now - begun), 0.0)
         for job in self.journal.in_state("queued"):
             if until is not None and job.id == until.id:
                 break
@@ -250,62 +253,97 @@ class Service:
         """Ends the ranks; what they were making is queued again, like what waits."""
         self.stopping = True
         await self.group.stop()
-        job = self._running
-        if job is not None and job.state == "in_progress":
-            self.journal.change(job, state="queued", done=0, attempt=max(job.attempt - 1, 0))
-            self._clear(job)
+        for job in self._running.values():
+            if job.state == "in_progress":
+                self.journal.change(job, state="queued", done=0, attempt=max(job.attempt - 1, 0))
+                self._clear(job)
 
     def _told(self, said: dict[str, Any]) -> None:
         """Hears from the ranks."""
-        what, job = said["is"], self._running
+        what, job = said["is"], self._running.get(said.get("job", ""))
         if what == "ready":
             self._next()
         elif what == "ended":
             self._lost(said)
-        elif job is None or said.get("job") != job.id:
+        elif job is None:
             return
         elif what == "step":
             job.done, job.total = said["done"], said["total"]
         elif what == "done":
-            self._done(job, said["texts"])
+            self._loading = said["loading"]
+            self._done(job, said["texts"], said["seconds"])
         elif what == "failed" and not (self.stopping and said["code"] == "cancelled"):
             self._failed(job, said["code"], said["message"])
         self._wake()
 
     def _next(self) -> None:
-        """Has the ranks make the next job, if they wait."""
-        if self._running is not None or self.stopping or not self.group.ready:
+        """Has the ranks make the next jobs, if they wait."""
+        if self._running or self.stopping or not self.group.ready:
             return
         waiting = self.journal.in_state("queued")
         if not waiting:
             return
         first = waiting[0]
-        job = first
+        equals = [one for one in waiting if one.priority == first.priority]
         if first.shape != self._last_shape and first.passed < _PASSED:
-            equals = [one for one in waiting if one.priority == first.priority]
-            job = next((one for one in equals if one.shape == self._last_shape), first)
-        for one in waiting[: waiting.index(job)]:
+            first = next((one for one in equals if one.shape == self._last_shape), first)
+        for one in waiting[: waiting.index(first)]:
             self.journal.change(one, passed=one.passed + 1)
-        now = time.time()
-        self.journal.change(job, state="in_progress", started=now, attempt=job.attempt + 1, done=0)
-        self._running, self._last_shape = job, job.shape
-        files = {name: str(path) for name, path in self._uploads(job).items()}
-        self.group.make(job.id, job.settings | files, self.video(job).absolute())
+        chosen = [first]
+        if first.attempt == 0:  # one that was begun when the ranks were lost is made alone
+            others = [one for one in equals if one.attempt == 0 and one.id != first.id]
+            chosen += others[: self._together(first, 1 + len(others)) - 1]
+        self._last_shape, now, wanted = first.shape, time.time(), []
+        for job in chosen:
+            begun = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
+            self.journal.change(job, **begun, done=0)
+            self._running[job.id] = job
+            files = {name: str(path) for name, path in self._uploads(job).items()}
+            file = str(self.video(job).absolute())
+            wanted.append({"job": job.id, "settings": job.settings | files, "file": file})
+        self.group.make(wanted)
 
-    def _done(self, job: QueuedVideo, texts: Sequence[int]) -> None:
-        """The video is there. texts: how many embeddings were kept ones, and all."""
+    def _together(self, job: QueuedVideo, waiting: int) -> int:
+        """Returns how many jobs share the loading of weights, so that all wait least on average.
+
+        Every n jobs take n times their own seconds and those of loading once, and each job ends
+        with the last of its n.
+        """
+        planned = self.planned_seconds(job)
+        if planned is None:
+            return 1
+        own = max(planned - self._loading, 0.0)
+
+        def all_waits(n: int) -> float:
+            waits = end = 0.0
+            for begun in range(0, waiting, n):
+                count = min(n, waiting - begun)
+                end += count * own + self._loading
+                waits += count * end
+            return waits
+
+        return min(range(1, min(self._most, waiting) + 1), key=all_waits)
+
+    def _done(self, job: QueuedVideo, texts: Sequence[int], seconds: float) -> None:
+        """The video is there.
+
+        Args:
+            job: Whose it is.
+            texts: How many embeddings were kept ones, and all.
+            seconds: What it takes by itself.
+        """
         if job.state == "deleted" or not self.video(job).exists():
             self._failed(job, "internal_error", "The video is not where it was written.")
             return
-        self._running, now = None, time.time()
+        del self._running[job.id]
         stored = sum(path.stat().st_size for path in self.folder(job).rglob("*"))
-        ends = {"state": "completed", "ended": now, "seconds": now - (job.started or now)}
+        ends = {"state": "completed", "ended": time.time(), "seconds": seconds}
         self.journal.change(job, **ends, done=job.total, bytes=stored)
         self._seen("completed", job, self.record(job) | {"texts": texts})
         self._next()
 
     def _failed(self, job: QueuedVideo, code: str, message: str) -> None:
-        self._running = None
+        self._running.pop(job.id, None)
         self._clear(job, all_files=job.state == "deleted")
         if job.state != "deleted":
             if code == "out_of_memory":
@@ -317,19 +355,19 @@ class Service:
 
     def _lost(self, said: Mapping[str, Any]) -> None:
         """The ranks have ended: what they made is queued again, once."""
-        job, self._running = self._running, None
-        self._seen("restart", job, {})
-        if job is None or self.stopping:
-            self._running = job
+        self._seen("restart", None, {})
+        if self.stopping:
             return
-        if job.state == "deleted":
-            self._clear(job, all_files=True)
-        elif said["code"] in ("out_of_memory", "disk_full") or job.attempt >= ATTEMPTS:
-            self._running = job
-            self._failed(job, said["code"], said["message"])
-        else:
-            self._clear(job)
-            self.journal.change(job, state="queued", done=0)
+        jobs, self._running = [*self._running.values()], {}
+        for job in jobs:
+            is_cause = said["code"] in ("out_of_memory", "disk_full") and len(jobs) == 1
+            if job.state == "deleted":
+                self._clear(job, all_files=True)
+            elif is_cause or job.attempt >= ATTEMPTS:
+                self._failed(job, said["code"], said["message"])
+            else:
+                self._clear(job)
+                self.journal.change(job, state="queued", done=0)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -470,6 +508,15 @@ def _describe(job: QueuedVideo, run: Run) -> None:
     job.total = request.sample_steps * clips
     job.shape = json.dumps([request.latent_shape, request.sample_steps, branches, clips])
     job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
+
+
+def _groups(run: Run) -> bool:
+    """Returns whether videos can take the steps of each expert together, and may gain by it."""
+    try:
+        run.setup.check_grouping()
+    except InputError:
+        return False
+    return True
 
 
 def digest_of(body: Mapping[str, Any]) -> str:

@@ -42,6 +42,18 @@ KEYWORDS = Words(lambda name, value: name if value is None else f"{name}={value}
 COMMAND_LINE = Words(lambda name, value: f"--{name}" if value is None else f"--{name} {value}")
 
 
+class EndedError(Exception):
+    """A video that all ranks have agreed to end between two steps.
+
+    Attributes:
+        code: "cancelled", or "ended" because of another rank.
+    """
+
+    def __init__(self, code: str) -> None:
+        super().__init__(f"The video was {code}.")
+        self.code = code
+
+
 class InputError(ValueError):
     """Refused input: what it is about, its value, why it is refused, and what to do.
 
