@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
+from tools import compare_latents
 from wan.checkpoint.files import process_name
 from wan.cli import main as generate
 from wan.cli.flags import parse
@@ -207,6 +208,30 @@ def test_save_latents(plain: Path, tmp_path: Path) -> None:
     run("--decode_latents", kept, "--fps", "30", "--save_file", out)
     assert imageio.get_reader(out).get_meta_data()["fps"] == 30
     assert kept.exists() and frames(out).shape == frames(plain).shape
+
+
+def test_latents_of_each_step(plain: Path, tiny, tmp_path: Path, capfd) -> None:
+    """Those of the last step are the video's; the first step that departs is found."""
+    argv = ["--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "steps"]
+    for name, flags in {"a": [], "b": [], "c": ["--sample_guide_scale", "3,4.5"]}.items():
+        run(*argv, *flags, "--save_file", tmp_path / f"{name}.mp4")
+    steps = sorted((tmp_path / "a.steps").iterdir())
+    assert [one.name for one in steps] == ["0001.safetensors", "0002.safetensors"]
+    assert torch.equal(load_file(steps[-1])["latents"], latents(plain))
+    assert torch.equal(latents(tmp_path / "a.mp4"), latents(plain))
+    first = load_file(steps[0])["latents"].double().flatten()
+    json_file = tmp_path / "found.json"
+    for other in "bc":
+        folders = [str(tmp_path / f"{name}.steps") for name in ("a", other)]
+        assert compare_latents.main([*folders, "--json", str(json_file)]) == 0
+        found = json.loads(json_file.read_text())
+        assert (found["departs"] is None) == (other == "b"), found
+    theirs = load_file(tmp_path / "c.steps" / "0001.safetensors")["latents"].double().flatten()
+    cosine = float(torch.dot(first, theirs) / first.norm() / theirs.norm())
+    assert found["steps"][0]["cosine"] == pytest.approx(cosine, abs=1e-12)
+    (tmp_path / "b.steps" / "0002.safetensors").unlink()
+    assert compare_latents.main([str(tmp_path / "a.steps"), str(tmp_path / "b.steps")]) == 2
+    assert "has no 0002.safetensors" in capfd.readouterr().err
 
 
 def test_fixed_latents_stand_for_the_noise(plain: Path, tiny, tmp_path: Path, capfd) -> None:

@@ -323,7 +323,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt_extend_target_lang": ("en", "en", EXTEND),
     "save_file": ("/tmp/v.mp4", Path("/tmp/v.mp4"), ()),
     "fps": ("5", 5.0, ()),
-    "save_latents": ("true", True, ()),
+    "save_latents": ("steps", "steps", ()),
     "trace": ("/tmp/trace", Path("/tmp/trace"), ()),
     "trace_steps": ("0-2,5", (0, 1, 2, 5), ("--trace", "/tmp/trace")),
     "trace_kernels": ("true", True, ("--trace", "/tmp/trace")),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wan.settings import values
+from wan.settings.command import LATENTS
 from wan.settings.errors import COMMAND_LINE, InputError, spoken
 from wan.settings.execution import OFFLOAD
 from wan.settings.fields import Option, options
@@ -134,6 +135,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 _SWITCH = "{true,false}"
+_SWITCHES = (switch, OFFLOAD, LATENTS)
+"""Alone they are true; false takes back a record or variable."""
 _PROGRAMS = {"__main__.py": "python -m wan", "wan-generate": "wan-generate"}
 
 
@@ -147,6 +150,6 @@ def _argument(name: str, flag: Option) -> dict[str, Any]:
         return {"help": flag.help, "action": "store_true"}
     if flag.read is values.files:
         return told | {"action": "append"}
-    if flag.read in (switch, OFFLOAD):  # alone it is true; false takes back a record or variable
+    if flag.read in _SWITCHES:
         return told | {"nargs": "?", "const": "true"}
     return told

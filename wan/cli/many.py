@@ -58,16 +58,14 @@ def make(run: Run, pipeline: Pipeline, team: Team | None) -> bool:
     chosen = {line.name for line in good} - {*there}
     if team is not None:  # the main rank alone looks at the folder
         chosen = team.value_from_main(chosen)
-    jobs = [
-        LineJob(
-            f"Line {line.name}",
-            line.run.request,
-            line.run.inputs(),
-            line=line.name,
-            video=Video(line.run, pipeline, team),
-        )
+    videos = {
+        line.name: Video(line.run, pipeline, team)
         for line in run.lines
         if line.run is not None and line.name in chosen
+    }
+    jobs = [
+        LineJob(f"Line {name}", video.run.request, video.inputs(), line=name, video=video)
+        for name, video in videos.items()
     ]
     made: list[LineJob] = []
 

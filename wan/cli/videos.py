@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from wan.distributed.mesh import Team
     from wan.evidence.meter import Measured, VideoMeter
-    from wan.pipeline.pipeline import Pipeline
+    from wan.pipeline.pipeline import Inputs, Pipeline
 
 
 class Video:
@@ -97,6 +97,26 @@ class Video:
                     latents = self._denoised() if denoise is None else denoise()
             self._write(latents, metered)
 
+    def inputs(self) -> Inputs:
+        """Returns what the video is made from besides its request; every rank has it."""
+        inputs = self.run.inputs()
+        if self.run.output.save_latents == "steps" and self._is_main:
+            return replace(inputs, stepped=self._keep_step)
+        return inputs
+
+    def _keep_step(self, done: int, latents: Tensor) -> None:
+        """Writes the latents after a step; a run whose disk is full goes on without."""
+        folder = self.run.output.steps
+        try:
+            folder.mkdir(exist_ok=True)
+            for left in folder.glob("[0-9][0-9][0-9][0-9].safetensors") if done == 1 else ():
+                left.unlink()
+            video.save_latents(latents, folder / f"{done:04}.safetensors", self.run.settings)
+        except OSError as error:
+            logger.error(
+                "The latents after step %d are not kept (%s).", done, error.strerror or error
+            )
+
     def extend_prompt(self) -> None:
         """Extends the prompt on the main rank, if that is asked for; the record repeats it."""
         run, prompt = self.run, self.run.request.prompt
@@ -130,7 +150,7 @@ class Video:
     def _denoised(self) -> Tensor:
         run = self.run
         try:
-            latents = self._pipeline.latents(run.request, run.inputs())
+            latents = self._pipeline.latents(run.request, self.inputs())
         except NotFiniteError as error:
             self.keep(error.latents)
             raise

@@ -89,6 +89,10 @@ def both_here(branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
     return branch("cond"), branch("uncond")
 
 
+Stepped = Callable[[int, Tensor], None]
+"""Gets the number of steps that are done, and the latents after them."""
+
+
 class Boundary(Protocol):
     """Between the steps of a video: where it can end on all ranks alike."""
 
@@ -124,8 +128,11 @@ class Denoising:
         latents: The latents after the steps that are done, [Z,f,h,w].
     """
 
-    def __init__(self, request: Request, conditions: Conditions) -> None:
+    def __init__(
+        self, request: Request, conditions: Conditions, stepped: Stepped | None = None
+    ) -> None:
         self.request, self.latents = request, conditions.start
+        self._stepped = stepped
         self._conditions = replace(conditions, start=torch.empty(0))  # not kept twice
         self._plan, self._done = schedule(request), 0
         self._solver, self._timesteps = make_solver(request, self._plan, conditions.draw)
@@ -211,6 +218,8 @@ class Denoising:
                 self._done = index + 1
                 if index in (0, len(self._plan.experts) - 1):  # soon, and where steps could hide it
                     self._check_finite(name)
+                if self._stepped is not None:
+                    self._stepped(self._done, self.latents)
 
     def rest(self) -> None:
         """Moves the loop to the CPU until it goes on."""

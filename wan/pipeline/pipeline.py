@@ -19,7 +19,7 @@ from wan.device import Device
 from wan.log import Stages
 from wan.pipeline import conditioning
 from wan.pipeline.decoding import Codec
-from wan.pipeline.denoise import UNENDED, Boundary, Branches, Denoising, both_here
+from wan.pipeline.denoise import UNENDED, Boundary, Branches, Denoising, Stepped, both_here
 from wan.pipeline.text import TextEncoder
 from wan.pipeline.vae import Collected, Sink, VideoVAE
 from wan.settings import timesteps
@@ -206,6 +206,7 @@ class Inputs:
         pose: The video whose poses it takes over.
         driving: What moves its character.
         start: The latents that it starts from instead of noise, float32 [Z,f,h,w].
+        stepped: Gets the number of steps that are done and the latents after them, for each step.
     """
 
     image: Image.Image | None = None
@@ -216,6 +217,7 @@ class Inputs:
     pose: PoseVideo | None = None
     driving: DrivingVideos | None = None
     start: Tensor | None = None
+    stepped: Stepped | None = None
 
 
 NO_INPUTS = Inputs()
@@ -310,7 +312,7 @@ class Pipeline:
                 inputs.start,
             )
             self.done(self.vae)
-        return Denoising(request, conditions)
+        return Denoising(request, conditions, inputs.stepped)
 
     def advanced(self, video: Denoising, phases: int | None = None) -> Tensor:
         """Takes the steps of a video's next `phases` experts, by default all, and returns latents.

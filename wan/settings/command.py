@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from wan.settings import values
 from wan.settings.devices import CHIPS
 from wan.settings.fields import REQUIRED, command, loading, option
 from wan.settings.presets import PRESETS
 from wan.settings.recipes import NAMES as RECIPES
-from wan.settings.values import choice, integer, real, switch
+from wan.settings.values import choice, integer, real, switch, switch_or
+
+LATENTS = switch_or("steps")
+"""Reads `save_latents`."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,9 @@ class Output:
         line=True,
         checkpoint=True,
     )
-    save_latents: bool = command(False, switch, "keep the denoised latents", line=True)
+    save_latents: bool | Literal["steps"] = command(
+        False, LATENTS, "keep the denoised latents; steps: also those after each step", line=True
+    )
     trace: Path | None = command(
         None, values.path, "folder for a schedule trace (python -m wan.power)", record=False
     )
@@ -271,6 +277,11 @@ class Output:
     def latents(self) -> Path:
         """Where denoised latents are kept."""
         return self.save_file.with_suffix(".latents.safetensors")
+
+    @property
+    def steps(self) -> Path:
+        """The folder of the latents after each step."""
+        return self.save_file.with_suffix(".steps")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""How far the latents of two runs are apart after each step, and which step departs first.
+
+    python generate.py ... --save_latents steps --save_file a.mp4      (and b.mp4)
+    python tools/compare_latents.py a.steps b.steps [--least 0.999] [--json FILE]
+
+It tells apart what a changed kernel, precision, number of ranks or device does: rounding grows
+slowly from step to step, a mistake shows in the step that has it. The cosine and the largest
+difference, by the largest value of A, are computed in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wan.pipeline.video import load_latents
+from wan.settings.errors import InputError
+
+
+def compared(a: Path, b: Path) -> list[dict[str, Any]]:
+    """Returns for each step its number, cosine, and largest relative difference.
+
+    Raises:
+        InputError: The folders do not have the same steps and shapes.
+    """
+    names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (a, b)]
+    if not names[0]:
+        raise InputError(f"{a} has no latents", remedy="make them with --save_latents steps")
+    for folder, own, other in ((a, names[0], names[1]), (b, names[1], names[0])):
+        missing = sorted({*other} - {*own})
+        if missing:
+            raise InputError(f"{folder} has no {missing[0]}", remedy="compare equal steps")
+    found = []
+    for name in names[0]:
+        x, y = (load_latents(folder / name).double() for folder in (a, b))
+        if x.shape != y.shape:
+            shapes = f"{[*x.shape]} and {[*y.shape]}"
+            raise InputError(f"{name} has the shapes {shapes}", remedy="compare equal sizes")
+        cosine = torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), dim=0)
+        most = (x - y).abs().max() / x.abs().max()
+        found.append({"step": int(Path(name).stem), "cosine": float(cosine), "most": float(most)})
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("compare_latents.py", description="Compare runs by step.")
+    parser.add_argument("a", type=Path, help="folder of the run that is compared with")
+    parser.add_argument("b", type=Path, help="folder of the other run")
+    least = "cosine below which a step departs (0.999)"
+    parser.add_argument("--least", type=float, default=0.999, help=least)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    try:
+        steps = compared(options.a, options.b)
+    except InputError as error:
+        print(f"compare_latents.py: {error}", file=sys.stderr)
+        return 2
+    departs = next((one["step"] for one in steps if not one["cosine"] >= options.least), None)
+    for one in steps:
+        mark = "  <- departs" if one["step"] == departs else ""
+        shown = f"1 - {1 - one['cosine']:.1e}, largest difference {one['most']:.1e}"
+        print(f"step {one['step']:4}: cosine {shown}{mark}")
+    if options.json:
+        told = {"steps": steps, "least": options.least, "departs": departs}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
