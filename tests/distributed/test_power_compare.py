@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ import torch
 from tests.conftest import slow
 from tests.dist import REPO, TORCHRUN, Ranks, launcher, run
 from tests.distributed.topology import Topology, attention_layer
+from wan import host
+from wan.cli import main as command
 from wan.kernels.base import StepInfo
+from wan.pipeline import memory
 from wan.power import compare
 from wan.power.__main__ import main
 from wan.power.compare import Variant
@@ -56,6 +61,8 @@ def test_the_control_is_the_baseline_with_rests(layout: Topology) -> None:
         ("--out x --modes 0,3", "--modes 3 must be"),
         ("--out x --chunks 0", "--chunks 0 must be"),
         ("--out x --preset huge", "huge"),
+        ("--out x --plan few", "--plan few must be"),
+        ("--out x --preset published --plan 20", "does not fit; use more ranks or --dit_fsdp"),
         ("--out x -- --comm_type 1", "--comm_type is set by compare"),
         ("--out x -- --trace y", "--trace is set by compare"),
         ("--out x -- --compile", "--compile is set by compare"),
@@ -69,6 +76,18 @@ def test_refusals(arguments: str, sentence: str, capfd: pytest.CaptureFixture[st
     assert sentence in said and said.startswith("wan.power: ") and "\n" not in said
 
 
+def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing has to be there for it: neither ranks nor a checkpoint."""
+    asked = ["compare", "--out", "x", "--preset", "published", "--plan", "64"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "Comparison: t2v-A14B, 1280*720, 161 frames, 4 steps, 4 ranks"
+    both, one = (re.search(r": ([\d.]+) GB \(", line) for line in said[1:3])
+    assert both is not None and one is not None
+    assert float(both[1]) - float(one[1]) > 25 and "fits 64 GB" in said[2]
+    assert not Path("x").exists()
+
+
 def check(out: Path, ranks: int, names: list[str]) -> None:
     found = json.loads((out / "comparison.json").read_text())
     assert list(found["variants"]) == names and found["machine"]["ranks"] == ranks
@@ -80,7 +99,9 @@ def check(out: Path, ranks: int, names: list[str]) -> None:
         planned = not name.startswith("control")
         assert one["schedule"].startswith("as planned") is planned
         assert planned or "no rests" not in one["schedule"]
-    assert len(list(out.glob("*.mp4"))) == len(names)
+    apart = [one["latents_apart"] for one in found["variants"].values()]
+    assert len(list(out.glob("*.mp4"))) == 1 + sum(bool(one) for one in apart)
+    assert (out / "gain.png").read_bytes().startswith(b"\x89PNG")
     report = (out / "report.md").read_text()
     assert all(f"| {name} |" in report for name in names) and "Recommended: `--comm_type" in report
 
@@ -128,6 +149,39 @@ def test_finished_rounds_outlive_a_kill(tiny: Any, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert 1 <= len(found["variants"]["baseline"]["seconds"]) < 5
     assert "rounds in random order" in (tmp_path / "report.md").read_text()
+
+
+def scarce(argv: list[str], size: int) -> int:
+    """As `main`, on a machine with so many bytes of memory."""
+    with patch.object(host, "available_memory", lambda: size):
+        return main(argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["none", "cfg"])
+def test_one_expert_at_a_time(cache: str, tiny: Any, tmp_path: Path) -> None:
+    """Where memory is for one of them; a step cache needs both, and is refused."""
+    video = ["--ckpt_dir", str(tiny("t2v-A14B")), "--size", "64*48", "--frame_num", "5"]
+    video += ["--sample_steps", "8", "--ulysses_size", "2", "--step_cache", cache]
+    one = command.resolved([*video, "--offload_model", "true"], plan=True)
+    both, less = (
+        memory.fullest(one.setup, one.request, device="cpu", offload_model=way)[1]
+        for way in (False, True)
+    )
+    assert less < both
+    asked = ["compare", "--out", str(tmp_path), "--quick", "--modes", "0", "--", *video]
+    with Ranks(launcher(2), scarce, asked, less) as processes:
+        ended = processes.ended(240)
+        said = processes.said()
+    if cache == "cfg":
+        assert ended == [2, 2] and "--quick takes single steps" in said
+        return
+    assert ended == [0, 0], said
+    assert "one network at a time" in said and re.search(r"\d+ runs of about \S+ s", said)
+    found = json.loads((tmp_path / "comparison.json").read_text())["variants"]
+    assert all(one["largest_difference"] in (0, None) for one in found.values())
+    assert not list(tmp_path.glob("*.mp4"))
+    assert "from some steps of each expert" in (tmp_path / "report.md").read_text()
 
 
 def test_the_named_preset_is_that_of_mlperf() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from wan.evidence.meter import (
     PowerSource,
     Sample,
     combine,
+    in_turn,
 )
 
 QUICK = ["--size", "64*32", "--frame_num", "5", "--sample_steps", "1", "--base_seed", "7"]
@@ -189,6 +191,23 @@ def one(device: str, machine: str, seconds: float, watts: float, **more: Any) ->
     values = {"source": "NVML", "device": device, "machine": machine, "seconds": seconds}
     values |= {"samples": 9, "mean_w": watts, "peak_w": 2 * watts, "joules": watts * seconds}
     return Measured(**{**values, **more})
+
+
+def test_spans_of_time_are_as_one() -> None:
+    """Joules and seconds are sums, means are weighted by the seconds of each span."""
+    held = [frozenset({"cap"}), frozenset[str]()]
+    spans = [
+        measured([Sample(100.0, None, 1000.0, held[0], time=t) for t in (0.0, 1.0)]),
+        measured([Sample(300.0, None, 1600.0, held[1], time=t) for t in (5.0, 8.0)]),
+    ]
+    found = in_turn(spans)
+    assert (found.seconds, found.samples, found.joules) == (4.0, 4, 100.0 + 900.0)
+    assert (found.mean_w, found.mean_mhz, found.min_mhz) == (250.0, 1450.0, 1000.0)
+    assert (found.throttled, found.reasons, found.peak_w) == (0.25, {"cap": 0.25}, 300.0)
+    assert found.series is not None and found.series["seconds"] == [0.0, 1.0, 1.0, 4.0]
+    assert in_turn([Measured(why="none"), spans[0]]) == spans[0]
+    several = in_turn([combine([one, replace(one, device="other")]) for one in spans])
+    assert several.joules == 2000.0 and [one.joules for one in several.parts] == [1000.0, 1000.0]
 
 
 def test_devices_together() -> None:

@@ -205,6 +205,7 @@ _TOGETHER: dict[str, Any] = {
     **dict.fromkeys(("period", "seconds", "peak_w", "rated_mhz", "limit_w"), max),
     "min_mhz": min,
 }
+_IN_TURN: dict[str, Any] = {"seconds": sum, "cpu_seconds": sum}
 
 
 def combine(found: Sequence[Measured]) -> Measured:
@@ -238,6 +239,38 @@ def combine(found: Sequence[Measured]) -> Measured:
         },
         cpu_seconds=sum(one.cpu_seconds for one in found),
         parts=parts,
+        **together,
+    )
+
+
+def in_turn(found: Sequence[Measured]) -> Measured:
+    """Returns what the same devices have measured in several spans of time, as if in one."""
+    spans = [one for one in found if one.samples]
+    if len(spans) < 2:
+        return spans[0] if spans else found[0]
+    mean = partial(_mean, [one.seconds for one in spans])
+    together: dict[str, Any] = {}
+    for name, take in (_TOGETHER | _IN_TURN).items():
+        known = [value for one in spans if (value := getattr(one, name)) is not None]
+        together[name] = take(known) if known else None
+    for name in ("mean_w", "mean_mhz", "throttled"):
+        together[name] = mean([getattr(one, name) for one in spans])
+    names = sorted({name for one in spans for name in one.reasons})
+    series: dict[str, list[Any]] | None = None
+    if all(one.series for one in spans):
+        series = {name: [] for name in spans[0].series or {}}
+        begun = 0.0
+        for one in spans:
+            for name, column in (one.series or {}).items():
+                series[name] += [begun + x for x in column] if name == "seconds" else column
+            begun += one.seconds
+    return replace(
+        spans[0],
+        reasons={
+            name: mean([one.reasons.get(name, 0.0) for one in spans]) or 0.0 for name in names
+        },
+        parts=tuple(in_turn(same) for same in zip(*(one.parts for one in spans), strict=False)),
+        series=series,
         **together,
     )
 

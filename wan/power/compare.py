@@ -2,22 +2,23 @@
 
     torchrun --nproc_per_node=8 -m wan.power compare --out DIR -- ARGUMENTS OF generate.py
 
-Networks are loaded once and stay in memory. After a warm-up of both experts every variant makes the
-same video in every round, in random order. Its time is divided by the time of the baseline in the
-same round, so that slow drifts of the machine cancel. Two controls show whether the rests help or
-the order of exchanges. A short traced run of each variant shows its order and the lengths of its
-rests.
+It says first whether the networks fit, and keeps one expert in memory where both do not. After a
+warm-up of both experts every variant makes the same video in every round, in random order. Its time
+is divided by the time of the baseline in the same round, so that slow drifts of the machine cancel.
+Two controls show whether the rests help or the order of exchanges. A short traced run of each
+variant shows its order and the lengths of its rests.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import statistics
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from wan.log import logger
 from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.schedule import MODES
-from wan.settings.values import Reader, choice, integer
+from wan.settings.values import Reader, choice, integer, real
 from wan.trace import Event
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ PRESETS = {  # of the arguments behind --; what is given there comes after and w
         *("--task", "t2v-A14B", "--size", "1280*720", "--frame_num", "81"),
         *("--sample_steps", "20", "--sample_guide_scale", "3.0,4.0", "--base_seed", "42"),
     ],
+    "published": [  # FA_Power_Cap's own figures: four NPUs, a LoRA of four steps
+        *("--task", "t2v-A14B", "--size", "1280*720", "--frame_num", "161", "--ulysses_size", "4"),
+        *("--sample_steps", "4", "--sample_solver", "euler", "--sample_shift", "5"),
+        *("--sample_guide_scale", "1", "--base_seed", "42"),
+    ],
 }
 _DECIDED = (
     *("comm_type", "chunks", "fa_alltoall_overlap", "power", "trace", "plan", "compile"),
@@ -52,6 +58,7 @@ _DECIDED = (
 )
 """Flags of generate.py that a comparison sets itself, or that have no meaning in one."""
 FEWEST = 5  # rounds
+_NETWORKS = {False: "all networks in memory", True: "one network at a time"}
 _RESAMPLES = 4000  # of the rounds, for an interval
 
 
@@ -109,8 +116,10 @@ class Result:
         power: Power of all ranks' devices together.
         peak_memory: Bytes of the fullest device; None where they are not known.
         schedule: What its traces show, in a sentence.
-        largest: Largest difference of a value of the video (0 to 255) from the baseline's; None
+        apart: Largest difference of the latents from the baseline's, by its largest value; None
             before they are compared.
+        largest: Largest difference of a value of the video (0 to 255) from the baseline's; None
+            where the video was not decoded.
         psnr: PSNR of the video to the baseline's, dB.
     """
 
@@ -120,6 +129,7 @@ class Result:
     power: list[Measured] = field(default_factory=list)
     peak_memory: int | None = None
     schedule: str = "the baseline's"
+    apart: float | None = None
     largest: int | None = None
     psnr: float = float("inf")
 
@@ -135,6 +145,8 @@ def main(argv: Sequence[str]) -> int:
     for name in _DECIDED:
         if name in given:
             raise InputError(f"`{name}`", None, "is set by compare itself", "drop it")
+    if options.plan is not None:
+        return _show_plan(options, command.resolved(arguments, plan=True))
     if env.world_size() == 1:
         raise InputError(
             "One process",
@@ -142,8 +154,9 @@ def main(argv: Sequence[str]) -> int:
             "has no exchanges to compare",
             "start torchrun --nproc_per_node=2 -m wan.power compare ..., a process for each device",
         )
-    if "offload_model" not in given:  # networks stay between the runs
-        arguments += ["--offload_model", "false"]
+    options.keeps = "offload_model" not in given  # networks stay between the runs, if they fit
+    if options.keeps:
+        arguments += ["--offload_model", "true"]
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -166,6 +179,10 @@ def _options(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--modes", default="0,1,2", metavar="LIST", help="default 0,1,2")
     parser.add_argument("--chunks", metavar="LIST", help="also InsertComm in so many head chunks")
     parser.add_argument("--preset", choices=PRESETS, help="a published workload")
+    quick = "only 4 steps of each expert, of which 3 count"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    plan = "say what fits devices of so many GB (1e9 bytes), and run nothing"
+    parser.add_argument("--plan", metavar="GB", help=plan)
     parser.add_argument("--order", default="0", metavar="SEED", help="of the random order")
     options = parser.parse_args(argv)
 
@@ -176,6 +193,8 @@ def _options(argv: Sequence[str]) -> Namespace:
     options.variants = variants(each(choice(*MODES), "--modes", options.modes), chunks)
     options.repeats = integer(FEWEST, 10_000)("--repeats", options.repeats)
     options.order = integer(0, 2**32)("--order", options.order)
+    if options.plan is not None:
+        options.plan = int(real(0.001, 1e6)("--plan", options.plan) * 1e9)
     return options
 
 
@@ -189,15 +208,20 @@ def _compare(options: Namespace, run: Run, team: Team | None) -> int:
     if attention.quant_alltoall or attention.use_rainfusion:  # which need a call's exchanges
         logger.info("No run with rests alone: not with --quant_alltoall or --use_rainfusion.")
         compared = [variant for variant in compared if not variant.rests]
-    rounds = Rounds(run, team, compared, options.out)
-    rounds.prepare()
+    if options.quick and run.setup.policy is not None:
+        why = "takes single steps, and a step cache needs all of them"
+        raise InputError("--quick", None, why, "drop it or --step_cache")
+    run = _fitted(options, run, team)
+    rounds = Rounds(run, team, compared, options.out, options.quick)
+    seconds = rounds.prepare()
+    count = options.repeats * len(rounds.results)
+    whole = log.duration(count * seconds)
+    logger.info("%d runs of about %s: %s, and loading.", count, log.duration(seconds), whole)
     shuffled = random.Random(options.order)
     for number in range(1, options.repeats + 1):
-        for result in shuffled.sample(rounds.results, len(rounds.results)):
-            seconds, name = rounds.measure(result), result.variant.name
-            logger.info(
-                "Round %d of %d, %s: %.2f s (measured).", number, options.repeats, name, seconds
-            )
+        rounds.measure(shuffled.sample(rounds.results, len(rounds.results)))
+        took = ", ".join(f"{one.variant.name} {one.seconds[-1]:.2f} s" for one in rounds.results)
+        logger.info("Round %d of %d (measured): %s.", number, options.repeats, took)
         if team.is_main:  # finished rounds outlive a kill
             write(options, run, team.device.name(), rounds.results)
     rounds.close()
@@ -205,6 +229,52 @@ def _compare(options: Namespace, run: Run, team: Team | None) -> int:
         chosen, reason = write(options, run, team.device.name(), rounds.results)
         logger.info("%s (%s)", reason, chosen.flags)
         logger.info("Report: %s", options.out / "report.md")
+    return 0
+
+
+def _fitted(options: Namespace, run: Run, team: Team) -> Run:
+    """Keeps all networks in memory if they fit, else one at a time; all ranks decide the same."""
+    from wan.pipeline import memory
+
+    kind, here = team.device.type, env.local_world_size()
+    free = host.available_memory() if kind == "cpu" else team.device.free_memory()
+    known = [one for one in team.gather(free) if one is not None]
+    asked = run.setup.execution.offload_model
+    ways = [asked] if not options.keeps else [True] if run.setup.policy is None else []
+    stage, need = "", 0
+    for offload in ([False] if options.keeps else []) + ways:
+        given: dict[str, Any] = {"device": kind, "offload_model": offload}
+        stage, need = memory.fullest(run.setup, run.request, here, **given)
+        if not known or need <= min(known):
+            where = "" if not known else f" of {min(known) / 1e9:.1f} GB that are free"
+            how = f"--offload_model {offload}"
+            if isinstance(offload, bool):
+                how = _NETWORKS[offload]
+            logger.info("Plan: %.1f GB (%s)%s, %s.", need / 1e9, stage, where, how)
+            execution = replace(run.setup.execution, offload_model=offload)
+            return replace(run, setup=replace(run.setup, execution=execution))
+    why = f"needs at least {need / 1e9:.1f} GB ({stage}), and {min(known) / 1e9:.1f} GB are free"
+    raise InputError("The comparison", None, why, "use more ranks, --dit_fsdp or fewer frames")
+
+
+def _show_plan(options: Namespace, run: Run) -> int:
+    """Prints what a comparison needs, and whether it fits."""
+    from wan.pipeline import memory
+
+    request, fits = run.request, False
+    width, height = request.video_size
+    size = f"{width}*{height}, {request.frame_num} frames, {request.sample_steps} steps"
+    print(f"Comparison: {request.preset.task}, {size}, {run.setup.parallel.world_size} ranks")
+    for offload, how in _NETWORKS.items():
+        stage, need = memory.fullest(run.setup, request, offload_model=offload)
+        fits = fits or need <= options.plan
+        verdict = "fits" if need <= options.plan else "does not fit"
+        print(f"  {how}: {need / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB")
+    count = options.repeats * len(options.variants)
+    steps = "4 steps of each expert" if options.quick else "a whole video"
+    print(f"  {count} runs, each {steps}; how long that takes is said after the warm-up")
+    if not fits:
+        raise InputError("The comparison", None, "does not fit", "use more ranks or --dit_fsdp")
     return 0
 
 
@@ -346,6 +416,10 @@ def write(
         path.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
     request = run.request
     width, height = request.video_size
+    picture = "![Gain of each variant](gain.png)\n" if draw_gains(results, options.out) else ""
+    timed = "of denoising"
+    if options.quick:
+        timed = "of all steps, from some steps of each expert"
     with whole_file(options.out / "report.md") as path:
         path.write_text(
             f"""# Comparison of the modes of FA_Power_Cap (measured)
@@ -354,12 +428,13 @@ def write(
 
 {request.preset.task}, {width}x{height}, {request.frame_num} frames, {request.sample_steps} steps; \
 {device} ({machine["host"]}), {machine["ranks"]} ranks ({machine["layout"]}); \
-{len(baseline.seconds)} rounds in random order; seconds of denoising; wan {__version__}.
+{len(baseline.seconds)} rounds in random order; seconds {timed}; wan {__version__}.
 
 **{reason}**
 
 Recommended: `{chosen.flags}`
 
+{picture}
 | Variant | Seconds: median (range) | Against the baseline: median (95 %) | Power: mean W, J \
 | Clock: mean MHz, throttled | Peak memory, GiB | Video: largest difference, PSNR |
 |---|---|---|---|---|---|---|
@@ -368,12 +443,42 @@ Order of exchanges and attention in two traced steps beside the timed runs (`pyt
 report {options.out}/traces/NAME` draws them):
 
 {orders}
-The folder also has a video of each variant, and comparison.json with every round's times and \
-readings. How to read this: docs/measuring_power.md.
+The folder also has the videos that were decoded, and comparison.json with every round's times \
+and readings. How to read this: docs/measuring_power.md.
 """,
             encoding="utf-8",
         )
     return chosen, reason
+
+
+def draw_gains(results: Sequence[Result], folder: Path) -> bool:
+    """Draws each variant's gain with its interval and the line of no gain, into gain.png.
+
+    Returns:
+        Whether there is something to draw, and matplotlib is installed.
+    """
+    baseline, *others = results
+    if not others or not baseline.seconds:
+        return False
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 1.2 + 0.4 * len(others)), layout="constrained")
+    axes = figure.subplots()
+    for place, one in enumerate(reversed(others)):
+        found = ratio(one.seconds, baseline.seconds)
+        low, middle, high = (100 * (x - 1) for x in (found.low, found.median, found.high))
+        colour = "#999999" if one.variant.is_control else "#0072B2"
+        axes.plot([low, high], [place, place], color=colour, linewidth=2)
+        axes.plot(middle, place, "o", color=colour)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set_yticks(range(len(others)), [one.variant.name for one in reversed(others)])
+    axes.set_ylim(-0.6, len(others) - 0.4)
+    axes.set_xlabel("time against the baseline, per cent: median and 95 % interval (left: faster)")
+    with whole_file(folder / "gain.png") as path:
+        figure.savefig(path, format="png", dpi=120)
+    return True
 
 
 def _record(one: Result, against: Ratio | None) -> dict[str, Any]:
@@ -388,8 +493,9 @@ def _record(one: Result, against: Ratio | None) -> dict[str, Any]:
         ],
         "peak_memory_bytes": one.peak_memory,
         "schedule": one.schedule,
+        "latents_apart": one.apart if math.isfinite(one.apart or 0.0) else None,
         "largest_difference": one.largest,
-        "psnr": None if one.psnr == float("inf") else one.psnr,
+        "psnr": one.psnr if math.isfinite(one.psnr) else None,
     }
 
 
@@ -404,7 +510,9 @@ def _cells(one: Result, against: Ratio | None) -> list[str]:
         return ", ".join(dict.fromkeys(cells))
 
     middle, least, most = (of(one.seconds) for of in (statistics.median, min, max))
-    video = "not compared yet"
+    video = (
+        "not compared yet" if one.apart is None else f"not decoded; latents {one.apart:.1e} apart"
+    )
     if one.largest is not None:
         video = f"{one.largest}, " + ("the same" if not one.largest else f"{one.psnr:.1f} dB")
     return [

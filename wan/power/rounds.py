@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,23 @@ from torch import Tensor
 from wan import trace
 from wan.distributed.exchange import ALONE, Group, all_to_all_4D
 from wan.distributed.mesh import Team
-from wan.evidence.meter import Meter, MeterError, combine, source_of
+from wan.evidence.meter import Measured, Meter, MeterError, combine, in_turn, source_of
 from wan.evidence.nvml import Lock
 from wan.evidence.recording import Recording, plan_of
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import SelfAttention, Sending, SendsWritten
 from wan.pipeline import build, video
+from wan.pipeline.denoise import Denoising
 from wan.pipeline.pipeline import Inputs
 from wan.power.compare import Result, Variant, rests, schedule
 from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.request import Request
 from wan.settings.schedule import MODES, heads_per_rank
+
+QUICK = 4
+"""Steps of each expert in a quick comparison, of which the first does not count."""
 
 
 class SideBySide:
@@ -127,15 +131,26 @@ class StepTimes(trace.Recorder):
 class Rounds:
     """Makes the runs; every rank calls every method, in the same order.
 
+    All variants take the steps of one expert before any takes those of the next, so that one expert
+    at a time has to be in memory, and is loaded once in a round.
+
     Args:
         run: The video that is made; its attention is the baseline's.
         team: The ranks.
         variants: What is compared, the baseline first.
         out: Folder of the results.
+        quick: Only some steps of each expert are made.
     """
 
-    def __init__(self, run: Run, team: Team, variants: Sequence[Variant], out: Path) -> None:
+    def __init__(
+        self, run: Run, team: Team, variants: Sequence[Variant], out: Path, quick: bool = False
+    ) -> None:
         self._run, self._team, self._out = run, team, out
+        self._experts = [*dict.fromkeys(timesteps.schedule(run.request).experts)]
+        if run.setup.policy is not None:  # a step cache holds one video, which must not pause
+            self._experts = self._experts[:1]
+        self._phases = 1 if run.setup.policy is None else None
+        self._timed = self._with_steps(QUICK) if quick else run.request
         self.results = [Result(variant) for variant in variants]
         self._latents: dict[Variant, Tensor] = {}
         if team.is_main:  # of an earlier comparison, perhaps with more ranks
@@ -144,8 +159,23 @@ class Rounds:
         self._chosen, self._rest = variants[0].name, 0.0
         self._lock: Lock | None = None
         self._pipeline = build.pipeline(run.setup, team.device, team, attention=self._beside)
-        self._texts = self._pipeline.texts(run.request)
+        texts = self._pipeline.texts(run.request)
         self._pipeline.text.release()
+        self._inputs = Inputs(run.image, run.last_image, *texts)
+
+    def _with_steps(self, count: int) -> Request:
+        """Returns the video with so many steps of each expert, or fewer if it has no more."""
+        request = self._run.request
+        experts = timesteps.schedule(request).experts
+        names = [*dict.fromkeys(experts)]
+        each = min(count, *(experts.count(name) for name in names))
+        total = each * len(names)
+        return replace(
+            request,
+            timesteps=None if request.timesteps is None else request.timesteps[:total],
+            sample_steps=total,
+            boundary_step=each if len(names) == 2 else request.boundary_step,
+        )
 
     def _beside(self, built: SelfAttention) -> SelfAttention:
         assert isinstance(built, FAPowerCapAttention), "there are exchanges"
@@ -157,40 +187,59 @@ class Rounds:
                 layers[variant.name] = Rests(built, MODES[1].chunks, lambda: idle(self._rest))
         return SideBySide(layers, lambda: self._chosen)
 
-    def prepare(self) -> None:
-        """Warms up every layer with a step of each expert, and traces it; no time counts yet."""
-        request, parallel = self._run.request, self._run.setup.parallel
-        two = len(set(timesteps.schedule(request).experts)) == 2
-        short = replace(
-            request,
-            timesteps=None if request.timesteps is None else request.timesteps[:2],
-            sample_steps=min(2, request.sample_steps),
-            boundary_step=1 if two else request.boundary_step,
+    def prepare(self) -> float:
+        """Warms up every layer with a step of each expert, and traces it; no time counts yet.
+
+        Returns:
+            About how many seconds a timed run of one variant takes.
+        """
+        short, device = self._with_steps(1), self._team.device
+        recordings = {
+            result.variant: self._recording(result.variant, short)
+            for result in self.results
+            if not result.variant.locked  # whose layer is the baseline's
+        }
+        warm, traced = (
+            {variant: self._prepared(short) for variant in recordings} for _ in range(2)
         )
-        device, rank, steps = self._team.device, self._team.rank, tuple(range(short.sample_steps))
-        for result in self.results:
-            variant = result.variant
-            if variant.locked:  # its layer is the baseline's
-                continue
-            self._chosen = variant.name
-            self._denoise(short)
-            parallel = replace(parallel, comm_type=variant.comm_type, chunks=variant.chunks)
-            setup = replace(self._run.setup, parallel=parallel)
-            plan = plan_of(setup, short, steps, self._pipeline.merges, device.type, rank)
-            recording = Recording(plan, device, team=self._team)
-            with trace.recording(recording.recorder):
-                self._denoise(short)
-            about = {"device": device.name(), "kernel": self._pipeline.kernel}
+        steps: dict[str, float] = {}
+        for expert in self._experts:
+            self._pipeline.experts.get(expert)
+            for variant, recording in recordings.items():
+                self._chosen = variant.name
+                self._take(warm[variant])
+                warm[variant].rest()
+                begun = time.perf_counter()
+                with trace.recording(recording.recorder):
+                    self._take(traced[variant])
+                device.synchronize()
+                steps.setdefault(expert, time.perf_counter() - begun)
+                traced[variant].rest()
+                if variant.comm_type == 1 and not self._rest:
+                    own = statistics.median(rests(recording.events) or [0.0])
+                    self._rest = max(self._team.gather(own))  # the same on all ranks
+                    logger.info("Rests of %s: %.3f ms (measured).", variant.name, 1e3 * own)
+        about = {"device": device.name(), "kernel": self._pipeline.kernel}
+        for variant, recording in recordings.items():
             recording.write(self._traces(variant), about | {"variant": variant.name})
-            if variant.comm_type == 1 and not self._rest:
-                own = statistics.median(rests(recording.events) or [0.0])
-                self._rest = max(self._team.gather(own))  # the same on all ranks
-                logger.info("Rests of %s: %.3f ms (measured).", variant.name, 1e3 * own)
         self._lock_clock(short)
         dist.barrier()  # all ranks have written their traces
         for result in self.results if self._team.is_main else ():
             if not result.variant.locked:
                 result.schedule = schedule(self._traces(result.variant), result.variant)
+        experts = timesteps.schedule(self._timed).experts
+        if self._phases is None:
+            return steps[self._experts[0]] / short.sample_steps * len(experts)
+        return sum(steps[expert] for expert in experts)
+
+    def _recording(self, variant: Variant, short: Request) -> Recording:
+        device, steps = self._team.device, tuple(range(short.sample_steps))
+        parallel = self._run.setup.parallel
+        parallel = replace(parallel, comm_type=variant.comm_type, chunks=variant.chunks)
+        setup = replace(self._run.setup, parallel=parallel)
+        merges, rank = self._pipeline.merges, self._team.rank
+        plan = plan_of(setup, short, steps, merges, device.type, rank)
+        return Recording(plan, device, team=self._team)
 
     def _traces(self, variant: Variant) -> Path:
         return self._out / "traces" / variant.slug
@@ -199,8 +248,10 @@ class Rounds:
         """Prepares the control at the baseline's mean clock; drops it where a rank may not lock."""
         device, why = self._team.device, ""
         self._chosen = self.results[0].variant.name
+        video = self._prepared(short)
+        self._pipeline.experts.get(self._experts[0])
         with Meter(source_of(device)) as meter:
-            self._denoise(short)
+            self._take(video)
             device.synchronize()
         try:
             self._lock = Lock(device, meter.stop().mean_mhz)
@@ -213,50 +264,118 @@ class Rounds:
             logger.info("No run with a locked clock: %s.", reasons[0])
             self.results = [result for result in self.results if not result.variant.locked]
 
-    def measure(self, result: Result) -> float:
-        """Makes one run of the whole request, metered; returns the seconds of denoising."""
-        variant, device = result.variant, self._team.device
-        self._chosen = variant.name
+    def _prepared(self, request: Request) -> Denoising:
+        """Returns a video before its first step, which waits in host memory."""
+        video = self._pipeline.prepared(request, self._inputs)
+        video.rest()
+        return video
+
+    def _take(self, video: Denoising) -> Tensor:
+        """Takes the steps of the next expert; with a step cache all steps."""
+        return self._pipeline.advanced(video, self._phases)
+
+    def measure(self, order: Sequence[Result]) -> None:
+        """Makes one round of metered runs.
+
+        Args:
+            order: In which each expert's steps of the variants follow each other.
+        """
+        spans: dict[Variant, list[_Span]] = {result.variant: [] for result in order}
+        videos = {variant: self._prepared(self._timed) for variant in spans}
+        for expert in self._experts:
+            self._pipeline.experts.get(expert)
+            for variant in spans:
+                spans[variant].append(self._span(variant, videos[variant], expert))
+        for result in order:
+            own = spans[result.variant]
+            self._latents.setdefault(result.variant, videos[result.variant].latents.cpu())
+            result.seconds.append(sum(span.seconds for span in own))
+            result.steps.append([step for span in own for step in span.steps])
+            result.power.append(in_turn([span.power for span in own]))
+            peaks = [span.peak for span in own if span.peak is not None]
+            result.peak_memory = max([*peaks, result.peak_memory or 0]) if peaks else None
+
+    def _span(self, variant: Variant, video: Denoising, expert: str) -> _Span:
+        """Takes an expert's steps of a video with one variant."""
+        device, self._chosen = self._team.device, variant.name
         device.reset_peak_memory()
-        steps = StepTimes(device.clock(), self._run.request.sample_steps)
+        video.to(device.torch_device)
+        times = StepTimes(device.clock(), self._timed.sample_steps)
         lock = self._lock if variant.locked else None
         dist.barrier()
-        with lock or nullcontext(), trace.recording(steps), Meter(source_of(device)) as meter:
+        with lock or nullcontext(), trace.recording(times), Meter(source_of(device)) as meter:
             begun = time.perf_counter()
-            latents = self._denoise(self._run.request)
+            self._take(video)
             device.synchronize()
             seconds = time.perf_counter() - begun
-        self._latents.setdefault(variant, latents.cpu())
+        video.rest()
+        steps = times.seconds()
+        if self._timed is not self._run.request:  # as long as all steps would take
+            count = timesteps.schedule(self._run.request).experts.count(expert)
+            seconds = statistics.median(steps[1:] or steps) * count
         ranks = self._team.gather((seconds, meter.stop(), device.peak_memory()))
-        result.seconds.append(max(rank[0] for rank in ranks))
-        result.steps.append(steps.seconds())
-        result.power.append(combine([rank[1] for rank in ranks]))
         peaks = [rank[2] for rank in ranks if rank[2] is not None]
-        result.peak_memory = max([*peaks, result.peak_memory or 0]) if peaks else None
-        return result.seconds[-1]
-
-    def _denoise(self, request: Request) -> Tensor:
-        run = self._run
-        return self._pipeline.latents(request, Inputs(run.image, run.last_image, *self._texts))
+        return _Span(
+            max(rank[0] for rank in ranks),
+            steps,
+            combine([rank[1] for rank in ranks]),
+            max(peaks, default=None),
+        )
 
     def close(self) -> None:
-        """Writes a video of each variant and compares it with the baseline's, on the main rank."""
+        """Compares the variants' latents and videos with the baseline's; writes the videos.
+
+        A video whose latents are equal to the baseline's is not decoded. After a quick comparison
+        none is, and the latents alone are compared.
+        """
         self._pipeline.experts.release()
-        baseline: Tensor | None = None
-        for result in self.results:
-            variant = result.variant
-            frames = self._pipeline.decode(self._latents[variant])
-            if frames is None:
-                continue
-            path = self._out / f"{variant.slug}.mp4"
-            video.save_video(frames, replace(self._run.output, save_file=path))
-            levels = ((frames + 1) * 127.5).round_()
-            baseline = levels if baseline is None else baseline
-            if not bool(levels.isfinite().all()):
-                logger.warning("The video of %s holds NaN or infinity.", variant.name)
-                continue
-            difference = levels.sub(baseline).abs_()
-            result.largest = int(difference.max())
-            mean = float(difference.square_().mean())
-            result.psnr = 10 * math.log10(255**2 / mean) if mean else float("inf")
+        first, *others = self.results
+        latents = {result.variant: self._latents[result.variant] for result in self.results}
+        base = latents[first.variant]
+        first.largest = 0
+        for result in others:
+            equal = torch.equal(latents[result.variant], base)
+            result.apart = 0.0 if equal else _relative(latents[result.variant], base)
+            result.largest = 0 if equal else None
+        if self._timed is self._run.request:
+            levels = self._decoded(first)
+            for result in others:
+                if result.apart and (own := self._decoded(result)) is not None:
+                    assert levels is not None
+                    result.largest, result.psnr = _difference(own, levels)
         self._team.close()
+
+    def _decoded(self, result: Result) -> Tensor | None:
+        """Writes a video on the main rank, and returns its values from 0 to 255."""
+        frames = self._pipeline.decode(self._latents[result.variant])
+        if frames is None:
+            return None
+        path = self._out / f"{result.variant.slug}.mp4"
+        video.save_video(frames, replace(self._run.output, save_file=path))
+        if not bool(frames.isfinite().all()):
+            logger.warning("The video of %s holds NaN or infinity.", result.variant.name)
+        return ((frames + 1) * 127.5).round_()
+
+
+@dataclass(frozen=True)
+class _Span:
+    """An expert's steps of one run: seconds, those of each step, power, and fullest device."""
+
+    seconds: float
+    steps: list[float]
+    power: Measured
+    peak: int | None
+
+
+def _relative(x: Tensor, base: Tensor) -> float:
+    """Returns the largest difference by the largest value of the second."""
+    return float((x - base).abs().max() / base.abs().max())
+
+
+def _difference(levels: Tensor, base: Tensor) -> tuple[int | None, float]:
+    """Returns the largest difference of two videos and their PSNR, dB."""
+    difference = levels.sub(base).abs_()
+    if not bool(difference.isfinite().all()):
+        return None, float("nan")
+    mean = float(difference.square_().mean())
+    return int(difference.max()), 10 * math.log10(255**2 / mean) if mean else float("inf")
