@@ -1,0 +1,212 @@
+"""MLPerf's text-to-video workload on this machine, for each communication mode, with energy.
+
+    pip install --no-deps -r benchmarks/mlperf/requirements.txt
+    python -m benchmarks.mlperf --small --ranks 2 --tests performance accuracy test04
+    python -m benchmarks.mlperf --ranks 8 --modes 0 1 2 -- --ckpt_dir ./Wan2.2-T2V-A14B --power
+
+MLPerf's own load generator asks for the 248 prompts of six VBench dimensions at 1280*720, 81 frames
+and 20 steps (--small: six prompts, 64*64 x 9, 4 steps). `performance` measures latency
+(SingleStream) or throughput (Offline). `accuracy` makes every video and writes
+vbench_full_info.json, from which VBench computes its dimensions elsewhere; --score FILE then reads
+its results. `test04` asks for one prompt again and again: an answer from a cache would come faster.
+--service drives `python -m wan.serve` over HTTP instead. Behind `--` stand flags of generate.py.
+
+Each mode's logs, videos and results are in --out; a test that has a result is not repeated, and
+report.md and report.json there are made of all results. This is MLPerf-shaped, not a submission:
+nobody has checked it, and steps of a submission (audits, system description) are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mlperf import rules
+from wan import host
+from wan.settings.errors import InputError
+
+_DRIVER = "benchmarks.mlperf.driver"
+
+
+def _in_process(ranks: int, mode: int, shared: list[str], flags: list[str]) -> None:
+    """Has the load generator drive a pipeline on new ranks."""
+    start = [sys.executable, "-m"]
+    if ranks > 1:
+        start += ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
+    own = ["--comm_type", str(mode)] if ranks > 1 else []
+    subprocess.run([*start, _DRIVER, *shared, "--", *own, *flags], check=True)
+
+
+def _over_http(ranks: int, mode: int, shared: list[str], flags: list[str], out: Path) -> None:
+    """Has the load generator drive a new service."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    own = ["--comm_type", str(mode)] if ranks > 1 else []
+    options = ["--port", str(port), "--ranks", str(ranks), "--journal", str(out / "service")]
+    options += ["--kept_texts", "0", "--together", "1", "--queue", "1000"]
+    command = [sys.executable, "-m", "wan.serve", *options, "--", *own, *flags]
+    service = subprocess.Popen(command)
+    try:
+        while not _is_up(url):
+            if service.poll() is not None:
+                raise InputError("The service has not come up", remedy="see what it says above")
+            time.sleep(0.5)
+        subprocess.run([sys.executable, "-m", _DRIVER, *shared, "--url", url], check=True)
+    finally:
+        service.terminate()
+        service.wait()
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"{url}/health").status == 200)
+    except OSError:
+        return False
+
+
+def _rows(out: Path) -> list[dict[str, Any]]:
+    """Returns one row for each mode and scenario that was measured."""
+    rows = []
+    for file in sorted(out.glob("mode*/*/performance/result.json")):
+        folder, found = file.parents[1], json.loads(file.read_text())
+        row: dict[str, Any] = {"mode": int(file.parents[2].name[4:]), "scenario": found["scenario"]}
+        if found["scenario"] == "SingleStream":
+            row["latency_s"] = found["90.00_percentile_latency_ns"] / 1e9
+        else:
+            row["samples_per_s"] = found["samples_per_second"]
+        row |= {"videos": found["videos"], "validity": found["validity"], **_energy(found["power"])}
+        same = folder / "test04" / "result.json"
+        if same.exists():
+            row["gain_of_the_same"] = _seconds(found) / _seconds(json.loads(same.read_text())) - 1
+            row["test04"] = "pass" if row["gain_of_the_same"] <= rules.MOST_GAIN else "fail"
+        accuracy = folder / "accuracy" / "result.json"
+        if accuracy.exists():
+            row["videos_for_vbench"] = json.loads(accuracy.read_text())["videos"]
+        rows.append(row)
+    return rows
+
+
+def _seconds(found: dict[str, Any]) -> float:
+    """Returns the mean seconds of a video."""
+    if found["scenario"] == "Offline":
+        return 1 / float(found["samples_per_second"])
+    return float(found["mean_latency_ns"]) / 1e9
+
+
+def _energy(power: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the means over the videos of what was metered."""
+    names = {"joules": "joules", "mean_w": "watts", "mean_mhz": "mhz", "throttled": "throttled"}
+    found = {}
+    for name, own in names.items():
+        values = [one[name] for one in power if one.get(name) is not None]
+        if values:
+            found[own] = statistics.mean(values)
+    return found
+
+
+def report(out: Path, small: bool) -> str:
+    """Writes report.json and report.md, and returns the latter."""
+    rows = _rows(out)
+    (out / "report.json").write_text(json.dumps({"cpu": host.cpu(), "rows": rows}, indent=1) + "\n")
+    heads = {
+        "scenario": "scenario",
+        "mode": "`--comm_type`",
+        "latency_s": "s, 90th percentile",
+        "samples_per_s": "videos/s",
+        "joules": "J per video",
+        "watts": "mean W",
+        "mhz": "mean MHz",
+        "throttled": "throttled",
+        "videos": "videos",
+        "validity": "load generator says",
+        "gain_of_the_same": "same prompt faster by",
+        "test04": "TEST04",
+        "videos_for_vbench": "videos for VBench",
+    }
+    lines = ["# MLPerf-shaped, not a submission", ""]
+    if small:
+        lines += ["Six small videos (`--small`), which say nothing about the workload's speed.", ""]
+    if not any("joules" in row for row in rows):
+        lines += ["Energy: no meter was asked for (`--power`), or there is none.", ""]
+    used = [name for name in heads if any(name in row for row in rows)]
+    lines += ["| " + " | ".join(heads[name] for name in used) + " |", "|---" * len(used) + "|"]
+    for row in sorted(rows, key=lambda row: (row["scenario"], row["mode"])):
+        lines.append("| " + " | ".join(_shown(name, row.get(name)) for name in used) + " |")
+    text = "\n".join(lines) + "\n"
+    (out / "report.md").write_text(text)
+    return text
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name in ("gain_of_the_same", "throttled"):
+        return f"{value:.1%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def score(file: Path) -> str:
+    """Returns what VBench's results amount to.
+
+    Args:
+        file: VBench's *_eval_results.json: dimension -> [score, videos].
+    """
+    found = json.loads(file.read_text())
+    missing = [name for name in rules.DIMENSIONS if name not in found]
+    if missing:
+        raise InputError(f"{file} has no {missing[0]}", remedy="score all six dimensions")
+    mean = 100 * statistics.mean(float(found[name][0]) for name in rules.DIMENSIONS)
+    verdict = "enough" if mean >= rules.LEAST_ACCURACY else "too little"
+    return f"{mean:.4f}: {verdict} (at least {rules.LEAST_ACCURACY} is asked for)"
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command line."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    flags = argv[place + 1 :]
+    command = argparse.ArgumentParser(
+        "python -m benchmarks.mlperf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    rules.options(command)
+    command.add_argument("--ranks", type=int, default=1, help="processes that share a video (1)")
+    command.add_argument("--modes", nargs="+", type=int, default=[0], choices=(0, 1, 2))
+    command.add_argument("--service", action="store_true", help="drive python -m wan.serve")
+    command.add_argument("--score", type=Path, help="read VBench's results, and measure nothing")
+    options = command.parse_args(argv[:place])
+    if options.score:
+        print(score(options.score))
+        return 0
+    rules.workload(options.small)  # what is missing is said before anything starts
+    for mode in options.modes:
+        out = options.out / f"mode{mode}"
+        out.mkdir(parents=True, exist_ok=True)
+        shared = ["--scenarios", *options.scenarios, "--tests", *options.tests]
+        shared += ["--small"] * options.small + ["--cached"] * options.cached
+        shared += ["--out", str(out)]
+        if options.service:
+            _over_http(options.ranks, mode, shared, flags, out)
+        else:
+            _in_process(options.ranks, mode, shared, flags)
+    print(report(options.out, options.small))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except InputError as error:
+        print(f"benchmarks.mlperf: {error}", file=sys.stderr)
+        sys.exit(2)
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)

@@ -1,0 +1,256 @@
+"""MLPerf's load generator drives a pipeline in this process (or on torchrun's ranks), or a service.
+
+`python -m benchmarks.mlperf` starts this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import base64
+import json
+import queue
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlperf_loadgen as loadgen
+
+from benchmarks.mlperf import rules
+from benchmarks.mlperf.rules import Workload
+from wan import log
+from wan.checkpoint.files import whole_file
+from wan.cli import failures, main
+from wan.cli.videos import Video
+from wan.run import Run
+from wan.settings.errors import exit_code
+
+if TYPE_CHECKING:
+    from wan.distributed.mesh import Team
+
+Make = Callable[[int, Path], None]
+"""make(index, file) writes the video of a sample to a file."""
+RESULT = "result.json"
+
+
+def test(
+    kind: str, scenario: str, workload: Workload, make: Make, folder: Path, at_once: int = 1
+) -> None:
+    """Runs one test of the load generator; its logs, the videos and a result stay in a folder.
+
+    Args:
+        kind: "performance", "accuracy", or "test04" for the performance of one sample.
+        scenario: "SingleStream" or "Offline".
+        workload: The samples.
+        make: Makes a video.
+        folder: Where everything is written.
+        at_once: How many videos are asked for at the same time, in Offline.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    asked: queue.Queue[Any] = queue.Queue()
+    system = loadgen.ConstructSUT(lambda samples: asked.put([*samples]), lambda: None)
+    count = len(workload.entries)
+    library = loadgen.ConstructQSL(count, count, lambda _: None, lambda _: None)
+
+    def drive() -> None:
+        try:
+            settings, logs = _settings(kind, scenario, workload), _logs(folder)
+            loadgen.StartTestWithLogSettings(system, library, settings, logs)
+        finally:
+            asked.put(None)
+
+    made: list[tuple[int, Path]] = []
+
+    def answer(sample: Any) -> None:
+        name = workload.prompt(sample.index) if kind == "accuracy" else f"{sample.index:03}"
+        number = 0 if kind == "accuracy" else len(made)
+        path = folder / "videos" / f"{name}-{number}.mp4"
+        made.append((sample.index, path))
+        make(sample.index, path)
+        content = array.array("B", path.name.encode())
+        told = loadgen.QuerySampleResponse(sample.id, *content.buffer_info())
+        loadgen.QuerySamplesComplete([told])
+
+    (folder / "videos").mkdir(exist_ok=True)
+    begun = time.perf_counter()
+    threading.Thread(target=drive, daemon=True).start()
+    with ThreadPoolExecutor(at_once) as workers:
+        while (samples := asked.get()) is not None:
+            if at_once == 1:  # in the thread that has loaded the model
+                for sample in samples:
+                    answer(sample)
+            else:
+                list(workers.map(answer, samples))
+    loadgen.DestroyQSL(library)
+    loadgen.DestroySUT(system)
+    if kind == "accuracy":
+        _write_entries(workload, folder)
+    found = _result(folder) | {"kind": kind, "scenario": scenario}
+    found |= {"videos": len(made), "seconds": round(time.perf_counter() - begun, 3)}
+    found |= {"power": [one for _, path in made if (one := _power(path)) is not None]}
+    with whole_file(folder / RESULT) as temporary:
+        temporary.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _settings(kind: str, scenario: str, workload: Workload) -> Any:
+    settings = loadgen.TestSettings()
+    settings.scenario = getattr(loadgen.TestScenario, scenario)
+    is_accuracy = kind == "accuracy"
+    mode = loadgen.TestMode
+    settings.mode = mode.AccuracyOnly if is_accuracy else mode.PerformanceOnly
+    offline = scenario == "Offline"
+    settings.min_query_count = len(workload.entries) if offline else workload.queries
+    settings.min_duration_ms = 0 if offline else 1000 * workload.seconds
+    settings.offline_expected_qps = 1e-3
+    settings.single_stream_expected_latency_ns = 10**10
+    if kind == "test04":
+        settings.performance_issue_same = True
+        settings.performance_issue_same_index = rules.SAME_SAMPLE
+    return settings
+
+
+def _logs(folder: Path) -> Any:
+    output = loadgen.LogOutputSettings()
+    output.outdir, output.copy_summary_to_stdout = str(folder), False
+    settings = loadgen.LogSettings()
+    settings.log_output = output
+    return settings
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    """Returns what the load generator's detailed log says of the result."""
+    found: dict[str, Any] = {}
+    for line in (folder / "mlperf_log_detail.txt").read_text().splitlines():
+        entry = json.loads(line.partition(" ")[2])
+        if entry["key"].startswith("result_"):
+            found[entry["key"].removeprefix("result_")] = entry["value"]
+        elif entry["metadata"].get("is_error"):
+            found.setdefault("errors", []).append(entry["value"])
+    return found
+
+
+def _power(video: Path) -> dict[str, Any] | None:
+    """Returns what the record beside a video says of its energy, if there is one."""
+    record = video.with_suffix(".json")
+    found = json.loads(record.read_text()).get("power") if record.exists() else None
+    return found if found and "joules" in found else None
+
+
+def _write_entries(workload: Workload, folder: Path) -> None:
+    """Writes the list of videos from which VBench computes its dimensions."""
+    entries = []
+    for entry in workload.entries:
+        scored = [name for name in entry["dimension"] if name in rules.DIMENSIONS]
+        files = [str(folder / "videos" / f"{entry['prompt_en']}-0.mp4")]
+        entries.append(entry | {"dimension": scored, "video_list": files})
+    with whole_file(folder / "vbench_full_info.json") as temporary:
+        temporary.write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def post(url: str, workload: Workload) -> Make:
+    """Returns what has a service make a video."""
+
+    def make(index: int, file: Path) -> None:
+        body = json.dumps(workload.request(index)).encode()
+        head = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{url}/v1/videos/generations", body, head)
+        with urllib.request.urlopen(asked) as answer:
+            told = json.load(answer)
+        with whole_file(file) as temporary:
+            temporary.write_bytes(base64.b64decode(told["video_bytes"]))
+        with urllib.request.urlopen(f"{url}/v1/videos/{told['video_id']}") as answer:
+            power = json.load(answer).get("power")
+        if power:
+            file.with_suffix(".json").write_text(json.dumps({"power": power}))
+
+    return make
+
+
+def cached(make: Make) -> Make:
+    """Returns what makes no video twice, which TEST04 has to find."""
+    there: dict[int, bytes] = {}
+
+    def again(index: int, file: Path) -> None:
+        if index not in there:
+            make(index, file)
+            there[index] = file.read_bytes()
+        file.write_bytes(there[index])
+
+    return again
+
+
+def _tests(options: argparse.Namespace, workload: Workload, make: Make, at_once: int = 1) -> None:
+    """Runs the tests that have no result yet."""
+    make = cached(make) if options.cached else make
+    for scenario in options.scenarios:
+        for kind in options.tests:
+            folder = options.out / scenario / kind
+            if not (folder / RESULT).exists():
+                workers = at_once if scenario == "Offline" else 1
+                test(kind, scenario, workload, make, folder, workers)
+
+
+def _work(options: argparse.Namespace, workload: Workload, run: Run, team: Team | None) -> int:
+    """What every rank does: the first is driven, and the others make what it makes."""
+    rules.check(run)
+    main.load_torch()
+    from wan import device as devices
+    from wan.distributed.control import Control
+    from wan.pipeline import build
+
+    log.set_level(run.output.log_level)
+    device = devices.resolve(run.setup.execution.device) if team is None else team.device
+    pipeline = build.pipeline(run.setup, device, team)
+    control = Control(team)
+
+    def make(index: int, file: Path) -> None:
+        made = run.with_prompt(workload.prompt(index)).saved_to(file)
+        device.reset_peak_memory()
+        Video(made, pipeline, team).make()
+
+    def lead(index: int, file: Path) -> None:
+        make(*control.from_main((index, file)))
+
+    make(0, options.out / "warm-up.mp4")
+    if team is None or team.is_main:
+        _tests(options, workload, lead)
+        control.from_main(None)
+    else:
+        while (told := control.from_main(None)) is not None:
+            make(*told)
+    if team is not None:
+        team.close()
+    return 0
+
+
+def run(argv: list[str]) -> int:
+    """Runs the tests of one mode; returns the exit code."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    command = argparse.ArgumentParser()
+    rules.options(command)
+    command.add_argument("--url", help="of a service, which is driven instead")
+    options, flags = command.parse_args(argv[:place]), argv[place + 1 :]
+    workload = rules.workload(options.small)
+    if options.url:
+        _tests(options, workload, post(options.url, workload), at_once=8)
+        return 0
+    given = [*workload.flags(), "--save_file", str(options.out / "video.mp4"), *flags]
+    return main.carry_out(given, partial(_work, options, workload))
+
+
+if __name__ == "__main__":
+    try:
+        with failures.terminable():
+            log.setup()
+            sys.exit(run(sys.argv[1:]))
+    except BaseException as error:
+        if (sentence := failures.describe(error)) is None:
+            raise
+        failures.say(sentence, "benchmarks.mlperf")
+        sys.exit(exit_code(error))

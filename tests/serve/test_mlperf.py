@@ -1,0 +1,92 @@
+"""MLPerf's load generator drives the demo, in ranks of its own and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import imageio
+import pytest
+
+from benchmarks.mlperf import rules
+from benchmarks.mlperf.__main__ import run
+from tests.dist import REPO, TORCHRUN
+
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("serve"), pytest.mark.slow]
+
+
+def measured(out: Path, *options: object) -> dict[str, Any]:
+    """Runs the program as a user does; the results by scenario."""
+    command = [sys.executable, "-m", "benchmarks.mlperf", "--small", "--out", out, *options]
+    environment = TORCHRUN | {"PATH": "/usr/bin:/bin", "HOME": str(out.parent)}
+    done = subprocess.run([*map(str, command)], cwd=REPO, env=environment, timeout=400)
+    assert done.returncode == 0
+    assert "not a submission" in (out / "report.md").read_text()
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    return {row["scenario"]: row for row in rows}
+
+
+def test_on_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "found"
+    found = measured(out, "--ranks", 2, "--modes", 1, "--tests", "performance", "accuracy")
+    assert found["SingleStream"]["latency_s"] > 0 and found["Offline"]["samples_per_s"] > 0
+    assert all(row["mode"] == 1 and row["videos"] >= 6 for row in found.values())
+    assert found["Offline"]["validity"] == "VALID"
+    folder = out / "mode1" / "Offline" / "accuracy"
+    entries = json.loads((folder / "vbench_full_info.json").read_text())
+    assert len(entries) == 6 and all({*one["dimension"]} <= {*rules.DIMENSIONS} for one in entries)
+    for entry in entries:
+        (file,) = entry["video_list"]
+        assert Path(file).name == f"{entry['prompt_en']}-0.mp4"
+        assert imageio.v3.imread(file).shape == (9, 64, 64, 3)
+        settings = json.loads(Path(file).with_suffix(".json").read_text())["settings"]
+        assert settings["prompt"] == entry["prompt_en"] and settings["base_seed"] == 42
+        assert settings["negative_prompt"] == rules.NEGATIVE_PROMPT
+    told = json.loads((folder / "mlperf_log_accuracy.json").read_text())
+    assert sorted(one["qsl_idx"] for one in told) == [*range(6)]
+    names = {bytes.fromhex(one["data"]).decode() for one in told}
+    assert names == {Path(entry["video_list"][0]).name for entry in entries}
+
+
+def test_over_http_an_answer_from_a_cache_is_found(tmp_path: Path) -> None:
+    options = ["--service", "--scenarios", "SingleStream", "--tests", "performance", "test04"]
+    found = measured(tmp_path / "cached", *options, "--cached")["SingleStream"]
+    assert found["test04"] == "fail" and found["gain_of_the_same"] > rules.MOST_GAIN
+    log = tmp_path / "cached" / "mode0" / "service" / "jobs"
+    prompts = [json.loads(file.read_text())["settings"] for file in log.glob("*/video.json")]
+    assert {one["sample_steps"] for one in prompts} == {4}
+
+
+def test_what_the_closed_division_does_not_allow(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--small", "--out", str(tmp_path), "--", "--step_cache", "cfg"]
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        run([*options, "--step_cache_force"])
+    assert raised.value.returncode == 2
+    assert (
+        "--step_cache is not allowed in MLPerf's closed division; drop it."
+        in capfd.readouterr().err
+    )
+
+
+def test_the_score_is_the_mean_of_six_dimensions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    values = dict(zip(rules.DIMENSIONS, (0.9, 0.9, 0.98, 0.5, 0.2, 0.748), strict=True))
+    file.write_text(json.dumps({name: [value, []] for name, value in values.items()}))
+    assert run(["--score", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("70.4667: enough (at least 69.7752")
+
+
+def test_the_prompts_are_the_248_of_six_dimensions() -> None:
+    found = rules.workload(small=False)
+    assert len(found.entries) == 248 and len({one["prompt_en"] for one in found.entries}) == 248
+    assert (found.size, found.frames, found.steps) == ((1280, 720), 81, 20)
+    small = rules.workload(small=True)
+    dimensions = {name for one in small.entries for name in one["dimension"]}
+    assert len(dimensions & {*rules.DIMENSIONS}) >= 4
