@@ -1,0 +1,325 @@
+"""Seconds and memory from the start of a process to its mp4: this command line beside others.
+
+    python -m benchmarks.against --rounds 5 --json results/against.json
+    python -m benchmarks.against --task ti2v-5B --rounds 5 --cache warm
+    python -m benchmarks.against --folder ./Wan2.2-T2V-A14B-Diffusers --task t2v-A14B
+    python -m benchmarks.against --official ./Wan2.2 --official_folder ./Wan2.2-T2V-A14B ...
+
+Each makes the same video from the same weights, prompt and noise in a process of its own: "ours" is
+generate.py, "theirs" diffusers' WanPipeline with its defaults, "official" the generate.py of a
+clone of the official code, which reads its own layout and needs a GPU. Every round runs each once,
+in alternating order. Without --folder the program writes a randomly initialised checkpoint of the
+published sizes in diffusers' layout (the DiT and the text encoder in bfloat16, the VAE in float32).
+The pages of the checkpoint are dropped from the page cache before a cold run, and read into it
+before a warm one.
+
+A stage has the loading of its network, which ours does as it computes: text, denoising and
+decoding. What is left of the whole time is "start". Memory is sampled from /proc (Linux) every
+10 ms: "resident" is all of it, "anonymous" is what is not pages of a file; "read" are the bytes
+that came from the disk. The program prints medians and the ratios of each round; the JSON file has
+all runs. It is written after each run; with the same file and settings, a program that was stopped
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from benchmarks.common import CPU, ratios, write_json
+from benchmarks.residency import drawn
+from tools.safetensors_stream import write
+from wan.pipeline import text
+from wan.pipeline.tiny import VAE_22, train_tokenizer, write_tokenizer
+from wan.pipeline.tiny import write_json as write_object
+from wan.settings.presets import PRESETS
+
+SIZES: dict[str, dict[str, int]] = {
+    "t2v-1.3B": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    "ti2v-5B": {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30}
+    | {"in_channels": 48, "out_channels": 48},
+}
+WHO = ("ours", "theirs", "official")
+STAGES = ("start", "text", "denoising", "decoding", "writing")
+PROMPT = "a red balloon over a green field"
+THEIRS = """
+import json
+import sys
+import time
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers.utils import export_to_video
+from transformers import AutoTokenizer, UMT5EncoderModel
+
+folder, out, prompt, negative, width, height, frames, steps, *guidance = sys.argv[1:]
+seconds = dict.fromkeys(("text", "denoising", "decoding", "writing"), 0.0)
+
+
+def timed(stage, work):
+    def run(*args, **more):
+        begun = time.perf_counter()
+        try:
+            return work(*args, **more)
+        finally:
+            seconds[stage] += time.perf_counter() - begun
+
+    return run
+
+
+def load(stage, kind, name, dtype):
+    return timed(stage, kind.from_pretrained)(folder, subfolder=name, torch_dtype=dtype)
+
+
+index = json.load(open(folder + "/model_index.json"))
+parts = {"vae": load("decoding", AutoencoderKLWan, "vae", torch.float32)}
+parts["text_encoder"] = load("text", UMT5EncoderModel, "text_encoder", torch.bfloat16)
+for name in ("transformer", "transformer_2"):
+    if index.get(name, [None])[0]:
+        parts[name] = load("denoising", WanTransformer3DModel, name, torch.bfloat16)
+pipe = WanPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16, **parts)
+if torch.cuda.is_available():
+    pipe.enable_model_cpu_offload()
+pipe.encode_prompt = timed("text", pipe.encode_prompt)
+parts["vae"].decode = timed("decoding", parts["vae"].decode)
+before = dict(seconds)
+guide = {"guidance_scale": float(guidance[-1])}
+if len(guidance) == 2:
+    guide["guidance_scale_2"] = float(guidance[0])
+video = timed("denoising", pipe)(
+    prompt=prompt,
+    negative_prompt=negative,
+    width=int(width),
+    height=int(height),
+    num_frames=int(frames),
+    num_inference_steps=int(steps),
+    generator=torch.Generator().manual_seed(0),
+    **guide,
+).frames[0]
+seconds["denoising"] -= sum(seconds[name] - before[name] for name in ("text", "decoding"))
+timed("writing", export_to_video)(video, out, fps=16)
+json.dump(seconds, open(out + ".seconds", "w"))
+"""
+
+
+def make(task: str, folder: Path) -> None:
+    """Writes the checkpoint tensor by tensor: no network is ever whole in memory."""
+    folder.mkdir(parents=True)
+    vae: Any = {"base_dim": 160, "decoder_base_dim": 256, **VAE_22} if task == "ti2v-5B" else {}
+    with torch.device("meta"):
+        networks: dict[str, tuple[Any, torch.dtype, str]] = {
+            "transformer": (
+                diffusers.WanTransformer3DModel(**SIZES[task]),
+                torch.bfloat16,
+                "blocks",
+            ),
+            "text_encoder": (text.published(), torch.bfloat16, "block"),
+            "vae": (diffusers.AutoencoderKLWan(**vae), torch.float32, "no layers"),
+        }
+    for name, (network, dtype, layer) in networks.items():
+        form = {key: (dtype, tuple(x.shape)) for key, x in network.named_parameters()}
+        values = ((key, x.to(dtype)) for key, x in drawn(network, layer, len(form)))
+        (folder / name).mkdir()
+        if name == "text_encoder":
+            network.config.save_pretrained(folder / name)
+            write(folder / name / "model.safetensors", form, values, name)
+        else:
+            network.save_config(folder / name)
+            write(folder / name / "diffusion_pytorch_model.safetensors", form, values, name)
+    write_tokenizer(folder / "tokenizer", train_tokenizer())
+    scheduler: Any = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+    )
+    scheduler.save_pretrained(folder / "scheduler")
+    index = {
+        "_class_name": "WanPipeline",
+        "_diffusers_version": diffusers.__version__,
+        "expand_timesteps": task == "ti2v-5B",
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    write_object(folder / "model_index.json", index)
+
+
+def drop_pages(folder: Path) -> None:
+    """Drops the files from the page cache, which nobody must have mapped."""
+    os.sync()
+    for path in folder.rglob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def fill_pages(folder: Path) -> None:
+    """Reads the files into the page cache."""
+    for path in folder.rglob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
+
+
+def used(process: int) -> dict[str, int]:
+    """Bytes of memory that a process has, and that it has read; 0 where it has ended."""
+    found: dict[str, int] = {}
+    for name, scale in (("status", 1024), ("io", 1)):
+        try:
+            lines = Path(f"/proc/{process}/{name}").read_text().splitlines()
+        except OSError:
+            continue
+        pairs = (line.split() for line in lines)
+        found |= {p[0]: int(p[1]) * scale for p in pairs if len(p) > 1 and p[1].isdecimal()}
+    names = {"anonymous": "RssAnon:", "resident": "VmRSS:", "read": "read_bytes:"}
+    return {own: found.get(name, 0) for own, name in names.items()}
+
+
+def watch(command: list[str], folder: Path | None = None) -> dict[str, Any]:
+    """Runs a command; seconds to its end and its peaks of memory."""
+    start, peaks = time.perf_counter(), {"anonymous": 0, "resident": 0, "read": 0}
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=quiet, stderr=quiet, cwd=folder)
+    while process.poll() is None:
+        peaks = {name: max(peaks[name], size) for name, size in used(process.pid).items()}
+        time.sleep(0.01)
+    if process.returncode:
+        raise SystemExit(f"exit code {process.returncode} of: {' '.join(command)}")
+    return {"seconds": time.perf_counter() - start, **peaks}
+
+
+def run(who: str, folder: Path, options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Makes one video."""
+    file = out / f"{who}.mp4"
+    frames, steps = str(options.frames), str(options.steps)
+    scales = [f"{scale:g}" for scale in options.guidance]
+    if who == "theirs":
+        given = [PROMPT, PRESETS[options.task].negative_prompt, *options.size.split("*")]
+        values = [str(folder), str(file), *given, frames, steps, *scales]
+        found = watch([sys.executable, "-c", THEIRS, *values])
+        stages = json.loads(Path(f"{file}.seconds").read_text())
+        return {**found, "stages": _staged(stages, found["seconds"])}
+    flags = ["--task", options.task, "--prompt", PROMPT, "--size", options.size]
+    flags += ["--frame_num", frames, "--sample_steps", steps, "--base_seed", "0"]
+    flags += ["--save_file", str(file)]
+    if who == "official":
+        flags += ["--ckpt_dir", str(options.official_folder.absolute())]
+        flags += ["--sample_guide_scale", scales[-1], "--offload_model", "True"]
+        return watch([sys.executable, "generate.py", *flags], options.official)
+    flags += ["--ckpt_dir", str(folder), "--sample_guide_scale", ",".join(scales)]
+    found = watch([sys.executable, "generate.py", *flags, "--precision", "bf16", *options.given])
+    record = json.loads(file.with_suffix(".json").read_text())
+    return {**found, "stages": _staged(record["seconds"], found["seconds"])}
+
+
+def _staged(seconds: dict[str, float], whole: float) -> dict[str, float]:
+    """Returns the stages, with the rest of the whole time as the start."""
+    stages = {name: seconds.get(name, 0.0) for name in STAGES[1:]}
+    return {"start": whole - sum(stages.values()), **stages}
+
+
+def main() -> None:
+    own, given = sys.argv[1:], list[str]()
+    if "--" in own:
+        own, given = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--task", default="t2v-1.3B", help="of --folder, else one of " + ", ".join(SIZES)
+    )
+    parser.add_argument("--folder", type=Path, help="a checkpoint in diffusers' layout")
+    parser.add_argument("--official", type=Path, help="a clone of the official code")
+    parser.add_argument("--official_folder", type=Path, help="the same weights in its layout")
+    parser.add_argument("--size", default="320*192")
+    parser.add_argument("--frames", type=int, default=17)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--guidance", type=float, nargs="+", default=[5.0], help="LOW HIGH, or one")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cache", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
+    parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
+    parser.add_argument("--json")
+    options = parser.parse_args(own, argparse.Namespace(given=given))
+    if options.folder is None and options.task not in SIZES:
+        parser.error(f"--task {options.task} needs --folder")
+    if (options.official is None) != (options.official_folder is None):
+        parser.error("--official and --official_folder need each other")
+    names = ("task", "size", "frames", "steps")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    settings["guidance"] = options.guidance[0] if len(options.guidance) == 1 else options.guidance
+    sides = ["ours", "theirs"] + ["official"] * (options.official is not None)
+    results = continued(options.json)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or (options.keep or Path(temporary)) / options.task
+        if not folder.is_dir():
+            with get_context("spawn").Pool(1) as pool:
+                pool.apply(make, (options.task, folder))
+        for cache in options.cache:
+            for number in range(options.rounds):
+                for who in sides[:: -1 if number % 2 else 1]:
+                    key = settings | {"cache": cache, "round": number, "who": who}
+                    if any(key.items() <= one.items() for one in results):
+                        continue
+                    place = options.official_folder if who == "official" else folder
+                    (drop_pages if cache == "cold" else fill_pages)(place)
+                    found = run(who, folder, options, Path(temporary))
+                    results.append(key | found)
+                    print(results[-1], flush=True)
+                    write_json(options.json, CPU, results)
+            of_cache = (settings | {"cache": cache}).items()
+            summarise(cache, [one for one in results if of_cache <= one.items()])
+
+
+def continued(path: str | None) -> list[dict[str, Any]]:
+    """The runs of earlier calls, also those with other settings."""
+    if path is None or not Path(path).is_file():
+        return []
+    found: list[dict[str, Any]] = json.loads(Path(path).read_text())["results"]
+    return found
+
+
+def summarise(cache: str, results: list[dict[str, Any]]) -> None:
+    """Prints the medians of all, and the ratios of ours to each other in the same round."""
+    results = sorted(results, key=lambda one: one["round"])
+    for name, unit in (("seconds", 1.0), ("resident", 1e9), ("anonymous", 1e9), ("read", 1e9)):
+        values = {who: _of(results, who, lambda one, n=name: one.get(n)) for who in WHO}
+        _print(f"{cache}, {name}{'' if unit == 1 else ' GB'}", values, unit)
+    for stage in STAGES:
+        values = {
+            who: _of(results, who, lambda one, n=stage: (one.get("stages") or {}).get(n))
+            for who in WHO
+        }
+        _print(f"{cache}, seconds of {stage}", values, 1.0)
+
+
+def _of(results: list[dict[str, Any]], who: str, figure: Any) -> dict[int, float]:
+    """Returns a figure of one side for each round that has it."""
+    found = {one["round"]: figure(one) for one in results if one["who"] == who}
+    return {number: value for number, value in found.items() if value is not None}
+
+
+def _print(name: str, values: dict[str, dict[int, float]], unit: float) -> None:
+    ours = values["ours"]
+    for who in WHO[1:]:
+        both = sorted(ours.keys() & values[who].keys())
+        if not both:
+            continue
+        mine, other = ([side[n] / unit for n in both] for side in (ours, values[who]))
+        told = f"{name}: ours {statistics.median(mine):.1f}, {who} {statistics.median(other):.1f}"
+        if all(other):
+            found = ratios(mine, other)
+            told += f", ratio {found['median']:.3f} ({found['min']:.3f} to {found['max']:.3f})"
+        print(told)
+
+
+if __name__ == "__main__":
+    main()
