@@ -1,0 +1,136 @@
+"""How far videos get from the plain ones by caches, few steps, sparsity, FP8 and smaller weights.
+
+    python -m benchmarks.changes --json results/changes.json [--only "4 steps" "Q4_K"]
+
+The demo checkpoint makes the same six videos with each of the ways, from the same seeds, and
+tools/compare_videos.py compares them with those of the plain run: medians over the videos of VMAF,
+XPSNR, SSIM and PSNR, and what is suspicious in any of them. Another seed stands for a video that
+has nothing to do with the first; the encoding alone is about 50 dB. Seconds are those of denoising.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import CPU, write_json
+from tests.dist import GENERATE, REPO, TORCHRUN
+from tests.gguf_files import with_gguf
+from tools import compare_videos
+
+DEMO = REPO / "examples" / "demo"
+PROMPTS = (
+    "a large green square moves up on a gray background",
+    "a small red star bounces on a black background",
+    "a small blue circle moves right on a brown background",
+    "a large yellow triangle rotates on a gray background",
+    "a purple circle grows on a black background",
+    "a small white square moves diagonally on a brown background",
+)
+WAYS: dict[str, str] = {
+    "plain": "",
+    "another seed": "",
+    "bfloat16": "--precision bf16",
+    "10 of 20 steps": "--sample_steps 10",
+    "--step_cache first_block": "--step_cache first_block --step_cache_threshold 0.2",
+    "--step_cache mag": "--step_cache mag --step_cache_threshold 0.08",
+    "--step_cache cfg": "--step_cache cfg",
+    "LoRA of 4 steps": f"--lora_dir {DEMO / 'T2V-A14B-4steps-lora'}",
+    "--fa_quant fp8": "--fa_quant fp8",
+    "--use_rainfusion": "--use_rainfusion --frame_num 33",
+    "plain, 33 frames": "--frame_num 33",
+    "GGUF Q8_0": "--ckpt_dir Q8_0",
+    "GGUF Q4_K": "--ckpt_dir Q4_K",
+    "int8 (W8A8_DYNAMIC)": "--quant_dit_path int8",
+}
+AGAINST = {"--use_rainfusion": "plain, 33 frames"}
+"""What a way is compared with; all others with the plain run."""
+
+
+def checkpoint(name: str, work: Path) -> Path:
+    """Returns the folder of weights that a way names."""
+    folder = work / "weights" / name
+    if not folder.is_dir():
+        source = DEMO / "t2v-A14B"
+        if name == "int8":
+            tool = [sys.executable, "tools/quantize_dit.py", "--ckpt_dir", str(source)]
+            subprocess.run([*tool, "--out", str(folder)], cwd=REPO, check=True, capture_output=True)
+        else:
+            return with_gguf(source, name, folder)[0]
+    return folder if name == "int8" else folder / "gguf" / "t2v-A14B"
+
+
+def make(name: str, work: Path, prompts: int) -> Path:
+    """Makes the videos of a way, and returns their folder."""
+    out = work / f"{[*WAYS].index(name):02}"
+    lines = work / "prompts.jsonl"
+    first = 1000 if name == "another seed" else 0
+    listed = [{"prompt": p, "base_seed": first + n} for n, p in enumerate(PROMPTS[:prompts])]
+    lines.write_text("".join(json.dumps(line) + "\n" for line in listed))
+    flags = WAYS[name].split()
+    for place, flag in enumerate(flags):
+        if flag in ("--ckpt_dir", "--quant_dit_path"):
+            flags[place + 1] = str(checkpoint(flags[place + 1], work))
+    if "--frame_num" not in flags:
+        flags += ["--frame_num", "17"]
+    command = [sys.executable, GENERATE, "--prompt_file", str(lines), "--save_file", str(out)]
+    subprocess.run(
+        [*command, *flags], env=os.environ | TORCHRUN, cwd=REPO, check=True, capture_output=True
+    )
+    return out
+
+
+def compared(name: str, own: Path, reference: Path) -> dict[str, Any]:
+    """Returns the medians of the measures, and what is suspicious."""
+    pairs = compare_videos.pairs(reference, own)
+    found = [compare_videos.compare(*pair) for pair in pairs]
+    records = [json.loads(video.with_suffix(".json").read_text()) for _, video in pairs]
+    said = [
+        f"{Path(one['videos'][1]).name}: {text}"
+        for one in found
+        for text in one["suspicious"][1]
+        if text not in one["suspicious"][0]
+    ]
+    medians = {
+        measure: statistics.median(one["means"][measure] for one in found)
+        for measure in compare_videos.AGAINST
+    }
+    seconds = statistics.median(record["seconds"]["denoising"] for record in records)
+    return {"way": name, **medians, "seconds": seconds, "suspicious": said}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--keep", type=Path, help="folder in which the videos stay")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = options.keep or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        needed = {"plain", *(AGAINST.get(name, "plain") for name in options.only), *options.only}
+        made = {name: make(name, work, options.prompts) for name in WAYS if name in needed}
+        results = [
+            compared(name, made[name], made[AGAINST.get(name, "plain")])
+            for name in options.only
+            if name != AGAINST.get(name, "plain")
+        ]
+    print("| Way | VMAF | XPSNR | SSIM | PSNR | Denoising, s | Suspicious |")
+    print("|---|---|---|---|---|---|---|")
+    for one in results:
+        values = f"{one['vmaf']:.1f} | {one['xpsnr']:.1f} | {one['ssim']:.3f} | {one['psnr']:.1f}"
+        said = "; ".join(one["suspicious"])
+        print(f"| {one['way']} | {values} | {one['seconds']:.2f} | {said} |")
+    write_json(options.json, CPU, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""One command for the owner of a new device: is it right, does FA_Power_Cap help, how fast is it?
+
+    python tools/measure_device.py [--ranks 8] [--ckpt_dir DIR] [--minutes 25] [--out DIR]
+
+Four programs run one after the other, each with a limit of its own: the device check, a quick
+comparison of the communication modes (from two ranks on), the way from start to mp4 beside
+diffusers, and a short run of MLPerf's workload. Without --ckpt_dir the demo checkpoint is used, and
+random weights of the 1.3B's published sizes beside diffusers. What has ended well is not repeated
+when the same command is given again. The folder then has report.md, each program's own results and
+log, and to_send.zip, which has everything but videos.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from wan import __version__, host
+from wan.checkpoint.files import whole_file
+from wan.cli.failures import terminable
+from wan.cli.flags import Parser
+from wan.settings.errors import InputError, Terminated, exit_code
+
+REPO = Path(__file__).resolve().parent.parent
+_SHARES = {"check": 0.3, "compare": 0.3, "against": 0.25, "mlperf": 0.15}
+_RESULTS = {
+    "check": "check.json",
+    "compare": "compare/report.md",
+    "against": "against.txt",
+    "mlperf": "mlperf/report.md",
+}
+_TITLES = {
+    "check": "Is the device right?",
+    "compare": "Does FA_Power_Cap help here?",
+    "against": "From start to mp4, beside diffusers",
+    "mlperf": "MLPerf's workload, short",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One program. why: why it is left out; "": it runs."""
+
+    name: str
+    command: list[str]
+    why: str = ""
+
+
+def stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
+    """Returns the programs for a number of ranks."""
+    python = [sys.executable]
+    several = [*python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    start = several if ranks > 1 else python
+    folder = [] if checkpoint is None else ["--ckpt_dir", str(checkpoint)]
+    compare = ["-m", "wan.power", "compare", "--quick", "--out", str(out / "compare")]
+    against = ["--size", "320*192", "--frames", "9", "--steps", "4", "--cache", "warm"]
+    against += ["--rounds", "1", "--json", str(out / "against.json")]
+    against += ["--keep", str(out / "weights")]
+    mlperf = ["--small", "--ranks", str(ranks), "--out", str(out / "mlperf")]
+    modes = ["--modes", "0", "1", "2"] if ranks > 1 else []
+    missing = [name for name in ("mlperf_loadgen", "vbench") if find_spec(name) is None]
+    install = "pip install --no-deps -r benchmarks/mlperf/requirements.txt"
+    return [
+        Stage("check", [*start, "tools/check_device.py", "--json", str(out / "check.json")]),
+        Stage(
+            "compare",
+            [*several, *compare, "--", *folder],
+            "" if ranks > 1 else "one rank has no exchanges to compare",
+        ),
+        Stage(
+            "against",
+            [*python, "-m", "benchmarks.against", *against],
+            "" if find_spec("diffusers") else "diffusers is not installed",
+        ),
+        Stage(
+            "mlperf",
+            [*python, "-m", "benchmarks.mlperf", *mlperf, *modes, "--", "--power", *folder],
+            f"{missing[0]} is not installed ({install})" if missing else "",
+        ),
+    ]
+
+
+def carry_out(stage: Stage, seconds: float, out: Path) -> str:
+    """Runs a program, and returns what became of it: "done", or why not."""
+    begun = time.monotonic()
+    with (out / f"{stage.name}.txt").open("w") as log:
+        process = subprocess.Popen(
+            stage.command, cwd=REPO, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"ended after its limit of {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+    if code:
+        return f"failed with exit code {code}, see {stage.name}.txt"
+    return f"done in {time.monotonic() - begun:.0f} s"
+
+
+def write_report(out: Path, state: dict[str, str], ranks: int) -> None:
+    """Writes report.md and to_send.zip."""
+    lines = ["# What was measured", "", f"{host.cpu()}, {ranks} ranks, wan {__version__}.", ""]
+    for name, title in _TITLES.items():
+        lines += [f"## {title}", "", f"{state.get(name, 'not begun')}.", ""]
+        result = out / _RESULTS[name]
+        if result.exists():
+            lines += [f"Result: [{_RESULTS[name]}]({_RESULTS[name]})", ""]
+        if name == "against" and result.exists():
+            found = [line for line in result.read_text().splitlines() if line.startswith("warm, ")]
+            lines += ["```", *found, "```", ""]
+        if name == "check" and (log := out / "check.txt").exists():
+            lines += ["```", *log.read_text().splitlines()[-40:], "```", ""]
+        if name in ("compare", "mlperf") and result.exists():
+            own = result.read_text().replace("](", f"]({name}/").splitlines()
+            lines += [f"#{line}" if line.startswith("#") else line for line in own] + [""]
+    lines += ["## What to send", "", "to_send.zip has all of this but the videos.", ""]
+    with whole_file(out / "report.md") as temporary:
+        temporary.write_text("\n".join(lines), encoding="utf-8")
+    kinds = (".md", ".json", ".txt", ".png")
+    with (
+        whole_file(out / "to_send.zip") as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for path in sorted(out.rglob("*")):
+            if path.suffix in kinds and "weights" not in path.relative_to(out).parts:
+                packed.write(path, path.relative_to(out))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, and returns the exit code: 1 if a program failed or was ended."""
+    parser = Parser("measure_device.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1, help="devices that share a video (1)")
+    parser.add_argument("--ckpt_dir", type=Path, help="a checkpoint of t2v-A14B (the demo)")
+    parser.add_argument("--minutes", type=float, default=25.0, help="at most, in all (25)")
+    parser.add_argument("--out", type=Path, default=Path("measured"), help="folder (measured)")
+    options = parser.parse_args(argv)
+    if options.ranks < 1 or not options.minutes > 0:
+        raise InputError("--ranks and --minutes must be above 0")
+    out = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "state.json"
+    state: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    folder = options.ckpt_dir and options.ckpt_dir.absolute()
+    for stage in stages(options.ranks, folder, out):
+        if state.get(stage.name, "").startswith("done"):
+            continue
+        limit = 60 * options.minutes * _SHARES[stage.name]
+        if stage.why:
+            state[stage.name] = f"left out: {stage.why}"
+        else:
+            print(f"{_TITLES[stage.name]} At most {limit / 60:.1f} minutes.", flush=True)
+            state[stage.name] = carry_out(stage, limit, out)
+        print(f"  {stage.name}: {state[stage.name]}", flush=True)
+        with whole_file(file) as temporary:
+            temporary.write_text(json.dumps(state, indent=1) + "\n")
+        write_report(out, state, options.ranks)
+    print(f"Report: {options.out / 'report.md'}. To send: {options.out / 'to_send.zip'}")
+    return int(any(told.startswith(("failed", "ended")) for told in state.values()))
+
+
+if __name__ == "__main__":
+    try:
+        with terminable():
+            sys.exit(main())
+    except (InputError, KeyboardInterrupt, Terminated) as error:
+        words = str(error) if isinstance(error, InputError) else "interrupted."
+        print(f"measure_device.py: {words}", file=sys.stderr)
+        sys.exit(exit_code(error))
