@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -261,8 +262,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or (options.keep or Path(temporary)) / options.task
         if not folder.is_dir():
+            part = folder.with_name(f"{folder.name}.part")  # that of a killed run is made anew
+            shutil.rmtree(part, ignore_errors=True)
             with get_context("spawn").Pool(1) as pool:
-                pool.apply(make, (options.task, folder))
+                pool.apply(make, (options.task, part))
+            part.rename(folder)
         for cache in options.cache:
             for number in range(options.rounds):
                 for who in sides[:: -1 if number % 2 else 1]:
