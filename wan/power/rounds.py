@@ -280,7 +280,7 @@ class Rounds:
         Args:
             order: In which each expert's steps of the variants follow each other.
         """
-        spans: dict[Variant, list[_Span]] = {result.variant: [] for result in order}
+        spans: dict[Variant, list[_Metered]] = {result.variant: [] for result in order}
         videos = {variant: self._prepared(self._timed) for variant in spans}
         for expert in self._experts:
             self._pipeline.experts.get(expert)
@@ -295,7 +295,7 @@ class Rounds:
             peaks = [span.peak for span in own if span.peak is not None]
             result.peak_memory = max([*peaks, result.peak_memory or 0]) if peaks else None
 
-    def _span(self, variant: Variant, video: Denoising, expert: str) -> _Span:
+    def _span(self, variant: Variant, video: Denoising, expert: str) -> _Metered:
         """Takes an expert's steps of a video with one variant."""
         device, self._chosen = self._team.device, variant.name
         device.reset_peak_memory()
@@ -315,7 +315,7 @@ class Rounds:
             seconds = statistics.median(steps[1:] or steps) * count
         ranks = self._team.gather((seconds, meter.stop(), device.peak_memory()))
         peaks = [rank[2] for rank in ranks if rank[2] is not None]
-        return _Span(
+        return _Metered(
             max(rank[0] for rank in ranks),
             steps,
             combine([rank[1] for rank in ranks]),
@@ -358,7 +358,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _Metered:
     """An expert's steps of one run: seconds, those of each step, power, and fullest device."""
 
     seconds: float
