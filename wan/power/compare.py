@@ -215,8 +215,9 @@ def _compare(options: Namespace, run: Run, team: Team | None) -> int:
     rounds = Rounds(run, team, compared, options.out, options.quick)
     seconds = rounds.prepare()
     count = options.repeats * len(rounds.results)
+    one = log.duration(seconds) if seconds >= 10 else f"{seconds:.2f} s"
     whole = log.duration(count * seconds)
-    logger.info("%d runs of about %s: %s, and loading.", count, log.duration(seconds), whole)
+    logger.info("%d runs of about %s: %s, and loading.", count, one, whole)
     shuffled = random.Random(options.order)
     for number in range(1, options.repeats + 1):
         rounds.measure(shuffled.sample(rounds.results, len(rounds.results)))
@@ -464,7 +465,7 @@ def draw_gains(results: Sequence[Result], folder: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(7, 1.2 + 0.4 * len(others)), layout="constrained")
+    figure = Figure(figsize=(7, 1.4 + 0.4 * len(others)), layout="constrained")
     axes = figure.subplots()
     for place, one in enumerate(reversed(others)):
         found = ratio(one.seconds, baseline.seconds)
@@ -475,7 +476,7 @@ def draw_gains(results: Sequence[Result], folder: Path) -> bool:
     axes.axvline(0, color="black", linewidth=1)
     axes.set_yticks(range(len(others)), [one.variant.name for one in reversed(others)])
     axes.set_ylim(-0.6, len(others) - 0.4)
-    axes.set_xlabel("time against the baseline, per cent: median and 95 % interval (left: faster)")
+    axes.set_xlabel("time against the baseline, per cent:\nmedian and 95 % interval; left: faster")
     with whole_file(folder / "gain.png") as path:
         figure.savefig(path, format="png", dpi=120)
     return True
