@@ -30,6 +30,9 @@ from typing import Any
 import imageio_ffmpeg
 import numpy as np
 
+if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from tools.contact_sheet import contact_sheet, read_frames
 
 AGAINST = ("vmaf", "ssim", "psnr", "xpsnr")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import imageio.v2 as imageio
 import numpy as np
 import pytest
 
+from tests.dist import REPO
 from tools.compare_videos import main
 
 SIDE, FRAMES = 96, 12
@@ -141,3 +144,13 @@ def test_what_is_refused(
     with pytest.raises(SystemExit) as ended:
         main([str(clips / "same.mp4"), str(clips / other), *flags])
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_as_a_user_starts_it(clips: Path, tmp_path: Path) -> None:
+    """As a script, from any folder."""
+    command = [sys.executable, REPO / "tools" / "compare_videos.py"]
+    videos = [clips / "same.mp4", clips / "black.mp4"]
+    done = subprocess.run(
+        [*map(str, [*command, *videos])], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "black: frames 6" in done.stdout, done.stderr
