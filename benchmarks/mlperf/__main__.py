@@ -188,7 +188,8 @@ def run(argv: list[str]) -> int:
     if options.score:
         print(score(options.score))
         return 0
-    rules.workload(options.small)  # what is missing is said before anything starts
+    rules.check(flags)  # what is refused or missing is said before anything starts
+    rules.workload(options.small)
     for mode in options.modes:
         out = options.out / f"mode{mode}"
         out.mkdir(parents=True, exist_ok=True)

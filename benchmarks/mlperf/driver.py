@@ -198,7 +198,6 @@ def _tests(options: argparse.Namespace, workload: Workload, make: Make, at_once:
 
 def _work(options: argparse.Namespace, workload: Workload, run: Run, team: Team | None) -> int:
     """What every rank does: the first is driven, and the others make what it makes."""
-    rules.check(run)
     main.load_torch()
     from wan import device as devices
     from wan.distributed.control import Control

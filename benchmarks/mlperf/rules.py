@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from wan.run import Run
-from wan.settings.errors import InputError
+from wan.cli.flags import parse
+from wan.settings.errors import COMMAND_LINE, InputError, spoken
 
 DIMENSIONS = (
     "subject_consistency",
@@ -140,18 +141,18 @@ def options(parser: argparse.ArgumentParser) -> None:
     number("--out", type=Path, default=Path("mlperf"), help="folder of the results (mlperf)")
 
 
-def check(run: Run) -> None:
+def check(flags: Sequence[str]) -> None:
     """Refuses what the closed division does not allow.
 
+    Args:
+        flags: Those of generate.py.
+
     Raises:
-        InputError: The run leaves out a part of the computation.
+        InputError: They leave out a part of the computation.
     """
-    setup = run.setup
-    asked = {
-        "`step_cache`": setup.policy is not None,
-        "`use_rainfusion`": setup.attention.use_rainfusion,
-        "`use_prompt_extend`": run.extension is not None,
-    }
-    for name, given in asked.items():
-        if given:
-            raise InputError(name, None, "is not allowed in MLPerf's closed division", "drop it")
+    with spoken(COMMAND_LINE):
+        given = parse(flags)
+        for name in ("step_cache", "use_attentioncache", "use_rainfusion", "use_prompt_extend"):
+            if given.get(name, "none") not in ("none", False):
+                why = "is not allowed in MLPerf's closed division"
+                raise InputError(f"`{name}`", None, why, "drop it")
