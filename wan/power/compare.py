@@ -240,10 +240,11 @@ def _fitted(options: Namespace, run: Run, team: Team) -> Run:
     kind, here = team.device.type, env.local_world_size()
     free = host.available_memory() if kind == "cpu" else team.device.free_memory()
     known = [one for one in team.gather(free) if one is not None]
-    asked = run.setup.execution.offload_model
-    ways = [asked] if not options.keeps else [True] if run.setup.policy is None else []
+    ways = [run.setup.execution.offload_model]
+    if options.keeps:  # a step cache's video must not pause between the experts
+        ways = [False, True] if run.setup.policy is None else [False]
     stage, need = "", 0
-    for offload in ([False] if options.keeps else []) + ways:
+    for offload in ways:
         given: dict[str, Any] = {"device": kind, "offload_model": offload}
         stage, need = memory.fullest(run.setup, run.request, here, **given)
         if not known or need <= min(known):
@@ -273,7 +274,7 @@ def _show_plan(options: Namespace, run: Run) -> int:
         print(f"  {how}: {need / 1e9:.1f} GB ({stage}); {verdict} {options.plan / 1e9:g} GB")
     count = options.repeats * len(options.variants)
     steps = "4 steps of each expert" if options.quick else "a whole video"
-    print(f"  {count} runs, each {steps}; how long that takes is said after the warm-up")
+    print(f"  at most {count} runs, each {steps}; how long that takes is said after the warm-up")
     if not fits:
         raise InputError("The comparison", None, "does not fit", "use more ranks or --dit_fsdp")
     return 0

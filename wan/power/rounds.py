@@ -330,19 +330,19 @@ class Rounds:
         """
         self._pipeline.experts.release()
         first, *others = self.results
-        latents = {result.variant: self._latents[result.variant] for result in self.results}
-        base = latents[first.variant]
+        base = self._latents[first.variant]
         first.largest = 0
         for result in others:
-            equal = torch.equal(latents[result.variant], base)
-            result.apart = 0.0 if equal else _relative(latents[result.variant], base)
+            own = self._latents[result.variant]
+            equal = torch.equal(own, base)
+            result.apart = 0.0 if equal else _relative(own, base)
             result.largest = 0 if equal else None
         if self._timed is self._run.request:
             levels = self._decoded(first)
             for result in others:
-                if result.apart and (own := self._decoded(result)) is not None:
+                if result.apart and (other := self._decoded(result)) is not None:
                     assert levels is not None
-                    result.largest, result.psnr = _difference(own, levels)
+                    result.largest, result.psnr = _difference(other, levels)
         self._team.close()
 
     def _decoded(self, result: Result) -> Tensor | None:
