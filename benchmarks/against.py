@@ -6,19 +6,19 @@
     python -m benchmarks.against --official ./Wan2.2 --official_folder ./Wan2.2-T2V-A14B ...
 
 Each makes the same video from the same weights, prompt and noise in a process of its own: "ours" is
-generate.py, "theirs" diffusers' WanPipeline with its defaults, "official" the generate.py of a
-clone of the official code, which reads its own layout and needs a GPU. Every round runs each once,
-in alternating order. Without --folder the program writes a randomly initialised checkpoint of the
-published sizes in diffusers' layout (the DiT and the text encoder in bfloat16, the VAE in float32).
-The pages of the checkpoint are dropped from the page cache before a cold run, and read into it
-before a warm one.
+generate.py, "theirs" diffusers' WanPipeline (on a GPU with its model offload), "official" the
+generate.py of a clone of the official code, which reads its own layout and needs a GPU. Every round
+runs each once, in alternating order. Without --folder the program writes a randomly initialised
+checkpoint of the published sizes in diffusers' layout (the DiT and the text encoder in bfloat16,
+the VAE in float32). The pages of the checkpoint are dropped from the page cache before a cold run,
+and read into it before a warm one.
 
 A stage has the loading of its network, which ours does as it computes: text, denoising and
-decoding. What is left of the whole time is "start". Memory is sampled from /proc (Linux) every
-10 ms: "resident" is all of it, "anonymous" is what is not pages of a file; "read" are the bytes
-that came from the disk. The program prints medians and the ratios of each round; the JSON file has
-all runs. It is written after each run; with the same file and settings, a program that was stopped
-goes on where it was.
+decoding. What is left of the whole time, also what ours loads beforehand, is "start". Memory is
+sampled from /proc (Linux) every 10 ms: "resident" is all of it, "anonymous" is what is not pages of
+a file; "read" are the bytes that came from the disk. The program prints medians and the ratios of
+each round; the JSON file has all runs. It is written after each run; with the same file and
+settings, a program that was stopped goes on where it was.
 """
 
 from __future__ import annotations
