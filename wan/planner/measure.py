@@ -329,7 +329,7 @@ class Planner:
             pictures = 4 * (size[0] - 2) + 1
             more["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
             more["face_pixel_values"] = empty(1, 3, pictures, FACE_SIDE, FACE_SIDE)
-        elif request.clips:
+        elif setup.preset.kind == "s2v":
             before = memory.encoded_frames(request)
             more |= {
                 "ref_latents": [empty(channels, 1, *size[1:])],
