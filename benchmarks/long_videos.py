@@ -1,6 +1,6 @@
 """What it gains to decode a clip while the next one is denoised, and what many clips take.
 
-    python -m benchmarks.long_videos --rounds 5 --plot docs/long_videos.png --json results/long.json
+    python -m benchmarks.long_videos --rounds 5 --plot docs/overlap.png --json results/long.json
     python -m benchmarks.long_videos --memory 5 20 50
 
 It makes videos of the demo checkpoint's i2v networks. Each round makes one with and one without

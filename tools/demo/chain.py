@@ -8,7 +8,8 @@
 What a clip is given is that of SVI 2.0 Pro: the picture, the last latent of the clip before, and a
 mask of the picture alone. In training that latent is blurred by noise, as the network's own errors
 will do. A video is one shape on its way from corner to corner; a clip is a way. The scores compare
-videos of twenty clips with the plain chain, in which a clip begins with the last frame.
+videos of twenty clips with the plain chain, in which a clip begins with the last frame, and draw
+both as strips (docs/long_videos.png): the picture and the last frame of each clip, in pairs.
 Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/height/width.
 """
 
@@ -46,6 +47,7 @@ from tools.demo.training import Training, save_atomically
 from wan.settings.presets import PRESETS
 
 FRAMES, TOKENS, CLIPS, BATCH = 17, 80, 3, 24  # of a clip; clips of a training video; of a step
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "long_videos.png"
 RANK, SEED, DROPPED, BLUR = 16, 6000, 0.1, 0.3
 LONG, SHOWN = 20, (1, 2, 5, 10, 20)  # clips of a score's video; after which it is measured
 Pixels = NDArray[np.uint8]
@@ -145,16 +147,17 @@ def score(folder: Path, videos: int) -> None:
             frames = long_video(model, clips, number, bool(loading))
             found.append(_drift(frames, clips, 5 if loading else 1))
             strips.append(_strip(frames, 5 if loading else 1))
-        means = np.nanmean(np.array(found), axis=0)
+        means = np.mean(found, axis=0)
         for after in SHOWN:
             colour, background, area, wrong, jump = means[after - 1]
+            jumped = f"{jump:.1f}" if after > 1 else ""
             print(
                 f"| {name} | {after} | {colour:.0f} | {background:.0f} | {area:.2f} "
-                f"| {100 * wrong:.0f} | {jump:.1f} |",
+                f"| {100 * wrong:.0f} | {jumped} |",
                 flush=True,
             )
     order = [row for number in range(videos) for row in (strips[number], strips[videos + number])]
-    Image.fromarray(np.concatenate(order[:8])).save(folder.with_suffix(".png"))
+    Image.fromarray(np.concatenate(order[:8])).save(PICTURE)
 
 
 def long_video(model: Any, clips: list[Scene], seed: int, latents: bool) -> Pixels:
@@ -190,7 +193,7 @@ def _drift(frames: Pixels, clips: list[Scene], again: int) -> NDArray[np.floatin
         steps = np.linalg.norm(
             np.diff([_centre(m) for m in masks[max(first - 1, 0) : end]], axis=0), axis=1
         )
-        jump = max(steps[0] - np.median(steps), 0.0) if first else np.nan
+        jump = max(steps[0] - np.median(steps), 0.0) if first else 0.0
         rows.append((colour, background, last[2] / picture[2], not right, jump))
         first = int(end)
     return np.array(rows)
