@@ -24,6 +24,7 @@ SPEAKING = (
 
 TRAIN_TIMESTEPS = 1000
 FACE_SIDE = 512  # pixels of the faces that move a character
+CONTROL_CHANNELS = 96  # of VACE: what is kept, what is changed (16 each), and the mask (64)
 MAX_POSITIONS = 1024  # rotary positions per axis the networks were built for
 
 SIZES = {
