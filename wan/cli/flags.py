@@ -148,7 +148,7 @@ def _argument(name: str, flag: Option) -> dict[str, Any]:
     told: dict[str, Any] = {"help": flag.help, "metavar": shown}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}
-    if flag.read is values.files:
+    if flag.read in (values.files, values.pictures):
         return told | {"action": "append"}
     if flag.read in _SWITCHES:
         return told | {"nargs": "?", "const": "true"}

@@ -41,12 +41,12 @@ class Beside:
     """What the blocks of one forward are given beside the residual stream.
 
     Attributes:
-        e0_BR6C: The modulation of each run by its timestep, float32.
+        modulation: [B,R,6,C], of each run by its timestep, float32.
         text: The embedded text, and what layers keep of it.
         info: What all blocks are told.
     """
 
-    e0_BR6C: Tensor
+    modulation: Tensor
     text: TextState
     info: ForwardInfo
 
@@ -242,6 +242,10 @@ class WanModel(nn.Module):
         """The large modules in the order of their calls: each block, and what runs behind it."""
         pairs = ((block, *self.behind(layer)) for layer, block in enumerate(self.blocks))
         return [module for pair in pairs for module in pair]
+
+    def wan_blocks(self) -> list[WanAttentionBlock]:
+        """The blocks with self-attention, VACE's control blocks included."""
+        return [one for one in self.parts() if isinstance(one, WanAttentionBlock)]
 
     def behind(self, layer: int) -> Sequence[nn.Module]:
         """Modules that run behind a block and move with it; the last is called in every forward."""

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from wan import trace
@@ -179,5 +178,5 @@ class ControlBlock(WanAttentionBlock):
             assert x_BLC is not None, "the first block gets the video's tokens"
             c_BLC = self.before_proj(c_BLC.to(dtype)).float() + x_BLC
         text = beside.text.embedding
-        c_BLC, kv = super().forward(c_BLC, beside.e0_BR6C, text, kv, beside.info)
+        c_BLC, kv = super().forward(c_BLC, beside.modulation, text, kv, beside.info)
         return c_BLC, self.after_proj(c_BLC.to(dtype)), kv

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from wan import host
-from wan.checkpoint.config import SoundConfig
+from wan.checkpoint.config import IN_BLOCKS, SoundConfig
 from wan.checkpoint.files import alignment, folder_tensors, safetensors_places
 from wan.pipeline.setup import Setup
 from wan.settings import devices
@@ -234,8 +234,8 @@ def encoded_frames(request: Request) -> int:
         return request.latent_shape[1] - 1
     if request.infer_frames is not None:
         return 1 if request.num_clip == 1 and not request.start_from_ref else MOTION_LATENTS
-    if request.preset.kind == "i2v":
-        return request.latent_shape[1]
+    if request.preset.kind in ("i2v", "vace"):
+        return request.latent_shape[1] - request.references
     return int(request.preset.kind == "ti2v" and request.image_size is not None)
 
 
@@ -244,7 +244,7 @@ def decoded_frames(request: Request) -> int:
     if request.preset.kind == "animate":
         return request.latent_shape[1] - 1
     before = encoded_frames(request) if request.clips else 0
-    return before + request.latent_shape[1]
+    return before + request.latent_shape[1] - request.references
 
 
 def _text_encoder(setup: Setup) -> NetworkSize:
@@ -271,7 +271,8 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
     device = planned_device(setup).type
     e = _ITEMSIZE[execution.dit_precision_on(device)]
     fp32 = e if execution.convert_model_dtype else 4
-    block = (8 * c + 2 * f) * c * e
+    control = setup.checkpoint.control_blocks  # of VACE; each moves with a block
+    block = ((8 * c + 2 * f) * (layers + control) + c * control) * c * e // layers
     if setup.quantised is not None:
         block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
     elif kinds := setup.kept(device):
@@ -279,7 +280,7 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
         sizes = [
             info.nbytes if info.dtype in kinds else prod(info.shape) * e
             for name, info in tensors.items()
-            if name.startswith("blocks.") and len(info.shape) == 2
+            if name.startswith(IN_BLOCKS) and len(info.shape) == 2
         ]
         block = sum(sizes) // layers
     if "audio_inject_layers" in config:  # of S2V; each moves with a block
@@ -292,7 +293,9 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
     branches = 2 if request.guided and parallel.cfg_size == 1 else 1
     text = branches * execution.text_kv_cache * config["text_len"] * c * e
     tokens = -(-request.tokens // parallel.sequence_size)
-    activations, gathered, ranks = tokens * (4 * c + e * max(5 * c, 2 * c + f)), 0, 1
+    streams = 2 if control else 1  # the video's and the control's
+    activations = tokens * (streams * 4 * c + e * max(5 * c, 2 * c + f))
+    gathered, ranks = 0, 1
     if parallel.dit_fsdp:
         activations, ranks = max(outside, activations), parallel.world_size
         gathered = outside + 2 * block
@@ -300,7 +303,7 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
         weights=(outside + layers * block) // ranks,
         block=block // ranks,
         blocks=layers * block // ranks,
-        kept=Usage({"text": text, "text K/V": 2 * layers * text}),
+        kept=Usage({"text": text, "text K/V": 2 * (layers + control) * text}),
         activations=Usage({"activations": activations, "gathered weights": gathered}),
     )
 
@@ -324,7 +327,7 @@ def _mapped_dit(setup: Setup) -> tuple[int, int]:
         itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is kept as bytes
         is_as_used = (info.scale is None and info.dtype in (held, "I8")) or info.dtype in kinds
         if is_as_used and (info.dtype in kinds or start % alignment(itemsize) == 0):
-            found[name.startswith("blocks.")] += info.nbytes
+            found[name.startswith(IN_BLOCKS)] += info.nbytes
     return found[True], found[False]
 
 
