@@ -341,7 +341,7 @@ def _decide(
     t, h, w = preset.vae_stride
     stored = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
     for name in stored.keys() & values.keys():
-        of_image = name == "size" and "image" in values  # whose aspect ratio decides
+        of_image = name == "size" and {"image", "src_video"} & {*values}  # whose ratio decides
         if values[name] != stored[name] and not of_image:
             why = f"holds latents whose {name} is {stored[name]}, and its settings say "
             why, remedy = f"{why}{values[name]}", "take the file as generate.py wrote it"
