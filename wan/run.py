@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from wan.pipeline.driving import DrivingVideos
     from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.pipeline import Inputs
-    from wan.pipeline.sources import Sources
+    from wan.pipeline.sources import ControlSources
 
 MAX_RANKS = 4096  # that --plan plans for
 _DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained, in the repository
@@ -126,7 +126,7 @@ class Run:
     sound: Sound | None
     pose: PoseVideo | None
     driving: DrivingVideos | None
-    sources: Sources | None
+    sources: ControlSources | None
     extension: PromptExtension | None
     decode_latents: Path | None
     fixed_latents: Path | None

@@ -16,14 +16,14 @@ from torch import Tensor
 from wan.pipeline.conditioning import Encode, cropped, pixels
 from wan.pipeline.denoise import Conditions
 from wan.pipeline.driving import Take
-from wan.pipeline.sources import Sources
+from wan.pipeline.sources import ControlSources
 from wan.settings.request import Request, Size
 
-_NONE = Sources()
+_NONE = ControlSources()
 
 
 def added(
-    request: Request, conditions: Conditions, sources: Sources | None, encode: Encode
+    request: Request, conditions: Conditions, sources: ControlSources | None, encode: Encode
 ) -> Conditions:
     """Adds the control to the inputs of the loop.
 
@@ -40,7 +40,7 @@ def added(
     return replace(conditions, given={"cond": given, "uncond": given})
 
 
-def control(request: Request, sources: Sources, encode: Encode) -> Tensor:
+def control(request: Request, sources: ControlSources, encode: Encode) -> Tensor:
     """Returns the control, float32 [96,f,h,w]: what is kept, what is changed, and the mask.
 
     The latent frames of the pictures stand before those of the video, the last picture first, as

@@ -13,7 +13,7 @@ from wan.settings.rules import Values
 if TYPE_CHECKING:
     from wan.pipeline.driving import DrivingVideos
     from wan.pipeline.media import PoseVideo, Sound
-    from wan.pipeline.sources import Sources
+    from wan.pipeline.sources import ControlSources
 
 
 def sounds(
@@ -54,7 +54,7 @@ def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos
     return driving.read(folder, bool(values.get("replace_flag")))
 
 
-def control(values: Values, preset: Preset, plan: bool = False) -> Sources | None:
+def control(values: Values, preset: Preset, plan: bool = False) -> ControlSources | None:
     """Looks into what a video of VACE is made from."""
     given = [name for name in options(Control) if values.get(name)]
     if preset.kind != "vace":
@@ -75,7 +75,7 @@ def control(values: Values, preset: Preset, plan: bool = False) -> Sources | Non
 
 
 def controlled(
-    values: Values, preset: Preset, found: Sources | None, defaults: Values | None = None
+    values: Values, preset: Preset, found: ControlSources | None, defaults: Values | None = None
 ) -> dict[str, Any]:
     """Counts pictures, and the frames of a video that is not longer than what it is made from."""
     if found is None:

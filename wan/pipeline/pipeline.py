@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from wan.pipeline.driving import DrivingVideos
     from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.residency import Parked
-    from wan.pipeline.sources import Sources
+    from wan.pipeline.sources import ControlSources
 
 _SPARE = 1 << 30  # bytes of an accelerator that are left to kernels and fragments
 
@@ -218,7 +218,7 @@ class Inputs:
     sound: Sound | None = None
     pose: PoseVideo | None = None
     driving: DrivingVideos | None = None
-    sources: Sources | None = None
+    sources: ControlSources | None = None
     start: Tensor | None = None
     stepped: Stepped | None = None
 

@@ -25,7 +25,7 @@ _SLOWEST, _FASTEST = 1, 240  # frames a second, as `fps` takes them
 
 
 @dataclass(frozen=True)
-class Sources:
+class ControlSources:
     """What a video of VACE is made from.
 
     Attributes:
@@ -49,7 +49,7 @@ class Sources:
 
 def read(
     video: Path | None, mask: Path | None, pictures: Sequence[str | Path | Image.Image]
-) -> Sources:
+) -> ControlSources:
     """Looks into the files; frames of the videos are read later.
 
     Args:
@@ -69,7 +69,7 @@ def read(
     shown = tuple(images.from_value(one, "src_ref_images") for one in pictures)
     files = tuple(Path(one) for one in pictures if isinstance(one, str | Path))
     if video is None:
-        return Sources(pictures=shown, files=files)
+        return ControlSources(pictures=shown, files=files)
     found = media.read_video(video, "`src_video`")
     frames = count(found.path)
     _check_pace(found)
@@ -78,7 +78,7 @@ def read(
         masking = partial(taken, _mask(mask, found, frames))
         files = (mask, *files)
     own = partial(taken, found)
-    return Sources(found.size, frames, found.fps, own, masking, shown, (video, *files))
+    return ControlSources(found.size, frames, found.fps, own, masking, shown, (video, *files))
 
 
 def _check_pace(video: media.VideoFile) -> None:
