@@ -83,6 +83,20 @@ def test_network(layers: list[int], scales: Any, heads: int, head_dim: int) -> N
     assert (both[0] - expected).abs().max() <= 2e-5
 
 
+@torch.no_grad()
+def test_blocks_in_two_goes() -> None:
+    """As a step cache computes them: the control's stream goes on where it stopped."""
+    x, control, context = torch.randn(16, 2, 4, 6), torch.randn(96, 2, 4, 6), torch.randn(7, 48)
+    given = [x], torch.tensor([1.0]), [control], [context], 12
+    whole, _ = twins([0, 2, 4], 4, 8)
+
+    def in_two(x_BLC: torch.Tensor, blocks: Any, *_: object) -> torch.Tensor:
+        return blocks(blocks(x_BLC, 0, 1), 1, None)
+
+    parted, _ = twins([0, 2, 4], 4, 8, step_cache=in_two)
+    assert torch.equal(parted(*given)[0], whole(*given)[0])
+
+
 def test_networks_and_calls_that_do_not_fit() -> None:
     config = {**CONFIG, "dim": 96, "num_heads": 12, "text_len": TEXT_LEN}
     for layers in ([1, 2], [0, 6]):

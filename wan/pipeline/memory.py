@@ -272,7 +272,10 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
     e = _ITEMSIZE[execution.dit_precision_on(device)]
     fp32 = e if execution.convert_model_dtype else 4
     control = setup.checkpoint.control_blocks  # of VACE; each moves with a block
-    block = ((8 * c + 2 * f) * (layers + control) + c * control) * c * e // layers
+    one, largest = (8 * c + 2 * f) * c * e, 0
+    block = (one * (layers + control) + c * c * e * control) // layers
+    if control and device != "cpu" and setup.quantised is None and not setup.kept(device):
+        largest = 2 * one + c * c * e
     if setup.quantised is not None:
         block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
     elif kinds := setup.kept(device):
@@ -305,6 +308,7 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
         blocks=layers * block // ranks,
         kept=Usage({"text": text, "text K/V": 2 * (layers + control) * text}),
         activations=Usage({"activations": activations, "gathered weights": gathered}),
+        largest=largest // ranks,
     )
 
 
