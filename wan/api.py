@@ -101,6 +101,8 @@ class WanI2V(Generator):
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         last_image: Any = None,
+        num_repeat: int | None = None,
+        motion_latent: Tensor | None = None,
         output_type: str = "pt",
         **settings: Any,
     ) -> Tensor | None:
@@ -112,6 +114,10 @@ class WanI2V(Generator):
                 `wan.pipeline.images.from_value`.
             max_area: Pixels of a frame; the image's aspect ratio is kept.
             last_image: What the video ends with (i2v-A14B, flf2v-14B); like `img`.
+            num_repeat: Clips of a long video (i2v-A14B; docs/long_videos.md); with output_type
+                "latent" their latents come one after the other.
+            motion_latent: The last latent [Z,1,h,w] of a clip that this video continues, which then
+                lacks the frames that the clip has already (`chain="latent"`).
         """
         return self._generate(locals())
 

@@ -185,6 +185,24 @@ class CopyStream:
         memory.record_stream(self._stream)
 
 
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Runs what a thread computes on a stream of its own, after what is queued on the default one.
+
+    On leaving, that work is done. A CPU has no streams.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    module: Any = torch.get_device_module(device)
+    module.set_device(device)  # of this thread
+    stream = module.Stream(device=device)
+    stream.wait_stream(module.default_stream(device))
+    with module.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def resolve(wish: str, index: int = 0) -> Device:
     """Return the device that a run uses.
 

@@ -260,7 +260,11 @@ class Generator:
         if self._team is not None:  # ranks that drew different seeds would mix their noise
             seed = self._team.value_from_main(request.base_seed)
             request = replace(request, base_seed=seed)
-        inputs = replace(given, prompt_embeds=prompt, negative_prompt_embeds=negative)
+        end = _motion(call.get("motion_latent"), request)
+        if request.clip_prompts and (prompt is not None or negative is not None):
+            why = "do not go with `clip_prompts`"
+            raise InputError("Embeddings", None, why, "give the texts of all clips")
+        inputs = replace(given, prompt_embeds=prompt, negative_prompt_embeds=negative, end=end)
         return VideoCall("A call", request, inputs, output_type=output_type)
 
     def _with_offload(self, offload: Offload) -> Setup:
@@ -322,8 +326,10 @@ class Generator:
             values |= controlled(values, self._preset, sources, below)
             inputs = replace(inputs, sources=sources)
             size = None if sources is None else sources.size
-        boundary = self.config.get("boundary")
-        request, notices = ask(setup, values, size, defaults=below, boundary=boundary)
+        boundary = {"boundary": self.config.get("boundary")}
+        edited = boundary["boundary"] not in (None, self._preset.boundary)
+        values, below = (values | boundary, below) if edited else (values, below | boundary)
+        request, notices = ask(setup, values, size, below)
         for notice in notices:
             logger.warning(PYTHON.render(notice))
         return request, inputs
@@ -381,6 +387,19 @@ def _pictures(value: Any) -> tuple[Any, ...]:
     if all(isinstance(one, str | Path) for one in several):
         return FLAGS[_PICTURES].read(f"`{_PICTURES}`", several) if several else ()
     return tuple(several)
+
+
+def _motion(value: Any, request: Request) -> Tensor | None:
+    if value is None:
+        return None
+    if request.chain != "latent":
+        raise InputError("motion_latent", None, "is of `chain=latent`", "add that, or drop it")
+    channels, _, *sides = request.latent_shape
+    shape = (channels, 1, *sides)
+    if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
+        given = list(value.shape) if isinstance(value, Tensor) else shown(value)
+        raise InputError("motion_latent", given, f"must be floats of shape {list(shape)}")
+    return value.float()
 
 
 def _embedding(name: str, value: Any) -> Tensor | None:

@@ -6,6 +6,7 @@ import logging
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -81,24 +82,27 @@ class _Lines:
 class Stages:
     """Seconds spent per named stage of a run; a stage inside another is not counted twice.
 
+    Those of a thread are added, so that stages that overlap are longer together than the run.
+
     synchronize: waits for the device, so that a stage's time holds all of its work.
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         self.seconds: dict[str, float] = {}
         self._synchronize = synchronize
-        self._inner = 0.0  # seconds that stages inside the running one have taken
+        self._running = threading.local()  # seconds of the stages inside a thread's present one
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start, outer_inner, self._inner = time.perf_counter(), self._inner, 0.0
+        running, outer = self._running, getattr(self._running, "inner", 0.0)
+        start, running.inner = time.perf_counter(), 0.0
         try:
             yield
             self._synchronize()
         finally:
             elapsed = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - self._inner
-            self._inner = outer_inner + elapsed
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed - running.inner
+            running.inner = outer + elapsed
 
 
 def versions(device_type: str, packages: Iterable[str] = ()) -> dict[str, str]:

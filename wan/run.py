@@ -21,7 +21,15 @@ from wan.cache import policy
 from wan.checkpoint import lora, quantised
 from wan.checkpoint.files import fingerprint, read_json
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
-from wan.pipeline.following import clips, control, controlled, driving, moves, sounds
+from wan.pipeline.following import (
+    check_chain,
+    clips,
+    control,
+    controlled,
+    driving,
+    moves,
+    sounds,
+)
 from wan.pipeline.setup import Setup
 from wan.pipeline.video import check_start, latents_shape
 from wan.settings import parallel, recipes, step_cache
@@ -292,9 +300,11 @@ def resolve(
         more = ("image_encoder",) if preset.images else ("sound_encoder",) if sound else ()
         for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
             checkpoint.require(part)
-    fps = next((one.fps for one in (moving, sources) if one is not None and one.fps), preset.fps)
+    fps = request.fps if moving is None else defaults.get("fps", moving.fps)
+    if sources is not None and sources.fps is not None:
+        fps = sources.fps
     name = {"save_file": Path(generated_name(task, request)), "fps": fps}
-    output = fill(Output, name | defaults | {**values})
+    output = fill(Output, name | {**values})
     demo = folder if is_demo and not plan else None
     return Run(
         setup=setup,
@@ -328,7 +338,7 @@ def _decide(
     """What a pipeline is built for, the video, and notices about both."""
     if "decode_latents" not in values:
         setup, notices = make_setup(values, preset, checkpoint, world)
-        request, more = ask(setup, values, image_size, defaults=defaults)
+        request, more = ask(setup, values, image_size, defaults)
         return setup, request, (*notices, *more)
     denoising = {"quant_dit_path"}.union(*map(options, (Loras, Attention, Parallel, StepCache)))
     values = {name: value for name, value in values.items() if name not in denoising}
@@ -397,31 +407,30 @@ def ask(
     setup: Setup,
     values: Values,
     image_size: tuple[int, int] | None = None,
-    *,
     defaults: Values | None = None,
-    boundary: float | None = None,
 ) -> tuple[Request, tuple[str, ...]]:
     """The video that settings ask of a setup, and notices.
 
-    A recipe of a distilled model, named or recognised by its files, goes below the settings, and
-    defaults below the recipe.
+    A recipe, named or recognised by its files, goes below the settings, and defaults below the
+    recipe.
 
     Args:
         setup: What the pipeline is built for.
         values: Settings; those of other subjects are ignored.
         image_size: (width, height) of the image to start from.
         defaults: Settings that the checkpoint brings.
-        boundary: Replaces the preset's where the task has two experts.
     """
     checkpoint, name = setup.checkpoint, values.get("recipe", "auto")
     weights = {info.file for dit in checkpoint.experts.values() for info in dit.tensors.values()}
     folder = [] if checkpoint.folder is None else [checkpoint.folder]
     files = [one.file for ones in lora.named_files(values).values() for one in ones]
-    recipe, sampling = recipes.choose(name, [*folder, *sorted(weights)], files, setup.preset)
+    chosen, sampling = recipes.choose(name, [*folder, *sorted(weights)], files, setup.preset)
     values = recipes.under(values, recipes.under(sampling, defaults or {}))
-    request = make_request(setup.preset, values, image_size, boundary)
-    about_loras = lora.notices(setup.loras, setup.preset.kind, recipe is not None)
-    said = (*recipes.notices(recipe, request), *about_loras)
+    request = make_request(setup.preset, values, image_size)
+    check_chain(values, request)
+    recipes.check_chain(request.chain, files)
+    about_loras = lora.notices(setup.loras, setup.preset.kind, bool(chosen))
+    said = (*recipes.notices(chosen, request, bool(files)), *about_loras)
     return request, (*said, *setup.check_request(request))
 
 

@@ -202,13 +202,14 @@ def test_recipes() -> None:
 def test_recipes_are_recognised_by_names(name: str, task: str, recipe: str | None) -> None:
     path = Path("/models") / name
     where = ([], [path]) if "ora" in name or "Lightning" in name else ([path], [])
-    assert recipes.choose("auto", *where, PRESETS[task])[0] == recipe
-    assert recipes.choose("none", *where, PRESETS[task]) == (None, {})
+    found = () if recipe is None else (recipe,)
+    assert recipes.choose("auto", *where, PRESETS[task])[0] == found
+    assert recipes.choose("none", *where, PRESETS[task]) == ((), {})
 
 
 def test_a_folder_around_a_base_model_shows_no_recipe() -> None:
     for name in ("Wan2.2-Lightning/Wan2.2-T2V-A14B", "rCM-Wan/Wan2.2-T2V-A14B"):
-        assert recipes.choose("auto", [Path(name)], [], PRESETS["t2v-A14B"])[0] is None
+        assert recipes.choose("auto", [Path(name)], [], PRESETS["t2v-A14B"])[0] == ()
 
 
 def test_a_recipe_is_asked_for_anew_of_a_record(tmp_path: Path) -> None:

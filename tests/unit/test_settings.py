@@ -245,7 +245,7 @@ def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path, name: 
 TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
 EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
 VACE = ("--task", "vace-14B")
-ANIMATE = ("--task", "animate-14B")
+ANIMATE, I2V = ("--task", "animate-14B"), ("--task", "i2v-A14B")
 CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt": ("a dog", "a dog", ()),
     "negative_prompt": ("blur", "blur", ()),
@@ -254,6 +254,8 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "base_seed": ("3", 3, ()),
     "infer_frames": ("48", 48, S2V),
     "num_clip": ("3", 3, S2V),
+    "chain": ("latent", "latent", I2V),
+    "clip_prompts": ("a dog", ("a dog",), I2V),
     "start_from_ref": ("true", True, S2V),
     "refert_num": ("5", 5, ANIMATE),
     "replace_flag": ("true", True, ANIMATE),
@@ -280,6 +282,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "vae_tiling": ("true", True, ()),
     "vae_precision": ("bf16", "bf16", ()),
     "vae_parallel": ("true", True, TWO),
+    "overlap_decoding": ("true", True, ()),
     "attention_algo": ("laser", "laser", NPU),
     "attention_backend": ("cudnn", "cudnn", ("--device", "cuda")),
     "fa_quant": ("fp8", "fp8", ()),

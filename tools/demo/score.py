@@ -35,7 +35,7 @@ def look(video: NDArray[np.uint8]) -> list[Seen]:
     names = _colour_names(pixels)
     found = []
     for colour in sorted(set(names[masks])):
-        own = np.stack([_largest_part(m) for m in masks & (names == colour)])
+        own = np.stack([largest_part(m) for m in masks & (names == colour)])
         areas = own.sum((1, 2))
         if np.median(areas) >= _SMALLEST:
             found.append((float(areas.mean()), _seen(colour, own)))
@@ -71,7 +71,7 @@ def _colour_names(pixels: Floats) -> NDArray[np.str_]:
     return named
 
 
-def _largest_part(mask: Bools) -> Bools:
+def largest_part(mask: Bools) -> Bools:
     """The largest 4-connected part of a mask [H,W]."""
     label = np.where(mask, np.arange(1, mask.size + 1).reshape(mask.shape), 0)
     while True:  # the highest number of each part spreads over it

@@ -213,7 +213,7 @@ def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> 
     Args:
         loras: As `resolve` returns them.
         kind: That of the task, such as "t2v".
-        distilled: Whether a recipe of a distilled model is used.
+        distilled: Whether a recipe is used, whose LoRAs come for every expert.
     """
     for network, ones in loras.items():
         for one in ones:
@@ -227,8 +227,8 @@ def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> 
     without = [network for network, ones in loras.items() if not ones]
     if distilled and without and len(without) < len(loras):
         yield (
-            f"The {without[0]} expert has no LoRA, but takes the few steps of a distilled model; "
-            f"give its file with `lora_{without[0]}`."
+            f"The {without[0]} expert has no LoRA, but the recipe is of a pair; give its file with "
+            f"`lora_{without[0]}`."
         )
 
 

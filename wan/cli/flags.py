@@ -118,7 +118,8 @@ def _parser(everything: bool = True) -> Parser:
             told = _argument(name, flag)
             if not everything and not flag.common:
                 told["help"] = argparse.SUPPRESS
-            group.add_argument(f"--{name}", **told)
+            names = [f"--{one}" for one in (name, flag.alias) if one is not None]
+            group.add_argument(*names, dest=name, **told)
     return result
 
 
@@ -150,6 +151,8 @@ def _argument(name: str, flag: Option) -> dict[str, Any]:
         return {"help": flag.help, "action": "store_true"}
     if flag.read in (values.files, values.pictures):
         return told | {"action": "append"}
+    if flag.read is values.texts:
+        return told | {"nargs": "+"}
     if flag.read in _SWITCHES:
         return told | {"nargs": "?", "const": "true"}
     return told

@@ -1,7 +1,8 @@
 """--prompt_file: one video per line, all of one load.
 
 A line that starts with `{` is JSON, its keys the flags' names of what a single video is (`seed` for
-`base_seed`, `seeds` for a list of them, one video each); a line that starts with `# ` is a comment;
+`base_seed`, `seeds` for a list of them, one video each; `prompt` may list those of the clips of one
+long video); a line that starts with `# ` is a comment;
 any other line is a prompt. What a line leaves open is as on the command line.
 """
 
@@ -134,7 +135,8 @@ def _line(
 def over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a line, which wins, over those of all lines."""
     schedule = ("timesteps", "sample_steps", "sample_shift", "boundary_step")
-    below = schedule if "timesteps" in own else ()  # the line's own replace them all
+    below = {*schedule} if "timesteps" in own else set()  # the line's own replace them all
+    below |= {"clip_prompts"} if "prompt" in own else set()
     return {name: value for name, value in shared.items() if name not in below} | {**own}
 
 
@@ -165,6 +167,8 @@ def _values(text: str) -> tuple[dict[str, Any], list[int | None]]:
                 "seeds", shown(listed, json.dumps), "must be a list of different whole numbers"
             )
     seed = {} if raw.get("seed") is None else {"base_seed": whole("seed", raw.pop("seed"))}
+    if isinstance(raw.get("prompt"), list):  # of the clips
+        raw = {"clip_prompts" if name == "prompt" else name: value for name, value in raw.items()}
     values = read(raw, "{}") | seed
     check_given(values)
     return values, seeds

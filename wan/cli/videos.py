@@ -22,6 +22,7 @@ import wan
 from wan import host, log, trace
 from wan.checkpoint import lora
 from wan.checkpoint.files import is_left_over, numbered, process_name, whole_file
+from wan.cli.clip_files import ClipFiles
 from wan.cli.output import latents_survive
 from wan.log import logger
 from wan.pipeline import media, video
@@ -87,6 +88,9 @@ class Video:
         if run.decode_latents is None:
             logger.info("Prompt: %s", run.request.prompt)
         with meter as metered:
+            if run.request.chain is not None:
+                self._write_chain(metered)
+                return
             if run.request.clips:
                 self._write_clips(metered)
                 return
@@ -213,6 +217,47 @@ class Video:
         settings = self.run.settings
         about |= {name: settings[name] for name in _IN_THE_VIDEO if name in settings}
         return json.dumps(about, ensure_ascii=False, default=str)
+
+    def _write_chain(self, meter: VideoMeter | None) -> None:
+        """Makes the clips that are not there yet, writes each of them, and joins all."""
+        run, files = self.run, ClipFiles(self.run)
+        request, count = run.request, run.request.num_clip or 0
+        done = files.done() if self._is_main else 0
+        end = files.end(done) if self._is_main else None
+        if self._team is not None:
+            done, end = self._team.value_from_main((done, end))
+        if done:
+            logger.info("%d of %d clips are in %s.", done, count, files.folder)
+        made = self._pipeline.clips(request, replace(run.inputs(), done=done, end=end))
+        for index in range(done, count):
+            with self._recorded() if index == done else nullcontext():
+                try:
+                    clip = next(made)
+                except BaseException as error:
+                    if isinstance(error, NotFiniteError):
+                        self.keep(error.latents)
+                    if self._is_main and index:
+                        text = "%d of %d clips are kept in %s; the same command with --base_seed %d"
+                        said = (index, count, files.folder, request.base_seed)
+                        logger.error(f"{text} goes on after them.", *said)
+                    raise
+            if self._is_main:
+                with self._pipeline.stages("writing"), video.writing(run.output.save_file):
+                    files.keep(index, clip)
+            del clip  # before the next one is made
+        self._part_ways(meter)
+        if not self._is_main:
+            return
+        whole = whole_file(run.output.save_file, self._place)
+        with self._pipeline.stages("writing"), video.writing(run.output.save_file), whole as path:
+            files.join(path, self._comment())
+        if not run.output.save_latents:
+            files.remove()
+        width, height = request.video_size
+        frames = sum(map(request.clip_frames, range(count)))
+        power = None if meter is None else meter.stop()
+        self._sum_up(self._save_record((frames, height, width), power), power)
+        self._remove_left_over()
 
     def _write_clips(self, meter: VideoMeter | None) -> None:
         """Makes a video of clips; on the main rank writes each of them when it is done."""

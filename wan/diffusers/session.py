@@ -187,6 +187,7 @@ class Session:
             "frame_num": frames - preset.vae_stride[0] + 1,
             "sample_guide_scale": (guidance, guidance),
             "base_seed": 0,
+            **({} if boundary is None else {"boundary": boundary}),
         }
         if self.setup.policy is not None and self.setup.policy.by_shift:
             shift = config.get("flow_shift") or config.get("shift") or 1.0
@@ -195,7 +196,7 @@ class Session:
             values |= {"sample_solver": "euler", "timesteps": tuple(told)}
             values |= {} if boundary is None else {"boundary_step": high}
         covers = preset.kind == "ti2v" and isinstance(pipe, WanImageToVideoPipeline)
-        request = make_request(preset, values, (width, height) if covers else None, boundary)
+        request = make_request(preset, values, (width, height) if covers else None)
         if boundary is not None and timesteps.schedule(request).high_noise_steps != high:
             raise InputError(
                 f"The scheduler gives {high} of {len(told)} steps to the high-noise network, which "

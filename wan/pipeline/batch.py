@@ -144,7 +144,7 @@ class Batch(Generic[J]):
     def _denoise_by_expert(self, jobs: Sequence[J]) -> None:
         """Denoises all jobs, loading each expert once."""
         pipeline = self._pipeline
-        for job in jobs:
+        for job in (one for one in jobs if not one.request.clips):  # these are made in one go
             with self._attempt(job):
                 job.denoising = pipeline.prepared(job.request, job.inputs)
                 job.denoising.rest()

@@ -146,6 +146,8 @@ def pipeline(
         caches=caches,
         sharing=sharing,
         hearing=loader.hear,
+        is_main=team is None or team.is_main,
+        overlaps=execution.overlap_decoding,
     )
 
 

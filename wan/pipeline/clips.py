@@ -39,10 +39,13 @@ class Clip:
     Attributes:
         latents: [Z,f,h,w], on every rank.
         frames: [3,F,H,W] in [-1, 1], what the clip adds to the video; None beside the main rank.
+        end: What the next clip of a chain begins with, on every rank: the last latent [Z,1,h,w], or
+            the last frame [3,H,W].
     """
 
     latents: Tensor
     frames: Tensor | None
+    end: Tensor | None = None
 
 
 def made(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Clip]:

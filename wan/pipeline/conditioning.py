@@ -92,15 +92,12 @@ def pixels(image: Image.Image) -> Tensor:
 def image_channels(request: Request, images_3HW: Sequence[Tensor], encode: Encode) -> Tensor:
     """Returns i2v's [20,f,h,w]: a mask of the given frames (4 channels) and the encoded video (16).
 
-    As officially, the images are resized, not cropped, by bicubic interpolation without
-    antialiasing on the CPU, and all other frames are zeros (mid-grey). Each channel of the mask is
-    one of the four frames that a latent frame stands for; the first frame fills all four.
+    As officially, the images are `resized`, and all other frames are zeros (mid-grey). Each channel
+    of the mask is one of the four frames that a latent frame stands for; the first frame fills all
+    four.
     """
+    given = [resized(image, request.video_size) for image in images_3HW]
     width, height = request.video_size
-    given = [
-        F.interpolate(image[None], size=(height, width), mode="bicubic").transpose(0, 1)
-        for image in images_3HW
-    ]
     rest = torch.zeros(3, request.frame_num - len(given), height, width)
     latents = encode(torch.cat((given[0], rest, *given[1:]), dim=1))
     mask = torch.zeros(4, *latents.shape[1:], device=latents.device)
@@ -108,6 +105,30 @@ def image_channels(request: Request, images_3HW: Sequence[Tensor], encode: Encod
     if len(given) == 2:
         mask[3, -1] = 1
     return torch.cat((mask, latents))
+
+
+def resized(image_3HW: Tensor, size: tuple[int, int]) -> Tensor:
+    """Returns an image as a video of one frame, [3,1,H,W], of size (width, height).
+
+    As officially it is not cropped, and interpolated bicubically without antialiasing on the CPU.
+    """
+    rows_columns = size[::-1]
+    return F.interpolate(image_3HW[None], size=rows_columns, mode="bicubic").transpose(0, 1)
+
+
+def chained_channels(request: Request, anchor_Z1hw: Tensor, motion_Z1hw: Tensor | None) -> Tensor:
+    """Returns the [20,f,h,w] of a clip of SVI 2.0 Pro: a mask and latents.
+
+    The latents are the picture's, then the last one of the clip before, then zeros. These are zeros
+    of latents, not the encoding of grey frames as in `image_channels`; and the mask marks the
+    picture alone.
+    """
+    _, frames, height, width = request.latent_shape
+    known = [anchor_Z1hw, *([] if motion_Z1hw is None else [motion_Z1hw.to(anchor_Z1hw.device)])]
+    rest = anchor_Z1hw.new_zeros(len(anchor_Z1hw), frames - len(known), height, width)
+    mask = anchor_Z1hw.new_zeros(4, frames, height, width)
+    mask[:, 0] = 1
+    return torch.cat((mask, torch.cat((*known, rest), dim=1)))
 
 
 def cover(image: Image.Image, size: tuple[int, int]) -> Tensor:

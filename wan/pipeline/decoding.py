@@ -91,6 +91,14 @@ class Codec:
         self._first(self._decodes, attempt)
         return is_main
 
+    def decode_alone(self, latent_Zfhw: Tensor, sink: Sink) -> None:
+        """Gives the frames to a sink without the other ranks, and without another try."""
+        _, steps, height, width = latent_Zfhw.shape
+        _, *scales = self._setup.preset.vae_stride
+        size = steps, height * scales[0], width * scales[1]
+        self._check_free(memory.vae_activations(self._setup, "decode", size))
+        self._vae().stream(latent_Zfhw, sink)
+
     def _first(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
         """Calls attempt(method, may_fail) in turn; a method may fail where another one follows."""
         for method, following in zip(methods, (*methods[1:], None), strict=True):

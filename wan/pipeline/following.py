@@ -8,6 +8,7 @@ from wan.settings.command import Control, Sounds
 from wan.settings.errors import InputError
 from wan.settings.fields import options
 from wan.settings.presets import Preset
+from wan.settings.request import Request
 from wan.settings.rules import Values
 
 if TYPE_CHECKING:
@@ -123,6 +124,19 @@ def _check_clips(values: Values, preset: Preset) -> None:
         if values.get(name):
             why = f"has no effect on {preset.task}, whose clips are decoded one after the other"
             raise InputError(f"`{name}`", None, why, "drop it")
+
+
+def check_chain(values: Values, request: Request) -> None:
+    """Refuses what a chain of clips has no whole latents for."""
+    if request.chain is None:
+        return
+    for name in ("decode_latents", "fixed_latents"):
+        if values.get(name):
+            why = "is about one clip, and this video is made of several or continues some"
+            raise InputError(f"`{name}`", None, why, "drop it")
+    if values.get("save_latents") == "steps":
+        why, remedy = "is about one clip", "give `save_latents` alone, which keeps the clips"
+        raise InputError("`save_latents=steps`", None, why, remedy)
 
 
 def clips(

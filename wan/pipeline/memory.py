@@ -145,9 +145,17 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
     resident = dit.kept + Usage({"DiT weights": dit.weights - absent * dit.block + more})
     resident = Usage({name: networks * size for name, size in resident.items()})
     before = _clip_before(request) if device == "cpu" else Usage()
+    if overlaps(setup, request):
+        before += vae - stays + sizes.decoding
     stage("denoising", resident, dit.activations + _latents(request) + _faces(request) + before)
     stage("decoding", vae - stays, sizes.decoding + before)
     return found
+
+
+def overlaps(setup: Setup, request: Request) -> bool:
+    """Whether a clip is decoded while the next one is denoised."""
+    several = request.chain == "latent" and (request.num_clip or 0) > 1
+    return setup.execution.overlap_decoding and several
 
 
 def mapped(sizes: Sizes) -> dict[str, Usage]:
@@ -234,8 +242,10 @@ def encoded_frames(request: Request) -> int:
         return request.latent_shape[1] - 1
     if request.infer_frames is not None:
         return 1 if request.num_clip == 1 and not request.start_from_ref else MOTION_LATENTS
-    if request.preset.kind in ("i2v", "vace"):
+    if request.preset.kind == "vace":
         return request.latent_shape[1] - request.references
+    if request.preset.kind == "i2v":
+        return 1 if request.chain == "latent" else request.latent_shape[1]
     return int(request.preset.kind == "ti2v" and request.image_size is not None)
 
 
@@ -243,7 +253,7 @@ def decoded_frames(request: Request) -> int:
     """Returns how many latent frames the VAE decodes at once; those of clips follow others."""
     if request.preset.kind == "animate":
         return request.latent_shape[1] - 1
-    before = encoded_frames(request) if request.clips else 0
+    before = encoded_frames(request) if request.preset.kind == "s2v" else 0
     return before + request.latent_shape[1] - request.references
 
 
@@ -440,7 +450,7 @@ def fullest(
         **execution: Settings of `Execution` that differ from the run's.
     """
     setup = replace(setup, execution=replace(setup.execution, **execution))
-    tiles = replace(setup.execution, vae_tiling=True, vae_parallel=False)
+    tiles = replace(setup.execution, vae_tiling=True, vae_parallel=False, overlap_decoding=False)
     in_tiles = replace(setup, execution=tiles)
     needs = stages(setup, request, estimate(setup, request))
     needs["decoding"] = stages(in_tiles, request, estimate(in_tiles, request))["decoding"]

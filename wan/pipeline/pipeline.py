@@ -209,6 +209,8 @@ class Inputs:
         sources: What VACE makes it from.
         start: The latents that it starts from instead of noise, float32 [Z,f,h,w].
         stepped: Gets the number of steps that are done and the latents after them, for each step.
+        done: The clips of a chain that are there already.
+        end: What the last of them has handed on, as `Clip.end`; on every rank.
     """
 
     image: Image.Image | None = None
@@ -221,6 +223,8 @@ class Inputs:
     sources: ControlSources | None = None
     start: Tensor | None = None
     stepped: Stepped | None = None
+    done: int = 0
+    end: Tensor | None = None
 
 
 NO_INPUTS = Inputs()
@@ -247,6 +251,8 @@ class Pipeline:
         hearing: Returns the features [S,C,T] of a sound, for networks that follow one.
         kept: Embeddings of prompts that come next.
         boundary: Is told of every denoising step.
+        is_main: This rank gets the frames.
+        overlaps: Clips of a chain are decoded while the next ones are denoised.
     """
 
     device: Device
@@ -265,6 +271,8 @@ class Pipeline:
     hearing: Callable[[Sound], Tensor] | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
     boundary: Boundary = UNENDED
+    is_main: bool = True
+    overlaps: bool = False
 
     def set_offload(self, offload: Offload) -> None:
         """Sets `offload_model` for the next video; networks loaded in another way are released."""
@@ -286,9 +294,11 @@ class Pipeline:
 
     def clips(self, request: Request, inputs: Inputs) -> Iterator[Clip]:
         """Makes a video clip by clip, on every rank."""
-        from wan.pipeline import characters, clips
+        from wan.pipeline import chain, characters, clips
 
         self.experts.prefetch(timesteps.schedule(request).experts[0])
+        if request.chain is not None:
+            return chain.made(self, request, inputs)
         made = clips.made if inputs.driving is None else characters.made
         return made(self, request, inputs)
 

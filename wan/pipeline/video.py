@@ -13,11 +13,11 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, run
 from typing import TYPE_CHECKING, Any
 
 from wan.checkpoint.files import safetensors_header, whole_file
@@ -72,13 +72,13 @@ class Mp4Encoder:
             coded += ["-metadata", f"comment={self._comment[:30_000]}"]
         start = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y"]
         command = [*start, *raw, "-i", "-", *coded, str(self.path)]
-        with _writing(self._output.save_file):
+        with writing(self._output.save_file):
             self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
         self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
         self._thread.start()
 
     def put(self, frames_3FHW: Tensor) -> None:
-        with _writing(self._output.save_file):
+        with writing(self._output.save_file):
             for frame in to_uint8(frames_3FHW):
                 self._waiting.put(frame.numpy().tobytes())
 
@@ -158,12 +158,13 @@ def video_file(
     except OSError as error:
         if error is own:
             raise
-        with _writing(output.save_file):
+        with writing(output.save_file):
             raise
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Says in one sentence why a file could not be written, as a WriteError."""
     try:
         yield
     except OSError as error:
@@ -184,6 +185,34 @@ def save_video(video_3FHW: Tensor, output: Output) -> None:
         encoder.begin((frames, height, width))
         for frame_3HW in video_3FHW.unbind(1):
             encoder.put(frame_3HW[:, None])
+
+
+def join(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
+    """Joins mp4 files of one size and rate without encoding their frames again.
+
+    Args:
+        folder: It holds the files, and their list meanwhile.
+        names: The files.
+        path: The joined one.
+        comment: As for `Mp4Encoder`.
+
+    Raises:
+        OSError: ffmpeg's first complaint, or a frame is missing.
+    """
+    import imageio_ffmpeg
+
+    listed = folder / "clips.txt"
+    listed.write_text("".join(f"file '{name}'\n" for name in names))
+    told = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", "-f", "concat", "-i", str(listed)]
+    told += ["-c", "copy", "-metadata", f"comment={comment[:30_000]}", "-f", "mp4", str(path)]
+    done = run(told, stdin=DEVNULL, capture_output=True, check=False)
+    listed.unlink()
+    if done.returncode:
+        first = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise OSError(f"the clips could not be joined: {first}")
+    found, wanted = _frames_in(path), sum(_frames_in(folder / name) for name in names)
+    if found != wanted:
+        raise OSError(f"the joined video has {found} of {wanted} frames")
 
 
 def _frames_in(path: Path) -> int:

@@ -332,7 +332,7 @@ class Planner:
             more["face_pixel_values"] = empty(1, 3, pictures, FACE_SIDE, FACE_SIDE)
         elif setup.preset.kind == "vace":
             more["vace_context"] = [empty(cast(ControlConfig, config)["vace_in_dim"], *size)]
-        elif request.clips:
+        elif setup.preset.kind == "s2v":
             before = memory.encoded_frames(request)
             more |= {
                 "ref_latents": [empty(channels, 1, *size[1:])],

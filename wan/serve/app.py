@@ -38,6 +38,7 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
     """Returns a job as OpenAI's interface shows a video, and what vllm-omni's adds."""
     progress = 100 if job.state == "completed" else int(99 * job.done / max(job.total, 1))
+    prompts = job.settings.get("clip_prompts", ())
     found: dict[str, Any] = {
         "id": job.id,
         "object": "video",
@@ -48,7 +49,7 @@ def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
         "completed_at": int(job.ended) if job.state == "completed" and job.ended else None,
         "expires_at": None,
         "error": job.error,
-        "prompt": job.settings.get("prompt"),
+        "prompt": job.settings.get("prompt") or "\n".join(prompts) or None,
         "remixed_from_video_id": job.remixed_from,
         "seconds": f"{job.frames / job.fps:.3f}".rstrip("0").rstrip("."),
         "size": f"{job.width}x{job.height}",

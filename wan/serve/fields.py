@@ -24,6 +24,7 @@ NAMES = {
     "flow_shift": "sample_shift",
     "seed": "base_seed",
     "input_reference": "image",
+    "clips": "num_clip",
 }
 """Name in OpenAI's, vllm-omni's or MLPerf's interface -> setting."""
 FOLDER = "src_root_path"
@@ -86,7 +87,8 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
     own: dict[str, Any] = {}
     for key, value in body.items():
         key, value = _part(key, value)
-        name = NAMES.get(key, key)
+        of_clips = key == "prompt" and isinstance(value, list)
+        name = "clip_prompts" if of_clips else NAMES.get(key, key)
         if key in _LEFT_OUT:
             raise InputError(key, why="is not taken", remedy=_LEFT_OUT[key])
         if name in names:
@@ -103,7 +105,8 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
                 why = "is decided when the service starts"
                 raise InputError(key, shown(value), why, "leave it out")
         else:
-            settings[name] = value
+            single = name == "clip_prompts" and isinstance(value, str)
+            settings[name] = [value] if single else value
         names[name] = key
     try:
         priority = _own(own, settings, run, model)
@@ -166,7 +169,7 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
             raise InputError("boundary_ratio", shown(own["boundary_ratio"]), why, "leave it out")
     if "seconds" in own:
         if run.request.clips:
-            why = "says the same as the length of what it follows"
+            why = "says the same as the length of what it follows, or as clips and num_frames"
             raise InputError("seconds", why=why, remedy="leave it out")
         seconds = real(0, 3600, above=True)("seconds", own["seconds"])
         fps = FLAGS["fps"].read("fps", settings["fps"]) if "fps" in settings else run.output.fps

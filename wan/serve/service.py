@@ -165,7 +165,7 @@ class Service:
             return await self._admitted(asked, digest, key), False
 
     async def remix(self, job: QueuedVideo, prompt: str) -> QueuedVideo:
-        """Queues a job with another's settings, seed and files, and a new prompt."""
+        """Queues a job with another's settings, seed and files, and a new prompt for all clips."""
         inside = self.folder(job)
         paths = {str(path.relative_to(inside)): path for path in inside.rglob("*")}
         files = {
@@ -173,7 +173,10 @@ class Service:
             for name, path in paths.items()
             if name.startswith(_UPLOAD) and path.is_file()
         }
-        asked = Asked(job.settings | {"prompt": prompt}, files, job.priority, job.names)
+        settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
+        if "clip_prompts" in job.settings:
+            settings["num_clip"] = len(job.settings["clip_prompts"])
+        asked = Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
         async with self._admitting:
             return await self._admitted(asked, remixed_from=job.id)
 
@@ -290,8 +293,8 @@ class Service:
         for one in waiting[: waiting.index(first)]:
             self.journal.change(one, passed=one.passed + 1)
         chosen = [first]
-        if first.attempt == 0:  # one that was begun when the ranks were lost is made alone
-            others = [one for one in equals if one.attempt == 0 and one.id != first.id]
+        if _may_share(first):
+            others = [one for one in equals if one.id != first.id and _may_share(one)]
             chosen += others[: self._together(first, 1 + len(others)) - 1]
         self._last_shape, now, wanted = first.shape, time.time(), []
         for job in chosen:
@@ -344,7 +347,7 @@ class Service:
 
     def _failed(self, job: QueuedVideo, code: str, message: str) -> None:
         self._running.pop(job.id, None)
-        self._clear(job, all_files=job.state == "deleted")
+        self._clear(job, all_files=job.state == "deleted", goes_on=False)
         if job.state != "deleted":
             if code == "out_of_memory":
                 message = f"{message} {self._planned_memory(job)}".strip()
@@ -431,11 +434,12 @@ class Service:
         with spoken(fields.words(job.names)):
             run = self._resolve(over(self._given, read(job.settings) | self._uploads(job)))
         request = run.request
+        prompts = request.clip_prompts or (request.prompt,)
         frames = request.frame_num * (request.num_clip or 1)
         for what, given, most in (
             ("frames", frames, self.limits.frames),
             ("pixels", frames * prod(request.video_size), self.limits.pixels),
-            ("characters of the prompt", len(request.prompt), self.limits.prompt),
+            ("characters of the prompt", len("".join(prompts)), self.limits.prompt),
         ):
             if given > most:
                 raise InputError(f"{given} {what} are too many", remedy=f"give at most {most}")
@@ -471,14 +475,19 @@ class Service:
             logger.debug("no plan", exc_info=True)
             return ""
 
-    def _clear(self, job: QueuedVideo, all_files: bool = False) -> None:
-        """Removes what an attempt has left, or all files of a job."""
+    def _clear(self, job: QueuedVideo, all_files: bool = False, goes_on: bool = True) -> None:
+        """Removes what an attempt has left, or all files of a job.
+
+        goes_on: The next attempt goes on after the clips of a long video.
+        """
         folder = self.folder(job)
         if all_files:
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.is_dir():
             for path in folder.iterdir():
-                if not path.name.startswith(_UPLOAD):
+                if path.is_dir() and not (goes_on and path.suffix == ".clips"):
+                    shutil.rmtree(path, ignore_errors=True)
+                elif not path.is_dir() and not path.name.startswith(_UPLOAD):
                     path.unlink(missing_ok=True)
 
     async def _clean(self) -> None:
@@ -508,6 +517,16 @@ def _describe(job: QueuedVideo, run: Run) -> None:
     job.total = request.sample_steps * clips
     job.shape = json.dumps([request.latent_shape, request.sample_steps, branches, clips])
     job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
+
+
+def _may_share(job: QueuedVideo) -> bool:
+    """Returns whether a video may take the steps of each expert together with others.
+
+    Long videos load their experts for each clip; and what was begun when the ranks were lost may
+    have been the cause.
+    """
+    *_, clips = json.loads(job.shape)
+    return job.attempt == 0 and clips == 1
 
 
 def _groups(run: Run) -> bool:

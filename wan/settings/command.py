@@ -294,6 +294,11 @@ class Output:
         return self.save_file.with_suffix(".latents.safetensors")
 
     @property
+    def clips(self) -> Path:
+        """The folder of a long video's clips until it is whole."""
+        return self.save_file.with_suffix(".clips")
+
+    @property
     def steps(self) -> Path:
         """The folder of the latents after each step."""
         return self.save_file.with_suffix(".steps")

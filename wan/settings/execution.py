@@ -71,6 +71,9 @@ class Execution:
     vae_parallel: bool = layout(
         False, switch, "encode and decode on all ranks, exactly", decoding=True, common=True
     )
+    overlap_decoding: bool = layout(
+        False, switch, "decode a clip of a chain of latents while the next one is denoised"
+    )
     vae_precision: str = loading(
         "fp32", choice(*VAE_PRECISIONS), "fp32 (default) or bf16", decoding=True
     )

@@ -34,6 +34,7 @@ class Option:
         keyword: Its official name there, where that is another one.
         diffusers: Its name in `wan.diffusers`, or in a call of diffusers' pipelines; None: it has
             none.
+        alias: A shorter name of its flag, also in lines of a prompt file.
         common: Whether `--help` without `all` lists it.
         line: Whether a line of a prompt file may set it.
         decoding: Whether `--decode_latents` reads it.
@@ -49,6 +50,7 @@ class Option:
     python: Literal["load", "video"] | None = "video"
     keyword: str | None = None
     diffusers: str | Literal[True] | None = None
+    alias: str | None = None
     common: bool = False
     line: bool = False
     decoding: bool = False

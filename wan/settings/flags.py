@@ -51,6 +51,11 @@ FLAGS: dict[str, Option] = {
 }
 
 
+ALIASES = {flag.alias: name for name, flag in FLAGS.items() if flag.alias is not None}
+"""Shorter name -> flag."""
+_ONE = "give one of them"
+
+
 def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
     """Checked values of raw ones.
 
@@ -62,6 +67,10 @@ def read(raw: Mapping[str, Any], source: str = "`{}`") -> dict[str, Any]:
     Raises:
         InputError: A name is unknown, or its value is missing or not allowed.
     """
+    twins = [alias for alias, key in ALIASES.items() if alias in raw and key in raw]
+    if twins:
+        raise InputError(source.format(twins[0]), why=f"is {ALIASES[twins[0]]}, too", remedy=_ONE)
+    raw = {ALIASES.get(key, key): value for key, value in raw.items()}
     for key in (key for key, value in raw.items() if value is None):
         raise InputError(source.format(key), why="has no value", remedy="give one or leave it out")
     unknown = [key for key in raw if key not in FLAGS]

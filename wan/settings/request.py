@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from wan.settings import rules
@@ -101,8 +101,9 @@ class Request(Sampling):
             None for a single network.
         image_size: (width, height) of the image to start from, as it is shown, or of the video that
             VACE changes; None without one.
-        infer_frames, num_clip, start_from_ref, refert_num, replace_flag: None for tasks that have
-            no use for them.
+        infer_frames, num_clip, chain, clip_prompts, start_from_ref, refert_num, replace_flag: None
+            for videos that have no use for them.
+        fps: Frames a second that it was trained for.
         source_frames: Frames of the video whose poses a character follows; None: as many as the
             clips have.
         references: How many pictures stand before the video (VACE), a latent frame each.
@@ -151,8 +152,19 @@ class Request(Sampling):
     num_clip: int | None = option(
         None,
         integer(1, 10_000),
-        "most clips (s2v, animate); default: as many as the sound or the poses need",
+        "clips (i2v-A14B), or most clips (s2v, animate); default there: as the sound or poses need",
         keyword="num_repeat",
+        alias="clips",
+    )
+    chain: str | None = option(
+        None,
+        choice("latent", "frame"),
+        "what a clip of i2v-A14B begins with: last latent (SVI 2.0 Pro) or last frame; default by "
+        "the LoRA",
+        checkpoint=True,
+    )
+    clip_prompts: tuple[str, ...] | None = option(
+        None, readers.texts, "prompts of the clips, one each, instead of `prompt` (i2v-A14B)"
     )
     start_from_ref: bool | None = option(
         None,
@@ -171,6 +183,7 @@ class Request(Sampling):
         keyword="context_scale",
     )
     boundary: float | None
+    fps: float
     references: int = 0
     source_frames: int | None = None
     image_size: Size | None = None
@@ -193,8 +206,9 @@ class Request(Sampling):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What a network is told: the prompt and, with guidance, the negative one."""
-        return (self.prompt, self.negative_prompt) if self.guided else (self.prompt,)
+        """What a network is told: the prompts and, with guidance, the negative one."""
+        prompts = self.clip_prompts or (self.prompt,)
+        return (*prompts, self.negative_prompt) if self.guided else prompts
 
     @property
     def guided(self) -> bool:
@@ -204,10 +218,25 @@ class Request(Sampling):
     @property
     def clips(self) -> bool:
         """Whether the video is made clip by clip."""
-        return self.preset.kind in ("s2v", "animate")
+        return self.preset.kind in ("s2v", "animate") or self.chain is not None
+
+    @property
+    def again(self) -> int:
+        """Frames at the start of a later clip of a chain that the video has already.
+
+        Of a chain of latents these are the picture and the four frames of the latent.
+        """
+        return {None: 0, "frame": 1, "latent": 5}[self.chain]
+
+    def of_clip(self, clip: int) -> Request:
+        """What a clip of a chain is made by: its prompt, and a seed of its own (as SVI's)."""
+        prompt = self.clip_prompts[clip] if self.clip_prompts else self.prompt
+        return replace(self, prompt=prompt, base_seed=(self.base_seed + 42 * clip) % 2**63)
 
     def clip_frames(self, clip: int) -> int:
         """Frames of the video that a clip gives; the first or the last one may lose some."""
+        if self.chain is not None:
+            return self.frame_num - (self.again if clip else 0)
         if self.infer_frames is None:
             return self._frames_up_to(clip + 1) - self._frames_up_to(clip)
         dropped = 0 if clip or self.start_from_ref else FIRST_DROPPED
@@ -292,15 +321,14 @@ def make_request(
     preset: Preset,
     values: Mapping[str, Any],
     image_size: Size | None = None,
-    boundary: float | None = None,
 ) -> Request:
     """The video for checked settings; what they leave open comes from the task's preset.
 
     Args:
         preset: The task.
-        values: Checked settings under their flags' names; other subjects' are ignored.
+        values: Checked settings under their flags' names, and `boundary`, which a recipe or a
+            configuration has instead of the preset's; other subjects' are ignored.
         image_size: As in `Request`.
-        boundary: Replaces the preset's where the task has two experts.
     """
     names = {field.name for field in fields(Request)}
     chosen: dict[str, Any] = {
@@ -318,12 +346,19 @@ def make_request(
         chosen["refert_num"] = chosen.get("refert_num") or 1
         chosen["replace_flag"] = bool(chosen.get("replace_flag"))
         chosen["source_frames"] = values.get("source_frames")
+    if chosen.get("clip_prompts"):
+        chosen["prompt"], count = chosen["clip_prompts"][0], len(chosen["clip_prompts"])
+        chosen["num_clip"] = chosen.get("num_clip") or count
+    if preset.kind == "i2v" and preset.boundary is not None:
+        links = chosen.get("chain") or ("frame" if chosen.get("num_clip") else None)
+        chosen["chain"] = links
+        chosen["num_clip"] = links and (chosen.get("num_clip") or 1)
     if chosen.get("timesteps") is not None:
         chosen["sample_steps"] = len(chosen["timesteps"])
     if chosen.get("base_seed", -1) < 0:
         chosen["base_seed"] = random.SystemRandom().randrange(10**10)  # digits that can be typed
-    if preset.boundary is not None and boundary is not None:
-        chosen["boundary"] = boundary
+    if preset.boundary is None or chosen["boundary"] is None:
+        chosen["boundary"] = preset.boundary
     return Request(**chosen | {"preset": preset, "image_size": image_size})
 
 

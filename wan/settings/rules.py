@@ -93,6 +93,10 @@ GIVEN = (
         conflict("timesteps", name, "says all steps", f"drop it, or `{name}`")
         for name in ("sample_shift", "sample_steps")
     ),
+    conflict("prompt", "clip_prompts", "is said by `clip_prompts`, too"),
+    conflict(
+        "use_prompt_extend", "clip_prompts", "writes one prompt, and `clip_prompts` are several"
+    ),
     conflict(
         "sample_shift", "sample_solver=rcm", "has no effect on `sample_solver=rcm`", "drop it"
     ),
@@ -194,6 +198,10 @@ SETTINGS = (
         "vae_parallel",
         "vae_tiling",
         "decodes whole frames on all ranks, and `vae_tiling` tiles of them on one",
+    ),
+    *(
+        conflict("overlap_decoding", name, f"decodes on one rank by itself, and `{name}` {what}")
+        for name, what in (("vae_parallel", "on all ranks"), ("vae_tiling", "in tiles"))
     ),
     *(
         Rule(
@@ -355,7 +363,37 @@ def _of_tasks(name: str, *tasks: str) -> Rule:
 CLIPS = (
     _of_tasks("infer_frames", "s2v-14B"),
     _of_tasks("start_from_ref", "s2v-14B"),
-    _of_tasks("num_clip", "s2v-14B", "animate-14B"),
+    _of_tasks("chain", "i2v-A14B"),
+    _of_tasks("clip_prompts", "i2v-A14B"),
+    _of_tasks("num_clip", "i2v-A14B", "s2v-14B", "animate-14B"),
+    Rule(
+        ("clip_prompts",),
+        "and `num_clip={num_clip}` differ",
+        "give one prompt for each clip",
+        lambda s: len(s.clip_prompts) != s.num_clip,
+        "The number of `clip_prompts`",
+    ),
+    Rule(
+        ("chain", "ends"),
+        "is not for a video of clips, of which each would end with it",
+        "drop it, or `num_clip`",
+        None,
+        "`last_image`",
+    ),
+    Rule(
+        ("chain=latent",),
+        "is too short: 5 frames of a later clip are there already",
+        "give 9 or more, best 81",
+        lambda s: s.frame_num < 9,
+        "`frame_num={frame_num}`",
+    ),
+    Rule(
+        ("chain=frame",),
+        "is too short for clips that begin with the last frame before",
+        "give 5 or more",
+        lambda s: s.frame_num < 5 and s.num_clip > 1,
+        "`frame_num={frame_num}`",
+    ),
     _of_tasks("refert_num", "animate-14B"),
     _of_tasks("replace_flag", "animate-14B"),
     _of_tasks("use_relighting_lora", "animate-14B"),

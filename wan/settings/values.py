@@ -68,6 +68,16 @@ def text(name: str, raw: Any) -> str:
     return raw
 
 
+@partial(Reader, metavar="TEXT")
+def texts(name: str, raw: Any) -> tuple[str, ...]:
+    """A list of texts, or one text."""
+    parts = raw if isinstance(raw, list | tuple) else [raw]
+    found = tuple(text(name, part) for part in parts)
+    if not all(part.strip() for part in found) or not found:
+        raise InputError(name, why="has an empty text", remedy="give a text for each clip")
+    return found
+
+
 @partial(Reader, metavar="PATH")
 def path(name: str, raw: Any) -> Path:
     """A path; `~` is the home folder."""

@@ -1,0 +1,165 @@
+"""What it gains to decode a clip while the next one is denoised, and what many clips take.
+
+    python -m benchmarks.long_videos --rounds 5 --plot docs/long_videos.png --json results/long.json
+    python -m benchmarks.long_videos --memory 5 20 50
+
+It makes videos of the demo checkpoint's i2v networks. Each round makes one with and one without
+overlap, with the networks kept in memory and with each loaded when it is needed. The plot is the
+timeline of both. `--memory` runs generate.py once for each number of clips and prints its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import CPU, interleave, ratios, write_json
+from wan import WanI2V
+from wan.log import Stages
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO, IMAGE = ROOT / "examples" / "demo" / "i2v-A14B", ROOT / "examples" / "star.png"
+FRAMES, STEPS = 17, 20
+PROMPT = "a large yellow star moves left on a gray background"
+Span = tuple[str, bool, float, float]
+"""Stage, whether in a thread, start and end in seconds."""
+
+
+class Timeline(Stages):
+    """Stages that also keep when each began and ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begun, beside = time.perf_counter(), threading.current_thread().name.startswith("decoding")
+        with super().__call__(name):
+            yield
+        self.spans.append((name, beside, begun, time.perf_counter()))
+
+
+def _made(model: Any, clips: int, offload: bool) -> None:
+    model.generate(
+        PROMPT,
+        str(IMAGE),
+        max_area=64 * 64,
+        frame_num=FRAMES,
+        sampling_steps=STEPS,
+        guide_scale=1.0,
+        seed=1,
+        chain="latent",
+        num_repeat=clips,
+        offload_model=offload,
+    )
+
+
+def gains(rounds: int, clips: int) -> dict[str, dict[str, list[float]]]:
+    """Returns the seconds of videos, by what stays in memory, with and without overlap."""
+    models = {
+        name: WanI2V("i2v-A14B", DEMO, overlap_decoding=name == "overlap")
+        for name in ("one after the other", "overlap")
+    }
+    found = {}
+    for offload in (False, True):
+        runs = {name: partial(_made, model, clips, offload) for name, model in models.items()}
+        found["loaded when needed" if offload else "kept"] = interleave(runs, rounds)
+    return found
+
+
+def timelines(clips: int) -> dict[str, list[Span]]:
+    """Returns what happens when in one video, with and without overlap."""
+    found = {}
+    for name in ("one after the other", "overlap"):
+        model: Any = WanI2V("i2v-A14B", DEMO, overlap_decoding=name == "overlap")
+        _made(model, 1, False)  # loads the networks
+        stages = model._pipeline.stages = Timeline()
+        begun = time.perf_counter()
+        _made(model, clips, False)
+        found[name] = [(what, beside, a - begun, b - begun) for what, beside, a, b in stages.spans]
+    return found
+
+
+def plot(found: dict[str, list[Span]], path: Path) -> None:
+    """Draws denoising and decoding of both, one below the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(found), 1, sharex=True, figsize=(9, 3.6), layout="tight")
+    for axis, (name, spans) in zip(axes, found.items(), strict=True):
+        for row, (what, colour) in enumerate((("denoising", "#2a6f97"), ("decoding", "#e07a1f"))):
+            bars = [
+                (a, b - a)
+                for stage, beside, a, b in spans
+                if stage == what and (row == 0 or beside)
+            ]
+            if row and not bars:
+                bars = [(a, b - a) for stage, _, a, b in spans if stage == what]
+            axis.broken_barh(bars, (row - 0.4, 0.8), color=colour)
+        axis.set_yticks((0, 1), ("denoising", "decoding"))
+        axis.invert_yaxis()
+        axis.set_title(name, loc="left", fontsize=10)
+    axes[-1].set_xlabel("seconds")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def memory(clips: int) -> dict[str, Any]:
+    """Returns the peak of the host's memory and the seconds of a run of so many clips."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "v.mp4"
+        flags = ["--task", "i2v-A14B", "--image", IMAGE, "--frame_num", FRAMES, "--sample_steps", 4]
+        flags += ["--clips", clips, "--chain", "latent", "--base_seed", 1, "--save_file", out]
+        command = [sys.executable, ROOT / "generate.py", *flags, "--offload_model", "false"]
+        begun = time.perf_counter()
+        subprocess.run([*map(str, command)], check=True, capture_output=True)
+        seconds = time.perf_counter() - begun
+        record = json.loads(out.with_suffix(".json").read_text())
+    return {"clips": clips, "seconds": seconds, **record["peak_memory_bytes"]}
+
+
+def main() -> None:
+    """Measures the gain, or with --memory what many clips take."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clips", type=int, default=6, help="of a video")
+    parser.add_argument("--memory", type=int, nargs="+", help="numbers of clips")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    results: list[Any] = []
+    for clips in options.memory or ():
+        results.append(memory(clips))
+        print(results[-1], flush=True)
+    if not options.memory:
+        for name, times in gains(options.rounds, options.clips).items():
+            overlapped, plain = times["overlap"], times["one after the other"]
+            share = ratios(overlapped, plain)
+            print(
+                f"{name}: {statistics.median(plain):.2f} s one after the other, "
+                f"{statistics.median(overlapped):.2f} s with overlap, ratio {share['median']:.3f} "
+                f"({share['min']:.3f} to {share['max']:.3f})",
+                flush=True,
+            )
+            results.append({"networks": name, "seconds": times, "ratio": share})
+        if options.plot:
+            plot(timelines(options.clips), options.plot)
+    write_json(options.json, CPU, results)
+
+
+if __name__ == "__main__":
+    main()

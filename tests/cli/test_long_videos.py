@@ -1,0 +1,170 @@
+"""Whole runs of videos of clips: files, stops that are gone on after, ranks, prompt files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import imageio
+import numpy as np
+import pytest
+
+from tests.conftest import slow
+from tests.dist import GENERATE, torchrun
+from wan.cli import main as generate
+
+
+def run(*argv: object) -> int:
+    return generate.main([str(argument) for argument in argv])
+
+
+def frames(path: Path) -> np.ndarray:
+    return np.stack(list(imageio.get_reader(path).iter_data()))
+
+
+@pytest.fixture(scope="module")
+def asked(tiny, image_path: Path) -> list[str]:
+    flags = ["--task", "i2v-A14B", "--ckpt_dir", tiny("i2v-A14B"), "--image", image_path]
+    flags += ["--size", "48*32", "--frame_num", "9", "--sample_steps", "2", "--base_seed", "7"]
+    return [*map(str, flags), "--chain", "latent", "--clip_prompts", "one", "two", "three", "four"]
+
+
+@pytest.fixture(scope="module")
+def whole(asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "v.mp4"
+    assert run(*asked, "--save_file", out) == 0
+    return out
+
+
+def test_a_video_of_clips(whole: Path, tmp_path: Path) -> None:
+    assert frames(whole).shape == (9 + 3 * 4, 32, 48, 3)
+    assert sorted(path.name for path in whole.parent.iterdir()) == ["v.json", "v.mp4"]
+    record = json.loads(whole.with_suffix(".json").read_text())
+    assert record["video"]["frames"] == 21 and record["seed"] == 7
+    assert record["settings"]["clip_prompts"] == ["one", "two", "three", "four"]
+    assert (record["settings"]["num_clip"], record["settings"]["chain"]) == (4, "latent")
+    again = tmp_path / "again.mp4"
+    assert run("--from_json", whole.with_suffix(".json"), "--save_file", again) == 0
+    assert (frames(again) == frames(whole)).all()
+
+
+def test_a_killed_run_goes_on_where_it_was(asked: list[str], whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "v.mp4"
+    command = [sys.executable, GENERATE, *asked, "--save_file", out]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
+    second = out.with_suffix(".clips") / "0002.safetensors"
+    end = time.monotonic() + 100
+    while not second.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert second.exists() and not out.exists()
+    made = {p.name: p.stat().st_mtime_ns for p in second.parent.glob("000[12].*")}
+    assert len(made) == 4
+    assert run(*asked, "--save_file", out, "--save_latents") == 0
+    assert out.read_bytes() == whole.read_bytes()
+    after = {p.name: p.stat().st_mtime_ns for p in second.parent.glob("000[12].*")}
+    assert after == made  # those were not made again
+
+
+def test_more_clips_of_a_video_that_is_there(
+    asked: list[str], whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, start = (
+        tmp_path / "v.mp4",
+        [*asked[:-5], "--save_latents", "--save_file", tmp_path / "v.mp4"],
+    )
+    assert run(*start, "--clip_prompts", "one", "two") == 0
+    assert frames(out).shape[0] == 13
+    assert run(*start, "--clip_prompts", "one", "two", "three", "four") == 0
+    assert "2 of 4 clips are in" in capfd.readouterr().out
+    assert (frames(out) == frames(whole)).all()
+    assert run(*start, "--clip_prompts", "one", "other", "three") == 0
+    assert "clip 2 is made again: it differs in prompt" in capfd.readouterr().out
+    assert (frames(out)[:9] == frames(whole)[:9]).all()
+    assert (frames(out)[9:] != frames(whole)[9:17]).any()
+
+
+def test_damaged_clips_are_made_again(asked: list[str], whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "v.mp4"
+    assert run(*asked, "--save_file", out, "--save_latents") == 0
+    (out.with_suffix(".clips") / "0002.safetensors").write_bytes(b"half")
+    assert run(*asked, "--save_file", out) == 0
+    assert out.read_bytes() == whole.read_bytes()
+    assert not out.with_suffix(".clips").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--offload_model", "block"],
+        ["--overlap_decoding", "--offload_model", "false"],
+        slow(["--overlap_decoding"]),
+        slow(["--offload_model", "false"]),
+        slow(["--text_kv_cache", "false"]),
+    ],
+    ids=str,
+)
+def test_what_changes_no_bit(
+    flags: list[str], asked: list[str], whole: Path, tmp_path: Path
+) -> None:
+    assert run(*asked, *flags, "--save_file", tmp_path / "v.mp4") == 0
+    assert (frames(tmp_path / "v.mp4") == frames(whole)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_make_one_video(asked: list[str], whole: Path, tmp_path: Path) -> None:
+    """In every mode and with FSDP; a stopped group's video is continued by another one."""
+    ways = {
+        "0": [],
+        "1": ["--comm_type", "1"],
+        "2": ["--comm_type", "2", "--vae_parallel"],
+        "fsdp": ["--dit_fsdp", "--t5_fsdp"],
+    }
+    made = {}
+    for name, flags in ways.items():
+        out = tmp_path / f"{name}.mp4"
+        done = torchrun(2, *asked, "--ulysses_size", "2", *flags, "--save_file", out)
+        assert done.returncode == 0, done.stdout + done.stderr
+        made[name] = frames(out)
+    assert (made["1"] == made["0"]).all()
+    for name in ("2", "fsdp"):
+        assert np.abs(made[name].astype(int) - made["0"]).mean() < 0.05
+    assert np.abs(made["0"].astype(int) - frames(whole)).mean() < 0.05
+    out = tmp_path / "continued.mp4"
+    start = [*asked[:-5], "--save_latents", "--save_file", out]
+    assert run(*start, "--clip_prompts", "one", "two") == 0
+    both = ["--ulysses_size", "2", "--clip_prompts", "one", "two", "three", "four"]
+    done = torchrun(2, *start, *both)
+    assert done.returncode == 0 and "2 of 4 clips are in" in done.stdout + done.stderr
+    assert np.abs(frames(out).astype(int) - frames(whole)).mean() < 0.05
+
+
+@pytest.mark.slow
+def test_a_step_cache_begins_anew_with_each_clip(asked: list[str], tmp_path: Path) -> None:
+    flags = ["--step_cache", "steps:1,3", "--sample_steps", "6", "--step_cache_force"]
+    assert run(*asked, *flags, "--save_file", tmp_path / "v.mp4") == 0
+    cache = json.loads((tmp_path / "v.json").read_text())["step_cache"]
+    assert cache["computed"]["cond"] == [0, 1, 3]
+
+
+def test_a_prompt_file(asked: list[str], whole: Path, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": ["one", "two", "three", "four"], "save_file": "long.mp4"},
+        {"prompt": "one", "clips": 2, "save_file": "two.mp4"},
+        {"prompt": ["one", "two"], "clips": 3},
+    ]
+    (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shared = [*asked[:-5], "--prompt_file", tmp_path / "l.jsonl", "--save_file", tmp_path / "out"]
+    assert run(*shared) == 1  # the third line
+    assert (frames(tmp_path / "out" / "long.mp4") == frames(whole)).all()
+    assert frames(tmp_path / "out" / "two.mp4").shape[0] == 13
+    summary = json.loads((tmp_path / "out" / "l.summary.json").read_text())
+    assert "The number of clip_prompts and num_clip 3 differ" in summary["refused"]["3"].replace(
+        "--", ""
+    )

@@ -1,0 +1,217 @@
+"""Teaches the demo checkpoint to continue a video clip by clip, as a LoRA for each i2v expert.
+
+    python -m tools.demo.chain --state STATE --clips 1800
+    python -m tools.demo.chain --state STATE --expert high_noise    (and low_noise)
+    python -m tools.demo.chain --state STATE --out examples/demo/I2V-A14B-chain-lora
+    python -m tools.demo.chain --score examples/demo/I2V-A14B-chain-lora --prompts 10
+
+What a clip is given is that of SVI 2.0 Pro: the picture, the last latent of the clip before, and a
+mask of the picture alone. In training that latent is blurred by noise, as the network's own errors
+will do. A video is one shape on its way from corner to corner; a clip is a way. The scores compare
+videos of twenty clips with the plain chain, in which a clip begins with the last frame.
+Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+
+from tools.demo.dit import sigmas
+from tools.demo.evaluate import as_pixels
+from tools.demo.last_image import base
+from tools.demo.lora import contexts, run, with_lora
+from tools.demo.render import render
+from tools.demo.scenes import (
+    BACKGROUNDS,
+    COLOURS,
+    REACH,
+    SHAPES,
+    SIZES,
+    Actor,
+    Scene,
+    caption,
+    is_held_out,
+)
+from tools.demo.score import foreground, largest_part
+from tools.demo.training import Training, save_atomically
+from wan.settings.presets import PRESETS
+
+FRAMES, TOKENS, CLIPS, BATCH = 17, 80, 3, 24  # of a clip; clips of a training video; of a step
+RANK, SEED, DROPPED, BLUR = 16, 6000, 0.1, 0.3
+LONG, SHOWN = 20, (1, 2, 5, 10, 20)  # clips of a score's video; after which it is measured
+Pixels = NDArray[np.uint8]
+
+
+def ways(seed: int, index: int, count: int) -> list[Scene]:
+    """The clips of a video: a shape that goes from corner to corner, each time along one side."""
+    random = np.random.default_rng([seed, index])
+    while True:
+        colour, shape = str(random.choice(COLOURS)), str(random.choice(SHAPES))
+        size, background = str(random.choice(tuple(SIZES))), str(random.choice(BACKGROUNDS))
+        actor = Actor(shape, colour, size, "left", (0, 0), (0, 0))
+        if is_held_out(Scene(background, (actor,))) == (seed != SEED):
+            break
+    far = (0.49 - SIZES[size] * REACH) * random.uniform(0.7, 0.95)
+    corner = [int(random.choice((-1, 1))) for _ in range(2)]
+    found = []
+    for _ in range(count):
+        axis, start = int(random.integers(2)), tuple(0.5 + far * side for side in corner)
+        motion = (("right", "left"), ("down", "up"))[axis][corner[axis] > 0]
+        corner[axis] = -corner[axis]
+        end = tuple(0.5 + far * side for side in corner)
+        way = replace(actor, motion=motion, start=(start[0], start[1]), end=(end[0], end[1]))
+        found.append(Scene(background, (way,)))
+    return found
+
+
+def drawn(clips: list[Scene]) -> Iterator[Pixels]:
+    """What each clip shows, [FRAMES,H,W,3]; later ones begin with the picture and four frames."""
+    picture, before = None, None
+    for scene in clips:
+        if picture is None or before is None:
+            frames = render(scene, FRAMES, 64)
+            picture = frames[:1]
+        else:
+            new = render(scene, FRAMES - 4, 64)[1:]  # its first frame is the last one before
+            frames = np.concatenate((picture, before[-4:], new))
+        yield frames
+        before = frames
+
+
+@torch.inference_mode()
+def make_clips(state: Path, count: int) -> None:
+    """Write latents of clips [N,16,f,h,w], CLIPS of each video, unless they are there."""
+    file = state / "chain.pt"
+    if file.exists():
+        return
+    encode, clean = base()._pipeline.vae.get().encode, []
+    for index in range(count // CLIPS):
+        for frames in drawn(ways(SEED, index, CLIPS)):
+            video = torch.from_numpy(frames).permute(3, 0, 1, 2).float() / 127.5 - 1
+            clean.append(encode(video))
+    save_atomically(torch.stack(clean), file)
+
+
+def train(state: Path, part: str, steps: int, peak: float) -> None:
+    """Flow matching as in `tools.demo.dit`; a clip is given what SVI 2.0 Pro's are."""
+    torch.manual_seed(0)
+    model = base()
+    network = with_lora(model, part, RANK)
+    clean = torch.load(state / "chain.pt", mmap=True)
+    texts = [
+        caption(scene, np.random.default_rng([SEED, index, place]))
+        for index in range(len(clean) // CLIPS)
+        for place, scene in enumerate(ways(SEED, index, CLIPS))
+    ]
+    told = contexts(model, [*texts, ""])
+    training = Training(network, state / f"chain_{part}.pt", steps=steps, peak=peak)
+    while not training.done:
+        random = np.random.default_rng([8, training.step])
+        rows = torch.from_numpy(random.integers(len(clean), size=BATCH))
+        noise = torch.from_numpy(random.standard_normal(clean[rows].shape, dtype=np.float32))
+        sigma = sigmas(random, BATCH, PRESETS["i2v-A14B"], part)
+        x = torch.lerp(clean[rows], noise, sigma.view(-1, 1, 1, 1, 1))
+        y = torch.zeros(BATCH, 20, *clean.shape[2:])
+        y[:, :4, 0] = 1
+        y[:, 4:, 0] = clean[rows, :, 0]
+        later = rows % CLIPS > 0
+        motion = clean[rows[later] - 1][:, :, -1]
+        blur = torch.from_numpy(random.random((len(motion), 1, 1, 1), dtype=np.float32)) * BLUR
+        error = torch.from_numpy(random.standard_normal(motion.shape, dtype=np.float32))
+        y[later, 4:, 1] = motion + blur * error
+        text = [told[-1 if random.random() < DROPPED else row] for row in rows.tolist()]
+        found = network(list(x), 1000 * sigma, text, TOKENS, list(y))
+        training.update(F.mse_loss(torch.stack(found), noise - clean[rows]))
+
+
+def score(folder: Path, videos: int) -> None:
+    """Drift of videos of twenty clips with the LoRA, and of the plain chain without it."""
+    print("| Chain | Clips | Colour | Background | Area | Wrong ways, % | Jump at a join, pixels |")
+    print("|---|---|---|---|---|---|---|")
+    strips = []
+    for name, loading in (("last latent, LoRA", {"lora_dir": str(folder)}), ("last frame", {})):
+        model, found = base(**loading), []
+        for number in range(videos):
+            clips = ways(SEED + 1, number, LONG)
+            frames = long_video(model, clips, number, bool(loading))
+            found.append(_drift(frames, clips, 5 if loading else 1))
+            strips.append(_strip(frames, 5 if loading else 1))
+        means = np.nanmean(np.array(found), axis=0)
+        for after in SHOWN:
+            colour, background, area, wrong, jump = means[after - 1]
+            print(
+                f"| {name} | {after} | {colour:.0f} | {background:.0f} | {area:.2f} "
+                f"| {100 * wrong:.0f} | {jump:.1f} |",
+                flush=True,
+            )
+    order = [row for number in range(videos) for row in (strips[number], strips[videos + number])]
+    Image.fromarray(np.concatenate(order[:8])).save(folder.with_suffix(".png"))
+
+
+def long_video(model: Any, clips: list[Scene], seed: int, latents: bool) -> Pixels:
+    """Twenty clips in one call, [F,H,W,3]."""
+    made = model.generate(
+        "",
+        Image.fromarray(next(drawn(clips))[0]),
+        max_area=64 * 64,
+        frame_num=FRAMES,
+        seed=seed,
+        sampling_steps=20,
+        guide_scale=1.0,
+        offload_model=False,
+        chain="latent" if latents else "frame",
+        clip_prompts=[caption(scene) for scene in clips],
+    )
+    return as_pixels(made)
+
+
+def _drift(frames: Pixels, clips: list[Scene], again: int) -> NDArray[np.floating[Any]]:
+    """For each clip: distances of colours (0 to 441) and area to the picture's, wrong way, jump."""
+    masks = np.stack([largest_part(mask) for mask in foreground(frames.astype(np.float32))])
+    ends = FRAMES + (FRAMES - again) * np.arange(len(clips))  # of each clip, in the video
+    first, rows = 0, []
+    picture = _seen(frames[0], masks[0])
+    for scene, end in zip(clips, ends, strict=True):
+        last = _seen(frames[end - 1], masks[end - 1])
+        colour, background = (np.linalg.norm(last[n] - picture[n]) for n in (0, 1))
+        start, stop = _centre(masks[max(first - 1, 0)]), _centre(masks[end - 1])
+        actor = scene.actors[0]
+        asked = np.array(actor.end) - np.array(actor.start)
+        right = float(np.dot(stop - start, asked)) > 0.3 * 64 * float(asked @ asked)
+        steps = np.linalg.norm(
+            np.diff([_centre(m) for m in masks[max(first - 1, 0) : end]], axis=0), axis=1
+        )
+        jump = max(steps[0] - np.median(steps), 0.0) if first else np.nan
+        rows.append((colour, background, last[2] / picture[2], not right, jump))
+        first = int(end)
+    return np.array(rows)
+
+
+def _seen(frame: Pixels, mask: NDArray[np.bool_]) -> tuple[Any, Any, float]:
+    """Mean colours of the shape and of the background, and the shape's area."""
+    shape = frame[mask].mean(0) if mask.any() else np.zeros(3)
+    return shape, frame[~mask].mean(0), float(mask.sum())
+
+
+def _centre(mask: NDArray[np.bool_]) -> NDArray[np.floating[Any]]:
+    rows, columns = np.nonzero(mask)
+    return np.array([columns.mean(), rows.mean()]) if len(rows) else np.full(2, np.nan)
+
+
+def _strip(frames: Pixels, again: int) -> Pixels:
+    """The picture and the last frame of every clip, side by side."""
+    places = [0, *(FRAMES - 1 + (FRAMES - again) * np.arange(LONG))]
+    return np.concatenate([frames[place] for place in places], axis=1)
+
+
+if __name__ == "__main__":
+    run((__doc__ or "").splitlines()[0], "chain", make_clips, train, score, steps=1500)
