@@ -37,7 +37,7 @@ MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
 
 
 @dataclass(frozen=True)
-class Beside:
+class BlockInputs:
     """What the blocks of one forward are given beside the residual stream.
 
     Attributes:
@@ -51,7 +51,7 @@ class Beside:
     info: ForwardInfo
 
 
-After = Callable[[Tensor, Beside], Tensor]
+After = Callable[[Tensor, BlockInputs], Tensor]
 """after(x_BLC, beside): the residual stream, which it may update in place in inference."""
 
 
@@ -211,7 +211,7 @@ class WanModel(nn.Module):
         rope = given.rope if given else self.rope.get(grid, x_BCFHW.device, self.tokens.shard)
         text, after = self._text(context, clip_fea), given.after if given else {}
         info = ForwardInfo(self.tokens.runs(lengths), rope, sum(lengths), step)
-        beside = Beside(e0_BR6C, text, info)
+        beside = BlockInputs(e0_BR6C, text, info)
 
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
             if given is not None and given.begin is not None and first == 0:

@@ -22,7 +22,7 @@ from wan.kernels.base import StepInfo
 from wan.modules.blocks import BlockSizes, WanAttentionBlock
 from wan.modules.framewise import added, check_shapes
 from wan.modules.interfaces import Collaborators
-from wan.modules.model import After, Beside, Conditioning, WanModel, embedded, patches
+from wan.modules.model import After, BlockInputs, Conditioning, WanModel, embedded, patches
 from wan.modules.textcache import TextKV
 from wan.settings.presets import CONTROL_CHANNELS
 from wan.settings.schedule import Grid
@@ -117,7 +117,7 @@ class VaceWanModel(WanModel):
             stream["x"] = x_BLC.clone()  # the first block changes it in place
 
         def after(layer: int) -> After:
-            def add_hint(x_BLC: Tensor, beside: Beside) -> Tensor:
+            def add_hint(x_BLC: Tensor, beside: BlockInputs) -> Tensor:
                 index, before = self.injected[layer], stream.pop("x", None)
                 if before is not None:
                     own = self.tokens.shard(patches(control[None], self.patch_size), grid)
@@ -160,7 +160,7 @@ class ControlBlock(WanAttentionBlock):
         self.after_proj = nn.Linear(sizes.dim, sizes.dim)
 
     def forward(  # type: ignore[override]
-        self, c_BLC: Tensor, x_BLC: Tensor | None, beside: Beside, kv: TextKV | None
+        self, c_BLC: Tensor, x_BLC: Tensor | None, beside: BlockInputs, kv: TextKV | None
     ) -> tuple[Tensor, Tensor, TextKV]:
         """One block.
 
