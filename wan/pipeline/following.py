@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wan.settings.command import Control, Sounds
+from wan.settings.command import Controlled, Sounds
 from wan.settings.errors import InputError
 from wan.settings.fields import options
 from wan.settings.presets import Preset
@@ -57,7 +57,7 @@ def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos
 
 def control(values: Values, preset: Preset, plan: bool = False) -> ControlSources | None:
     """Looks into what a video of VACE is made from."""
-    given = [name for name in options(Control) if values.get(name)]
+    given = [name for name in options(Controlled) if values.get(name)]
     if preset.kind != "vace":
         if given:
             remedy = f"use vace-1.3B, vace-14B or vace-A14B, or drop `{given[0]}`"

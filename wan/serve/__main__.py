@@ -16,7 +16,7 @@ from wan.checkpoint.files import opened
 from wan.cli import failures, flags, main
 from wan.cli.flags import Parser
 from wan.log import logger
-from wan.settings.command import Control, Driving, Earlier, Images, Many, Planning, Sounds
+from wan.settings.command import Controlled, Driving, Earlier, Images, Many, Planning, Sounds
 from wan.settings.errors import InputError, exit_code
 from wan.settings.fields import options
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _OF_ONE = {
     *(
         name
-        for kind in (Images, Sounds, Driving, Control, Planning, Many)
+        for kind in (Images, Sounds, Driving, Controlled, Planning, Many)
         for name in options(kind)
     ),
     *options(Earlier),

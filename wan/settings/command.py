@@ -58,7 +58,7 @@ class Driving:
 
 
 @dataclass(frozen=True)
-class Control:
+class Controlled:
     """What a video of VACE is made from."""
 
     src_video: Path | None = option(
