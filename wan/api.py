@@ -223,6 +223,47 @@ class WanAnimate(Generator):
         return {**call, "input_prompt": prompt, "frame_num": call.pop("clip_len"), "img": None}
 
 
+class WanVace(Generator):
+    """A video, a mask, pictures and text to video: vace-1.3B, vace-14B and vace-A14B."""
+
+    kind = "vace"
+
+    def generate(
+        self,
+        input_prompt: str,
+        src_video: str | None = None,
+        src_mask: str | None = None,
+        src_ref_images: Any = None,
+        size: tuple[int, int] = (1280, 720),
+        frame_num: int = DefaultInt(81),
+        context_scale: Any = 1.0,
+        shift: float = DefaultFloat(5.0),
+        sample_solver: str = DefaultStr("unipc"),
+        sampling_steps: int = DefaultInt(50),
+        guide_scale: GuideScale = _GUIDANCE,
+        n_prompt: str = "",
+        seed: int | None = -1,
+        offload_model: Offload = True,
+        *,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        output_type: str = "pt",
+        **settings: Any,
+    ) -> Tensor | None:
+        """Makes one video; see `WanT2V.generate`.
+
+        Args:
+            input_prompt: What to show.
+            src_video: A video that is changed, or that controls the new one.
+            src_mask: A video that is white where something new is made; as large and as long.
+            src_ref_images: A picture, or a list of them; each like `img` of `WanI2V.generate`.
+            size: (width, height) in pixels; with `src_video` its area counts.
+            frame_num: 4n+1; by default at most as many as `src_video` has.
+            context_scale: The weight of the control, or one for each control block.
+        """
+        return self._generate(locals())
+
+
 class WanTI2V(Generator):
     """Text, with or without a first image, to video: ti2v-5B."""
 

@@ -22,7 +22,7 @@ from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
 from wan.pipeline.batch import Batch, Job
-from wan.pipeline.following import clips, driving, moves, sounds
+from wan.pipeline.following import clips, control, controlled, driving, moves, sounds
 from wan.pipeline.pipeline import Inputs
 from wan.pipeline.setup import Setup
 from wan.run import ask, make_setup
@@ -30,14 +30,18 @@ from wan.settings.command import Loras, NetworkFiles
 from wan.settings.errors import InputError, spoken
 from wan.settings.execution import OFFLOAD, Offload
 from wan.settings.fields import fill, options
-from wan.settings.flags import KEYWORDS, PYTHON, for_loading, is_for, read
+from wan.settings.flags import FLAGS, KEYWORDS, PYTHON, for_loading, is_for, read
 from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request
 from wan.settings.values import choice, integer, shown, switch
 
 _NETWORKS = {"high_noise_model": "high_noise", "low_noise_model": "low_noise", "model": "dit"}
 _IMAGES = ("image", "last_image")
-_OPTIONAL = ("base_seed", "audio", "pose_video", "num_clip", "src_root_path")
+_OPTIONAL = (
+    *("base_seed", "audio", "pose_video", "num_clip", "src_root_path"),
+    *("src_video", "src_mask"),
+)
+_PICTURES = "src_ref_images"
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
 
 
@@ -288,7 +292,13 @@ class Generator:
             None if named.get(name) is None else images.from_value(named[name], name)
             for name in _IMAGES
         )
-        absent = {*_IMAGES, *(n for n in (*_OPTIONAL, *call["settings"]) if named.get(n) is None)}
+        pictures = _pictures(named.get(_PICTURES))
+        absent = {
+            *_IMAGES,
+            _PICTURES,
+            *(n for n in (*_OPTIONAL, *call["settings"]) if named.get(n) is None),
+        }
+        absent.add(_PICTURES)
         given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
         values = self._values | read(given)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt
@@ -311,6 +321,11 @@ class Generator:
             moving = driving(values, self._preset)
             values |= moves(values, self._preset, moving, below)
             inputs = replace(inputs, driving=moving)
+        if self._preset.kind == "vace":
+            sources = control(values | {_PICTURES: pictures}, self._preset)
+            values |= controlled(values, self._preset, sources, below)
+            inputs = replace(inputs, sources=sources)
+            size = None if sources is None else sources.size
         boundary = {"boundary": self.config.get("boundary")}
         edited = boundary["boundary"] not in (None, self._preset.boundary)
         values, below = (values | boundary, below) if edited else (values, below | boundary)
@@ -362,6 +377,16 @@ def _world(use_sp: bool) -> int:
             "several; start with torchrun and call init_process_group first."
         )
     return world
+
+
+def _pictures(value: Any) -> tuple[Any, ...]:
+    """Returns the pictures of VACE: one, a list of them, or paths as on the command line."""
+    if value is None:
+        return ()
+    several = [*value] if isinstance(value, list | tuple) else [value]
+    if all(isinstance(one, str | Path) for one in several):
+        return FLAGS[_PICTURES].read(f"`{_PICTURES}`", several) if several else ()
+    return tuple(several)
 
 
 def _motion(value: Any, request: Request) -> Tensor | None:

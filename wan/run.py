@@ -21,7 +21,15 @@ from wan.cache import policy
 from wan.checkpoint import lora, quantised
 from wan.checkpoint.files import fingerprint, read_json
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
-from wan.pipeline.following import check_chain, clips, driving, moves, sounds
+from wan.pipeline.following import (
+    check_chain,
+    clips,
+    control,
+    controlled,
+    driving,
+    moves,
+    sounds,
+)
 from wan.pipeline.setup import Setup
 from wan.pipeline.video import check_start, latents_shape
 from wan.settings import parallel, recipes, step_cache
@@ -50,6 +58,7 @@ if TYPE_CHECKING:
     from wan.pipeline.driving import DrivingVideos
     from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.pipeline import Inputs
+    from wan.pipeline.sources import ControlSources
 
 MAX_RANKS = 4096  # that --plan plans for
 _DEMOS = Path(__file__).resolve().parents[1] / "examples" / "demo"  # trained, in the repository
@@ -102,6 +111,7 @@ class Run:
         sound: The sound to follow.
         pose: The video whose poses are taken over.
         driving: What moves a character.
+        sources: What a video of VACE is made from.
         extension: How the prompt is extended.
         decode_latents: The latents that are only decoded.
         fixed_latents: The latents that denoising starts from.
@@ -124,6 +134,7 @@ class Run:
     sound: Sound | None
     pose: PoseVideo | None
     driving: DrivingVideos | None
+    sources: ControlSources | None
     extension: PromptExtension | None
     decode_latents: Path | None
     fixed_latents: Path | None
@@ -171,6 +182,7 @@ class Run:
             sound=self.sound,
             pose=self.pose,
             driving=self.driving,
+            sources=self.sources,
             start=None if self.fixed_latents is None else load_latents(self.fixed_latents),
         )
 
@@ -207,6 +219,8 @@ class Run:
         found["the content of --fixed_latents"] = {"hash": start and fingerprint([start])}
         moving = {"hash": self.driving and fingerprint(self.driving.files)}
         found["the content of --src_root_path"] = moving
+        made_from = {"hash": self.sources and fingerprint(self.sources.files)}
+        found["the content of --src_video, --src_mask and --src_ref_images"] = made_from
         for line in self.lines:
             asked: Any = None
             if line.run is not None:  # a few bytes stand for the settings of a line
@@ -220,7 +234,7 @@ class Run:
 
 def _shared(settings: Values) -> dict[str, Any]:
     """Leaves out what may differ between ranks: paths and the seed."""
-    own = (*PATHS, *options(Loras), "base_seed")
+    own = (*PATHS, *options(Loras), "src_ref_images", "base_seed")
     return {name: value for name, value in settings.items() if name not in own}
 
 
@@ -257,6 +271,8 @@ def resolve(
     size = None if image is None else image.size
     sound, pose = (None, None) if decodes else sounds(values, preset, lacks)
     moving = None if decodes else driving(values, preset, lacks)
+    sources = None if decodes else control(values, preset, lacks)
+    size = sources.size if sources is not None else size
     chosen = fill(NetworkFiles, values)
     folder, is_demo = _checkpoint_folder(values, preset, chosen)
     meant = tuple(PRESETS[name] for name in (task, ALIASES.get(task)) if name in PRESETS)
@@ -277,6 +293,7 @@ def resolve(
         values = {**values, **clips(values, preset, sound, defaults)}
     elif preset.kind == "animate":
         values = {**values, **moves(values, preset, moving, defaults)}
+    values = {**values, **controlled(values, preset, sources, defaults)}
     setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
     check_start(values.get("fixed_latents"), request.latent_shape)
     if not plan:
@@ -284,6 +301,8 @@ def resolve(
         for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
             checkpoint.require(part)
     fps = request.fps if moving is None else defaults.get("fps", moving.fps)
+    if sources is not None and sources.fps is not None:
+        fps = sources.fps
     name = {"save_file": Path(generated_name(task, request)), "fps": fps}
     output = fill(Output, name | {**values})
     demo = folder if is_demo and not plan else None
@@ -296,6 +315,7 @@ def resolve(
         sound=sound,
         pose=pose,
         driving=moving,
+        sources=sources,
         extension=fill(PromptExtension, values) if values.get("use_prompt_extend") else None,
         decode_latents=values.get("decode_latents"),
         fixed_latents=values.get("fixed_latents"),
@@ -331,7 +351,7 @@ def _decide(
     t, h, w = preset.vae_stride
     stored = {"frame_num": (frames - 1) * t + 1, "size": (width * w, height * h)}
     for name in stored.keys() & values.keys():
-        of_image = name == "size" and "image" in values  # whose aspect ratio decides
+        of_image = name == "size" and {"image", "src_video"} & {*values}  # whose ratio decides
         if values[name] != stored[name] and not of_image:
             why = f"holds latents whose {name} is {stored[name]}, and its settings say "
             why, remedy = f"{why}{values[name]}", "take the file as generate.py wrote it"
@@ -476,6 +496,9 @@ def _images(values: Values, preset: Preset, plan: bool) -> tuple[Image | None, I
     """Reads the images to start from and to end with."""
     if "image" in values and preset.kind == "animate":
         remedy = "drop it; the picture is src_ref.png in `src_root_path`"
+        raise InputError("`task`", preset.task, "takes no `image`", remedy)
+    if "image" in values and preset.kind == "vace":
+        remedy = "give pictures with `src_ref_images`, or drop it"
         raise InputError("`task`", preset.task, "takes no `image`", remedy)
     if "image" in values and preset.kind == "t2v":
         remedy = "use i2v-A14B or ti2v-5B, or drop the image"

@@ -152,6 +152,11 @@ REFUSED = {
     "image": ({"input_reference": "data:image/png;base64,AAAA"}, "takes no ", None),
     "path": ({"image": "/etc/passwd"}, "image must be an uploaded file", "image"),
     "other path": ({"audio": "/etc/passwd"}, "audio must be an uploaded file", "audio"),
+    "other picture": (
+        {"src_ref_images": "/etc/passwd"},
+        "src_ref_images must be an uploaded file",
+        "src_ref_images",
+    ),
     "folder": ({"src_root_path": "/etc"}, "src_root_path is not a known field", None),
     "save_file": ({"save_file": "x.mp4"}, "save_file is not taken; the video is fetched", None),
     "latents": ({"latent_path": "x"}, "latent_path is not taken", None),

@@ -48,4 +48,4 @@ def test_the_readme_names_every_task(task: str) -> None:
     """With the folder of its weights."""
     lines = (REPO / "README.md").read_text().splitlines()
     row = [line for line in lines if line.startswith("|") and f"`{task}`" in line]
-    assert any(f"Wan-AI/{PRESETS[task].folder}`" in line for line in row)
+    assert any(f"/{PRESETS[task].folder}`" in line for line in row)

@@ -37,7 +37,7 @@ VALUES: dict[str, list[Any]] = {
     "window_size": [None, 5, [5, 5], "global"],
     "qk_norm": [None, 0, "yes", False, []],
     "cross_attn_norm": [None, 1, False],
-    "model_type": [None, "vace", 5, [], {}, ["t2v"]],
+    "model_type": [None, "vase", 5, [], {}, ["t2v"]],
 }
 
 
@@ -229,9 +229,9 @@ def test_two_experts_are_alike(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_a_network_of_another_class(folder: Path) -> None:
-    set_config(folder, _class_name="VaceWanModel")
+    set_config(folder, _class_name="VaseWanModel")
     said = refusal(folder)
-    assert f"{folder / 'config.json'} is of the class VaceWanModel, which is not supported" in said
+    assert f"{folder / 'config.json'} is of the class VaseWanModel, which is not supported" in said
 
 
 @pytest.fixture

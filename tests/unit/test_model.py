@@ -237,7 +237,7 @@ def test_axis_sizes() -> None:
         ({"num_heads": 5}, "5 heads"),
         ({"num_heads": 16}, "even size"),
         ({"window_size": (8, 8)}, "only global attention"),
-        ({"model_type": "vace"}, "known types"),
+        ({"model_type": "vase"}, "known types"),
     ],
 )
 def test_networks_that_do_not_exist(change: dict, sentence: str) -> None:

@@ -342,6 +342,9 @@ def within(least: dict[str, int], stages: dict[str, int]) -> bool:
         slow(("--task", "t2v-A14B", *HD, *EIGHT)),
         slow(("--task", "t2v-1.3B", "--precision", "fp32", "--offload_model", "false")),
         slow(("--task", "ti2v-5B", "--ulysses_size", "8", "--dit_fsdp", "--t5_fsdp")),
+        slow(("--task", "vace-1.3B")),
+        slow(("--task", "vace-14B", "--offload_model", "block")),
+        slow(("--task", "vace-A14B", "--ulysses_size", "8", "--dit_fsdp")),
     ],
 )
 def test_the_bound_lies_a_little_below(argv: tuple[str, ...]) -> None:

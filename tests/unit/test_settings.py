@@ -244,6 +244,7 @@ def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path, name: 
 # Flag -> (a value that is not its default as text, the same read, flags that it goes with).
 TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusion",)
 EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
+VACE = ("--task", "vace-14B")
 ANIMATE, I2V = ("--task", "animate-14B"), ("--task", "i2v-A14B")
 CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt": ("a dog", "a dog", ()),
@@ -258,6 +259,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "start_from_ref": ("true", True, S2V),
     "refert_num": ("5", 5, ANIMATE),
     "replace_flag": ("true", True, ANIMATE),
+    "conditioning_scale": ("0.5", (0.5,), VACE),
     "sample_solver": ("dpm++", "dpm++", ()),
     "timesteps": ("1000,500.5", (1000.0, 500.5), ("--sample_solver", "dmd")),
     "boundary_step": ("3", 3, ()),
@@ -338,6 +340,7 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
     *("dit", "dit_high_noise", "dit_low_noise", "text_encoder", "vae"),
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "use_relighting_lora", "recipe"),
     *("audio", "pose_video", "audio_sync", "src_root_path"),
+    *("src_video", "src_mask", "src_ref_images"),
     *(
         "plan",
         "device_memory",

@@ -9,14 +9,16 @@ from typing import Any, TypedDict, cast
 
 from wan.checkpoint.files import TensorInfo, read_json
 from wan.settings.errors import InputError
-from wan.settings.presets import Preset
+from wan.settings.presets import CONTROL_CHANNELS, Preset
 from wan.settings.sound import INJECT_LAYERS, STATED
 from wan.settings.values import shown
 
 KINDS = {16: "t2v", 36: "i2v", 48: "ti2v"}  # by input channels of the patch embedding
-MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate")
+MODEL_TYPES = (*KINDS.values(), "flf2v", "s2v", "animate", "vace")
 SOUND = "casual_audio_encoder.weights"  # a tensor that S2V alone has; the spelling is official
 FACE = "face_adapter.fuser_blocks.0.linear1_q.weight"  # likewise Animate
+CONTROL = "vace_patch_embedding.weight"  # likewise VACE
+IN_BLOCKS = ("blocks.", "vace_blocks.")  # what the names of tensors in blocks begin with
 _HEAD_SIZE = "face_adapter.fuser_blocks.0.q_norm.weight"
 
 
@@ -50,6 +52,18 @@ class SoundConfig(DitConfig):
     audio_inject_layers: tuple[int, ...]
 
 
+class ControlConfig(DitConfig):
+    """Those of VACE's network."""
+
+    vace_layers: tuple[int, ...]
+    vace_in_dim: int
+
+
+def control_layers(config: DitConfig) -> tuple[int, ...]:
+    """The blocks of VACE's network behind which there is a control block; none of others."""
+    return cast(ControlConfig, config).get("vace_layers", ())
+
+
 def published_config(preset: Preset) -> DitConfig:
     """The configuration that a task's networks were published with."""
     config = {
@@ -74,6 +88,9 @@ def published_config(preset: Preset) -> DitConfig:
     if preset.kind == "s2v":
         sound = {"audio_dim": 1024, "num_audio_token": 4, "audio_inject_layers": INJECT_LAYERS}
         config |= sound
+    if preset.kind == "vace":
+        layers = tuple(range(0, preset.num_layers, preset.control_every))
+        config |= {"vace_layers": layers, "vace_in_dim": CONTROL_CHANNELS}
     return cast(DitConfig, config)
 
 
@@ -96,9 +113,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (lambda value: type(value) is float and 0 < value < 1, "a number between 0 and 1"),
 }
 _CLASSES = (
-    *("WanModel", "WanModel_S2V", "WanAnimateModel"),
-    *("WanTransformer3DModel", "WanAnimateTransformer3DModel"),
+    *("WanModel", "WanModel_S2V", "WanAnimateModel", "VaceWanModel"),
+    *("WanTransformer3DModel", "WanAnimateTransformer3DModel", "WanVACETransformer3DModel"),
 )
+_VACE = "vace_blocks."
 _DEFAULTS = {"text_len": 512, "window_size": (-1, -1), "eps": 1e-6}
 
 
@@ -116,7 +134,8 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
         if key in stated and not fits(stated[key]):
             raise _damaged(path, key, stated[key], allowed)
     kind = kind_of(tensors, told["in_dim"]) or "t2v"
-    if (said := stated.get("model_type", kind)) != kind and {said, kind} & {"s2v", "animate"}:
+    said = stated.get("model_type", kind)
+    if said != kind and (said == "vace" or {said, kind} & {"s2v", "animate"}):
         why = f"is {shown(said)}, but the tensors are those of {kind}"
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
     heads = max(told["dim"] // 128, 1)  # the published networks' head size
@@ -128,13 +147,15 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
         raise InputError(f"{path}: num_heads", None, why, "download config.json again")
     if kind == "s2v":
         config |= _sound_config(path, tensors, config)
+    if kind == "vace":
+        config |= _control_config(path, tensors, config["num_layers"])
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
     return cast(DitConfig, frozen)
 
 
 def kind_of(tensors: Collection[str], in_dim: int) -> str | None:
     """Tells what conditions a network from the names of its tensors and its input channels."""
-    special = {SOUND: "s2v", FACE: "animate"}
+    special = {SOUND: "s2v", FACE: "animate", CONTROL: "vace"}
     return next((kind for name, kind in special.items() if name in tensors), KINDS.get(in_dim))
 
 
@@ -169,6 +190,33 @@ def _sound_config(
         allowed = f"{len(injectors)} different layers below {config['num_layers']}"
         raise _damaged(path, "audio_inject_layers", layers, allowed)
     return told | {"audio_inject_layers": tuple(sorted(layers))}
+
+
+def _control_config(
+    path: Path, tensors: Mapping[str, TensorInfo], num_layers: int
+) -> dict[str, Any]:
+    """Describes what VACE's network has beside the others.
+
+    Without `vace_layers` its control blocks are at equal distances, as in all published networks.
+    """
+    stated = read_json(path) if path.is_file() else {}
+    shape, names = tensors[CONTROL].shape, {n.split(".")[1] for n in tensors if n.startswith(_VACE)}
+    count = len(names)
+    if len(shape) != 5 or not count or names != {str(index) for index in range(count)}:
+        why = "lacks tensors of the control of its network"
+        raise InputError(f"{path.parent}", None, why, "download it again")
+    if stated.get("vace_in_dim") not in (None, shape[1]):
+        why = f"is {shown(stated['vace_in_dim'])}, but the shapes of the tensors say {shape[1]}"
+        remedy = "download config.json and weights again"
+        raise InputError(f"{path}: vace_in_dim", None, why, remedy)
+    layers = stated.get("vace_layers")
+    if layers is None:
+        layers = list(range(0, num_layers, max(1, num_layers // count)))[:count]
+    whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if not whole or len({*layers}) != count or min(layers) != 0 or max(layers) >= num_layers:
+        allowed = f"{count} different layers below {num_layers}, of which 0 is one"
+        raise _damaged(path, "vace_layers", layers, allowed)
+    return {"vace_layers": tuple(sorted(layers)), "vace_in_dim": shape[1]}
 
 
 def _told_by_shapes(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:

@@ -37,6 +37,8 @@ _DIT: Renames = (
     # The norm before cross-attention; each side calls the one before the FFN by the other's name,
     # but that norm has no tensors.
     (".norm3", ".norm2"),
+    (".before_proj", ".proj_in"),  # of VACE's blocks
+    (".after_proj", ".proj_out"),
     # Behind it, since these have a norm2 of their own.
     ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),
     ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),

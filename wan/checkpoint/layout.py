@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wan.checkpoint.config import (
+    CONTROL,
     FACE,
     KINDS,
     SOUND,
     DitConfig,
+    control_layers,
     dit_config,
     kind_of,
     published_config,
@@ -41,7 +43,7 @@ from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
 
 NO_FILES = NetworkFiles()
-_LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16, "animate": 16}
+_LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16, "animate": 16, "vace": 16}
 EXPERT_FOLDERS = {"high_noise": "high_noise_model", "low_noise": "low_noise_model"}
 _DIFFUSERS_FOLDERS = {"high_noise": "transformer", "low_noise": "transformer_2"}
 _STEMS = {  # official files end with .pth or .safetensors
@@ -83,7 +85,7 @@ class Checkpoint:
     Attributes:
         folder: None for networks that are only described (`published`).
         layout: "official" or "diffusers".
-        kind: "t2v", "i2v", "ti2v", "s2v" or "animate".
+        kind: "t2v", "i2v", "ti2v", "s2v", "animate" or "vace".
         experts: "high_noise" and "low_noise", or "dit" -> the network.
     """
 
@@ -128,6 +130,11 @@ class Checkpoint:
     def images(self) -> int:
         """How many images its networks look at beside the text."""
         return 0 if not self.config["image_dim"] else 2 if self.config["image_positions"] else 1
+
+    @property
+    def control_blocks(self) -> int:
+        """How many control blocks VACE's networks have; 0 for others."""
+        return len(control_layers(self.config))
 
     def require(self, part: str) -> Path:
         """Returns the path of a part: "vae", "text_encoder", "tokenizer", ...
@@ -376,7 +383,7 @@ def _paths(found: Collection[Found]) -> list[Path]:
 
 def _fits(found: Found, preset: Preset) -> bool:
     """Returns whether a DiT takes what the task gives it."""
-    theirs = {SOUND: SOUND, FACE: dit_diffusers_name(FACE)}
+    theirs = {SOUND: SOUND, FACE: dit_diffusers_name(FACE), CONTROL: CONTROL}
     special = [name for name in theirs if found.shape(name, theirs[name])]
     kind = kind_of(special, found.channels)
     images = bool(found.shape("img_emb.proj.1.weight", "image_embedder.ff.net.0.proj.weight"))

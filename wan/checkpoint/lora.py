@@ -221,7 +221,7 @@ def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> 
             yield f"LoRA of {network}: {one.file}, strength {one.strength:g}, {layers} layers."
     for file in dict.fromkeys(one.file for ones in loras.values() for one in ones):
         said = re.findall(r"(?<![a-z])(?:ti2v|t2v|i2v|flf2v)(?![a-z])", file.stem.lower())
-        kinds = {kind, "flf2v"} if kind == "i2v" else {kind}
+        kinds = {kind, {"i2v": "flf2v", "vace": "t2v"}.get(kind, kind)}
         if said and not kinds & {*said}:
             yield f"{file} says {said[0]} in its name, but the task is a {kind} one."
     without = [network for network, ones in loras.items() if not ones]

@@ -149,7 +149,7 @@ def _argument(name: str, flag: Option) -> dict[str, Any]:
     told: dict[str, Any] = {"help": flag.help, "metavar": shown}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}
-    if flag.read is values.files:
+    if flag.read in (values.files, values.pictures):
         return told | {"action": "append"}
     if flag.read is values.texts:
         return told | {"nargs": "+"}

@@ -12,7 +12,7 @@ this device, L all of this device, P pictures of a face, T latent frames, A toke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from wan.modules.framewise import (
     own_frames,
 )
 from wan.modules.interfaces import Collaborators
-from wan.modules.model import Conditioning, WanModel, embedded, patches
+from wan.modules.model import After, Conditioning, WanModel, embedded, patches
 from wan.modules.textcache import KeptByInput
 from wan.settings.presets import FACE_SIDE
 from wan.settings.schedule import Grid
@@ -149,8 +149,8 @@ class WanAnimateModel(WanModel):
         video = F.pad(video, (0, 0, own - video.shape[1], 0))
         frames, runs = own_frames(first, own, frame)
 
-        def after(layer: int) -> Callable[[Tensor], Tensor]:
-            return lambda x_BLC: self._attend_to_face(x_BLC, layer, seen, frames, runs)
+        def after(layer: int) -> After:
+            return lambda x_BLC, _: self._attend_to_face(x_BLC, layer, seen, frames, runs)
 
         layers = range(0, self.num_layers, EVERY)
         return Conditioning(

@@ -39,12 +39,12 @@ def attend_in_frames(
     return torch.cat([rows[:length] for rows, length in zip(out, runs, strict=True)])[None]
 
 
-def added(x_BLC: Tensor, y_BNC: Tensor) -> Tensor:
-    """The residual stream with y added to its first tokens; in inference it is updated in place."""
+def added(x_BLC: Tensor, y_BNC: Tensor, scale: float = 1.0) -> Tensor:
+    """The residual stream with scale * y added to its first tokens; in inference in place."""
     own = y_BNC.shape[1]
     if torch.is_grad_enabled():
-        return torch.cat((x_BLC[:, :own] + y_BNC, x_BLC[:, own:]), dim=1)
-    x_BLC[:, :own] += y_BNC
+        return torch.cat((x_BLC[:, :own].add(y_BNC, alpha=scale), x_BLC[:, own:]), dim=1)
+    x_BLC[:, :own].add_(y_BNC, alpha=scale)
     return x_BLC
 
 

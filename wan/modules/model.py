@@ -30,10 +30,29 @@ from wan.modules.blocks import (
 )
 from wan.modules.interfaces import Collaborators
 from wan.modules.rope import RopeTable, RopeTables
-from wan.modules.textcache import KeptByInput, TextState
+from wan.modules.textcache import KeptByInput, TextKV, TextState
 from wan.settings.schedule import Grid
 
-MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate")
+MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """What the blocks of one forward are given beside the residual stream.
+
+    Attributes:
+        modulation: [B,R,6,C], of each run by its timestep, float32.
+        text: The embedded text, and what layers keep of it.
+        info: What all blocks are told.
+    """
+
+    modulation: Tensor
+    text: TextState
+    info: ForwardInfo
+
+
+After = Callable[[Tensor, BlockInputs], Tensor]
+"""after(x_BLC, beside): the residual stream, which it may update in place in inference."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +63,21 @@ class Conditioning:
         rope: The rows of this device's tokens, those behind the video's included.
         first: The place in the whole sequence of this device's first token.
         own: How many of the video's tokens are on this device; they come first.
-        video: [B,N,C], what is added to the `own` tokens once they are embedded.
+        video: [B,N,C], what is added to the `own` tokens once they are embedded; None: nothing.
         behind: How many tokens stand behind the video's in the whole sequence; their timestep is 0.
         standing: [B,M,C] float32, those of them that are on this device.
-        after: Layer -> what is done to the residual stream behind its block. In inference the
-            stream may be updated in place.
+        after: Layer -> what is done to the residual stream behind its block.
+        begin: Gets the stream before the first block, where that is computed.
     """
 
     rope: RopeTable
     first: int
     own: int
-    video: Tensor
+    video: Tensor | None = None
     behind: int = 0
     standing: Tensor | None = None
-    after: Mapping[int, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    after: Mapping[int, After] = field(default_factory=dict)
+    begin: Callable[[Tensor], None] | None = None
 
 
 class WanModel(nn.Module):
@@ -191,15 +211,17 @@ class WanModel(nn.Module):
         rope = given.rope if given else self.rope.get(grid, x_BCFHW.device, self.tokens.shard)
         text, after = self._text(context, clip_fea), given.after if given else {}
         info = ForwardInfo(self.tokens.runs(lengths), rope, sum(lengths), step)
+        beside = BlockInputs(e0_BR6C, text, info)
 
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
+            if given is not None and given.begin is not None and first == 0:
+                given.begin(x_BLC)
             for layer, block in islice(enumerate(self.blocks), first, last):
                 with trace.span("layer", x_BLC, layer=layer):
                     x_BLC, kv = block(x_BLC, e0_BR6C, text.embedding, text.kv[layer], info)
-                if self.text_cache is not None and not torch.is_grad_enabled():
-                    text.kv[layer] = kv
+                self._keep_text(text, layer, kv)
                 if layer in after:
-                    x_BLC = after[layer](x_BLC)
+                    x_BLC = after[layer](x_BLC, beside)
             return x_BLC
 
         x_BLC = self._embedded(x_BCFHW, grid, given)
@@ -221,6 +243,10 @@ class WanModel(nn.Module):
         pairs = ((block, *self.behind(layer)) for layer, block in enumerate(self.blocks))
         return [module for pair in pairs for module in pair]
 
+    def wan_blocks(self) -> list[WanAttentionBlock]:
+        """The blocks with self-attention, VACE's control blocks included."""
+        return [one for one in self.parts() if isinstance(one, WanAttentionBlock)]
+
     def behind(self, layer: int) -> Sequence[nn.Module]:
         """Modules that run behind a block and move with it; the last is called in every forward."""
         return ()
@@ -231,7 +257,9 @@ class WanModel(nn.Module):
         if given is None:
             return embedded(self.patch_embedding, self.tokens.shard(patches_BSK, grid))
         own = patches_BSK[:, given.first : given.first + given.own]
-        parts = [embedded(self.patch_embedding, own) + given.video]
+        parts = [embedded(self.patch_embedding, own)]
+        if given.video is not None:
+            parts[0] = parts[0] + given.video
         if given.standing is not None:
             parts.append(given.standing.expand(len(own), -1, -1))
         x_BLC = torch.cat(parts, dim=1)
@@ -253,10 +281,20 @@ class WanModel(nn.Module):
             if self.img_emb is not None and clip_fea is not None:
                 image = self.img_emb(clip_fea).to(embedding).expand(len(context), -1, -1)
                 embedding = torch.cat((image, embedding), dim=1)
-            state = TextState(embedding, [None] * self.num_layers)
+            state = TextState(embedding, [None] * self.text_layers)
             if cache is not None:
                 cache.put(key, state)
         return state
+
+    @property
+    def text_layers(self) -> int:
+        """How many layers attend to the text."""
+        return self.num_layers
+
+    def _keep_text(self, text: TextState, layer: int, kv: TextKV) -> None:
+        """Keeps a layer's keys and values of the text where the cache is on."""
+        if self.text_cache is not None and not torch.is_grad_enabled():
+            text.kv[layer] = kv
 
     def _check(
         self,

@@ -25,5 +25,6 @@ def network(config: Mapping[str, Any], collaborators: Collaborators | None = Non
 _KINDS = {
     "s2v": ("wan.modules.s2v", "WanModel_S2V"),
     "animate": ("wan.modules.animate", "WanAnimateModel"),
+    "vace": ("wan.modules.vace", "VaceWanModel"),
 }
 """Model type -> where its class is, for those that are no `WanModel`."""

@@ -14,7 +14,7 @@ latent frame, R runs of tokens of the same frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from wan.modules.framewise import (
     own_frames,
 )
 from wan.modules.interfaces import Collaborators
-from wan.modules.model import Conditioning, WanModel, embedded, patches
+from wan.modules.model import After, Conditioning, WanModel, embedded, patches
 from wan.modules.rope import Axes, RopeTable, rope_angles, tabulated
 from wan.modules.textcache import KeptByInput
 from wan.settings.schedule import Grid
@@ -183,8 +183,8 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             video = embedded(self.cond_encoder, own)
         frames, runs = own_frames(scene.first, scene.own, math.prod(grid[1:]))
 
-        def after(layer: int) -> Callable[[Tensor], Tensor]:
-            return lambda x_BLC: self._attend_to_sound(x_BLC, layer, heard, frames, runs)
+        def after(layer: int) -> After:
+            return lambda x_BLC, _: self._attend_to_sound(x_BLC, layer, heard, frames, runs)
 
         return Conditioning(
             rope=scene.rope,

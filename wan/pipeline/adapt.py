@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import nn
 
+from wan.checkpoint.config import IN_BLOCKS
 from wan.checkpoint.dequantise import TO_FLOAT
 from wan.checkpoint.files import FP8, GGUF, TensorInfo
 from wan.checkpoint.load import (
@@ -71,7 +72,7 @@ def kept_layers(
     kept: dict[str, tuple[TensorInfo, list[Change]]] = {}
     for layer, module in list(network.named_modules()) if kinds else ():
         info = tensors.get(f"{layer}.weight")
-        if not (isinstance(module, nn.Linear) and layer.startswith("blocks.")):
+        if not (isinstance(module, nn.Linear) and layer.startswith(IN_BLOCKS)):
             continue
         if (
             info is None

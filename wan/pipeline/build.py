@@ -309,7 +309,7 @@ class NetworkLoader:
         if offload == "cpu":
             self.residency.park(model, model.forget_text)
         if execution.compile:
-            for block in model.blocks:
+            for block in model.wan_blocks():
                 block.compile()
         return model
 

@@ -73,7 +73,7 @@ def prepare(
         return conditions
     if request.preset.kind == "i2v":
         first, *last = images
-        last = [one if one.size == first.size else _cropped(one, first.size) for one in last]
+        last = [one if one.size == first.size else cropped(one, first.size) for one in last]
         given = [pixels(one) for one in (first, *last)]
         features = look(given).to(device) if request.preset.images else None
         y = image_channels(request, given, encode).to(device)
@@ -133,10 +133,10 @@ def chained_channels(request: Request, anchor_Z1hw: Tensor, motion_Z1hw: Tensor 
 
 def cover(image: Image.Image, size: tuple[int, int]) -> Tensor:
     """Returns ti2v's [3,1,H,W]: the image scaled to cover (width, height), cut to its centre."""
-    return pixels(_cropped(image, size)).unsqueeze(1)
+    return pixels(cropped(image, size)).unsqueeze(1)
 
 
-def _cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def cropped(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """Scales an image to cover (width, height), and cuts it to its centre."""
     width, height = size
     scale = max(width / image.width, height / image.height)

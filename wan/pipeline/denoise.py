@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, Protocol
 
@@ -179,7 +179,7 @@ class Denoising:
                 self._step(index, experts.get(name), branches, caches, boundary)
                 bar.update()
             boundary.reached(last, total)
-        return self.latents
+        return self.latents if self.experts else own(self.request, self.latents)
 
     def _check_finite(self, expert: str) -> None:
         if not bool(self.latents.isfinite().all()):
@@ -242,7 +242,26 @@ class Denoising:
         given = {name: getattr(self._conditions, name) for name in kept}
         self.latents = self.latents.to(device)
         there = {name: x.to(device) for name, x in given.items() if x is not None}
-        self._conditions = replace(self._conditions, **there)
+        move = cache(lambda x: x.to(device))  # what both branches get is moved once
+        branches = {
+            branch: {
+                name: [*map(move, value)] if _are_tensors(value) else value
+                for name, value in more.items()
+            }
+            for branch, more in self._conditions.given.items()
+        }
+        self._conditions = replace(self._conditions, **there, given=branches)
+
+
+def _are_tensors(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, Tensor) for one in value)
+
+
+def own(request: Request, latents_Zfhw: Tensor) -> Tensor:
+    """The latents of the video, without those of the pictures that stand before it."""
+    if not request.references:
+        return latents_Zfhw
+    return latents_Zfhw[:, request.references :].contiguous()
 
 
 def velocity(

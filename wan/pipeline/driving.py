@@ -75,7 +75,7 @@ def read(folder: Path, replaces: bool) -> DrivingVideos:
         raise InputError(setting, folder, why, f"{_REMEDY};{wanted}")
     paths = {part: folder / name for part, name in names.items()}
     videos = {part: media.read_video(path, setting) for part, path in paths.items()}
-    counts = {part: _count(video.path) for part, video in videos.items()}
+    counts = {part: count(video.path) for part, video in videos.items()}
     pose = videos["pose"]
     _check_sides(pose)
     for part, video in videos.items():
@@ -91,7 +91,7 @@ def read(folder: Path, replaces: bool) -> DrivingVideos:
         pose.size,
         counts["pose"],
         pose.fps,
-        {part: partial(_taken, video) for part, video in videos.items()},
+        {part: partial(taken, video) for part, video in videos.items()},
         (folder / _PICTURE, *paths.values()),
     )
 
@@ -112,13 +112,14 @@ def _check_sides(pose: media.VideoFile) -> None:
         raise InputError("`src_root_path`", pose.path, why, _REMEDY)
 
 
-def _count(path: Path) -> int:
+def count(path: Path) -> int:
+    """Counts the frames of a video."""
     import imageio_ffmpeg
 
     return int(imageio_ffmpeg.count_frames_and_secs(path)[0])
 
 
-def _taken(video: media.VideoFile, places: Sequence[int]) -> np.ndarray:
+def taken(video: media.VideoFile, places: Sequence[int]) -> np.ndarray:
     """The frames of a clip; the video is decoded from its beginning up to them."""
     import numpy as np
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wan.settings.command import Sounds
+from wan.settings.command import Controlled, Sounds
 from wan.settings.errors import InputError
 from wan.settings.fields import options
 from wan.settings.presets import Preset
@@ -14,6 +14,7 @@ from wan.settings.rules import Values
 if TYPE_CHECKING:
     from wan.pipeline.driving import DrivingVideos
     from wan.pipeline.media import PoseVideo, Sound
+    from wan.pipeline.sources import ControlSources
 
 
 def sounds(
@@ -52,6 +53,43 @@ def driving(values: Values, preset: Preset, plan: bool = False) -> DrivingVideos
     from wan.pipeline import driving
 
     return driving.read(folder, bool(values.get("replace_flag")))
+
+
+def control(values: Values, preset: Preset, plan: bool = False) -> ControlSources | None:
+    """Looks into what a video of VACE is made from."""
+    given = [name for name in options(Controlled) if values.get(name)]
+    if preset.kind != "vace":
+        if given:
+            remedy = f"use vace-1.3B, vace-14B or vace-A14B, or drop `{given[0]}`"
+            raise InputError("`task`", preset.task, f"takes no `{given[0]}`", remedy)
+        return None
+    if not given and plan:
+        return None
+    if not given:
+        why, remedy = "is made from something", "give `src_video`, `src_ref_images` or both"
+        raise InputError("`task`", preset.task, why, remedy)
+    from wan.pipeline import sources
+
+    return sources.read(
+        values.get("src_video"), values.get("src_mask"), values.get("src_ref_images", ())
+    )
+
+
+def controlled(
+    values: Values, preset: Preset, found: ControlSources | None, defaults: Values | None = None
+) -> dict[str, Any]:
+    """Counts pictures, and the frames of a video that is not longer than what it is made from."""
+    if found is None:
+        return {}
+    counts = {"references": len(found.pictures)}
+    asked = {"frame_num": preset.frame_num} | {**(defaults or {})} | {**values}
+    if found.video is None or found.frames >= asked["frame_num"]:
+        return counts
+    if "frame_num" in values:
+        why = f"has {found.frames} frames, and `frame_num` is {values['frame_num']}"
+        remedy = "give a longer one, or a smaller `frame_num`"
+        raise InputError("`src_video`", values["src_video"], why, remedy)
+    return counts | {"frame_num": (found.frames - 1) // 4 * 4 + 1}
 
 
 def moves(

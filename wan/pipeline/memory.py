@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from wan import host
-from wan.checkpoint.config import SoundConfig
+from wan.checkpoint.config import IN_BLOCKS, SoundConfig
 from wan.checkpoint.files import alignment, folder_tensors, safetensors_places
 from wan.pipeline.setup import Setup
 from wan.settings import devices
@@ -242,6 +242,8 @@ def encoded_frames(request: Request) -> int:
         return request.latent_shape[1] - 1
     if request.infer_frames is not None:
         return 1 if request.num_clip == 1 and not request.start_from_ref else MOTION_LATENTS
+    if request.preset.kind == "vace":
+        return request.latent_shape[1] - request.references
     if request.preset.kind == "i2v":
         return 1 if request.chain == "latent" else request.latent_shape[1]
     return int(request.preset.kind == "ti2v" and request.image_size is not None)
@@ -252,7 +254,7 @@ def decoded_frames(request: Request) -> int:
     if request.preset.kind == "animate":
         return request.latent_shape[1] - 1
     before = encoded_frames(request) if request.preset.kind == "s2v" else 0
-    return before + request.latent_shape[1]
+    return before + request.latent_shape[1] - request.references
 
 
 def _text_encoder(setup: Setup) -> NetworkSize:
@@ -279,7 +281,11 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
     device = planned_device(setup).type
     e = _ITEMSIZE[execution.dit_precision_on(device)]
     fp32 = e if execution.convert_model_dtype else 4
-    block = (8 * c + 2 * f) * c * e
+    control = setup.checkpoint.control_blocks  # of VACE; each moves with a block
+    one, largest = (8 * c + 2 * f) * c * e, 0
+    block = (one * (layers + control) + c * c * e * control) // layers
+    if control and device != "cpu" and setup.quantised is None and not setup.kept(device):
+        largest = 2 * one + c * c * e
     if setup.quantised is not None:
         block = sum(next(iter(setup.quantised.experts.values())).sizes.values()) // layers
     elif kinds := setup.kept(device):
@@ -287,7 +293,7 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
         sizes = [
             info.nbytes if info.dtype in kinds else prod(info.shape) * e
             for name, info in tensors.items()
-            if name.startswith("blocks.") and len(info.shape) == 2
+            if name.startswith(IN_BLOCKS) and len(info.shape) == 2
         ]
         block = sum(sizes) // layers
     if "audio_inject_layers" in config:  # of S2V; each moves with a block
@@ -300,7 +306,9 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
     branches = 2 if request.guided and parallel.cfg_size == 1 else 1
     text = branches * execution.text_kv_cache * config["text_len"] * c * e
     tokens = -(-request.tokens // parallel.sequence_size)
-    activations, gathered, ranks = tokens * (4 * c + e * max(5 * c, 2 * c + f)), 0, 1
+    streams = 2 if control else 1  # the video's and the control's
+    activations = tokens * (streams * 4 * c + e * max(5 * c, 2 * c + f))
+    gathered, ranks = 0, 1
     if parallel.dit_fsdp:
         activations, ranks = max(outside, activations), parallel.world_size
         gathered = outside + 2 * block
@@ -308,8 +316,9 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
         weights=(outside + layers * block) // ranks,
         block=block // ranks,
         blocks=layers * block // ranks,
-        kept=Usage({"text": text, "text K/V": 2 * layers * text}),
+        kept=Usage({"text": text, "text K/V": 2 * (layers + control) * text}),
         activations=Usage({"activations": activations, "gathered weights": gathered}),
+        largest=largest // ranks,
     )
 
 
@@ -332,7 +341,7 @@ def _mapped_dit(setup: Setup) -> tuple[int, int]:
         itemsize = info.nbytes // max(1, prod(info.shape)) or 1  # GGUF is kept as bytes
         is_as_used = (info.scale is None and info.dtype in (held, "I8")) or info.dtype in kinds
         if is_as_used and (info.dtype in kinds or start % alignment(itemsize) == 0):
-            found[name.startswith("blocks.")] += info.nbytes
+            found[name.startswith(IN_BLOCKS)] += info.nbytes
     return found[True], found[False]
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from wan.pipeline.driving import DrivingVideos
     from wan.pipeline.media import PoseVideo, Sound
     from wan.pipeline.residency import Parked
+    from wan.pipeline.sources import ControlSources
 
 _SPARE = 1 << 30  # bytes of an accelerator that are left to kernels and fragments
 
@@ -205,6 +206,7 @@ class Inputs:
         sound: The sound that it follows.
         pose: The video whose poses it takes over.
         driving: What moves its character.
+        sources: What VACE makes it from.
         start: The latents that it starts from instead of noise, float32 [Z,f,h,w].
         stepped: Gets the number of steps that are done and the latents after them, for each step.
         done: The clips of a chain that are there already.
@@ -218,6 +220,7 @@ class Inputs:
     sound: Sound | None = None
     pose: PoseVideo | None = None
     driving: DrivingVideos | None = None
+    sources: ControlSources | None = None
     start: Tensor | None = None
     stepped: Stepped | None = None
     done: int = 0
@@ -321,6 +324,10 @@ class Pipeline:
                 self.device.torch_device,
                 inputs.start,
             )
+            if request.preset.kind == "vace":
+                from wan.pipeline import control
+
+                conditions = control.added(request, conditions, inputs.sources, self.encode)
             self.done(self.vae)
         return Denoising(request, conditions, inputs.stepped)
 

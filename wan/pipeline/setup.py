@@ -76,6 +76,7 @@ class Setup:
             "task": self.preset.task,
             "experts": len(self.preset.experts),
             "policy": self.cache.policy,
+            "control_blocks": self.checkpoint.control_blocks,
             "group_by_expert": True,
         }
 
@@ -136,7 +137,9 @@ class Setup:
     def check_request(self, request: Request) -> tuple[str, ...]:
         """Returns notices, and refuses what does not go with this video's steps and size."""
         steps, tokens = request.sample_steps, request.tokens
-        rules.check(rules.REQUEST, self._facts())
+        scales = request.conditioning_scale or ()
+        control = {"conditioning_scale": request.conditioning_scale, "scales": len(scales)}
+        rules.check(rules.REQUEST, self._facts() | control)
         attention.check_request(self.attention, self.parallel, steps, tokens)
         found = () if self.policy is None else self.policy.check(request)
         heads = self.checkpoint.heads

@@ -79,6 +79,7 @@ _STATED = (  # the official keys of a DiT's config.json, without those that the 
     *("dim", "eps", "ffn_dim", "freq_dim", "in_dim", "model_type", "num_heads", "num_layers"),
     *("out_dim", "text_len"),
 )
+_STATED_OF_CONTROL = ("vace_layers", "vace_in_dim")
 _STATED_OF_SOUND = ("audio_dim", "num_audio_token", "audio_inject_layers")
 
 
@@ -149,6 +150,9 @@ class RandomNetworks:
             small |= {"audio_dim": SOUND_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
         if task.kind == "animate":
             small["num_layers"] = EVERY
+        if task.kind == "vace":  # control blocks behind the first and the last of three
+            layers = sizes.get("num_layers", 3)
+            small |= {"num_layers": layers, "vace_layers": tuple(sorted({0, layers - 1}))}
         self.config: dict[str, Any] = {**published(task).config, **small, **sizes}
         with torch.device("meta"):  # no memory and no time for weights that are replaced
             self.vae = diffusers.AutoencoderKLWan(base_dim=8, **vae)
@@ -255,6 +259,9 @@ def _write_official(folder: Path, networks: RandomNetworks) -> None:
         if task.kind == "animate":
             told["_class_name"] = "WanAnimateModel"
             del stated["model_type"]
+        if task.kind == "vace":
+            told["_class_name"] = "VaceWanModel"
+            stated |= {key: networks.config[key] for key in _STATED_OF_CONTROL}
         write_json(folder / name / "config.json", told | stated)
         if task.kind == "animate":
             state = OrderedDict([*state.items(), *networks.constants()])
@@ -309,8 +316,12 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     """Writes the layout of diffusers by the libraries' own save_pretrained."""
     task, config, states = networks.task, networks.config, networks.dit_states
     names = ["transformer", "transformer_2"][: len(states)]  # high noise, low noise
-    animate = task.kind == "animate"
-    transformer = "WanAnimateTransformer3DModel" if animate else "WanTransformer3DModel"
+    pipeline, transformer = _DIFFUSERS_CLASSES.get(
+        task.kind, ("WanPipeline", "WanTransformer3DModel")
+    )
+    own: dict[str, Any] = {}
+    if task.kind == "vace":
+        own = {"vace_layers": [*config["vace_layers"]], "vace_in_channels": config["vace_in_dim"]}
     for name, state in zip(names, states, strict=True):
         with torch.device("meta"):
             dit = getattr(diffusers, transformer)(
@@ -324,6 +335,7 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
                 image_dim=config["image_dim"] or None,
                 added_kv_proj_dim=config["dim"] if task.images else None,
                 pos_embed_seq_len=config["image_positions"] or None,
+                **own,
             )
         _save_pretrained(folder / name, dit, diffusers_tensors(state), task.sharded)
     tensors = {keymaps.vae_diffusers_name(key): x for key, x in networks.vae_state.items()}
@@ -341,10 +353,10 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
     scheduler.save_pretrained(folder / "scheduler")
     network, absent = ["diffusers", transformer], [None, None]
     index = {
-        "_class_name": "WanPipeline",
+        "_class_name": pipeline,
         "_diffusers_version": diffusers.__version__,
         "boundary_ratio": task.boundary,
-        "expand_timesteps": task.kind == "ti2v",
+        **({} if task.kind == "vace" else {"expand_timesteps": task.kind == "ti2v"}),
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
@@ -353,10 +365,17 @@ def _write_diffusers(folder: Path, networks: RandomNetworks) -> None:
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
     if task.kind in ("i2v", "animate"):
-        index["_class_name"] = "WanAnimatePipeline" if animate else "WanImageToVideoPipeline"
         clip = ["transformers", "CLIPVisionModel"] if task.images else absent
         index |= {"image_encoder": clip, "image_processor": absent}
     write_json(folder / "model_index.json", index)
+
+
+_DIFFUSERS_CLASSES = {
+    "i2v": ("WanImageToVideoPipeline", "WanTransformer3DModel"),
+    "animate": ("WanAnimatePipeline", "WanAnimateTransformer3DModel"),
+    "vace": ("WanVACEPipeline", "WanVACETransformer3DModel"),
+}
+"""Kind of task -> classes of its pipeline and networks there, where they are no usual ones."""
 
 
 def diffusers_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from wan.cache.policy import BRANCHES
-from wan.checkpoint.config import SoundConfig
+from wan.checkpoint.config import ControlConfig, SoundConfig
 from wan.checkpoint.files import TensorInfo
 from wan.checkpoint.load import UNSHARDED, DTypeOf, Sharding, dit_dtypes, mapped
 from wan.checkpoint.source import Sources, mapped_bytes
@@ -271,7 +271,8 @@ class Planner:
                 sent = self._run_forwards(network, live, self.branches(parallel))
                 activations, kept = live.peak - live.held, +live.held
                 residuals = caches.kept_bytes()
-        layers, measured = checkpoint.config["num_layers"], len(network.blocks)
+        layers = checkpoint.config["num_layers"] + checkpoint.control_blocks
+        measured = len(network.wan_blocks())
         kept["text K/V"] = kept["text K/V"] * layers // measured
         kept = kept - Usage(embeddings=residuals) + Usage({"step cache": residuals})
         in_blocks = "masks" if setup.attention.use_rainfusion else "attention cache"
@@ -308,7 +309,7 @@ class Planner:
         live.watch(network, "embeddings")
         live.watch(network.text_embedding, "text")
         live.watch(network.head, "head")
-        for block in network.blocks:
+        for block in network.wan_blocks():
             for name, label in _LAYERS.items():
                 live.watch(block.get_submodule(name), label)
         setup, request, config = self.setup, self.request, self.setup.checkpoint.config
@@ -329,6 +330,8 @@ class Planner:
             pictures = 4 * (size[0] - 2) + 1
             more["pose_latents"] = empty(1, channels, size[0] - 1, *size[1:])
             more["face_pixel_values"] = empty(1, 3, pictures, FACE_SIDE, FACE_SIDE)
+        elif setup.preset.kind == "vace":
+            more["vace_context"] = [empty(cast(ControlConfig, config)["vace_in_dim"], *size)]
         elif setup.preset.kind == "s2v":
             before = memory.encoded_frames(request)
             more |= {
@@ -359,7 +362,8 @@ class Planner:
                         **{**more, **sound, **channels_of_image},
                         step=step,
                     )
-            sent.append(live.sent[: len(live.sent) // len(branches) // len(network.blocks)])
+            layers = len(network.wan_blocks())
+            sent.append(live.sent[: len(live.sent) // len(branches) // layers])
         return tuple(sent[-len(kinds) :])
 
     @contextmanager

@@ -205,7 +205,8 @@ def _traffic(planner: Planner) -> list[str]:
     """Describes what each layer sends to other ranks, in dense and in sparse steps."""
     forward, *_ = planner.forwards(planner.setup.parallel)
     kinds = ("",) if len(forward.sent) == 1 else (" in dense steps", " in sparse steps")
-    calls = planner.setup.checkpoint.config["num_layers"]
+    checkpoint = planner.setup.checkpoint
+    calls = checkpoint.config["num_layers"] + checkpoint.control_blocks
     calls *= len(planner.branches(planner.setup.parallel))
     verbs = {
         "alltoall_base_": "All-to-all (ranks exchange heads for tokens, and back)",

@@ -16,7 +16,7 @@ from wan.checkpoint.files import opened
 from wan.cli import failures, flags, main
 from wan.cli.flags import Parser
 from wan.log import logger
-from wan.settings.command import Driving, Earlier, Images, Many, Planning, Sounds
+from wan.settings.command import Controlled, Driving, Earlier, Images, Many, Planning, Sounds
 from wan.settings.errors import InputError, exit_code
 from wan.settings.fields import options
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from wan.serve.group import Nodes
 
 _OF_ONE = {
-    *(name for kind in (Images, Sounds, Driving, Planning, Many) for name in options(kind)),
+    *(
+        name
+        for kind in (Images, Sounds, Driving, Controlled, Planning, Many)
+        for name in options(kind)
+    ),
     *options(Earlier),
     *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents"),
 }

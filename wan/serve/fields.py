@@ -29,7 +29,10 @@ NAMES = {
 """Name in OpenAI's, vllm-omni's or MLPerf's interface -> setting."""
 FOLDER = "src_root_path"
 """The setting that is a folder of uploaded files."""
-UPLOADS = ("image", "last_image", "audio", "pose_video")
+UPLOADS = (
+    *("image", "last_image", "audio", "pose_video"),
+    *("src_video", "src_mask", "src_ref_images"),
+)
 """Settings that are single files of the request."""
 _IN_FOLDER = {Path(name).stem: f"{FOLDER}/{name}" for name in driving.FILES}
 _OWN = ("model", "seconds", "guidance_scale", "guidance_scale_2", "boundary_ratio", "priority")

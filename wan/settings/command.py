@@ -58,6 +58,21 @@ class Driving:
 
 
 @dataclass(frozen=True)
+class Controlled:
+    """What a video of VACE is made from."""
+
+    src_video: Path | None = option(
+        None, values.path, "video to change, or that controls the new one (vace)"
+    )
+    src_mask: Path | None = option(
+        None, values.path, "video of what is made anew: white (vace)", needs="src_video"
+    )
+    src_ref_images: tuple[str, ...] = option(
+        (), values.pictures, "pictures of what it shows, with commas between, or repeated (vace)"
+    )
+
+
+@dataclass(frozen=True)
 class Files:
     """The task, and the files that its networks are read from."""
 

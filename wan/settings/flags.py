@@ -8,6 +8,7 @@ from typing import Any
 from wan.settings import errors, rules
 from wan.settings.attention import Attention
 from wan.settings.command import (
+    Controlled,
     Driving,
     Earlier,
     Evidence,
@@ -31,7 +32,7 @@ from wan.settings.step_cache import StepCache
 from wan.settings.values import switch
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "what to generate": (Request, Images, Sounds, Driving),
+    "what to generate": (Request, Images, Sounds, Driving, Controlled),
     "checkpoint": (Files, NetworkFiles, Loras),
     "sampling": (Sampling, Start),
     "device and memory": (Execution,),

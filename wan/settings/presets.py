@@ -24,6 +24,7 @@ SPEAKING = (
 
 TRAIN_TIMESTEPS = 1000
 FACE_SIDE = 512  # pixels of the faces that move a character
+CONTROL_CHANNELS = 96  # of VACE: what is kept, what is changed (16 each), and the mask (64)
 MAX_POSITIONS = 1024  # rotary positions per axis the networks were built for
 
 SIZES = {
@@ -38,8 +39,8 @@ class Preset:
     """One task. The defaults are those of Wan2.1's networks of 14B parameters.
 
     Attributes:
-        kind: "t2v", "i2v", "ti2v", "s2v" or "animate", by what conditions the video; each has a
-            class in `wan.api`.
+        kind: "t2v", "i2v", "ti2v", "s2v", "animate" or "vace", by what conditions the video; each
+            has a class in `wan.api`.
         folder: The name of the official checkpoint's folder.
         experts: "high_noise" and "low_noise" where two networks share the steps, else "dit".
         vae: The version of the VAE.
@@ -50,6 +51,7 @@ class Preset:
         small_shift: The `sample_shift` of 832*480 and 480*832, where it is another one.
         diffusers_shift: `flow_shift` of the published scheduler of diffusers.
         sharded: The published weights of a network are several files.
+        control_every: VACE has a control block behind the first of so many blocks.
         tiny_head_dim: Channels of a head in a tiny checkpoint, which has the real number of heads.
     """
 
@@ -77,6 +79,7 @@ class Preset:
     small_shift: float | None = None
     diffusers_shift: float = 3.0
     sharded: bool = True
+    control_every: int = 5
     tiny_head_dim: int = 6
 
     @property
@@ -207,6 +210,39 @@ PRESETS = {
             images=1,
             diffusers_shift=5.0,
         ),
+        Preset(
+            task="vace-1.3B",
+            kind="vace",
+            folder="Wan2.1-VACE-1.3B",
+            dim=1536,
+            ffn_dim=8960,
+            num_heads=12,
+            num_layers=30,
+            sample_steps=50,
+            sample_shift=16.0,
+            size=(832, 480),
+            trained_sizes=("480*832", "832*480"),
+            control_every=2,
+            sharded=False,
+            tiny_head_dim=8,
+        ),
+        Preset(
+            task="vace-14B",
+            kind="vace",
+            folder="Wan2.1-VACE-14B",
+            sample_steps=50,
+            sample_shift=16.0,
+        ),
+        Preset(
+            task="vace-A14B",
+            kind="vace",
+            folder="Wan2.2-VACE-Fun-A14B",
+            experts=_TWO,
+            sample_steps=40,
+            sample_shift=12.0,
+            sample_guide_scale=(3.0, 4.0),
+            boundary=0.875,
+        ),
     )
 }
 
@@ -221,6 +257,8 @@ EXAMPLE_PROMPTS = {
     "animate": "视频中的人在做动作",  # officially the only one
     "s2v": "A person speaks to the camera, the head and the shoulders moving lightly with the "
     "words, soft daylight from a window.",
+    "vace": "A red fox trots through fresh snow at dawn, its breath steaming in the cold air, "
+    "low golden light between the birches, the camera gliding alongside at eye level.",
     "ti2v": "Two paper boats race down a rain-filled gutter past glowing shop windows, ripples "
     "catching the neon, close tracking shot just above the water.",
 }

@@ -99,12 +99,14 @@ class Request(Sampling):
         size: (width, height); with an image only its area counts.
         boundary: Share of the 1000 training timesteps from which on the high-noise expert works;
             None for a single network.
-        image_size: (width, height) of the image to start from, as it is shown; None without one.
+        image_size: (width, height) of the image to start from, as it is shown, or of the video that
+            VACE changes; None without one.
         infer_frames, num_clip, chain, clip_prompts, start_from_ref, refert_num, replace_flag: None
             for videos that have no use for them.
         fps: Frames a second that it was trained for.
         source_frames: Frames of the video whose poses a character follows; None: as many as the
             clips have.
+        references: How many pictures stand before the video (VACE), a latent frame each.
         ends: Whether the video ends with a given image, too.
         max_area: Pixels of a video with an image, where given instead of a size.
     """
@@ -174,8 +176,15 @@ class Request(Sampling):
         None, choice(1, 5), "last frames that the next clip begins with (animate); default 1"
     )
     replace_flag: bool | None = option(None, switch, "put the character into src_bg.mp4 (animate)")
+    conditioning_scale: tuple[float, ...] | None = option(
+        None,
+        readers.factors,
+        "weight of the control, or one for each control block (vace); default 1",
+        keyword="context_scale",
+    )
     boundary: float | None
     fps: float
+    references: int = 0
     source_frames: int | None = None
     image_size: Size | None = None
     ends: bool = False
@@ -264,6 +273,8 @@ class Request(Sampling):
             return size_in_64(self.image_size or self.size, area)
         if self.image_size is None:
             return self.size
+        if self.preset.kind == "vace":
+            return size_of_video(self.preset, self.image_size, area)
         rule = size_from_area if self.preset.kind == "i2v" else size_covered
         return rule(self.preset, self.image_size, area)
 
@@ -271,10 +282,12 @@ class Request(Sampling):
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(channels, frames, height, width) of the latents of the video, or of a clip.
 
-        Those of a character begin with the latent frame of its picture.
+        Those of a character begin with the latent frame of its picture, those of VACE with the
+        latent frames of its pictures.
         """
         (width, height), (t, h, w) = self.video_size, self.preset.vae_stride
-        frames = (self.frame_num - 1) // t + 1 + (self.preset.kind == "animate")
+        pictures = 1 if self.preset.kind == "animate" else self.references
+        frames = (self.frame_num - 1) // t + 1 + pictures
         return self.preset.latent_channels, frames, height // h, width // w
 
     @property
@@ -359,6 +372,14 @@ def size_from_area(preset: Preset, image: Size, area: int) -> Size:
     sides = (math.sqrt(area / ratio), math.sqrt(area * ratio))
     width, height = (int(side // stride // patch * patch) * stride for side in sides)
     return _not_flat(image, (width, height))
+
+
+def size_of_video(preset: Preset, video: Size, area: int) -> Size:
+    """The size of a VACE video: that of the one it is made from, in whole tokens, within `area`."""
+    if video[0] * video[1] > area:
+        return size_covered(preset, video, area)
+    multiple = preset.size_multiple
+    return _not_flat(video, (video[0] // multiple * multiple, video[1] // multiple * multiple))
 
 
 def size_in_64(image: Size, area: int) -> Size:

@@ -185,6 +185,7 @@ LAYOUT = (
 )
 """Of the ranks' layout; `given`: the names of the settings that were given."""
 
+_CONTROLLED = ("vace-1.3B", "vace-14B", "vace-A14B")
 _OFFLOADS: When = lambda s: not isinstance(s.offload_model, bool)  # noqa: E731
 
 SETTINGS = (
@@ -244,7 +245,7 @@ SETTINGS = (
         ("use_rainfusion",),
         "masks the tokens of one video, and those of {task} are also of a picture",
         "drop it",
-        lambda s: s.task in ("s2v-14B", "animate-14B"),
+        lambda s: s.task in ("s2v-14B", "animate-14B", *_CONTROLLED),
     ),
 )
 """Of what a pipeline is built for."""
@@ -269,7 +270,15 @@ GROUPING = (
 )
 """Of many videos."""
 
-REQUEST = (needs("resident_blocks", "offload_model=block"),)
+REQUEST = (
+    needs("resident_blocks", "offload_model=block"),
+    Rule(
+        ("conditioning_scale",),
+        "has {scales} numbers, and the network has {control_blocks} control blocks",
+        "give one number, or {control_blocks}",
+        lambda s: s.control_blocks and s.scales not in (1, s.control_blocks),
+    ),
+)
 """Of what a pipeline is built for, with a video."""
 
 _BOUNDARY_STEP = "`boundary_step={boundary_step}`"
@@ -388,6 +397,7 @@ CLIPS = (
     _of_tasks("refert_num", "animate-14B"),
     _of_tasks("replace_flag", "animate-14B"),
     _of_tasks("use_relighting_lora", "animate-14B"),
+    _of_tasks("conditioning_scale", *_CONTROLLED),
     Rule(
         ("refert_num",),
         "is not below the {frame_num} frames of a clip",

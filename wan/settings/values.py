@@ -99,6 +99,34 @@ def files(name: str, raw: Any) -> tuple[str, ...]:
     return tuple(str(path(name, part).absolute()) for part in parts)
 
 
+@partial(Reader, metavar="FILE[,FILE]")
+def pictures(name: str, raw: Any) -> tuple[str, ...]:
+    """Paths as text with commas between them, or a list of such; absolute, as `files`.
+
+    A file whose name has a comma in it is given by itself.
+    """
+    parts = raw if isinstance(raw, list | tuple) else [raw]
+    found: list[Path] = []
+    for part in parts:
+        whole = path(name, part)
+        found += [whole] if whole.exists() else [path(name, one) for one in str(part).split(",")]
+    if not found:
+        raise InputError(name, why="is empty", remedy="give a picture, or leave it out")
+    return tuple(str(one.absolute()) for one in found)
+
+
+@partial(Reader, metavar="X[,X,...]")
+def factors(name: str, raw: Any) -> tuple[float, ...]:
+    """One number, or several with commas between them."""
+    raw = raw.tolist() if hasattr(raw, "tolist") else raw  # an array or tensor
+    parts = raw.split(",") if isinstance(raw, str) else raw
+    parts = parts if isinstance(parts, list | tuple) else [parts]
+    if not parts:
+        raise InputError(name, why="is empty", remedy="give a number, or leave it out")
+    one = real(-100, 100)
+    return tuple(one(name, part) for part in parts)
+
+
 def _switch(name: str, raw: Any) -> bool:
     """Official boolean words: yes/true/t/y/1 and no/false/f/n/0, in any case."""
     word = shown(raw, str).lower()

@@ -1,0 +1,211 @@
+"""VACE's network, conditioning and whole runs against diffusers, with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import imageio
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import WanVACEPipeline, WanVACETransformer3DModel
+from PIL import Image
+
+import wan
+from tests.conftest import slow
+from tests.numerics.test_diffusers import TOLERANCE, official_scheduler
+from wan.checkpoint.keymaps import dit_diffusers_name, dit_official_name
+from wan.modules.interfaces import Collaborators
+from wan.modules.vace import VaceWanModel
+
+CONFIG = {"num_layers": 6, "text_dim": 48, "ffn_dim": 96}
+TEXT_LEN = 32
+
+
+def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any) -> Any:
+    """Our network and diffusers' with the same random weights."""
+    torch.manual_seed(0)
+    ours = VaceWanModel(
+        vace_layers=layers,
+        dim=heads * head_dim,
+        num_heads=heads,
+        freq_dim=256,
+        text_len=TEXT_LEN,
+        **CONFIG,
+        collaborators=Collaborators(**collaborators),
+    )
+    theirs = WanVACETransformer3DModel(
+        num_attention_heads=heads,
+        attention_head_dim=head_dim,
+        vace_layers=list(layers),
+        **CONFIG,
+    )
+    state = {dit_diffusers_name(name): tensor for name, tensor in ours.state_dict().items()}
+    assert [dit_official_name(name) for name in state] == [*ours.state_dict()]
+    theirs.load_state_dict(state, strict=True)
+    return ours, theirs
+
+
+@pytest.mark.parametrize(
+    ("layers", "scales"),
+    [
+        ([0], 1.0),
+        ([0, 2, 4], [1.0, 0.5, 0.25]),
+        slow([0, 5], 0.7),
+        slow([0, 1, 2, 3, 4, 5], 1.0),
+    ],
+)
+@pytest.mark.parametrize(("heads", "head_dim"), [(12, 8), slow(40, 6), slow(2, 128)])
+@torch.no_grad()
+def test_network(layers: list[int], scales: Any, heads: int, head_dim: int) -> None:
+    """The second forward has the text's keys and values of the first one."""
+    ours, theirs = twins(layers, heads, head_dim, text_kv_cache=True)
+    x, control, context = torch.randn(16, 3, 10, 14), torch.randn(96, 3, 10, 14), torch.randn(7, 48)
+    # Of this timestep diffusers' sinusoid, which is float32, is that of float64.
+    t, factors = torch.tensor([1.0]), torch.ones(len(layers)) * torch.tensor(scales)
+    expected = theirs(
+        hidden_states=x[None],
+        timestep=t,
+        encoder_hidden_states=F.pad(context, (0, 0, 0, TEXT_LEN - 7))[None],
+        control_hidden_states=control[None],
+        control_hidden_states_scale=factors,
+        return_dict=False,
+    )[0][0]
+    for _ in range(2):
+        found = ours([x], t, [control], [context], 105, scales)[0]
+        assert (found - expected).abs().max() <= 2e-5
+    without = ours([x], t, [control], [context], 105, 0.0)[0]
+    assert (without - expected).abs().max() > 1e-2, "the control changes nothing"
+    both = ours([x, -x], t, [control, control], [context, context], 105, scales)
+    assert (both[0] - expected).abs().max() <= 2e-5
+
+
+@torch.no_grad()
+def test_blocks_in_two_goes() -> None:
+    """As a step cache computes them: the control's stream goes on where it stopped."""
+    x, control, context = torch.randn(16, 2, 4, 6), torch.randn(96, 2, 4, 6), torch.randn(7, 48)
+    given = [x], torch.tensor([1.0]), [control], [context], 12
+    whole, _ = twins([0, 2, 4], 4, 8)
+
+    def in_two(x_BLC: torch.Tensor, blocks: Any, *_: object) -> torch.Tensor:
+        return blocks(blocks(x_BLC, 0, 1), 1, None)
+
+    parted, _ = twins([0, 2, 4], 4, 8, step_cache=in_two)
+    assert torch.equal(parted(*given)[0], whole(*given)[0])
+
+
+def test_networks_and_calls_that_do_not_fit() -> None:
+    config = {**CONFIG, "dim": 96, "num_heads": 12, "text_len": TEXT_LEN}
+    for layers in ([1, 2], [0, 6]):
+        with pytest.raises(ValueError, match="must begin with 0 and stay below the 6 layers"):
+            VaceWanModel(vace_layers=layers, **config)
+    model = VaceWanModel(**config)
+    assert [*model.injected] == [0, 2, 4]
+    x, context, t = torch.zeros(16, 1, 4, 4), torch.zeros(3, 48), torch.tensor([1.0])
+    with pytest.raises(ValueError, match="vace_context of shape"):
+        model([x], t, [torch.zeros(96, 2, 4, 4)], [context], 4)
+    with pytest.raises(ValueError, match="has 2 numbers; give one, or one for each of the 3"):
+        model([x], t, [torch.zeros(96, 1, 4, 4)], [context], 4, [1.0, 1.0])
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A video of 9 frames and 64 x 48 pixels, a mask that moves, and pictures of other shapes."""
+    folder, random = tmp_path_factory.mktemp("vace"), np.random.default_rng(0)
+    rows, columns = np.mgrid[:48, :64]
+    frames, masks = [], []
+    for index in range(9):
+        waves = [np.sin((columns + 3 * index) / (4 + c)) + np.cos(rows / (5 + c)) for c in range(3)]
+        frames.append((np.stack(waves, axis=-1) * 60 + 128).astype(np.uint8))
+        inside = (abs(columns - 10 - 4 * index) < 12) & (abs(rows - 24) < 13)
+        masks.append(np.repeat(inside[..., None] * np.uint8(255), 3, axis=-1))
+    for name, made in (("video", frames), ("mask", masks)):
+        imageio.mimwrite(folder / f"{name}.mp4", made, fps=16, macro_block_size=8)
+    # Sides are multiples of 8, to which diffusers would squeeze them first.
+    for name, size in (("wide", (72, 32)), ("high", (40, 88))):
+        pixels = random.integers(0, 255, (*size[::-1], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return {path.stem: path for path in folder.iterdir()}
+
+
+def pictures(path: Path) -> list[Image.Image]:
+    return [Image.fromarray(frame) for frame in imageio.get_reader(path).iter_data()]
+
+
+SUBSETS = {
+    "video": {"src_video": ["video"]},
+    "video and mask": {"src_video": ["video"], "src_mask": ["mask"]},
+    "picture": {"src_ref_images": ["wide"]},
+    "all": {"src_video": ["video"], "src_mask": ["mask"], "src_ref_images": ["wide", "high"]},
+    "video and picture": {"src_video": ["video"], "src_ref_images": ["high"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "subset"),
+    [
+        ("vace-1.3B", "video and mask"),
+        ("vace-A14B", "all"),
+        ("vace-1.3B", "picture"),
+        slow("vace-1.3B", "video"),
+        slow("vace-1.3B", "all"),
+        slow("vace-1.3B", "video and picture"),
+        slow("vace-14B", "all"),
+        slow("vace-A14B", "video"),
+    ],
+)
+def test_whole_run(tiny: Any, given: dict[str, Path], task: str, subset: str) -> None:
+    """Latents of a whole run, experts, guidance pair, control and solver included."""
+    two, files = task.endswith("A14B"), SUBSETS[subset]
+    paths = {name: [str(given[one]) for one in names] for name, names in files.items()}
+    generator = torch.Generator().manual_seed(5)
+    context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
+    ours = wan.WanVace(task, tiny(task)).generate(
+        "",
+        **{name: one if name == "src_ref_images" else one[0] for name, one in paths.items()},
+        size=(64, 48),
+        frame_num=9,
+        context_scale=[0.9, 0.6],
+        sampling_steps=5,
+        shift=5.0,
+        guide_scale=(3.0, 4.0) if two else 5.0,
+        seed=3,
+        prompt_embeds=context,
+        negative_prompt_embeds=negative,
+        output_type="latent",
+    )
+    theirs = diffusers_latents(tiny(task, "diffusers"), paths, two, context, negative)
+    references = len(files.get("src_ref_images", ()))
+    assert ours.shape == (16, 3, 6, 8)
+    assert (ours - theirs[:, references:]).abs().max() <= TOLERANCE
+
+
+def diffusers_latents(
+    folder: Path,
+    paths: dict[str, list[str]],
+    two: bool,
+    context: torch.Tensor,
+    negative: torch.Tensor,
+) -> torch.Tensor:
+    pipe = WanVACEPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe.scheduler = official_scheduler("unipc", 5.0)
+    references = paths.get("src_ref_images", [])
+    shape = (1, 16, 3 + len(references), 6, 8)
+    return pipe(
+        video=pictures(Path(paths["src_video"][0])) if "src_video" in paths else None,
+        mask=pictures(Path(paths["src_mask"][0])) if "src_mask" in paths else None,
+        reference_images=[Image.open(one) for one in references] or None,
+        conditioning_scale=[0.9, 0.6],
+        **({"guidance_scale": 4.0, "guidance_scale_2": 3.0} if two else {"guidance_scale": 5.0}),
+        prompt_embeds=F.pad(context, (0, 0, 0, 512 - len(context)))[None],
+        negative_prompt_embeds=F.pad(negative, (0, 0, 0, 512 - len(negative)))[None],
+        width=64,
+        height=48,
+        num_frames=9,
+        num_inference_steps=5,
+        latents=torch.randn(shape, generator=torch.Generator().manual_seed(3)),
+        output_type="latent",
+    ).frames[0]

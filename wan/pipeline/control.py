@@ -1,0 +1,98 @@
+"""Makes the control of VACE's networks from a video, its mask, and pictures.
+
+Legend: Z latent channels, f h w latent frames/height/width, F H W pixel ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from wan.pipeline.conditioning import Encode, cropped, pixels
+from wan.pipeline.denoise import Conditions
+from wan.pipeline.driving import Take
+from wan.pipeline.sources import ControlSources
+from wan.settings.request import Request, Size
+
+_NONE = ControlSources()
+
+
+def added(
+    request: Request, conditions: Conditions, sources: ControlSources | None, encode: Encode
+) -> Conditions:
+    """Adds the control to the inputs of the loop.
+
+    Args:
+        request: The video.
+        conditions: Its noise and texts.
+        sources: What it is made from; None: nothing, which leaves all to the prompt.
+        encode: Encodes a video with the VAE.
+    """
+    context = control(request, sources or _NONE, encode).to(conditions.start.device)
+    scales = request.conditioning_scale or (1.0,)
+    scale = scales[0] if len(scales) == 1 else scales
+    given = {"vace_context": [context], "vace_context_scale": scale}
+    return replace(conditions, given={"cond": given, "uncond": given})
+
+
+def control(request: Request, sources: ControlSources, encode: Encode) -> Tensor:
+    """Returns the control, float32 [96,f,h,w]: what is kept, what is changed, and the mask.
+
+    The latent frames of the pictures stand before those of the video, the last picture first, as
+    in diffusers. Without a video all is grey, and made anew.
+    """
+    size, frames = request.video_size, request.frame_num
+    mask_FHW = torch.ones(frames, *size[::-1])
+    if sources.video is None:
+        kept = changed = encode(torch.zeros(3, frames, *size[::-1]))
+    else:
+        video = _pixels(sources.video, frames, size)
+        if sources.mask is not None:
+            mask_FHW = (_pixels(sources.mask, frames, size)[0] + 1) / 2
+        anew = (mask_FHW > 0.5).float()
+        kept, changed = encode(video * (1 - anew)), encode(video * anew)
+        del video, anew
+    folded = folded_mask(mask_FHW, kept.shape[1:]).to(kept.device)
+    whole = torch.cat((kept, changed, folded))
+    for picture in sources.pictures:
+        latent = encode(on_canvas(picture, size)).to(kept.device)
+        nothing = torch.zeros(len(whole) - len(latent), *latent.shape[1:], device=kept.device)
+        whole = torch.cat((torch.cat((latent, nothing)), whole), dim=1)
+    return whole
+
+
+def folded_mask(mask_FHW: Tensor, latents_fhw: torch.Size) -> Tensor:
+    """Folds the pixels of each latent's cell into channels, [64,f,h,w]; frames by the nearest."""
+    frames, height, width = mask_FHW.shape
+    _, rows, columns = latents_fhw
+    cells = mask_FHW.reshape(frames, rows, height // rows, columns, width // columns)
+    channels_CFhw = cells.permute(2, 4, 0, 1, 3).flatten(0, 1)
+    return F.interpolate(channels_CFhw[None], size=tuple(latents_fhw), mode="nearest-exact")[0]
+
+
+def on_canvas(picture: Image.Image, size: Size) -> Tensor:
+    """Scales a picture into the middle of a white canvas of (width, height): [3,1,H,W]."""
+    width, height = size
+    scale = min(height / picture.height, width / picture.width)
+    inner = max(1, int(picture.height * scale)), max(1, int(picture.width * scale))
+    canvas = torch.ones(3, height, width)
+    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+    canvas[:, top : top + inner[0], left : left + inner[1]] = F.interpolate(
+        pixels(picture)[None], size=inner, mode="bilinear", align_corners=False
+    )[0]
+    return canvas.unsqueeze(1)
+
+
+def _pixels(take: Take, count: int, size: Size) -> Tensor:
+    """Returns a video's first frames [3,F,H,W] in [-1, 1], scaled to cover (width, height)."""
+    frames_FHW3 = take(range(count))
+    if frames_FHW3.shape[1:3] != size[::-1]:
+        pictures = (cropped(Image.fromarray(frame), size) for frame in frames_FHW3)
+        frames_FHW3 = np.stack([np.asarray(picture) for picture in pictures])
+    values = torch.from_numpy(frames_FHW3.copy()).permute(3, 0, 1, 2).float()
+    return values.div_(255).sub_(0.5).div_(0.5)
