@@ -145,7 +145,7 @@ def _argument(name: str, flag: Option) -> dict[str, Any]:
     """Returns what argparse is told of a flag; `Option.read` reads its value later."""
     choices = flag.read.choices
     listed = "{" + ",".join(choices or ()) + "}"
-    shown = flag.read.metavar if choices is None or len(listed) > 90 else listed
+    shown = flag.read.metavar if choices is None or len(listed) > 120 else listed
     told: dict[str, Any] = {"help": flag.help, "metavar": shown}
     if name == "plan":
         return {"help": flag.help, "action": "store_true"}
