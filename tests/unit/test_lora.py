@@ -245,6 +245,28 @@ def test_two_experts_of_one_file_and_of_several(tiny: Any, tmp_path: Path) -> No
         torch.testing.assert_close(changed.double(), exact, atol=1e-9, rtol=1.2e-7)
 
 
+def test_experts_in_capitals_and_names_that_say_none(tiny: Any, tmp_path: Path) -> None:
+    """`HIGH` is an expert where it is a word; a low rank and a highway are none."""
+    checkpoint = describe(tiny("i2v-A14B"))
+    shape = checkpoint.experts["low_noise"].tensors["blocks.0.self_attn.q.weight"].shape
+    down, up = pair(torch.Size(shape), 2, 0, torch.float32)
+    names = {
+        "SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16": {"high_noise"},
+        "Wan2.2-Lightning_I2V-A14B-4steps-lora_LOW_fp16": {"low_noise"},
+        "i2v_low_rank_64": {"high_noise", "low_noise"},
+        "HIGHWAY": {"high_noise", "low_noise"},
+    }
+    for name, experts in names.items():
+        file = tmp_path / f"{name}.safetensors"
+        save_file(
+            {"blocks.0.self_attn.q.lora_A.weight": down}
+            | {"blocks.0.self_attn.q.lora_B.weight": up},
+            file,
+        )
+        found = lora.resolve({"lora": (str(file),)}, checkpoint)
+        assert {expert for expert, ones in found.items() if ones} == experts
+
+
 def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None:
     """Both files given with `lora`: their names say the expert."""
     checkpoint, stem = describe(tiny("t2v-A14B")), tmp_path / "wan2.2_t2v_A14b_lora_rank64_1022"

@@ -204,7 +204,10 @@ def _by_name(files: Mapping[str, tuple[Named, ...]]) -> dict[str, tuple[Named, .
 
 
 def _says(expert: str, file: Path) -> bool:
-    return re.search(expert.replace("_", "[-_ ]?"), file.stem, re.IGNORECASE) is not None
+    """Whether a file's name has "high_noise", "HighNoise", or "HIGH" as a word of its own."""
+    word = expert.partition("_")[0].upper()
+    spelt = f"(?i:{word}[-_ ]?noise)|(?<![A-Za-z]){word}(?![A-Za-z])"
+    return re.search(spelt, file.stem) is not None
 
 
 def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> Iterator[str]:

@@ -189,9 +189,10 @@ def _about_clips(names: Sequence[str], request: Request, loras: bool) -> Iterato
     if request.chain == "latent" and not loras:
         yield "`chain=latent` needs a network trained for it; without its LoRA clips fall apart."
     if "svi-2-pro" in names and request.frame_num != 81:
+        longer = ", and loses colour in longer ones" if request.frame_num > 81 else ""
         yield (
-            f"`frame_num={request.frame_num}`: SVI 2.0 Pro was trained on clips of 81 frames, and "
-            "loses colour in longer ones."
+            f"`frame_num={request.frame_num}`: SVI 2.0 Pro was trained on clips of 81 frames"
+            f"{longer}."
         )
 
 
