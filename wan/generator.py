@@ -298,7 +298,6 @@ class Generator:
             _PICTURES,
             *(n for n in (*_OPTIONAL, *call["settings"]) if named.get(n) is None),
         }
-        absent.add(_PICTURES)
         given = {n: named[n] for n in named if is_for(n, "video") and n not in absent}
         values = self._values | read(given)
         values["negative_prompt"] = values.get("negative_prompt") or self.config.sample_neg_prompt

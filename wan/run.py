@@ -289,21 +289,15 @@ def resolve(
         preset = PRESETS["flf2v-14B" if two else task]
     check_task(checkpoint, preset)
     defaults = {} if checkpoint.folder is None else generation_config(checkpoint.folder)
-    if preset.infer_frames is not None:
-        values = {**values, **clips(values, preset, sound, defaults)}
-    elif preset.kind == "animate":
-        values = {**values, **moves(values, preset, moving, defaults)}
-    values = {**values, **controlled(values, preset, sources, defaults)}
+    values = {**values, **_counted(values, preset, defaults, sound, moving, sources)}
     setup, request, notices = _decide(values, defaults, preset, checkpoint, world, size)
     check_start(values.get("fixed_latents"), request.latent_shape)
     if not plan:
         more = ("image_encoder",) if preset.images else ("sound_encoder",) if sound else ()
         for part in ("vae",) if decodes else ("vae", "text_encoder", "tokenizer", *more):
             checkpoint.require(part)
-    fps = request.fps if moving is None else defaults.get("fps", moving.fps)
-    if sources is not None and sources.fps is not None:
-        fps = sources.fps
-    name = {"save_file": Path(generated_name(task, request)), "fps": fps}
+    own = request.fps, moving and defaults.get("fps", moving.fps), sources and sources.fps
+    name = {"save_file": Path(generated_name(task, request)), "fps": [f for f in own if f][-1]}
     output = fill(Output, name | {**values})
     demo = folder if is_demo and not plan else None
     return Run(
@@ -325,6 +319,22 @@ def resolve(
         settings=_record({**values, "task": task, "ckpt_dir": folder}, setup, request, output),
         notices=(*_about(request, output, demo, defaults), *notices),
     )
+
+
+def _counted(
+    values: Values,
+    preset: Preset,
+    defaults: Values,
+    sound: Sound | None,
+    moving: DrivingVideos | None,
+    sources: ControlSources | None,
+) -> dict[str, Any]:
+    """Counts what follows from what a video is made from: clips, frames, pictures."""
+    if preset.infer_frames is not None:
+        return clips(values, preset, sound, defaults)
+    if preset.kind == "animate":
+        return moves(values, preset, moving, defaults)
+    return controlled(values, preset, sources, defaults)
 
 
 def _decide(
