@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import imageio
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.conftest import slow
 from tests.dist import GENERATE, torchrun
@@ -87,6 +89,22 @@ def test_more_clips_of_a_video_that_is_there(
     assert "clip 2 is made again: it differs in prompt" in capfd.readouterr().out
     assert (frames(out)[:9] == frames(whole)[:9]).all()
     assert (frames(out)[9:] != frames(whole)[9:17]).any()
+
+
+def test_what_makes_clips_again(
+    asked: list[str], image_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another picture under the same name does; where weights lie meanwhile does not."""
+    image = tmp_path / "picture.png"
+    shutil.copy(image_path, image)
+    start = [*asked[:-5], "--image", image, "--save_latents", "--save_file", tmp_path / "v.mp4"]
+    start += ["--clip_prompts", "one", "two"]
+    assert run(*start) == 0
+    assert run(*start, "--offload_model", "block") == 0
+    assert "2 of 2 clips are in" in capfd.readouterr().out
+    Image.new("RGB", (96, 64), (200, 40, 40)).save(image)
+    assert run(*start) == 0
+    assert "clip 1 is made again: it differs in content" in capfd.readouterr().out
 
 
 def test_damaged_clips_are_made_again(asked: list[str], whole: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan.checkpoint.files import safetensors_metadata, whole_file
+from wan.checkpoint.files import fingerprint, safetensors_metadata, whole_file
 from wan.log import logger
 from wan.pipeline import video
 from wan.run import Run
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from wan.pipeline.clips import Clip
 
-_FREE = ("save_file", "save_latents", "num_clip", "clip_prompts")
+_FREE = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
+"""What may differ between the runs that make a video's clips."""
 
 
 class ClipFiles:
@@ -89,9 +90,11 @@ class ClipFiles:
 
     def _settings(self, index: int) -> dict[str, Any]:
         """Returns what decides what a clip shows, or how it is made."""
-        own = self._run.request.of_clip(index)
-        shared = {n: value for n, value in self._run.settings.items() if n not in _FREE}
-        return shared | {"prompt": own.prompt, "base_seed": own.base_seed}
+        run, own = self._run, self._run.request.of_clip(index)
+        shared = {n: value for n, value in run.settings.items() if n not in _FREE}
+        files = [one.file for ones in run.setup.loras.values() for one in ones]
+        content = fingerprint([Path(run.settings["image"]), *files])
+        return shared | {"prompt": own.prompt, "base_seed": own.base_seed, "content": content}
 
     def _clip(self, index: int) -> Path:
         return self.folder / f"{index + 1:04}.mp4"
