@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO, IMAGE = ROOT / "examples" / "demo" / "i2v-A14B", ROOT / "examples" / "star.png"
 FRAMES, STEPS = 17, 20
 PROMPT = "a large yellow star moves left on a gray background"
-Span = tuple[str, bool, float, float]
-"""Stage, whether in a thread, start and end in seconds."""
+Span = tuple[str, float, float]
+"""Stage, start and end in seconds."""
 
 
 class Timeline(Stages):
@@ -45,10 +44,10 @@ class Timeline(Stages):
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        begun, beside = time.perf_counter(), threading.current_thread().name.startswith("decoding")
+        begun = time.perf_counter()
         with super().__call__(name):
             yield
-        self.spans.append((name, beside, begun, time.perf_counter()))
+        self.spans.append((name, begun, time.perf_counter()))
 
 
 def _made(model: Any, clips: int, offload: bool) -> None:
@@ -88,7 +87,7 @@ def timelines(clips: int) -> dict[str, list[Span]]:
         stages = model._pipeline.stages = Timeline()
         begun = time.perf_counter()
         _made(model, clips, False)
-        found[name] = [(what, beside, a - begun, b - begun) for what, beside, a, b in stages.spans]
+        found[name] = [(what, a - begun, b - begun) for what, a, b in stages.spans]
     return found
 
 
@@ -102,13 +101,7 @@ def plot(found: dict[str, list[Span]], path: Path) -> None:
     figure, axes = plt.subplots(len(found), 1, sharex=True, figsize=(9, 3.6), layout="tight")
     for axis, (name, spans) in zip(axes, found.items(), strict=True):
         for row, (what, colour) in enumerate((("denoising", "#2a6f97"), ("decoding", "#e07a1f"))):
-            bars = [
-                (a, b - a)
-                for stage, beside, a, b in spans
-                if stage == what and (row == 0 or beside)
-            ]
-            if row and not bars:
-                bars = [(a, b - a) for stage, _, a, b in spans if stage == what]
+            bars = [(a, b - a) for stage, a, b in spans if stage == what]
             axis.broken_barh(bars, (row - 0.4, 0.8), color=colour)
         axis.set_yticks((0, 1), ("denoising", "decoding"))
         axis.invert_yaxis()

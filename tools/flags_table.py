@@ -32,8 +32,9 @@ def flags() -> Iterable[Row]:
         yield f"**{title}**", "", "", "", ""
         for name, flag in (item for kind in kinds for item in options(kind).items()):
             call = {"load": "constructor", "video": "`generate`", None: ""}[flag.python]
+            names = [f"`--{one}`" for one in (name, flag.alias) if one is not None]
             yield (
-                f"`--{name}`",
+                ", ".join(names),
                 flag.help.replace("|", "\\|").replace("*", "\\*")
                 + "."
                 + "".join(f" Variable `{variable}`." for variable in flag.variables),

@@ -198,9 +198,11 @@ def beside(device: torch.device) -> Iterator[None]:
     module.set_device(device)  # of this thread
     stream = module.Stream(device=device)
     stream.wait_stream(module.default_stream(device))
-    with module.stream(stream):
-        yield
-    stream.synchronize()
+    try:
+        with module.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
 
 
 def resolve(wish: str, index: int = 0) -> Device:

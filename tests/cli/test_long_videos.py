@@ -142,6 +142,7 @@ def test_ranks_make_one_video(asked: list[str], whole: Path, tmp_path: Path) -> 
         "0": [],
         "1": ["--comm_type", "1"],
         "2": ["--comm_type", "2", "--vae_parallel"],
+        "beside": ["--overlap_decoding", "--offload_model", "false"],
         "fsdp": ["--dit_fsdp", "--t5_fsdp"],
     }
     made = {}
@@ -150,7 +151,8 @@ def test_ranks_make_one_video(asked: list[str], whole: Path, tmp_path: Path) -> 
         done = torchrun(2, *asked, "--ulysses_size", "2", *flags, "--save_file", out)
         assert done.returncode == 0, done.stdout + done.stderr
         made[name] = frames(out)
-    assert (made["1"] == made["0"]).all()
+    for name in ("1", "beside"):
+        assert (made[name] == made["0"]).all()
     for name in ("2", "fsdp"):
         assert np.abs(made[name].astype(int) - made["0"]).mean() < 0.05
     assert np.abs(made["0"].astype(int) - frames(whole)).mean() < 0.05

@@ -215,6 +215,10 @@ def test_a_folder_around_a_base_model_shows_no_recipe() -> None:
 def test_a_recipe_is_asked_for_anew_of_a_record(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": planned("--sample_steps 30").settings}))
+    settings = planned("--sample_steps 30 --frame_num 33 --fps 9").settings
+    path.write_text(json.dumps({"settings": settings}))
+    again = planned(f"--from_json {path} --recipe lightning-4step")
+    assert (again.request.frame_num, again.output.fps) == (33, 9)  # which it does not set
     run = planned(f"--from_json {path} --recipe rcm-4step --ode").request
     assert (run.sample_solver, run.sample_steps, run.guided) == ("rcm", 4, False)
     path.write_text(json.dumps({"settings": planned("--recipe lightning-4step").settings}))

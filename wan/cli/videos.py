@@ -237,9 +237,11 @@ class Video:
                     if isinstance(error, NotFiniteError):
                         self.keep(error.latents)
                     if self._is_main and index:
-                        text = "%d of %d clips are kept in %s; the same command with --base_seed %d"
-                        said = (index, count, files.folder, request.base_seed)
-                        logger.error(f"{text} goes on after them.", *said)
+                        logger.error(
+                            "%d of %d clips are kept in %s; the same command with --base_seed %d "
+                            "goes on after them.",
+                            *(index, count, files.folder, request.base_seed),
+                        )
                     raise
             if self._is_main:
                 with self._pipeline.stages("writing"), video.writing(run.output.save_file):

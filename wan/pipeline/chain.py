@@ -69,7 +69,12 @@ def _clips(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Cli
                 pipeline.done(pipeline.vae)
         draw = noise(one, device)
         conditions = Conditions(draw(), *contexts, y=y.to(device), draw=draw)
-        latents = pipeline.advanced(Denoising(one, conditions))
+        try:
+            latents = pipeline.advanced(Denoising(one, conditions))
+        except BaseException:
+            if before is not None:  # what comes next may need the VAE, and its memory
+                before.wait()
+            raise
         del conditions, y
         pipeline.done(pipeline.experts)
         if before is not None:
@@ -107,14 +112,18 @@ class _Beside:
             pipeline.codec.decode_alone(self._latents, whole)
         return whole.video
 
+    def wait(self) -> None:
+        """Waits until nothing is decoded any more."""
+        if self._frames is not None:
+            self._frames.exception()
+
     def clip(self) -> Clip:
         """Returns the clip; every rank calls it, and all decode it again if that failed."""
         frames: Tensor | None = None
         failed = False
         if self._frames is not None:
             try:
-                with self._pipeline.stages("decoding"):
-                    frames = self._frames.result()
+                frames = self._frames.result()
             except Exception as error:
                 failed = True
                 logger.warning("A clip is decoded again, without overlap (%s).", error)

@@ -69,10 +69,8 @@ class Codec:
         Returns:
             Whether this is the main rank.
         """
-        _, steps, height, width = latent_Zfhw.shape
-        _, *scales = self._setup.preset.vae_stride
-        size = steps, height * scales[0], width * scales[1]
-        need = memory.vae_activations(self._setup, "decode", size)
+        _, steps, height, _ = latent_Zfhw.shape
+        need = self._need(latent_Zfhw)
         is_main = self._rows is None or self._rows(height, False).rank == 0
 
         def attempt(method: str, may_fail: bool) -> None:
@@ -93,11 +91,15 @@ class Codec:
 
     def decode_alone(self, latent_Zfhw: Tensor, sink: Sink) -> None:
         """Gives the frames to a sink without the other ranks, and without another try."""
+        self._check_free(self._need(latent_Zfhw))
+        self._vae().stream(latent_Zfhw, sink)
+
+    def _need(self, latent_Zfhw: Tensor) -> int:
+        """Returns the bytes that decoding computes with, at least."""
         _, steps, height, width = latent_Zfhw.shape
         _, *scales = self._setup.preset.vae_stride
         size = steps, height * scales[0], width * scales[1]
-        self._check_free(memory.vae_activations(self._setup, "decode", size))
-        self._vae().stream(latent_Zfhw, sink)
+        return memory.vae_activations(self._setup, "decode", size)
 
     def _first(self, methods: tuple[str, ...], attempt: Callable[[str, bool], T]) -> T:
         """Calls attempt(method, may_fail) in turn; a method may fail where another one follows."""

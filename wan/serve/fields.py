@@ -15,7 +15,7 @@ from typing import Any
 from wan.pipeline import driving
 from wan.run import PATHS, Run
 from wan.settings.errors import InputError, Words
-from wan.settings.flags import FLAGS, check_given, read
+from wan.settings.flags import ALIASES, FLAGS, check_given, read
 from wan.settings.values import integer, real, shown
 
 NAMES = {
@@ -24,7 +24,7 @@ NAMES = {
     "flow_shift": "sample_shift",
     "seed": "base_seed",
     "input_reference": "image",
-    "clips": "num_clip",
+    **ALIASES,
 }
 """Name in OpenAI's, vllm-omni's or MLPerf's interface -> setting."""
 FOLDER = "src_root_path"

@@ -90,7 +90,7 @@ NAMES = ("auto", "none", *RECIPES)
 SETS = (
     *("sample_solver", "sample_steps", "sample_shift", "sample_guide_scale"),
     *("timesteps", "boundary_step", "ode", "sigma_max"),
-    *("frame_num", "fps", "chain"),
+    "chain",
 )
 """What a recipe decides about."""
 
