@@ -20,11 +20,12 @@ from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
+from wan.modules.vace import VaceWanModel
 from wan.settings.schedule import MODES
 
 pytestmark = pytest.mark.dist
 
-CHANNELS = {"t2v": 16, "i2v": 36, "ti2v": 48}
+CHANNELS = {"t2v": 16, "i2v": 36, "ti2v": 48, "vace": 16}
 TEXT_DIM = 16
 
 
@@ -50,8 +51,8 @@ class Job:
         if attention is not None:
             collaborators["attention"] = blocks_of(attention)
         torch.manual_seed(0)
-        net = WanModel(
-            self.kind,
+        net: WanModel = (VaceWanModel if self.kind == "vace" else WanModel)(
+            model_type=self.kind,
             in_dim=CHANNELS[self.kind],
             out_dim=48 if self.kind == "ti2v" else 16,
             dim=8 * self.heads,
@@ -75,12 +76,17 @@ class Job:
 
         x = [noise(48 if self.kind == "ti2v" else 16, f, 2 * h, 2 * w) for _ in range(self.batch)]
         y = [noise(20, f, 2 * h, 2 * w) for _ in x] if self.kind == "i2v" else None
+        control = [noise(96, f, 2 * h, 2 * w) for _ in x] if self.kind == "vace" else []
         prompts = [[noise(length, TEXT_DIM) for _ in x] for length in self.contexts]
         found = []
         for index, t in enumerate((900, 300) if self.text_cache else (900,)):
             for context in prompts:
                 step = StepInfo(index, 2, "cond", "dit", self.grid, self.tokens)
-                found += net(x, self._timesteps(t), context, self.tokens, y, step=step)
+                times = self._timesteps(t)
+                if control:
+                    found += net(x, times, control, context, self.tokens, step=step)
+                else:
+                    found += net(x, times, context, self.tokens, y, step=step)
         return found
 
     def _timesteps(self, t: int) -> Tensor:
@@ -120,6 +126,8 @@ JOBS = {
     "i2v": Job("i2v"),
     "ti2v": Job("ti2v", text_cache=True),
     "ti2v-batch": Job("ti2v", batch=2),
+    "vace": Job("vace", text_cache=True),
+    "vace-batch": Job("vace", batch=2),
 }
 QUICK = {(2, "t2v-batch"), (2, "i2v"), (2, "ti2v-batch"), (4, "t2v-no-padding")}
 LAYOUTS = {
@@ -139,7 +147,7 @@ def test_the_same_velocities(world: int, job: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t2v", "ti2v"])
+@pytest.mark.parametrize("kind", ["t2v", "ti2v", "vace"])
 def test_eight_ranks(kind: str) -> None:
     run(8, compare, Job(kind, heads=24), LAYOUTS[8][:2], ("0", "1"))
 

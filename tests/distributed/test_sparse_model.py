@@ -31,6 +31,8 @@ JOBS = {
     "t2v": Job(grid=(3, 9, 10)),
     "i2v": Job("i2v", grid=(2, 16, 8)),
     "ti2v": Job("ti2v", grid=(3, 10, 9)),
+    "vace": Job("vace", grid=(3, 9, 10)),
+    "vace-batch": Job("vace", batch=2, grid=(2, 9, 17), contexts=(7,)),
     "ti2v-batch": Job("ti2v", batch=2, grid=(2, 9, 17)),
 }
 LAYOUTS = {

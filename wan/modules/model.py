@@ -254,7 +254,7 @@ class WanModel(nn.Module):
     def _embedded(self, x_BCFHW: Tensor, grid: Grid, given: Conditioning | None) -> Tensor:
         """This device's tokens, float32 [B,L,C]."""
         patches_BSK = patches(x_BCFHW, self.patch_size)
-        if given is None:
+        if given is None or (given.video is None and not given.behind):
             return embedded(self.patch_embedding, self.tokens.shard(patches_BSK, grid))
         own = patches_BSK[:, given.first : given.first + given.own]
         parts = [embedded(self.patch_embedding, own)]

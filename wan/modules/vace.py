@@ -5,7 +5,7 @@ begins with the embedded control and the video's tokens. Behind some blocks what
 made of this stream is added to the video's; it runs just before that, so that one hint is held at a
 time. A control block attends to all tokens, with the exchanges of any other block.
 
-Legend: B batch (always 1), C channels, F H W latent frames/height/width, L this device's tokens.
+Legend: B batch, C channels, F H W latent frames/height/width, L this device's tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wan import trace
@@ -92,15 +93,16 @@ class VaceWanModel(WanModel):
             ValueError: The arguments do not fit each other or the network.
         """
         self._check(x, t, context, seq_len, None, None)
-        scales = self._scales(vace_context_scale)
-        found, rows = [], t.expand(len(x)).split(1)
-        parts = zip(x, rows, context, vace_context, strict=True)
-        for i, (sample, row, text, control) in enumerate(parts):
-            channels = self.vace_patch_embedding.in_channels
+        channels, scales = self.vace_patch_embedding.in_channels, self._scales(vace_context_scale)
+        for sample, control in zip(x, vace_context, strict=True):
             check_shapes(sample, {"vace_context": (control, (channels, *sample.shape[1:]))})
-            grid = self.grid(sample.shape[1:])
-            given, at = self._conditioning(control, scales, grid), step and replace(step, sample=i)
-            found.append(self._forward(sample[None], row, [text], None, at, given)[0])
+        together = len({sample.shape for sample in x}) == 1
+        rows, found = t.expand(len(x)), list[Tensor]()
+        for part in [slice(None)] if together else [slice(i, i + 1) for i in range(len(x))]:
+            x_BCFHW, control_BCFHW = torch.stack(x[part]), torch.stack(vace_context[part])
+            given = self._conditioning(control_BCFHW, scales, self.grid(x_BCFHW.shape[2:]))
+            at = step if together else step and replace(step, sample=part.start)
+            found += self._forward(x_BCFHW, rows[part], context[part], None, at, given).unbind(0)
         return found
 
     @property
@@ -110,7 +112,9 @@ class VaceWanModel(WanModel):
     def behind(self, layer: int) -> Sequence[nn.Module]:
         return (self.vace_blocks[self.injected[layer]],) if layer in self.injected else ()
 
-    def _conditioning(self, control: Tensor, scales: Sequence[float], grid: Grid) -> Conditioning:
+    def _conditioning(
+        self, control_BCFHW: Tensor, scales: Sequence[float], grid: Grid
+    ) -> Conditioning:
         tokens, stream = math.prod(grid), dict[str, Tensor]()
 
         def begin(x_BLC: Tensor) -> None:
@@ -120,7 +124,7 @@ class VaceWanModel(WanModel):
             def add_hint(x_BLC: Tensor, beside: BlockInputs) -> Tensor:
                 index, before = self.injected[layer], stream.pop("x", None)
                 if before is not None:
-                    own = self.tokens.shard(patches(control[None], self.patch_size), grid)
+                    own = self.tokens.shard(patches(control_BCFHW, self.patch_size), grid)
                     stream["c"] = embedded(self.vace_patch_embedding, own)
                 place, block = self.num_layers + index, self.vace_blocks[index]
                 with trace.span("control", layer=place):
@@ -132,7 +136,7 @@ class VaceWanModel(WanModel):
             return add_hint
 
         return Conditioning(
-            self.rope.get(grid, control.device, self.tokens.shard),
+            self.rope.get(grid, control_BCFHW.device, self.tokens.shard),
             self.tokens.first(tokens),
             self.tokens.valid(tokens),
             after={layer: after(layer) for layer in self.injected},

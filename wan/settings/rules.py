@@ -245,7 +245,7 @@ SETTINGS = (
         ("use_rainfusion",),
         "masks the tokens of one video, and those of {task} are also of a picture",
         "drop it",
-        lambda s: s.task in ("s2v-14B", "animate-14B", *_CONTROLLED),
+        lambda s: s.task in ("s2v-14B", "animate-14B"),
     ),
 )
 """Of what a pipeline is built for."""
