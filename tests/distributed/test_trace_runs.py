@@ -124,6 +124,41 @@ def all_ways(layouts: list[Topology]) -> list[tuple[Way, RankReport]]:
     return figures
 
 
+@torch.inference_mode()
+def control_ways(skipped: bool) -> list[RankReport]:
+    """Every mode of a network with one control block; skipped: all that a cache can leave out."""
+    job, found = replace(JOB, kind="vace"), []
+
+    def first_block(x: Tensor, blocks: Any, *_: object) -> Tensor:
+        x = blocks(x, 0, 1)
+        trace.mark("cache", what="blocks", decision="skipped", first=1)
+        return x
+
+    given = {"step_cache": first_block} if skipped else {}
+    for mode in ROWS:
+        plan = replace(plan_of(Topology(2, 1), mode, "dense"), control=(0,))
+        layer, events = attention_layer(Topology(2, 1), mode), list[trace.Event]()
+        net = job.model(attention=layer, tokens=ShardedTokens(None), **given)
+        with (
+            trace.recording(Recorder((0,), HostClock(), events.extend)),
+            trace.step(0, "dit"),
+            trace.span("branch", branch="cond"),
+        ):
+            job.velocities(net)
+        found.append(analyse(Trace(plan, events, {})))
+    return found
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_control_blocks_are_as_planned(skipped: bool) -> None:
+    """They are layers behind the others, and are skipped with the block they belong to."""
+    for reports in run(2, control_ways, skipped):
+        for report in reports:
+            order = report.order
+            assert order.difference is None, order.difference
+            assert (order.layers, order.skipped) == ((2, 1) if skipped else (3, 0))
+
+
 @pytest.mark.parametrize(
     "layouts",
     [LAYOUTS[2], *map(slow, (LAYOUTS[4], [Topology(1, 2)], LAYOUTS[3]))],

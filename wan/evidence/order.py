@@ -54,6 +54,7 @@ class Plan:
         sparse_from: The first step of RainFusion; None: never.
         steps: Those that are traced, and the expert of each.
         fused: q, k and v of a chunk, and their scales, are exchanged together.
+        control: Layers behind which a control block runs; those are layers, too, behind the others.
     """
 
     rank: int
@@ -72,12 +73,14 @@ class Plan:
     sparse_from: int | None
     steps: Mapping[int, str]
     fused: bool = False
+    control: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Plan:
         """The plan in a file; ValueError, TypeError or KeyError where that is none."""
         steps = {int(step): str(expert) for step, expert in raw["steps"].items()}
-        plan = cls(**{**raw, "sizes": tuple(raw["sizes"]), "steps": steps})
+        control = tuple(raw.get("control", ()))
+        plan = cls(**{**raw, "sizes": tuple(raw["sizes"]), "steps": steps, "control": control})
         for one in fields(cls):
             value = getattr(plan, one.name)
             kinds = _KINDS.get(str(one.type), (type(value),))
@@ -85,6 +88,8 @@ class Plan:
                 raise ValueError(f"{one.name} is {str(value)[:40]}")
         if len(plan.sizes) != 3 or not all(type(size) is int and size > 0 for size in plan.sizes):
             raise ValueError(f"sizes is {str(plan.sizes)[:40]}")
+        if not all(type(layer) is int and 0 <= layer < plan.layers for layer in plan.control):
+            raise ValueError(f"control is {str(plan.control)[:40]}")
         if plan.world > 1 << 16 or plan.rank >= plan.world or plan.heads < plan.sizes[2]:
             raise ValueError("sizes do not fit together in its plan")
         _ = plan.mode, plan.valid
@@ -94,6 +99,10 @@ class Plan:
     def world(self) -> int:
         cfg, ring, ulysses = self.sizes
         return cfg * ring * ulysses
+
+    @property
+    def all_layers(self) -> int:
+        return self.layers + len(self.control)
 
     @property
     def mode(self) -> Mode:
@@ -236,9 +245,9 @@ def compare(plan: Plan, events: Sequence[Event]) -> Comparison:
             difference = f"rank {plan.rank}, step {step}: expected a step, found nothing"
         for branch in branches:
             recorded = by_layer(forwards[step, branch])
-            left_out = _left_out(forwards[step, branch], plan.layers)
-            layers, skipped = layers + plan.layers, skipped + len(left_out)
-            for layer in range(plan.layers) if difference is None else ():
+            left_out = _left_out(forwards[step, branch], plan)
+            layers, skipped = layers + plan.all_layers, skipped + len(left_out)
+            for layer in range(plan.all_layers) if difference is None else ():
                 planned = [] if layer in left_out else expected(plan, step)
                 pairs = zip_longest(planned, found(recorded.get(layer, [])))
                 wrong = ((at, a, b) for at, (a, b) in enumerate(pairs) if a != b)
@@ -253,7 +262,7 @@ def compare(plan: Plan, events: Sequence[Event]) -> Comparison:
     return Comparison(layers - skipped, skipped, difference)
 
 
-def _left_out(events: Sequence[Event], layers: int) -> set[int]:
+def _left_out(events: Sequence[Event], plan: Plan) -> set[int]:
     """The layers whose self-attention a step cache skipped in a forward pass."""
     found: set[int] = set()
     for event in events:
@@ -264,7 +273,9 @@ def _left_out(events: Sequence[Event], layers: int) -> set[int]:
         if isinstance(layer, int):
             found.add(layer)
         elif isinstance(first, int):
-            found |= set(range(first, layers))
+            found |= set(range(first, plan.layers))
+            behind = enumerate(plan.control, plan.layers)
+            found |= {place for place, layer in behind if layer >= first}
     return found
 
 

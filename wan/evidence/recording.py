@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import wan
+from wan.checkpoint.config import control_layers
 from wan.evidence import order
 from wan.evidence.order import Plan, Trace
 from wan.log import logger
@@ -71,6 +72,7 @@ def plan_of(
         sparse_from=attention.start_step(request.sample_steps) if sparse else None,
         steps={step: experts[step] for step in steps},
         fused=setup.exchange_on(device_type) == "fused",
+        control=control_layers(setup.checkpoint.config),
     )
 
 

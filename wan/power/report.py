@@ -226,8 +226,8 @@ def _text(report: RunReport) -> Iterator[str]:
     steps = ", ".join(f"{step} ({expert})" for step, expert in plan.steps.items())
     yield f"== {report.name}: {plan.mode.name}, head chunks {len(chunks)} of {each} per rank =="
     yield (
-        f"ulysses {ulysses} x ring {ring} x cfg {cfg}, {plan.tokens} tokens, {plan.layers} layers, "
-        f"traced steps {steps}"
+        f"ulysses {ulysses} x ring {ring} x cfg {cfg}, {plan.tokens} tokens, "
+        f"{plan.all_layers} layers, traced steps {steps}"
     )
     yield (
         f"{trace.about.get('kernel', 'an unknown kernel')}; {trace.about.get('device', '')}, "
