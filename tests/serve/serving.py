@@ -86,10 +86,11 @@ class Served:
         is_json = answer.headers.get_content_type() == "application/json"
         return answer.status, answer.headers, json.loads(content) if is_json else content
 
-    def form(self, path: str, fields: Mapping[str, str | bytes]) -> tuple[int, Any, Any]:
-        """Asks with a form; bytes are files."""
+    def form(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any, Any]:
+        """Asks with a form of texts, of bytes, which are files, and of lists of them."""
         lines = []
-        for name, value in fields.items():
+        each = {name: one if isinstance(one, list) else [one] for name, one in fields.items()}
+        for name, value in ((name, value) for name, values in each.items() for value in values):
             end = f'; filename="{name}"' if isinstance(value, bytes) else ""
             head = f'--edge\r\nContent-Disposition: form-data; name="{name}"{end}\r\n\r\n'
             content = value if isinstance(value, bytes) else value.encode()

@@ -15,12 +15,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import imageio
 import numpy as np
 import openai
 import pytest
+from PIL import Image
 
+from tests.cli.test_vace import write
 from tests.dist import GENERATE, REPO, TORCHRUN
 from tests.serve.serving import PROMPT, Served, breaking
 from wan.serve import __main__ as command
@@ -358,6 +361,55 @@ def test_a_sound_and_a_character(tmp_path: Path) -> None:
             assert status == 400 and "cannot be read" in refused["error"]["message"], refused
         finally:
             served.stop()
+
+
+@pytest.mark.slow
+def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
+    """As a form, as data URLs, and by generate.py; a second attempt finds them again."""
+    names = ("v.mp4", "m.mp4", "a.png", "b.png")
+    for name in names[:2]:
+        write(tmp_path / name)
+    for name, colour in (("a.png", "red"), ("b.png", "blue")):
+        Image.new("RGB", (40, 30), colour).save(tmp_path / name)
+    files = {name: (tmp_path / name).read_bytes() for name in names}
+    urls = {
+        name: f"data:application/octet-stream;base64,{base64.b64encode(x).decode()}"
+        for name, x in files.items()
+    }
+    more = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 2, "seed": 1}
+    flags = ["--task", "vace-1.3B", "--size", "64*48"]
+    served = Served(tmp_path / "jobs", 2, flags=flags)
+    try:
+
+        def given(of: dict[str, Any], pictures: list[Any]) -> dict[str, Any]:
+            return {"src_video": of["v.mp4"], "src_mask": of["m.mp4"], "src_ref_images": pictures}
+
+        form = {name: str(value) for name, value in more.items()}
+        both = [files["a.png"], files["b.png"]]
+        bodies = [form | given(files, both), form | given(files, both[:1])]
+        answers = [served.form("/v1/videos", body) for body in bodies]
+        assert [status for status, _, _ in answers] == [200, 200], answers
+        made = [answer["id"] for _, _, answer in answers]
+        pictures = [urls["a.png"], {"image_url": urls["b.png"]}]
+        made.append(served.ask("/v1/videos", more | given(urls, pictures))[2]["id"])
+        made.append(served.client().videos.remix(made[0], prompt=PROMPT).id)
+        assert [served.ended(one)["status"] for one in made] == ["completed"] * 4
+        named = f"{tmp_path / 'a.png'},{tmp_path / 'b.png'}"
+        call = [*flags, "--base_seed", 1, "--src_ref_images", named]
+        call += ["--src_video", tmp_path / "v.mp4", "--src_mask", tmp_path / "m.mp4"]
+        own = generated(tmp_path / "own.mp4", *call, ranks=2)
+        shown = [frames(served.folder / "jobs" / one / "video.mp4") for one in made]
+        same = [(one == own).all() for one in shown]
+        assert same == [True, False, True, True]
+        long = served.form("/v1/videos", bodies[0] | {"num_inference_steps": "60"})[2]["id"]
+        served.wait(lambda: served.ask(f"/v1/videos/{long}")[2]["steps"][0] > 1)
+        os.kill(served.ranks()[0], signal.SIGKILL)
+        ended = served.ended(long)
+        assert (ended["status"], ended["attempt"]) == ("completed", 2)
+        status, _, refused = served.form("/v1/videos", form | given(files, [b"x" * 99]))
+        assert status == 400 and "the uploaded src_ref_images" in refused["error"]["message"]
+    finally:
+        served.stop()
 
 
 @pytest.mark.slow

@@ -25,7 +25,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wan.log import logger
+from wan.pipeline.sources import MOST_PICTURES
 from wan.serve import fields, pictures
+from wan.serve.fields import PICTURES
 from wan.serve.journal import QueuedVideo
 from wan.serve.metrics import Metrics
 from wan.serve.service import RefusedError, Service, digest_of, is_over
@@ -247,11 +249,16 @@ async def _body(request: Request) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
         found: dict[str, Any] = {}
-        async with request.form(max_files=8, max_fields=100, max_part_size=1 << 20) as form:
+        most = 8 + MOST_PICTURES
+        async with request.form(max_files=most, max_fields=100, max_part_size=1 << 20) as form:
             for key, value in form.multi_items():
+                part = await value.read() if isinstance(value, UploadFile) else value
+                if (several := key.removesuffix("[]")) == PICTURES:  # the openai client's lists
+                    found.setdefault(several, []).append(part)
+                    continue
                 if key in found:
                     raise RefusedError(f"{key} is given twice; give it once.", param=key)
-                found[key] = await value.read() if isinstance(value, UploadFile) else value
+                found[key] = part
         return found
     try:
         body = json.loads(await request.body() or b"{}")

@@ -29,11 +29,10 @@ NAMES = {
 """Name in OpenAI's, vllm-omni's or MLPerf's interface -> setting."""
 FOLDER = "src_root_path"
 """The setting that is a folder of uploaded files."""
-UPLOADS = (
-    *("image", "last_image", "audio", "pose_video"),
-    *("src_video", "src_mask", "src_ref_images"),
-)
-"""Settings that are single files of the request."""
+PICTURES = "src_ref_images"
+"""The setting that is one uploaded file or several."""
+UPLOADS = ("image", "last_image", "audio", "pose_video", "src_video", "src_mask", PICTURES)
+"""Settings that are files of the request."""
 _IN_FOLDER = {Path(name).stem: f"{FOLDER}/{name}" for name in driving.FILES}
 _OWN = ("model", "seconds", "guidance_scale", "guidance_scale_2", "boundary_ratio", "priority")
 _LEFT_OUT = {
@@ -49,7 +48,7 @@ class Asked:
 
     Attributes:
         settings: Raw values under flags' names, without files.
-        files: Setting -> content of an uploaded file; those of a folder are SETTING/NAME.
+        files: Setting -> content of an uploaded file; those of several are SETTING/NAME.
         priority: Higher ones come first.
         names: Setting -> the name that the request uses for it.
     """
@@ -74,7 +73,7 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
     """Reads the fields of a request.
 
     Args:
-        body: Field -> text, number, JSON value, or the bytes of an uploaded file.
+        body: Field -> text, number, JSON value, the bytes of an uploaded file, or a list of such.
         run: What the ranks were started for.
         model: The name of the model that runs.
 
@@ -85,6 +84,7 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
     files: dict[str, bytes] = {}
     names: dict[str, str] = {}
     own: dict[str, Any] = {}
+    in_folder = _IN_FOLDER if run.setup.preset.kind == "animate" else {}
     for key, value in body.items():
         key, value = _part(key, value)
         of_clips = key == "prompt" and isinstance(value, list)
@@ -96,8 +96,11 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
             raise InputError(key, why=why, remedy="give one of them")
         if key in _OWN:
             own[key] = value
-        elif name in UPLOADS or name in _IN_FOLDER:
-            files[_IN_FOLDER.get(name, name)] = _content(key, value)
+        elif name == PICTURES and isinstance(value, list):
+            for index, one in enumerate(value):
+                files[f"{PICTURES}/{index:03}"] = _content(*_part(key, one))
+        elif name in UPLOADS or name in in_folder:
+            files[in_folder.get(name, name)] = _content(key, value)
         elif name not in FLAGS or (name in PATHS and not _is_running(name, value, run)):
             raise InputError(key, why="is not a known field", remedy="remove it")
         elif not FLAGS[name].line:

@@ -301,7 +301,7 @@ class Service:
             begun = {"state": "in_progress", "started": now, "attempt": job.attempt + 1}
             self.journal.change(job, **begun, done=0)
             self._running[job.id] = job
-            files = {name: str(path) for name, path in self._uploads(job).items()}
+            files = self._uploads(job)
             file = str(self.video(job).absolute())
             wanted.append({"job": job.id, "settings": job.settings | files, "file": file})
         self.group.make(wanted)
@@ -432,7 +432,7 @@ class Service:
     def _checked(self, job: QueuedVideo) -> Run:
         """Returns the run of a job, as rank 0 will find it."""
         with spoken(fields.words(job.names)):
-            run = self._resolve(over(self._given, read(job.settings) | self._uploads(job)))
+            run = self._resolve(over(self._given, read(job.settings | self._uploads(job))))
         request = run.request
         prompts = request.clip_prompts or (request.prompt,)
         frames = request.frame_num * (request.num_clip or 1)
@@ -451,17 +451,23 @@ class Service:
     def _refusal(self, error: InputError, job: QueuedVideo) -> RefusedError:
         """Returns the answer to a request that cannot be made, without paths of this machine."""
         message = str(error)
-        for name, path in self._uploads(job).items():
-            message = message.replace(str(path), f"the uploaded {job.names.get(name, name)}")
+        for name in self._uploads(job):
+            path = str(self.file(job, name).absolute())
+            message = message.replace(path, f"the uploaded {job.names.get(name, name)}")
         named = re.match(r"`(\w+)`", error.what)
         param = job.names.get(named[1], named[1]) if named else None
         return RefusedError(message, param=param)
 
-    def _uploads(self, job: QueuedVideo) -> dict[str, Path]:
-        """Returns the uploaded files of a job that are there."""
-        names = (*fields.UPLOADS, fields.FOLDER)
-        paths = {name: self.file(job, name).absolute() for name in names}
-        return {name: path for name, path in paths.items() if path.exists()}
+    def _uploads(self, job: QueuedVideo) -> dict[str, str | list[str]]:
+        """Returns the paths of a job's uploaded files: of a folder, a file, or several files."""
+        found: dict[str, str | list[str]] = {}
+        for name in (*fields.UPLOADS, fields.FOLDER):
+            path = self.file(job, name).absolute()
+            if path.is_dir() and name != fields.FOLDER:
+                found[name] = [str(one) for one in sorted(path.iterdir())]
+            elif path.exists():
+                found[name] = str(path)
+        return found
 
     def _planned_memory(self, job: QueuedVideo) -> str:
         """Returns what the planner says that a job needs."""
@@ -484,10 +490,11 @@ class Service:
         if all_files:
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.is_dir():
-            for path in folder.iterdir():
+            made = (path for path in folder.iterdir() if not path.name.startswith(_UPLOAD))
+            for path in made:
                 if path.is_dir() and not (goes_on and path.suffix == ".clips"):
                     shutil.rmtree(path, ignore_errors=True)
-                elif not path.is_dir() and not path.name.startswith(_UPLOAD):
+                elif not path.is_dir():
                     path.unlink(missing_ok=True)
 
     async def _clean(self) -> None:
@@ -543,7 +550,9 @@ def digest_of(body: Mapping[str, Any]) -> str:
     found = hashlib.sha256()
     for name in sorted(body):
         value = body[name]
-        content = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True).encode()
+        content = value
+        if not isinstance(value, bytes):
+            content = json.dumps(value, sort_keys=True, default=bytes.hex).encode()
         found.update(f"{name} {len(content)} ".encode() + content)
     return found.hexdigest()
 
