@@ -24,6 +24,8 @@ FORMS = {  # task, images, size
     "2.1 image": ("i2v-14B", 1, (112, 80)),
     "2.1 two images": ("flf2v-14B", 2, (112, 80)),
     "2.2 image": ("i2v-A14B", 1, (112, 80)),
+    "control": ("vace-1.3B", 0, (112, 80)),
+    "2.2 control": ("vace-A14B", 0, (112, 80)),
 }
 
 
@@ -41,7 +43,7 @@ class Video:
 
     def pipe(self) -> Any:
         """The pipeline without its encoders: texts and images come as embeddings."""
-        from diffusers import WanImageToVideoPipeline, WanPipeline
+        from diffusers import WanImageToVideoPipeline, WanPipeline, WanVACEPipeline
         from diffusers.utils import logging
 
         logging.set_verbosity_error()
@@ -50,6 +52,8 @@ class Video:
         if self.images:
             absent += ["image_encoder", "image_processor"]
         kind = WanImageToVideoPipeline if self.images else WanPipeline
+        if self.controlled:
+            kind = WanVACEPipeline
         pipe = kind.from_pretrained(
             self.folder, torch_dtype=torch.float32, **dict.fromkeys(absent, None)
         )
@@ -60,6 +64,20 @@ class Video:
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
+    @property
+    def controlled(self) -> bool:
+        return "WanVACEPipeline" in (self.folder / "model_index.json").read_text()
+
+    def _control(self) -> dict[str, Any]:
+        """A video, its mask and a picture."""
+        shape, random = (self.frames, *self.size[::-1], 3), np.random.default_rng(1)
+        pixels = random.integers(0, 255, shape, dtype=np.uint8)
+        masks = np.zeros_like(pixels)
+        masks[1:, : self.size[1] // 2] = 255
+        video, mask = ([Image.fromarray(one) for one in frames] for frames in (pixels, masks))
+        given = {"video": video, "mask": mask, "reference_images": [video[0]]}
+        return {**given, "conditioning_scale": [0.9, 0.6]}
+
     def latents(self, pipe: Any, **more: Any) -> Tensor:
         """What the pipeline makes, [B,C,f,h,w]."""
         generator = torch.Generator().manual_seed(5)
@@ -68,6 +86,7 @@ class Video:
         images = [Image.fromarray(one) for one in pixels][: self.images]
         return pipe(
             **dict(zip(("image", "last_image"), images, strict=False)),
+            **(self._control() if self.controlled else {}),
             **{"generator": torch.Generator().manual_seed(3), **more},
             prompt_embeds=cond,
             negative_prompt_embeds=uncond,

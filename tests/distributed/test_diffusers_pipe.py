@@ -70,6 +70,7 @@ SOME: dict[str, list[Settings]] = {  # of two ranks
     "2.2": [{**mode, "ulysses_size": 2} for mode in MODES.values()],
     "2.1 image": [{"comm_type": 1}],
     "5B image": [{"cfg_size": 2}, {"ulysses_size": 2}],
+    "2.2 control": [{"ulysses_size": 2}, {"ulysses_size": 2, "comm_type": 1}, {"cfg_size": 2}],
 }
 
 
@@ -137,6 +138,8 @@ def test_ranks_share_a_video(tiny: Any, form: str, world: int) -> None:
     ]
     expected = video.latents(video.pipe())
     check(expected, settings, run(world, shared, video, settings, timeout=600))
+    if video.controlled:  # of which diffusers makes one at a time
+        return
     two = replace(video, count=2)
     expected = two.latents(two.pipe())
     check(expected, settings[:1], run(world, shared, two, settings[:1], timeout=600))

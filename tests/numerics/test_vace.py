@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import wan
 from tests.conftest import slow
 from tests.numerics.test_diffusers import TOLERANCE, official_scheduler
 from wan.checkpoint.keymaps import dit_diffusers_name, dit_official_name
+from wan.diffusers import apply_cache_on_pipe
 from wan.modules.interfaces import Collaborators
 from wan.modules.vace import VaceWanModel
+from wan.settings.flags import FLAGS
 
 CONFIG = {"num_layers": 6, "text_dim": 48, "ffn_dim": 96}
 TEXT_LEN = 32
@@ -81,6 +84,27 @@ def test_network(layers: list[int], scales: Any, heads: int, head_dim: int) -> N
     assert (without - expected).abs().max() > 1e-2, "the control changes nothing"
     both = ours([x, -x], t, [control, control], [context, context], 105, scales)
     assert (both[0] - expected).abs().max() <= 2e-5
+
+
+@torch.no_grad()
+def test_one_hint_at_a_time() -> None:
+    """A control block runs between two main blocks, and what it made is gone before the next."""
+    network, _ = twins([0, 2, 4], 4, 8)
+    order: list[str] = []
+    hints: list[weakref.ref[torch.Tensor]] = []
+
+    def ran(name: str, made: tuple[torch.Tensor, ...]) -> None:
+        order.append(name)
+        assert not any(hint() is not None for hint in hints)
+        if name.startswith("c"):
+            hints.append(weakref.ref(made[1]))
+
+    for kind, blocks in (("m", network.blocks), ("c", network.vace_blocks)):
+        for index, block in enumerate(blocks):
+            block.register_forward_hook(lambda _, __, made, name=f"{kind}{index}": ran(name, made))
+    x, control, context = torch.randn(16, 2, 4, 6), torch.randn(96, 2, 4, 6), torch.randn(7, 48)
+    network([x], torch.tensor([1.0]), [control], [context], 12)
+    assert order == ["m0", "c0", "m1", "m2", "c1", "m3", "m4", "c2", "m5"]
 
 
 @torch.no_grad()
@@ -159,11 +183,51 @@ SUBSETS = {
 )
 def test_whole_run(tiny: Any, given: dict[str, Path], task: str, subset: str) -> None:
     """Latents of a whole run, experts, guidance pair, control and solver included."""
-    two, files = task.endswith("A14B"), SUBSETS[subset]
+    ours, call = own_run(tiny, given, task, SUBSETS[subset])
+    references = len(SUBSETS[subset].get("src_ref_images", ()))
+    assert ours.shape == (16, 3, 6, 8)
+    assert (ours - diffusers_latents(*call)[:, references:]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("policy", "parameters"),
+    [
+        ("steps:0,1,3", {}),
+        slow("first_block", {"threshold": 0.5, "warmup": 1}),
+        slow("attention", {"start_step": 1, "attentioncache_interval": 2, "end_step": 4}),
+    ],
+)
+@pytest.mark.usefixtures("one_thread")
+def test_caches_in_diffusers(
+    tiny: Any, given: dict[str, Path], policy: str, parameters: dict[str, Any]
+) -> None:
+    """apply_cache_on_pipe skips control blocks as our own pipeline does."""
+    flags = {n if n in FLAGS else f"step_cache_{n}": v for n, v in parameters.items()}
+    cache = {"step_cache": policy, "step_cache_force": True, **flags}
+    ours, call = own_run(tiny, given, "vace-A14B", SUBSETS["all"], **cache)
+    noted: list[str] = []
+
+    def prepare(pipe: Any) -> None:
+        apply_cache_on_pipe(pipe, policy, force=True, **parameters)
+        for network in (pipe.transformer, pipe.transformer_2):
+            for name, blocks in (("main", network.blocks), ("control", network.vace_blocks)):
+                blocks[-1].ffn.register_forward_hook(lambda *_, name=name: noted.append(name))
+
+    theirs = diffusers_latents(*call, prepare)[:, 2:]
+    assert (ours - theirs).abs().max() <= TOLERANCE
+    assert noted.count("main") == noted.count("control")
+    assert (noted.count("main") < 10) == (policy != "attention"), noted
+
+
+def own_run(
+    tiny: Any, given: dict[str, Path], task: str, files: dict[str, list[str]], **settings: Any
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Latents of our pipeline, and what `diffusers_latents` takes to make the same."""
+    two = task.endswith("A14B")
     paths = {name: [str(given[one]) for one in names] for name, names in files.items()}
     generator = torch.Generator().manual_seed(5)
     context, negative = (torch.randn(n, 64, generator=generator) for n in (9, 20))
-    ours = wan.WanVace(task, tiny(task)).generate(
+    ours = wan.WanVace(task, tiny(task), **settings).generate(
         "",
         **{name: one if name == "src_ref_images" else one[0] for name, one in paths.items()},
         size=(64, 48),
@@ -177,10 +241,7 @@ def test_whole_run(tiny: Any, given: dict[str, Path], task: str, subset: str) ->
         negative_prompt_embeds=negative,
         output_type="latent",
     )
-    theirs = diffusers_latents(tiny(task, "diffusers"), paths, two, context, negative)
-    references = len(files.get("src_ref_images", ()))
-    assert ours.shape == (16, 3, 6, 8)
-    assert (ours - theirs[:, references:]).abs().max() <= TOLERANCE
+    return ours, (tiny(task, "diffusers"), paths, two, context, negative)
 
 
 def diffusers_latents(
@@ -189,8 +250,10 @@ def diffusers_latents(
     two: bool,
     context: torch.Tensor,
     negative: torch.Tensor,
+    prepare: Callable[[Any], object] = lambda _: None,
 ) -> torch.Tensor:
     pipe = WanVACEPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    prepare(pipe)
     pipe.scheduler = official_scheduler("unipc", 5.0)
     references = paths.get("src_ref_images", [])
     shape = (1, 16, 3 + len(references), 6, 8)

@@ -26,7 +26,13 @@ if not _first <= _here < _end:
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
+)
 from torch import nn
 
 from wan.diffusers import hooks
@@ -40,7 +46,8 @@ from wan.settings.flags import DIFFUSERS, FLAGS, for_loading
 from wan.settings.parallel import Parallel
 from wan.settings.step_cache import StepCache
 
-Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline)
+Pipe = TypeVar("Pipe", WanPipeline, WanImageToVideoPipeline, WanVACEPipeline)
+Transformer = TypeVar("Transformer", WanTransformer3DModel, WanVACETransformer3DModel)
 
 CACHE = frozenset(options(StepCache))
 KEYWORDS = frozenset(
@@ -73,9 +80,7 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
     return pipe
 
 
-def parallelize_transformer(
-    transformer: WanTransformer3DModel, **settings: Any
-) -> WanTransformer3DModel:
+def parallelize_transformer(transformer: Transformer, **settings: Any) -> Transformer:
     """Does what `parallelize_pipe` does for one network that another program calls.
 
     Block-sparse attention has to know the step: from diffusers 0.41 on, call the network inside
@@ -163,9 +168,11 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _networks(pipe: Any, ours: bool = False) -> Networks:
     """Returns the networks of a pipeline; with `ours` they may have our hooks."""
-    if not isinstance(pipe, WanPipeline | WanImageToVideoPipeline):
-        kind = type(pipe).__name__
-        raise InputError(f"{kind} is not supported; WanPipeline and WanImageToVideoPipeline are.")
+    if not isinstance(pipe, WanPipeline | WanImageToVideoPipeline | WanVACEPipeline):
+        raise InputError(
+            f"{type(pipe).__name__} is not supported; WanPipeline, WanImageToVideoPipeline and "
+            "WanVACEPipeline are."
+        )
     found = {"dit": pipe.transformer}
     if pipe.config.boundary_ratio is not None:
         found = {"high_noise": pipe.transformer, "low_noise": pipe.transformer_2}
@@ -188,8 +195,11 @@ def _objections(network: Any, ours: bool) -> Iterator[str]:
     """Yields a sentence for everything on a network that does not work with our hooks."""
     if hasattr(network, "_orig_mod") or getattr(network, "_compiled_call_impl", None) is not None:
         yield "The network is compiled as a whole; compile its blocks: compile_repeated_blocks()."
-    if not isinstance(network, WanTransformer3DModel):
-        yield f"{type(network).__name__} is not supported; WanTransformer3DModel is."
+    if not isinstance(network, WanTransformer3DModel | WanVACETransformer3DModel):
+        yield (
+            f"{type(network).__name__} is not supported; WanTransformer3DModel and "
+            "WanVACETransformer3DModel are."
+        )
     if any(hasattr(module, "_hf_hook") for module in network.modules()):
         yield (
             "The network has accelerate's hooks, of an offload or a device_map; take them away "
@@ -201,7 +211,7 @@ def _objections(network: Any, ours: bool) -> Iterator[str]:
         return
     if hooks.session({"": network}) is not None:
         yield "The network has our hooks already: call deparallelize first, the cache comes last."
-    for block in network.blocks:
+    for block in (*network.blocks, *getattr(network, "vace_blocks", ())):
         usual = block.attn1.get_processor()
         if type(usual) is not type(block.attn1)._default_processor_cls or usual._attention_backend:
             yield (

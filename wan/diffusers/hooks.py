@@ -26,15 +26,21 @@ from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.schedule import Grid
 
 NAME = "wan"
+_SCALES = 3  # the place of VACE's scales among the arguments behind the timestep
 
 
 def attach(session: Session) -> None:
     """Puts the hooks of a session on its networks."""
     for expert, network in session.networks.items():
-        _registry(network).register_hook(_Network(session, expert), NAME)
+        hook = _Network(session, expert, _Hints(network))
+        _registry(network).register_hook(hook, NAME)
         if session.given.step_cache is not None:
+            hints = hook.hints
             for layer, block in enumerate(network.blocks):
-                _registry(block).register_hook(_Block(session, network.blocks, layer), NAME)
+                own = _Block(session, network.blocks, layer, hints)
+                _registry(block).register_hook(own, NAME)
+            for block in hints.blocks.values():
+                _registry(block).register_hook(_LazyHint(session, hints), NAME)
 
 
 def detach(networks: Networks) -> None:
@@ -64,21 +70,45 @@ class _Calls(StateManager):
         self.told = context
 
 
+class _Hints:
+    """VACE's control blocks of a network, for a step cache: each runs behind its block.
+
+    Attributes:
+        blocks: Layer -> the control block whose hint is added behind it; empty for other networks.
+        scales: What hints are multiplied with; None: nothing.
+        stream: The control's tokens [B,L,C], as far as they have come.
+    """
+
+    def __init__(self, network: Any) -> None:
+        layers = getattr(network.config, "vace_layers", ())
+        self.blocks = dict(zip(layers, network.vace_blocks, strict=True)) if layers else {}
+        self.scales: Tensor | None = None
+        self.stream: Tensor | None = None
+
+    def hint(self, layer: int, x_BLC: Tensor, given: tuple[Any, ...]) -> Tensor:
+        """Computes what is added behind a block, from the stream before it and what it got."""
+        text, modulation, rope = given
+        found, self.stream = self.blocks[layer](x_BLC, text, self.stream, modulation, rope)
+        return found if self.scales is None else found * self.scales[[*self.blocks].index(layer)]
+
+
 class _Network(ModelHook):
     """The hook on a transformer finds out which step a call is, and shards its tokens."""
 
     _is_stateful = True
 
-    def __init__(self, session: Session, expert: str) -> None:
+    def __init__(self, session: Session, expert: str, hints: _Hints) -> None:
         super().__init__()
         self.session, self.expert, self.calls = session, expert, _Calls()
+        self.hints = hints
 
     def initialize_hook(self, module: Any) -> Any:
         self.processors = module.attn_processors
+        first = {"blocks": 0, "vace_blocks": len(module.blocks)}  # the layers of control come last
         ours = {
-            name: _AttentionProcessor(self.session, int(name.split(".")[1]))
+            name: _AttentionProcessor(self.session, first[name.split(".")[0]] + int(layer))
             for name in self.processors
-            if name.endswith("attn1.processor")
+            if name.endswith("attn1.processor") and (layer := name.split(".")[1])
         }
         module.set_attn_processor({**self.processors, **ours})
         return module
@@ -112,9 +142,13 @@ class _Network(ModelHook):
             "rope": lambda _, __, table: _shard_rotation(table, tokens, grid),
             "proj_out": lambda _, __, x: tokens.gather(x, grid),
         }
+        if hasattr(module, "vace_patch_embedding"):
+            at["vace_patch_embedding"] = at["patch_embedding"]
 
         def compute() -> Any:
             session.now, session.valid_len = step, prod(grid)
+            scales = args[_SCALES] if len(args) > _SCALES else None
+            self.hints.scales = kwargs.get("control_hidden_states_scale", scales)
             # For this call only: a LoRA may put other modules in the place of these.
             handles = [getattr(module, name).register_forward_hook(at[name]) for name in at]
             try:
@@ -141,12 +175,29 @@ class _Network(ModelHook):
         return StepInfo(index, count, branch, self.expert, grid, prod(grid))
 
 
+class _LazyHint(ModelHook):
+    """The hook on a control block, which diffusers calls before all blocks, for a step cache.
+
+    It only keeps the control's tokens; the hint that diffusers adds behind the block is nothing.
+    """
+
+    def __init__(self, session: Session, hints: _Hints) -> None:
+        super().__init__()
+        self.session, self.hints = session, hints
+
+    def new_forward(self, _: Any, x_BLC: Tensor, text: Tensor, c_BLC: Tensor, *given: Any) -> Any:
+        if self.session.in_blocks:
+            return self.fn_ref.original_forward(x_BLC, text, c_BLC, *given)
+        self.hints.stream = c_BLC
+        return x_BLC.new_zeros(()), c_BLC
+
+
 class _Block(ModelHook):
     """The hook on a block for a step cache: the first block's call computes all blocks."""
 
-    def __init__(self, session: Session, blocks: Sequence[Any], layer: int) -> None:
+    def __init__(self, session: Session, blocks: Sequence[Any], layer: int, hints: _Hints) -> None:
         super().__init__()
-        self.session, self.blocks, self.layer = session, blocks, layer
+        self.session, self.blocks, self.layer, self.hints = session, blocks, layer, hints
 
     def new_forward(self, _: Any, x_BLC: Tensor, *given: Any) -> Tensor:
         if self.session.in_blocks:
@@ -159,8 +210,10 @@ class _Block(ModelHook):
         assert cache is not None
 
         def blocks(x_BLC: Tensor, first: int, last: int | None) -> Tensor:
-            for block in islice(self.blocks, first, last):
-                x_BLC = block(x_BLC, *given)
+            for layer, block in islice(enumerate(self.blocks), first, last):
+                before, x_BLC = x_BLC, block(x_BLC, *given)
+                if layer in self.hints.blocks:
+                    x_BLC = x_BLC + self.hints.hint(layer, before, given)
             return x_BLC
 
         session.in_blocks = True

@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import (
+    WanImageToVideoPipeline,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
 from torch import Tensor
 
 from wan import device as devices
@@ -35,7 +39,7 @@ from wan.settings.presets import PRESETS, Preset
 from wan.settings.request import Request, make_request
 from wan.settings.schedule import Grid
 
-Networks = Mapping[str, WanTransformer3DModel]
+Networks = Mapping[str, WanTransformer3DModel | WanVACETransformer3DModel]
 """Expert -> its network."""
 _PRECISIONS = {dtype: name for name, dtype in build.DTYPES.items()}
 
@@ -238,8 +242,10 @@ def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setu
 
 def _described(networks: Networks) -> tuple[Preset, Checkpoint]:
     """Returns the task of a pipeline, and its networks as a checkpoint without files."""
-    config = next(iter(networks.values())).config
-    kind, heads = KINDS.get(config.in_channels), config.num_attention_heads
+    one = next(iter(networks.values()))
+    config, controlled = one.config, isinstance(one, WanVACETransformer3DModel)
+    kind = "vace" if controlled else KINDS.get(config.in_channels)
+    heads = config.num_attention_heads
     if kind is None:
         raise InputError(
             f"A Wan network of {config.in_channels} input channels is not supported; t2v (16), i2v "
@@ -258,5 +264,7 @@ def _described(networks: Networks) -> tuple[Preset, Checkpoint]:
         "num_heads": heads,
         "num_layers": config.num_layers,
     }
+    if controlled:
+        sizes["vace_layers"] = tuple(config.vace_layers)
     files = DitFiles(Path(preset.folder), cast(DitConfig, {**base.config, **sizes}), {})
     return preset, replace(base, experts=dict.fromkeys(networks, files))
