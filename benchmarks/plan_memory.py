@@ -21,11 +21,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import imageio.v2 as imageio
+import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -41,7 +43,6 @@ from wan.device import resolve as resolve_device
 from wan.distributed import mesh
 from wan.log import Stages
 from wan.pipeline import build, tiny
-from wan.pipeline.pipeline import Inputs
 from wan.planner.measure import Planner
 from wan.run import Run
 from wan.settings.presets import PRESETS
@@ -57,7 +58,7 @@ ENOUGH = 200e6  # bytes; from there on the plan must be right
 WITHIN = 0.05
 
 HEAD_DIMS = {"t2v-1.3B": 64, "t2v-A14B": 32, "i2v-A14B": 32, "ti2v-5B": 32}
-HEAD_DIMS |= {"s2v-14B": 16, "animate-14B": 16}
+HEAD_DIMS |= {"s2v-14B": 16, "animate-14B": 16, "vace-1.3B": 64}
 LARGE_TEXT = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 8, "num_heads": 16}
 LARGE = ("--size", "512*512", "--frame_num", "25", "--sample_steps", "2")
 ONE = ("--sample_guide_scale", "1")  # guidance branch
@@ -106,6 +107,12 @@ class Case:
             if not moves.is_dir():
                 make_character.write(moves, (512, 512), 20)
             argv += ["--src_root_path", str(moves)]
+        if self.task == "vace-1.3B":
+            for name in ("video", "mask"):
+                path = folder / f"{name}.mp4"
+                if not path.exists():
+                    imageio.mimwrite(path, [np.full((512, 512, 3), 99, np.uint8)] * 17, fps=16)
+                argv += [f"--src_{name}", str(path)]
         return [*argv, *self.flags]
 
 
@@ -203,6 +210,10 @@ def runs() -> Iterator[Case]:
     yield Case("animate, guidance", (*moved, "--sample_guide_scale", "2"), "animate-14B")
     yield Case("animate, 1 x 2", (*moved, *ranks(1, 2)), "animate-14B")
     yield Case("animate FSDP", (*moved, *ranks(1, 2), *FSDP), "animate-14B")
+    yield Case("vace", (*size, "2", *ONE), "vace-1.3B")
+    yield Case("vace, two branches bf16", (*size, "2", *bf16), "vace-1.3B")
+    yield Case("vace, 1 x 2 InsertComm", (*two, *ONE, "--comm_type", "1"), "vace-1.3B")
+    yield Case("vace FSDP", (*two, *ONE, *FSDP), "vace-1.3B")
     yield Case("t2v, tiled decoding", (*size, "1", *ONE, "--vae_tiling"))
 
 
@@ -264,7 +275,8 @@ def run(case: Case, run: Run, store: str, rank: int) -> dict[str, tuple[int, int
                 pass
         return stages.found
     with live:
-        latents = pipeline.latents(run.request, Inputs(run.image, None, *texts))
+        given = replace(run.inputs(), prompt_embeds=texts[0], negative_prompt_embeds=texts[1])
+        latents = pipeline.latents(run.request, given)
         if team is not None:
             dist.barrier()
         if not case.loop:  # the ranks choose together how the VAE decodes

@@ -47,16 +47,19 @@ def control(request: Request, sources: ControlSources, encode: Encode) -> Tensor
     in diffusers. Without a video all is grey, and made anew.
     """
     size, frames = request.video_size, request.frame_num
-    mask_FHW = torch.ones(frames, *size[::-1])
+    mask_FHW = torch.ones(1).expand(frames, *size[::-1])
     if sources.video is None:
         kept = changed = encode(torch.zeros(3, frames, *size[::-1]))
     else:
-        video = _pixels(sources.video, frames, size)
+        # Bytes are kept, and made floats once for each part, of four times their size.
+        video_3FHW = _frames(sources.video, frames, size).permute(3, 0, 1, 2)
+        anew_FHW = mask_FHW.bool()
         if sources.mask is not None:
-            mask_FHW = (_pixels(sources.mask, frames, size)[0] + 1) / 2
-        anew = (mask_FHW > 0.5).float()
-        kept, changed = encode(video * (1 - anew)), encode(video * anew)
-        del video, anew
+            mask_FHW = _frames(sources.mask, frames, size)[..., 0].contiguous()
+            anew_FHW = mask_FHW > 127
+        kept = encode(_floats(video_3FHW).mul_(~anew_FHW))
+        changed = encode(_floats(video_3FHW).mul_(anew_FHW))
+        del video_3FHW, anew_FHW
     folded = folded_mask(mask_FHW, kept.shape[1:]).to(kept.device)
     whole = torch.cat((kept, changed, folded))
     for picture in sources.pictures:
@@ -67,12 +70,16 @@ def control(request: Request, sources: ControlSources, encode: Encode) -> Tensor
 
 
 def folded_mask(mask_FHW: Tensor, latents_fhw: torch.Size) -> Tensor:
-    """Folds the pixels of each latent's cell into channels, [64,f,h,w]; frames by the nearest."""
-    frames, height, width = mask_FHW.shape
-    _, rows, columns = latents_fhw
-    cells = mask_FHW.reshape(frames, rows, height // rows, columns, width // columns)
-    channels_CFhw = cells.permute(2, 4, 0, 1, 3).flatten(0, 1)
-    return F.interpolate(channels_CFhw[None], size=tuple(latents_fhw), mode="nearest-exact")[0]
+    """Folds the pixels of each latent's cell into channels, [64,f,h,w]; frames by the nearest.
+
+    mask_FHW: floats from 0 to 1, or bytes up to 255.
+    """
+    (frames, height, width), (count, rows, columns) = mask_FHW.shape, latents_fhw
+    mask_fHW = mask_FHW[((torch.arange(count) + 0.5) * frames / count).long()]
+    if mask_fHW.dtype == torch.uint8:
+        mask_fHW = (_floats(mask_fHW) + 1) / 2
+    cells = mask_fHW.reshape(count, rows, height // rows, columns, width // columns)
+    return cells.permute(2, 4, 0, 1, 3).flatten(0, 1)
 
 
 def on_canvas(picture: Image.Image, size: Size) -> Tensor:
@@ -88,11 +95,15 @@ def on_canvas(picture: Image.Image, size: Size) -> Tensor:
     return canvas.unsqueeze(1)
 
 
-def _pixels(take: Take, count: int, size: Size) -> Tensor:
-    """Returns a video's first frames [3,F,H,W] in [-1, 1], scaled to cover (width, height)."""
+def _frames(take: Take, count: int, size: Size) -> Tensor:
+    """Returns a video's first frames, uint8 [F,H,W,3], scaled to cover (width, height)."""
     frames_FHW3 = take(range(count))
     if frames_FHW3.shape[1:3] != size[::-1]:
         pictures = (cropped(Image.fromarray(frame), size) for frame in frames_FHW3)
         frames_FHW3 = np.stack([np.asarray(picture) for picture in pictures])
-    values = torch.from_numpy(frames_FHW3.copy()).permute(3, 0, 1, 2).float()
-    return values.div_(255).sub_(0.5).div_(0.5)
+    return torch.from_numpy(np.ascontiguousarray(frames_FHW3))
+
+
+def _floats(pixels: Tensor) -> Tensor:
+    """Returns bytes as values in [-1, 1]."""
+    return pixels.float().div_(255).sub_(0.5).div_(0.5)

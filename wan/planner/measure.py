@@ -225,8 +225,11 @@ class Planner:
 
         def encode(frames: int) -> None:
             video = torch.empty(3, (frames - 1) * time + 1, *sides)
-            copied = self.device.type == "cpu" and not request.clips
-            source = video.clone() if copied else None  # what the video was made of
+            source = None  # what the video was made of, on the host
+            if self.device.type == "cpu" and request.preset.kind == "vace":
+                source = torch.empty(5, *video.shape[1:], dtype=torch.uint8)  # the mask twice
+            elif self.device.type == "cpu" and not request.clips:
+                source = video.clone()
             model.encode(video[:, :, :rows] if ranks > 1 else video)
             del source
 

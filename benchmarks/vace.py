@@ -1,0 +1,135 @@
+"""One forward of VACE: each hint made where it is added, all hints kept, and diffusers'.
+
+    python -m benchmarks.vace --json vace.json
+
+The networks share random weights in bfloat16: the width and blocks of the published 1.3B. The
+program prints the most memory that a forward holds beside the weights, the bytes of a hint, the
+ratio of times to diffusers' inside each round, and how far the velocities lie apart.
+
+Legend: C channels, F H W latent frames/height/width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import WanVACETransformer3DModel
+from torch import Tensor, nn
+
+from benchmarks import common
+from wan import host
+from wan.checkpoint.config import published_config
+from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.modules.vace import VaceWanModel
+from wan.settings.numerics import keeps_fp32
+from wan.settings.presets import PRESETS
+
+DTYPE, CPU = torch.bfloat16, common.CPU
+
+
+def networks(layers: int) -> tuple[VaceWanModel, Any]:
+    """Ours and diffusers' over the same weights, each with its own choice of float32."""
+    config: dict[str, Any] = {**published_config(PRESETS["vace-1.3B"])}
+    every = config["num_layers"] // len(config["vace_layers"])
+    config |= {"num_layers": layers, "vace_layers": [*range(0, layers, every)]}
+    del config["image_dim"], config["image_positions"]
+    ours = VaceWanModel(**config)
+    for name, parameter in ours.named_parameters():
+        if not keeps_fp32(name):
+            parameter.data = parameter.data.to(DTYPE)
+    theirs: Any = WanVACETransformer3DModel(
+        num_attention_heads=config["num_heads"],
+        ffn_dim=config["ffn_dim"],
+        num_layers=layers,
+        vace_layers=config["vace_layers"],
+    )
+    kept = {*theirs._keep_in_fp32_modules}
+    named = {dit_diffusers_name(name): tensor for name, tensor in ours.state_dict().items()}
+    cast = {k: v.float() if kept & {*k.split(".")} else v.to(DTYPE) for k, v in named.items()}
+    theirs.load_state_dict(cast, assign=True)
+    return ours.eval(), theirs.eval()
+
+
+@torch.no_grad()
+def measure(grid: tuple[int, int, int], layers: int, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    ours, theirs = networks(layers)
+    sides = grid[0], 2 * grid[1], 2 * grid[2]
+    x, control = torch.randn(16, *sides), torch.randn(96, *sides)
+    text, t, tokens = torch.randn(512, 4096, dtype=DTYPE), torch.tensor([500.0]), math.prod(grid)
+    kept: list[Tensor] = []
+
+    def one_at_a_time() -> Tensor:
+        return ours([x], t, [control], [text], tokens)[0]
+
+    def all_kept() -> Tensor:
+        def keep(_: nn.Module, __: Any, made: tuple[Tensor, ...]) -> None:
+            kept.append(made[1])
+
+        hooks = [block.register_forward_hook(keep) for block in ours.vace_blocks]
+        found = one_at_a_time()
+        kept.clear()
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    def diffusers() -> Tensor:
+        given = x[None].to(DTYPE), t, text[None], None, control[None].to(DTYPE)
+        found: Tensor = theirs(*given, return_dict=False)[0][0]
+        return found
+
+    runs: dict[str, common.Run] = {
+        "one at a time": one_at_a_time,
+        "all kept": all_kept,
+        "diffusers": diffusers,
+    }
+    made, peaks = dict[str, Tensor](), dict[str, int]()
+
+    def note(name: str) -> None:
+        made[name] = runs[name]()
+
+    for name in runs:
+        peaks[name] = common.peak_bytes(partial(note, name), CPU)
+    expected = made["one at a time"].float()
+    times = common.interleave(runs, rounds)
+    return {
+        "tokens": tokens,
+        "layers": layers,
+        "hints": len(ours.vace_blocks),
+        "hint_bytes": tokens * ours.dim * DTYPE.itemsize,
+        "peak_bytes": peaks,
+        "seconds": times,
+        "time": common.ratios(times["one at a time"], times["diffusers"]),
+        "difference": {
+            name: (one.float() - expected).abs().max().item() for name, one in made.items()
+        },
+        "size": expected.abs().max().item(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--grid", type=common.grid, default=(3, 15, 26), metavar="F,H,W")
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    found = measure(options.grid, options.layers, options.rounds)
+    print(
+        f"{host.cpu()}, {torch.get_num_threads()} threads: {found['tokens']} tokens, "
+        f"{found['layers']} blocks, {found['hints']} hints of {found['hint_bytes'] / 1e6:.1f} MB"
+    )
+    for name, peak in found["peak_bytes"].items():
+        median = common.spread(found["seconds"][name])["median"]
+        off = found["difference"][name]
+        print(f"  {name:14} {peak / 1e6:8.1f} MB {median:8.2f} s, off by {off:.1e}")
+    print("  time / diffusers: {median:.3f} ({min:.3f} to {max:.3f})".format(**found["time"]))
+    common.write_json(options.json, CPU, [found])
+
+
+if __name__ == "__main__":
+    main()
