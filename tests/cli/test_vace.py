@@ -307,10 +307,6 @@ BAD: dict[str, tuple[Callable[[Path], list[object]], str]] = {
         lambda folder: ["--image", folder / "a.png"],
         "takes no --image; give pictures with --src_ref_images, or drop it",
     ),
-    "sparse": (
-        lambda folder: ["--src_video", write(folder / "v.mp4"), "--use_rainfusion"],
-        "--use_rainfusion masks the tokens of one video",
-    ),
 }
 
 

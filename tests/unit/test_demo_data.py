@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tools.demo import dit, score
+from tools.demo import dit, score, vace
 from tools.demo.evaluate import psnr, rates, right
 from tools.demo.render import RGB, render
 from tools.demo.scenes import (
@@ -169,3 +169,24 @@ def test_the_demo_asks_for_what_was_never_trained_on(prompt: str):
 def test_verbs_tell_motions_apart():
     wordings = [verb for verbs in VERBS.values() for verb in verbs]
     assert len(wordings) == len(set(wordings))
+
+
+@pytest.mark.parametrize("task", vace.TASKS)
+def test_clips_under_control(task: str) -> None:
+    """What differs from what is wanted is masked; the words are known; scores' clips are new."""
+    for index in range(20):
+        one = vace.clip(task, vace.SEED, index)
+        known = one.mask == 0
+        assert one.source.shape == one.wanted.shape == (9, 64, 64, 3)
+        assert (one.source[known] == one.wanted[known]).all() and (one.source != one.wanted).any()
+        assert not (token_ids([one.text]) == 2).any()
+        if task != "frames":
+            shown = score.foreground(one.wanted.astype(np.float32))
+            assert shown.any((1, 2)).all() and not (shown & known).any()
+    for seed in (vace.SEED, vace.SEED + 1):
+        said = [vace.clip(task, seed, index).text for index in range(20)]
+        assert len({*said}) > 3
+        if task == "path":
+            words = [text.split() for text in said]  # a SIZE COLOUR SHAPE on a BACKGROUND ...
+            scenes = [Scene(w[6], (single(w[3], w[2], "path").actors[0],)) for w in words]
+            assert all(is_held_out(scene) == (seed != vace.SEED) for scene in scenes)

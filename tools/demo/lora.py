@@ -77,8 +77,9 @@ def run(
     train: Callable[[Path, str, int, float], None],
     score: Callable[[Path, int], None],
     steps: int,
+    export: Callable[[Path, Path, str], None] = export,
 ) -> None:
-    """The command line of a LoRA's training.
+    """The command line of a training that adds to the experts.
 
     Args:
         description: The first line of the help.
@@ -87,6 +88,7 @@ def run(
         train: Trains one expert, given the state folder, its name, the steps and the peak rate.
         score: Compares a --lora_dir with the plain checkpoint on so many prompts.
         steps: The default number of steps.
+        export: Writes a folder, given the state folder, the folder and the name.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(

@@ -1,0 +1,330 @@
+"""Teaches the demo checkpoint to obey a video and its mask: control blocks for both t2v experts.
+
+    python -m tools.demo.vace --state STATE --clips 3000
+    python -m tools.demo.vace --state STATE --expert high_noise    (and low_noise)
+    python -m tools.demo.vace --state STATE --out examples/demo/vace-A14B
+    python -m tools.demo.vace --score examples/demo/vace-A14B --prompts 50
+
+As VACE was trained, the networks of text to video stay as they are, and control blocks begin as
+copies of their blocks. A clip is one of three tasks. "replace": a shape goes along a curve, the
+mask is a box that goes with it, and in the box the source shows another shape. "path": likewise,
+but the box is grey. "frames": some frames are given, the others are grey and masked. The scores'
+combinations of words were never trained on; docs/vace.png shows some of their clips: the source,
+its mask, the video.
+Legend: N clips, Z latent channels, f h w latent frames/height/width, F H W pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import imageio.v2 as imageio
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tools.demo.dit import CONFIG, TrainingKernel, sigmas
+from tools.demo.evaluate import as_pixels, psnr
+from tools.demo.lora import TOKENS, contexts, run
+from tools.demo.render import render
+from tools.demo.scenes import (
+    BACKGROUNDS,
+    COLOURS,
+    REACH,
+    SHAPES,
+    SIZES,
+    Actor,
+    Scene,
+    caption,
+    is_held_out,
+    random_scene,
+)
+from tools.demo.score import foreground, largest_part, look
+from tools.demo.training import Training, averaged_weights, save_atomically
+from wan import WanT2V, WanVace
+from wan.modules.interfaces import Collaborators, LocalAttention
+from wan.modules.vace import VaceWanModel
+from wan.pipeline.control import folded_mask
+from wan.pipeline.tiny import write_json
+from wan.settings.presets import PRESETS
+
+REPO = Path(__file__).resolve().parents[2]
+DEMO, PICTURE = REPO / "examples" / "demo" / "t2v-A14B", REPO / "docs" / "vace.png"
+LAYERS, FRAMES, SIDE, BATCH = (0, 2), 9, 64, 32
+SEED, DROPPED, GREY, EXAMPLE = 7000, 0.1, 128, 5
+TASKS = {"replace": 0.35, "path": 0.25, "frames": 0.4}  # shares of the training clips
+SHOWN = {"replace": (1, 5), "path": (2,), "frames": (0, 1)}  # in the picture
+KNOWN = ((0,), (8,), (0, 8), (0, 1, 2, 3, 4), (0, 4, 8))  # frames that are given
+_DIT, _VACE = "diffusion_pytorch_model.safetensors", "vace.safetensors"
+_OWN = ("vace_blocks.", "vace_patch_embedding.")
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """What is given, and what is wanted.
+
+    Attributes:
+        text: Says what is wanted.
+        source: [F,H,W,3].
+        mask: [F,H,W], 255 where something is made.
+        wanted: [F,H,W,3].
+        actor: The shape that is wanted.
+    """
+
+    text: str
+    source: Pixels
+    mask: Pixels
+    wanted: Pixels
+    actor: Actor
+
+
+def clip(task: str, seed: int, index: int) -> Controlled:
+    """Clip number `index` of a task; other seeds than SEED name what is never trained on."""
+    random = np.random.default_rng([seed, index])
+    if task == "frames":
+        return _given_frames(seed, index, random)
+    while True:
+        background, actor = str(random.choice(BACKGROUNDS)), _look(random)
+        if is_held_out(Scene(background, (actor,))) == (seed != SEED):
+            break
+    room = 0.49 - SIZES[actor.size] * REACH
+    curve = _curve(random, room)
+    wanted = _drawn(background, actor, curve)
+    half = SIZES[actor.size] * REACH + random.uniform(0.01, 0.06)
+    pixel = (np.arange(SIDE) + 0.5) / SIDE
+    x_F, y_F = (abs(pixel - curve[:, axis, None]) < half for axis in range(2))
+    mask = np.where(y_F[:, :, None] & x_F[:, None, :], 255, 0).astype(np.uint8)
+    if task == "replace":
+        other = replace(_look(random), size="small" if random.random() < 0.5 else actor.size)
+        source = _drawn(background, other, curve)
+    else:
+        source = np.where(mask[..., None] > 0, np.uint8(GREY), wanted)
+    text = f"a {actor.size} {actor.colour} {actor.shape} on a {background} background"
+    return Controlled(text, source, mask, wanted, actor)
+
+
+def _given_frames(seed: int, index: int, random: np.random.Generator) -> Controlled:
+    scene = random_scene(seed, index, held_out=seed != SEED)
+    wanted = render(scene, FRAMES, SIDE)
+    mask = np.full(wanted.shape[:3], 255, np.uint8)
+    mask[list(KNOWN[int(random.integers(len(KNOWN)))])] = 0
+    source = np.where(mask[..., None] > 0, np.uint8(GREY), wanted)
+    return Controlled(caption(scene), source, mask, wanted, scene.actors[0])
+
+
+def _look(random: np.random.Generator) -> Actor:
+    colour, shape = str(random.choice(COLOURS)), str(random.choice(SHAPES))
+    return Actor(shape, colour, str(random.choice(tuple(SIZES))), "path", (0, 0), (0, 0))
+
+
+def _curve(random: np.random.Generator, room: float) -> NDArray[np.floating[Any]]:
+    """The centre in each frame, [F,2]: a curve through three points, not all near each other."""
+    while True:
+        a, b, c = random.uniform(0.5 - room, 0.5 + room, (3, 2))
+        if np.linalg.norm(c - a) + np.linalg.norm(b - a) > 1.5 * room:
+            break
+    t = np.linspace(0, 1, FRAMES)[:, None]
+    curve: NDArray[np.floating[Any]] = (1 - t) ** 2 * a + 2 * t * (1 - t) * b + t**2 * c
+    return curve
+
+
+def _drawn(background: str, actor: Actor, curve: NDArray[np.floating[Any]]) -> Pixels:
+    scenes = (
+        Scene(background, (replace(actor, start=(x, y), end=(x, y)),)) for x, y in curve.tolist()
+    )
+    return np.concatenate([render(scene, 1, SIDE) for scene in scenes])
+
+
+def tasks_of(count: int) -> list[str]:
+    """The tasks of so many training clips."""
+    return [
+        str(one) for one in np.random.default_rng(0).choice([*TASKS], count, p=[*TASKS.values()])
+    ]
+
+
+@torch.inference_mode()
+def make_clips(state: Path, count: int) -> None:
+    """Write latents [N,3,16,f,h,w] (wanted, kept, changed) and masks [N,F,H,W], once."""
+    file = state / "vace.pt"
+    if file.exists():
+        return
+    encode, latents, masks = _base()._pipeline.vae.get().encode, [], []
+    for index, task in enumerate(tasks_of(count)):
+        one = clip(task, SEED, index)
+        mask = torch.from_numpy(one.mask) > 0
+        wanted, source = (
+            torch.from_numpy(p).permute(3, 0, 1, 2) / 127.5 - 1 for p in (one.wanted, one.source)
+        )
+        parts = (wanted, source * ~mask, source * mask)
+        latents.append(torch.stack([encode(part) for part in parts]).half())
+        masks.append(mask)
+    save_atomically((torch.stack(latents), torch.stack(masks)), file)
+
+
+def _base() -> Any:
+    return WanT2V("t2v-A14B", DEMO, precision="fp32", text_kv_cache=False)
+
+
+def network(part: str) -> VaceWanModel:
+    """An expert of text to video, frozen, with control blocks that say nothing yet."""
+    kernel = TrainingKernel()
+    collaborators = Collaborators(lambda _: LocalAttention(kernel), kernel)
+    model = VaceWanModel(LAYERS, **CONFIG, in_dim=16, collaborators=collaborators)
+    model.load_state_dict(load_file(DEMO / f"{part}_model" / _DIT), strict=False)
+    blocks: Any = model.vace_blocks
+    for layer, block in zip(LAYERS, blocks, strict=True):
+        block.load_state_dict(model.blocks[layer].state_dict(), strict=False)
+        torch.nn.init.zeros_(block.after_proj.weight)
+        torch.nn.init.zeros_(block.after_proj.bias)
+    torch.nn.init.eye_(blocks[0].before_proj.weight)
+    torch.nn.init.zeros_(blocks[0].before_proj.bias)
+    torch.nn.init.xavier_uniform_(model.vace_patch_embedding.weight.flatten(1))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(_OWN))
+    return model
+
+
+def train(state: Path, part: str, steps: int, peak: float) -> None:
+    """Flow matching as in `tools.demo.dit`."""
+    torch.manual_seed(0)
+    latents, masks = torch.load(state / "vace.pt", mmap=True)
+    texts = [clip(task, SEED, index).text for index, task in enumerate(tasks_of(len(latents)))]
+    told = contexts(_base(), [*texts, ""])
+    model = network(part)
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    training = Training(model, state / f"vace_{part}.pt", steps=steps, peak=peak)
+    while not training.done:
+        random = np.random.default_rng([9, training.step])
+        rows = torch.from_numpy(random.integers(len(latents), size=BATCH))
+        clean, kept, changed = latents[rows].float().unbind(1)
+        folded = [folded_mask(masks[row].float(), clean.shape[2:]) for row in rows]
+        control = torch.cat((kept, changed, torch.stack(folded)), dim=1)
+        noise = torch.from_numpy(random.standard_normal(clean.shape, dtype=np.float32))
+        sigma = sigmas(random, BATCH, PRESETS["vace-A14B"], part)
+        x = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1))
+        text = [told[-1 if random.random() < DROPPED else row] for row in rows.tolist()]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = model(list(x), 1000 * sigma, list(control), text, TOKENS)
+        training.update(F.mse_loss(torch.stack(found).float(), noise - clean))
+
+
+def export(state: Path, out: Path, trained: str) -> None:
+    """Write a folder of the task: what is t2v's is linked, an index adds the control blocks."""
+    shutil.rmtree(out, ignore_errors=True)
+    shared = Path("..") / DEMO.name
+    (out / "google").mkdir(parents=True)
+    (out / "google" / "umt5-xxl").symlink_to(Path("..") / shared / "google" / "umt5-xxl")
+    for file in ("Wan2.1_VAE.safetensors", "models_t5_umt5-xxl-enc-bf16.safetensors"):
+        (out / file).symlink_to(shared / file)
+    for part in ("high_noise", "low_noise"):
+        weights = averaged_weights(state / f"{trained}_{part}.pt")
+        own = {name.replace("_orig_mod.", ""): tensor for name, tensor in weights.items()}
+        own = {n: t.bfloat16().contiguous() for n, t in own.items() if n.startswith(_OWN)}
+        folder = out / f"{part}_model"
+        folder.mkdir()
+        save_file(own, folder / _VACE, metadata={"format": "pt"})
+        linked = shared / folder.name / _DIT
+        (folder / _DIT).symlink_to(Path("..") / linked)
+        with safe_open(out / linked, "pt") as base:
+            places = dict.fromkeys(base.keys(), _DIT) | dict.fromkeys(own, _VACE)
+        write_json(folder / f"{_DIT}.index.json", {"metadata": {}, "weight_map": places})
+        config = {"_class_name": "VaceWanModel", **CONFIG, "in_dim": 16, "model_type": "vace"}
+        write_json(folder / "config.json", config | {"vace_layers": LAYERS, "vace_in_dim": 96})
+    write_json(out / "configuration.json", {"framework": "Pytorch"})
+    settings = json.loads((DEMO / "generation_config.json").read_text())
+    example = clip("replace", SEED + 1, EXAMPLE)
+    write_files(example, REPO / "examples" / "control")
+    settings |= {"sample_guide_scale": 1.0, "prompt": example.text}
+    write_json(out / "generation_config.json", settings)
+
+
+def score(folder: Path, clips: int) -> None:
+    """What the videos show and how far they are from what is wanted, with control and without."""
+    print("| Task | Control | Colour / shape, % | Centre off, pixels | Kept, dB | All, dB |")
+    print("|---|---|---|---|---|---|")
+    model, strips = WanVace("vace-A14B", folder, precision="fp32"), []
+    for task in TASKS:
+        for scale in (1.0, 0.0):
+            rows = []
+            for number in range(clips):
+                one = clip(task, SEED + 1, number)
+                made = controlled(model, one, number, scale)
+                rows.append(_scores(one, made))
+                if scale and number in SHOWN[task]:
+                    strips.append(_strips(one, made))
+            colour, shape, off, kept, whole = np.nanmean(rows, axis=0)
+            print(
+                f"| {task} | {'yes' if scale else 'no'} | {100 * colour:.0f} / {100 * shape:.0f} "
+                f"| {off:.1f} | {kept:.1f} | {whole:.1f} |",
+                flush=True,
+            )
+    Image.fromarray(np.concatenate(strips)).save(PICTURE)
+
+
+def controlled(
+    model: Any, one: Controlled, seed: int, scale: float = 1.0, **settings: Any
+) -> Pixels:
+    """The video [F,H,W,3] that is made from the files of a clip."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = model.generate(
+            one.text,
+            *map(str, write_files(one, Path(folder))),
+            size=(SIDE, SIDE),
+            frame_num=FRAMES,
+            seed=seed,
+            context_scale=scale,
+            offload_model=False,
+            **{"sampling_steps": 20, "guide_scale": 1.0, "shift": 12.0, **settings},
+        )
+    return as_pixels(made)
+
+
+def write_files(one: Controlled, folder: Path) -> list[Path]:
+    """Write what is given as source.mp4 and mask.mp4."""
+    folder.mkdir(parents=True, exist_ok=True)
+    videos = {"source": one.source, "mask": np.repeat(one.mask[..., None], 3, axis=-1)}
+    for name, frames in videos.items():
+        imageio.mimwrite(folder / f"{name}.mp4", list(frames), fps=16, quality=9)
+    return [folder / f"{name}.mp4" for name in videos]
+
+
+def _scores(one: Controlled, made: Pixels) -> list[float]:
+    """Colour and shape right, centres apart, likeness where the mask keeps, and of all."""
+    seen, kept = look(made), one.mask == 0
+    right = [
+        float(bool(seen) and getattr(seen[0], name) == getattr(one.actor, name))
+        for name in ("colour", "shape")
+    ]
+    off = np.nanmean(np.linalg.norm(_centres(made) - _centres(one.wanted), axis=-1))
+    return [*right, float(off), psnr(made[kept], one.wanted[kept]), psnr(made, one.wanted)]
+
+
+def _centres(video: Pixels) -> NDArray[np.floating[Any]]:
+    """Row and column of the largest shape in each frame, [F,2]; nan where there is none."""
+    masks = [largest_part(mask) for mask in foreground(video.astype(np.float32))]
+    return np.array([np.argwhere(m).mean(0) if m.any() else (np.nan, np.nan) for m in masks])
+
+
+def _strips(one: Controlled, made: Pixels) -> Pixels:
+    """The source, the mask and the video, one below the other."""
+    mask = np.repeat(one.mask[..., None], 3, axis=-1)
+    rows = [np.concatenate(list(video), axis=1) for video in (one.source, mask, made)]
+    return np.concatenate(
+        [np.pad(row, ((0, 2), (0, 0), (0, 0)), constant_values=255) for row in rows]
+    )
+
+
+if __name__ == "__main__":
+    described = (__doc__ or "").splitlines()[0]
+    run(described, "vace", make_clips, train, score, steps=2500, export=export)
