@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.cli.test_vace import write as control_video
+from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology
 from tests.npu_sim import checkpoint, measured
@@ -102,12 +104,14 @@ def test_latents_of_all_layouts(rig: Path, name: str, layout: Topology) -> None:
 
 
 def clips(argv: list[str], chip: str, device: str) -> Tensor:
-    """The latents of all clips of a command line."""
+    """The latents of a command line, of all its clips."""
     if device == "npu":
         asked, pipeline = composed(argv, chip)
     else:
         asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), none)
         pipeline = build.pipeline(asked.setup, devices.resolve("cpu"))
+    if not asked.request.clips:
+        return pipeline.latents(asked.request, asked.inputs()).cpu()
     made = pipeline.clips(asked.request, asked.inputs())
     return torch.cat([clip.latents.cpu() for clip in made], dim=1)
 
@@ -145,3 +149,23 @@ def test_a_character_that_moves(tmp_path: Path) -> None:
     assert found.shape == (16, 6, 8, 16) and far(found, expected) < 2e-2
     several = run(2, clips, [*asked, "--ulysses_size", "2", "--comm_type", "1"], "A2", "npu")
     assert torch.equal(*several) and far(several[0], found) < 1e-2
+
+
+@pytest.mark.parametrize("block", [False, slow(True)])
+def test_a_video_under_control(tmp_path: Path, block: bool) -> None:
+    """With a mask and a picture: as on a CPU, and on two ranks as on one."""
+    folder, picture = tmp_path / "checkpoint", tmp_path / "gray.png"
+    checkpoint.make(folder, "vace-A14B")
+    Image.new("RGB", (96, 64), "gray").save(picture)
+    asked = ["--task", "vace-A14B", "--ckpt_dir", str(folder), "--src_ref_images", str(picture)]
+    for name in ("video", "mask"):
+        path = control_video(tmp_path / f"{name}.mp4", (128, 64))
+        asked += [f"--src_{name}", str(path)]
+    asked += ["--size", "128*64", "--frame_num", "9", "--sample_steps", "4", "--base_seed", "7"]
+    expected = run(1, clips, asked, "A2", "cpu", timeout=300)[0]
+    asked += ["--device", "npu", "--offload_model", "block" if block else "true"]
+    found = run(1, clips, asked, "A2", "npu", timeout=300)[0]
+    assert found.shape == (16, 3, 8, 16) and far(found, expected) < 2e-2
+    shared = ["--ring_size", "2"] if block else ["--ulysses_size", "2", "--comm_type", "1"]
+    several = run(2, clips, [*asked, *shared], "A2", "npu", timeout=300)
+    assert far(several[0], found) < 1e-2

@@ -327,4 +327,4 @@ def _strips(one: Controlled, made: Pixels) -> Pixels:
 
 if __name__ == "__main__":
     described = (__doc__ or "").splitlines()[0]
-    run(described, "vace", make_clips, train, score, steps=2500, export=export)
+    run(described, "vace", make_clips, train, score, steps=5000, export=export)

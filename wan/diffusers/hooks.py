@@ -80,7 +80,7 @@ class _Hints:
     """
 
     def __init__(self, network: Any) -> None:
-        layers = getattr(network.config, "vace_layers", ())
+        layers = sorted(getattr(network.config, "vace_layers", ()))
         self.blocks = dict(zip(layers, network.vace_blocks, strict=True)) if layers else {}
         self.scales: Tensor | None = None
         self.stream: Tensor | None = None

@@ -88,7 +88,8 @@ class Plan:
                 raise ValueError(f"{one.name} is {str(value)[:40]}")
         if len(plan.sizes) != 3 or not all(type(size) is int and size > 0 for size in plan.sizes):
             raise ValueError(f"sizes is {str(plan.sizes)[:40]}")
-        if not all(type(layer) is int and 0 <= layer < plan.layers for layer in plan.control):
+        fits = all(type(layer) is int and 0 <= layer < plan.layers for layer in plan.control)
+        if not fits or len({*plan.control}) < len(plan.control):
             raise ValueError(f"control is {str(plan.control)[:40]}")
         if plan.world > 1 << 16 or plan.rank >= plan.world or plan.heads < plan.sizes[2]:
             raise ValueError("sizes do not fit together in its plan")
