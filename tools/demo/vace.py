@@ -5,12 +5,11 @@
     python -m tools.demo.vace --state STATE --out examples/demo/vace-A14B
     python -m tools.demo.vace --score examples/demo/vace-A14B --prompts 50
 
-As VACE was trained, the networks of text to video stay as they are, and control blocks begin as
-copies of their blocks. A clip is one of three tasks. "replace": a shape goes along a curve, the
-mask is a box that goes with it, and in the box the source shows another shape. "path": likewise,
-but the box is grey. "frames": some frames are given, the others are grey and masked. The scores'
-combinations of words were never trained on; docs/vace.png shows some of their clips: the source,
-its mask, the video.
+The networks of text to video stay as they are, and control blocks begin as copies of their blocks.
+A clip is one of three tasks. "replace": a shape goes along a curve, the mask is a box that goes
+with it, and in the box the source shows another shape. "path": likewise, but the box is grey.
+"frames": some frames are given, the others are grey and masked. The scores' combinations of words
+were never trained on; docs/vace.png shows some of their clips: the source, its mask, the video.
 Legend: N clips, Z latent channels, f h w latent frames/height/width, F H W pixels.
 """
 
@@ -229,8 +228,7 @@ def export(state: Path, out: Path, trained: str) -> None:
         (out / file).symlink_to(shared / file)
     for part in ("high_noise", "low_noise"):
         weights = averaged_weights(state / f"{trained}_{part}.pt")
-        own = {name.replace("_orig_mod.", ""): tensor for name, tensor in weights.items()}
-        own = {n: t.bfloat16().contiguous() for n, t in own.items() if n.startswith(_OWN)}
+        own = {n: t.bfloat16().contiguous() for n, t in weights.items() if n.startswith(_OWN)}
         folder = out / f"{part}_model"
         folder.mkdir()
         save_file(own, folder / _VACE, metadata={"format": "pt"})
@@ -272,9 +270,7 @@ def score(folder: Path, clips: int) -> None:
     Image.fromarray(np.concatenate(strips)).save(PICTURE)
 
 
-def controlled(
-    model: Any, one: Controlled, seed: int, scale: float = 1.0, **settings: Any
-) -> Pixels:
+def controlled(model: Any, one: Controlled, seed: int, scale: float = 1.0) -> Pixels:
     """The video [F,H,W,3] that is made from the files of a clip."""
     with tempfile.TemporaryDirectory() as folder:
         made = model.generate(
@@ -284,8 +280,10 @@ def controlled(
             frame_num=FRAMES,
             seed=seed,
             context_scale=scale,
+            sampling_steps=20,
+            guide_scale=1.0,
+            shift=12.0,
             offload_model=False,
-            **{"sampling_steps": 20, "guide_scale": 1.0, "shift": 12.0, **settings},
         )
     return as_pixels(made)
 

@@ -105,11 +105,11 @@ class _Network(ModelHook):
     def initialize_hook(self, module: Any) -> Any:
         self.processors = module.attn_processors
         first = {"blocks": 0, "vace_blocks": len(module.blocks)}  # the layers of control come last
-        ours = {
-            name: _AttentionProcessor(self.session, first[name.split(".")[0]] + int(layer))
-            for name in self.processors
-            if name.endswith("attn1.processor") and (layer := name.split(".")[1])
-        }
+        ours = {}
+        for name in self.processors:
+            if name.endswith("attn1.processor"):
+                blocks, index = name.split(".")[:2]
+                ours[name] = _AttentionProcessor(self.session, first[blocks] + int(index))
         module.set_attn_processor({**self.processors, **ours})
         return module
 

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from diffusers import (
-    WanImageToVideoPipeline,
-    WanTransformer3DModel,
-    WanVACETransformer3DModel,
-)
+from diffusers import WanImageToVideoPipeline, WanTransformer3DModel, WanVACETransformer3DModel
 from torch import Tensor
 
 from wan import device as devices
