@@ -402,7 +402,8 @@ def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
         same = [(one == own).all() for one in shown]
         assert same == [True, False, True, True]
         body = bodies[0] | {"num_inference_steps": "40"}
-        long, again = (served.form("/v1/videos", body)[2]["id"] for _ in range(2))
+        listed = {n if n != "src_ref_images" else f"{n}[]": x for n, x in body.items()}
+        long, again = (served.form("/v1/videos", one)[2]["id"] for one in (body, listed))
         served.wait(lambda: served.ask(f"/v1/videos/{long}")[2]["steps"][0] > 1)
         os.kill(served.ranks()[0], signal.SIGKILL)
         ended = [served.ended(one) for one in (long, again)]
