@@ -32,7 +32,6 @@ from torch import Tensor
 
 from tools.safetensors_stream import write
 from wan.checkpoint import lora
-from wan.checkpoint.files import whole_folder
 from wan.checkpoint.layout import Checkpoint, DitFiles, describe
 from wan.checkpoint.load import mapped, merged
 from wan.checkpoint.lora import Lora
@@ -42,6 +41,7 @@ from wan.cli.flags import Parser
 from wan.kernels.fp8 import hadamard
 from wan.kernels.int8_linear import per_token
 from wan.log import setup
+from wan.output_files import write_folder
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import options
@@ -65,7 +65,7 @@ def quantize(ckpt_dir: Path, out: Path, *, fa: str | None = None, **loras: Any) 
     with _reading(ckpt_dir):
         checkpoint = describe(ckpt_dir)
     added = _added({name: value for name, value in loras.items() if value is not None}, checkpoint)
-    with whole_folder(out) as unfinished:
+    with write_folder(out) as unfinished:
         for name, dit in checkpoint.experts.items():
             rotation = _rotation(dit) if fa else None
             _write_export(unfinished / FOLDERS[name], dit, name, rotation, added.get(name, ()))

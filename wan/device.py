@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wan import host, trace
+from wan.output_files import KERNEL_TRACE, write_output
 from wan.settings.devices import Capabilities, of_type
 from wan.settings.errors import InputError
 
@@ -104,8 +105,8 @@ class Device:
         device = [] if self.type == "cpu" else [getattr(kinds, self.type.upper())]
         with profiler.profile(activities=[kinds.CPU, *device]) as running:
             yield
-        path.parent.mkdir(parents=True, exist_ok=True)
-        running.export_chrome_trace(str(path))
+        with write_output(path, KERNEL_TRACE) as temporary:
+            running.export_chrome_trace(str(temporary))
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """A named range in the trace of the profiler that runs."""

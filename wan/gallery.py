@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from wan.checkpoint.files import read_json, whole_file
+from wan.checkpoint.files import read_json
 from wan.cli import failures
 from wan.cli.flags import Parser
+from wan.output_files import check_output, marked_kind, write_output
 from wan.settings.errors import InputError, exit_code
+
+_TITLE = "Wan2.2 videos"
+PAGE = marked_kind("a page of wan.gallery", f"<title>{_TITLE}</title>".encode())
 
 _CARD = """<li>
 <div class="shot"><video controls loop muted preload="metadata" src="{source}"></video></div>
@@ -44,6 +48,7 @@ def gallery(folder: Path, out: Path | None = None) -> Path:
     if not folder.is_dir():
         raise InputError(str(folder), why="is no folder", remedy="give that of a prompt file")
     out = folder / "index.html" if out is None else out
+    check_output(out, PAGE, "--out")
     videos = [path for path in sorted(folder.glob("*.mp4")) if path.with_suffix(".json").exists()]
     if not videos:
         remedy = "give the folder that generate.py --prompt_file has written"
@@ -52,12 +57,12 @@ def gallery(folder: Path, out: Path | None = None) -> Path:
     failed = [line for path in sorted(folder.glob("*.summary.json")) for line in _failed(path)]
     page = resources.files("wan.serve").joinpath("page.html").read_text("utf-8")
     text = _PAGE.format(
-        title="Wan2.2 videos",
+        title=_TITLE,
         style=page.partition("<style>")[2].partition("</style>")[0],
         failed="".join(f"<p>{html.escape(line)}</p>\n" for line in failed),
         cards="\n".join(cards),
     )
-    with whole_file(out) as temporary:
+    with write_output(out, PAGE) as temporary:
         temporary.write_text(text, "utf-8")
     return out
 
@@ -65,13 +70,15 @@ def gallery(folder: Path, out: Path | None = None) -> Path:
 def _card(video: Path, link: Path) -> str:
     """Returns what is shown of one video."""
     record = read_json(video.with_suffix(".json"))
-    shown, settings = record.get("video", {}), record.get("settings", {})
+    shown, settings, seconds, power = (
+        _values(record, name) for name in ("video", "settings", "seconds", "power")
+    )
     facts = [f"{shown.get('width')}x{shown.get('height')}", f"{shown.get('frames')} frames"]
     facts.append(f"seed {record.get('seed')}")
-    seconds = sum(record.get("seconds", {}).values())
-    facts += [f"{seconds:.1f} s"] if seconds else []
-    joules: Any = record.get("power", {}).get("joules")
-    facts += [f"{joules:.0f} J"] if joules is not None else []
+    total = sum(one for one in seconds.values() if isinstance(one, int | float))
+    facts += [f"{total:.1f} s"] if total else []
+    joules = power.get("joules")
+    facts += [f"{joules:.0f} J"] if isinstance(joules, int | float) else []
     return _CARD.format(
         source=quote(link.as_posix()),
         prompt=html.escape(str(settings.get("prompt", video.stem))),
@@ -79,10 +86,16 @@ def _card(video: Path, link: Path) -> str:
     )
 
 
+def _values(record: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns an object in a record, or an empty one where the record has none."""
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _failed(summary: Path) -> list[str]:
     """Returns a sentence for each line of a prompt file of which there is no video."""
     found = read_json(summary)
-    lines = {**(found.get("refused") or {}), **(found.get("failed") or {})}
+    lines = _values(found, "refused") | _values(found, "failed")
     return [f"Line {name}: {error}" for name, error in lines.items()]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from wan import env
 from wan.cache import policy
 from wan.checkpoint import lora, quantised
-from wan.checkpoint.files import fingerprint, read_json
+from wan.checkpoint.files import content_digest, fingerprint, read_json
 from wan.checkpoint.layout import Checkpoint, check_task, describe, published
 from wan.pipeline.following import (
     check_chain,
@@ -51,6 +51,7 @@ from wan.settings.request import Request, make_request
 from wan.settings.rules import Values
 from wan.settings.step_cache import StepCache
 from wan.settings.values import path as read_path
+from wan.settings.values import pictures as read_pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,6 +67,28 @@ DescribeFolder = Callable[[Path, NetworkFiles, tuple[Preset, ...]], Checkpoint]
 """As `wan.checkpoint.layout.describe`."""
 PATHS = [name for name, flag in FLAGS.items() if flag.read is read_path]
 """Absolute in records; may differ between ranks."""
+INPUTS = [
+    name
+    for name, flag in FLAGS.items()
+    if name in ("fixed_latents", "decode_latents")
+    or (flag.line and flag.read in (read_path, read_pictures) and name not in options(Output))
+]
+"""Settings that name the files a video is made from."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file that a video is made from.
+
+    Attributes:
+        setting: The setting that names it, or its folder.
+        path: The file.
+        sha256: The digest of its content, in hexadecimal.
+    """
+
+    setting: str
+    path: Path
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -112,6 +135,7 @@ class Run:
         pose: The video whose poses are taken over.
         driving: What moves a character.
         sources: What a video of VACE is made from.
+        input_files: All files that the video is made from.
         extension: How the prompt is extended.
         decode_latents: The latents that are only decoded.
         fixed_latents: The latents that denoising starts from.
@@ -135,6 +159,7 @@ class Run:
     pose: PoseVideo | None
     driving: DrivingVideos | None
     sources: ControlSources | None
+    input_files: tuple[InputFile, ...]
     extension: PromptExtension | None
     decode_latents: Path | None
     fixed_latents: Path | None
@@ -194,46 +219,50 @@ class Run:
         Args:
             device: The type of the rank's device.
         """
-        setup, files = self.setup, self.setup.quantised
+        setup = self.setup
         parts = (setup.attention, setup.parallel, setup.execution, self.output)
         named = {name: value for part in parts for name, value in vars(part).items()}
-        named = _shared(named | self.settings) | {
+        named = without_paths(named | self.settings) | {
             "power": self.power,
             "trace": self.output.trace is not None,
             "skip_existing": self.skip_existing,
             "group_by_expert": self.group_by_expert,
         }
         found = {f"--{name}": value for name, value in named.items()} | {
-            "the content of --quant_dit_path": {"hash": files and fingerprint(files.files())},
-            "the curve of --step_cache": {"hash": setup.policy and setup.policy.content},
-            "the content of --lora": {
-                name: [(one.strength, fingerprint([one.file])) for one in ones]
-                for name, ones in setup.loras.items()
-            },
-            "the video's size": self.request.video_size,
+            f"the content of {name}": {"hash": value} for name, value in self.contents().items()
         }
-        for name, media in (("--audio", self.sound), ("--pose_video", self.pose)):
-            content = {"hash": media and fingerprint([media.path])}
-            found[f"the content of {name}"] = content
-        start = self.fixed_latents
-        found["the content of --fixed_latents"] = {"hash": start and fingerprint([start])}
-        moving = {"hash": self.driving and fingerprint(self.driving.files)}
-        found["the content of --src_root_path"] = moving
-        made_from = {"hash": self.sources and fingerprint(self.sources.files)}
-        found["the content of --src_video, --src_mask and --src_ref_images"] = made_from
+        found["the video's size"] = self.request.video_size
         for line in self.lines:
             asked: Any = None
             if line.run is not None:  # a few bytes stand for the settings of a line
-                text = json.dumps(_shared(line.run.settings), sort_keys=True, default=str)
+                content = [file.sha256 for file in line.run.input_files]
+                shared = without_paths(line.run.settings) | {"content of its files": content}
+                text = json.dumps(shared, sort_keys=True, default=str)
                 digest = hashlib.sha256(text.encode()).hexdigest()[:16]
                 asked = digest, line.draws or line.run.request.base_seed
             found[f"line {line.name} of --prompt_file"] = {"hash": asked}
-        content = {"hash": fingerprint(setup.checkpoint.files())}
-        return found | {"the device": device, "the checkpoint's content": content}
+        return found | {"the device": device}
+
+    def contents(self) -> dict[str, Any]:
+        """Digests of all files that decide what the video shows, by what names them."""
+        setup, files = self.setup, self.setup.quantised
+        found: dict[str, Any] = {
+            "--ckpt_dir": fingerprint(setup.checkpoint.files()),
+            "--quant_dit_path": files and fingerprint(files.files()),
+            "--step_cache_curve": setup.policy and setup.policy.content,
+            "--lora": {
+                name: [(one.strength, fingerprint([one.file])) for one in ones]
+                for name, ones in setup.loras.items()
+            },
+        }
+        for name in INPUTS:
+            digests = [file.sha256 for file in self.input_files if file.setting == name]
+            found[f"--{name}"] = digests or None
+        return found
 
 
-def _shared(settings: Values) -> dict[str, Any]:
-    """Leaves out what may differ between ranks: paths and the seed."""
+def without_paths(settings: Values) -> dict[str, Any]:
+    """Returns settings without paths, which may differ between ranks, and without the seed."""
     own = (*PATHS, *options(Loras), "src_ref_images", "base_seed")
     return {name: value for name, value in settings.items() if name not in own}
 
@@ -310,6 +339,7 @@ def resolve(
         pose=pose,
         driving=moving,
         sources=sources,
+        input_files=() if plan else _input_files(values, moving),
         extension=fill(PromptExtension, values) if values.get("use_prompt_extend") else None,
         decode_latents=values.get("decode_latents"),
         fixed_latents=values.get("fixed_latents"),
@@ -319,6 +349,18 @@ def resolve(
         settings=_record({**values, "task": task, "ckpt_dir": folder}, setup, request, output),
         notices=(*_about(request, output, demo, defaults), *notices),
     )
+
+
+def _input_files(values: Values, moving: DrivingVideos | None) -> tuple[InputFile, ...]:
+    """Lists the files that a video is made from, with the digests of their contents."""
+    found: list[InputFile] = []
+    for name in ("decode_latents",) if "decode_latents" in values else INPUTS:
+        paths = values.get(name, ())
+        if moving is not None and name == "src_root_path":
+            paths = moving.files
+        several = [paths] if isinstance(paths, Path) else paths
+        found += [InputFile(name, Path(one), content_digest(Path(one))) for one in several]
+    return tuple(found)
 
 
 def _counted(

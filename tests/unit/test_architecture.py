@@ -16,6 +16,7 @@ FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
 # Folders and files of wan/: each imports those of the rows above it, and no other one of its row.
 LAYERS = (
     "settings host log trace torch_private",
+    "output_files",
     "configs env device checkpoint",
     "kernels distributed",
     "modules vae",
@@ -34,7 +35,7 @@ ONLY_FOR = {
     "wan.planner wan.diffusers wan.power wan.serve.ranks",
     "wan.pipeline.build": "wan.generator wan.cli.main wan.diffusers.session wan.planner.measure "
     "wan.planner.report wan.power.rounds wan.serve.ranks",
-    "wan.evidence": "wan.cli.videos wan.power",
+    "wan.evidence": "wan.cli.videos wan.cli.output wan.power",
 }
 WITHOUT_TORCH = (
     "generate",
@@ -44,6 +45,7 @@ WITHOUT_TORCH = (
     "wan.env",
     "wan.run",
     "wan.host",
+    "wan.output_files",
     "wan.log",
     "wan.trace",
     *METERS.split(),

@@ -23,7 +23,7 @@ from wan.kernels.base import StepInfo
 from wan.pipeline import clip, conditioning
 from wan.pipeline.denoise import Conditions, guide, velocity
 from wan.pipeline.pipeline import Experts
-from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8, whole_file
+from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -194,18 +194,6 @@ def test_experts_in_memory(offload: bool, loads: str) -> None:
     for name in "aabbab":
         experts.get(name)
     assert "".join(order) == loads
-
-
-def test_files_are_whole_or_absent(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "file.txt"
-    with pytest.raises(RuntimeError), whole_file(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
-    assert not path.exists() and not list(path.parent.iterdir())
-    with whole_file(path) as temporary:
-        temporary.write_text("whole")
-        assert not path.exists()
-    assert path.read_text() == "whole" and len(list(path.parent.iterdir())) == 1
 
 
 CLIP = torch.rand(3, 5, 32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1

@@ -1,20 +1,16 @@
-"""Looks into files without reading weights (and without torch), and writes files as a whole."""
+"""Reads headers, metadata and JSON of checkpoint files, without weights and without torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 import re
-import shutil
 import stat
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -275,6 +271,15 @@ def check_complete(path: Path) -> Path:
     return path
 
 
+def content_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file's whole content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with opened(path) as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def fingerprint(paths: Iterable[Path]) -> str:
     """Returns a short name for the content of files, of the size and three samples of each."""
     digest = hashlib.sha256()
@@ -286,75 +291,3 @@ def fingerprint(paths: Iterable[Path]) -> str:
                 file.seek(offset)
                 digest.update(file.read(_SAMPLE))
     return digest.hexdigest()[:16]
-
-
-def process_name() -> str:
-    """Names this process in temporary files, also where several machines share a folder."""
-    host = re.sub(r"\W+", "_", platform.node())[:30]
-    return f"{host or 'host'}-{os.getpid()}"
-
-
-def is_left_over(name: str) -> bool:
-    """Returns whether a process of this machine that `process_name` named has ended."""
-    host, _, process = name.rpartition("-")
-    if not process.isdecimal() or host != process_name().rpartition("-")[0]:
-        return False
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except (OverflowError, PermissionError):
-        pass
-    return False
-
-
-@contextmanager
-def whole_file(path: Path, place: Callable[[Path], object] | None = None) -> Iterator[Path]:
-    """Yields a temporary name that becomes `path` when the block ends without an error.
-
-    The name is absolute, hidden and ends as `path` does; missing folders are made. If the block
-    ends otherwise, Ctrl-C included, no file stays behind and `path` is what it was before.
-
-    Args:
-        path: The file.
-        place: Gives the complete file its name in another way, from the temporary one.
-    """
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{process_name()}-{path.name}")
-    try:
-        yield temporary
-        if place is None:
-            temporary.replace(path)
-        else:
-            place(temporary)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def numbered(path: Path) -> Iterator[Path]:
-    """Yields a file's name, then those with -2, -3 and so on behind its stem."""
-    yield path
-    for number in count(2):
-        yield path.with_stem(f"{path.stem}-{number}")
-
-
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Does the same with a folder, which exists; InputError where `path` cannot be replaced."""
-    if path.is_symlink():
-        raise InputError(f"{path}", None, "is a symbolic link", "name a new folder")
-    if path.exists() and path.samefile(Path.cwd()):
-        raise InputError(f"{path}", None, "is the current folder", "name a new one")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        remedy = "name another folder or remove it"
-        raise InputError(f"{path}", None, "exists and is not empty", remedy)
-    path = path.absolute()
-    temporary = path.with_name(f".{process_name()}-{path.name}")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        temporary.rename(path)
-    except BaseException:  # also Ctrl-C
-        shutil.rmtree(temporary)
-        raise

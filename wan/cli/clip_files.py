@@ -1,22 +1,28 @@
 """The clips of a long video on disk, from which a stopped run goes on and the video is joined.
 
-Beside `NAME.mp4` stands the folder `NAME.clips` until the video is whole, or for good with
-`--save_latents`: `0001.mp4` and `0001.safetensors`, which holds what the next clip begins with and
-is written last. A later call with more clips makes the ones that are missing.
+Beside `NAME.mp4`, the folder `NAME.clips` is kept until the video is whole, or for good with
+`--save_latents`: `0001.mp4` and `0001.safetensors`, which holds the state that the next clip begins
+with and is written last. A later call with more clips makes the ones that are missing.
+
+The metadata of a state names the settings and inputs of the run, and the digests of the clip's mp4,
+of the state itself and of the state before it. A clip with another digest is made again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wan.checkpoint.files import fingerprint, safetensors_metadata, whole_file
+import wan
+from wan.checkpoint.files import content_digest, safetensors_metadata
 from wan.log import logger
+from wan.output_files import VIDEO, remove_output, safetensors_kind, write_output
 from wan.pipeline import video
-from wan.run import Run
+from wan.run import Run, without_paths
 from wan.settings.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,6 +30,10 @@ if TYPE_CHECKING:
 
     from wan.pipeline.clips import Clip
 
+FOUR_DIGITS = "[0-9][0-9][0-9][0-9].safetensors"
+CLIP_STATE = safetensors_kind("a state of generate.py --num_clip", "settings")
+CLIP_KINDS = {"[0-9][0-9][0-9][0-9].mp4": VIDEO, FOUR_DIGITS: CLIP_STATE}
+"""Pattern of a name in the folder of clips -> what a file of that name is."""
 _FREE = ("save_file", "save_latents", "num_clip", "clip_prompts", "offload_model")
 """What may differ between the runs that make a video's clips."""
 
@@ -32,53 +42,77 @@ class ClipFiles:
     """The clips of a run, for the main rank."""
 
     def __init__(self, run: Run) -> None:
-        """Looks at nothing yet. run: that of the video."""
+        """Prepares access to the folder of a run's clips; nothing is read yet."""
         self._run, self.folder = run, run.output.clips
 
-    def done(self) -> int:
-        """Returns how many clips are there that this run would make alike."""
+    def count_done(self) -> int:
+        """Returns how many clips, from the first one, are there as this run would make them."""
         count = self._run.request.num_clip or 0
+        before = ""
         for index in range(count):
-            why = self._differs(index)
-            if why is None:
-                continue
-            if why:
+            state = self._state(index)
+            if not (self._clip(index).exists() and state.exists()):
+                return index
+            try:
+                why = self._difference(index, before)
+                before = safetensors_metadata(state, "digests")["state"]
+            except (InputError, OSError, LookupError, TypeError):
+                why = "is damaged"
+            if why is not None:
                 logger.info("%s: clip %d is made again: it %s.", self.folder, index + 1, why)
-            return index
+                return index
         return count
 
-    def _differs(self, index: int) -> str | None:
-        """Returns why a clip has to be made, or None; "" where it is not there."""
-        clip, state = self._clip(index), self._state(index)
-        if not (clip.exists() and state.exists()):
-            return ""
-        try:
-            made, asked = safetensors_metadata(state, "settings"), self._settings(index)
-        except InputError:
-            return "is damaged"
-        asked = json.loads(json.dumps(asked, default=str))
-        if not isinstance(made, dict):
-            return "is damaged"
-        changed = [n for n in sorted({*asked, *made}) if asked.get(n) != made.get(n)]
-        return f"differs in {', '.join(changed)}" if changed else None
+    def _difference(self, index: int, before: str) -> str | None:
+        """Returns why a clip has to be made again, or None.
 
-    def end(self, done: int) -> Tensor | None:
-        """Returns what the last clip that is done has handed on."""
+        before: The digest of the state of the clip before.
+        """
+        state = self._state(index)
+        made, digests = (safetensors_metadata(state, key) for key in ("settings", "digests"))
+        asked = json.loads(json.dumps(self._settings(index), default=str))
+        changed = [n for n in sorted({*asked, *made}) if asked.get(n) != made.get(n)]
+        if changed:
+            return f"differs in {', '.join(changed)}"
+        found = {
+            "video": content_digest(self._clip(index)),
+            "state": _tensor_digest(self._read_state(index)),
+            "before": before,
+        }
+        return None if found == digests else "was changed, or is of another run"
+
+    def read_state(self, done: int) -> Tensor | None:
+        """Returns the state that the last of so many clips has handed to the next; None for 0."""
+        return self._read_state(done - 1) if done else None
+
+    def _read_state(self, index: int) -> Tensor:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(self._state(done - 1))["end"] if done else None
+        try:
+            return load_file(self._state(index))["end"]
+        except (SafetensorError, LookupError) as error:
+            why, remedy = "holds no state of a clip", "remove it; the clip is made again"
+            raise InputError(str(self._state(index)), None, why, remedy) from error
 
-    def keep(self, index: int, clip: Clip) -> None:
-        """Writes a clip."""
+    def write(self, index: int, clip: Clip) -> None:
+        """Writes a clip and then its state."""
         from safetensors.torch import save
 
         assert clip.frames is not None and clip.end is not None, "the main rank has them"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        video.save_video(clip.frames, replace(self._run.output, save_file=self._clip(index)))
-        told = {"settings": json.dumps(self._settings(index), default=str)}
-        with whole_file(self._state(index)) as temporary:
-            end = clip.end.float().cpu().contiguous()
-            temporary.write_bytes(save({"end": end}, metadata=told))
+        comment = json.dumps({"wan": wan.__version__, "clip": index + 1})
+        output = replace(self._run.output, save_file=self._clip(index))
+        video.save_video(clip.frames, output, comment)
+        end = clip.end.float().cpu().contiguous()
+        digests = {
+            "video": content_digest(self._clip(index)),
+            "state": _tensor_digest(end),
+            "before": _tensor_digest(self._read_state(index - 1)) if index else "",
+        }
+        metadata = {"settings": self._settings(index), "digests": digests}
+        texts = {name: json.dumps(value, default=str) for name, value in metadata.items()}
+        with write_output(self._state(index), CLIP_STATE) as temporary:
+            temporary.write_bytes(save({"end": end}, metadata=texts))
 
     def join(self, path: Path, comment: str) -> None:
         """Joins all clips into one file."""
@@ -86,18 +120,30 @@ class ClipFiles:
         video.join(self.folder, names, path, comment)
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Removes the clips, and the folder where nothing else is in it."""
+        for path in sorted(self.folder.iterdir()):
+            for pattern, kind in CLIP_KINDS.items():
+                if path.match(pattern):
+                    remove_output(path, kind)
+        with suppress(OSError):  # somebody else's files stay, and the folder with them
+            self.folder.rmdir()
 
     def _settings(self, index: int) -> dict[str, Any]:
         """Returns what decides what a clip shows, or how it is made."""
         run, own = self._run, self._run.request.of_clip(index)
-        shared = {n: value for n, value in run.settings.items() if n not in _FREE}
-        files = [one.file for ones in run.setup.loras.values() for one in ones]
-        content = fingerprint([Path(run.settings["image"]), *files])
-        return shared | {"prompt": own.prompt, "base_seed": own.base_seed, "content": content}
+        found = {n: x for n, x in without_paths(run.settings).items() if n not in _FREE}
+        found |= {f"the content of {name}": value for name, value in run.contents().items()}
+        return found | {"prompt": own.prompt, "base_seed": own.base_seed}
 
     def _clip(self, index: int) -> Path:
         return self.folder / f"{index + 1:04}.mp4"
 
     def _state(self, index: int) -> Path:
         return self.folder / f"{index + 1:04}.safetensors"
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    """Returns the SHA-256 of a tensor's dtype, shape and values."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wan import log
-from wan.checkpoint.files import read_json, whole_file
+from wan.checkpoint.files import read_json
 from wan.cli import failures
 from wan.cli.videos import Video
 from wan.log import logger
+from wan.output_files import SUMMARY, write_output
 from wan.pipeline.batch import Batch, Job
 from wan.pipeline.pipeline import Pipeline
 from wan.run import Line, Run
@@ -165,7 +166,7 @@ def _sum_up(
     }
     assert run.summary is not None
     try:
-        with whole_file(run.summary) as temporary:
+        with write_output(run.summary, SUMMARY) as temporary:
             temporary.write_text(json.dumps(summary, indent=1, ensure_ascii=False), "utf-8")
     except OSError as error:
         logger.error("%s could not be written (%s).", run.summary, error.strerror or error)

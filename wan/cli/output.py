@@ -1,18 +1,28 @@
-"""Checks the files of results in advance, and tells after a failure where the latents are."""
+"""Checks output paths before the work, and says after a failure where the latents are."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from wan import env
-from wan.checkpoint.files import read_json
+from wan.cli.clip_files import CLIP_KINDS, FOUR_DIGITS
 from wan.cli.failures import DECODING
+from wan.evidence.order import TRACE, file_of
 from wan.log import logger
+from wan.output_files import (
+    KERNEL_TRACE,
+    LATENTS,
+    RECORD,
+    VIDEO,
+    check_folder,
+    check_output,
+    check_output_folder,
+)
+from wan.run import Run
 from wan.settings.command import Output
 from wan.settings.errors import InputError
 
@@ -40,15 +50,16 @@ def check_current_folder() -> None:
         remedy = "change into one that does"
         raise InputError("The current folder", why="does not exist", remedy=remedy) from error
     if env.rank() == 0:
-        _check_folder("The current folder", folder, folder, "give a `save_file` elsewhere")
+        check_folder(folder, "The current folder", folder, "give a `save_file` elsewhere")
 
 
 @usable_paths()
-def check_writable(path: Path) -> None:
-    """Checks, on rank 0, that a path names an mp4 in a folder that exists or can be made.
+def check_video_path(path: Path) -> None:
+    """Checks, on rank 0, that a video and its record can be written.
 
     Raises:
-        InputError: It does not, or the JSON file beside it is not a record of a run.
+        InputError: The path does not end in .mp4, its folder cannot be made, or what is there is
+            no earlier output of generate.py.
     """
     if env.rank() != 0:
         return
@@ -59,13 +70,27 @@ def check_writable(path: Path) -> None:
         raise InputError(flag, path, "must end in .mp4, the only format written")
     if (size := len(os.fsencode(path.name))) > 200:
         raise InputError(flag, None, f"has a name of {size} bytes; 200 are allowed", "shorten it")
-    if path.is_dir():
-        raise InputError(flag, path, "is a folder", "add a file name")
-    record = path.with_suffix(".json")
-    if record.exists() and "settings" not in read_json(record):
-        why = f"would replace {record}, which is no record of generate.py"
-        raise InputError(flag, path, why, "choose another name")
-    _check_folder(flag, path, path.absolute().parent)
+    check_output(path, VIDEO, flag)
+    check_output(path.with_suffix(".json"), RECORD, flag)
+
+
+@usable_paths()
+def check_outputs(run: Run) -> None:
+    """Checks, on rank 0, all files and folders that are named after the video.
+
+    Raises:
+        InputError: One of them cannot be written, or is not ours.
+    """
+    output = run.output
+    check_video_path(output.save_file)
+    if env.rank() != 0:
+        return
+    if output.save_latents:
+        check_output(output.latents, LATENTS, "`save_latents`")
+    if output.save_latents == "steps":
+        check_output_folder(output.steps, {FOUR_DIGITS: LATENTS}, "`save_latents`")
+    if run.request.chain is not None:
+        check_output_folder(output.clips, CLIP_KINDS, "`save_file`")
 
 
 def check_trace(output: Output, compiled: bool, steps: int) -> None:
@@ -87,19 +112,11 @@ def check_trace(output: Output, compiled: bool, steps: int) -> None:
         why = f"names step {max(output.trace_steps)}, but there are {steps} (`sample_steps`)"
         raise InputError("`trace_steps`", None, f"{why}: 0 to {steps - 1}")
     if output.trace is not None:
-        _check_folder("`trace`", output.trace, output.trace.absolute())
-
-
-def _check_folder(flag: str, path: Path, folder: Path, remedy: str = "choose another one") -> None:
-    """Checks that the folder, or the first one above it that exists, is writable."""
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder):  # permission bits alone do not tell, nor does root
-            pass
-    except OSError as error:
-        why = f"cannot be written: {folder} is not a writable folder ({error.strerror})"
-        raise InputError(flag, path, why, remedy) from error
+        check_output(file_of(output.trace, env.rank()), TRACE, "`trace`")
+        for path in output.trace.glob(f"rank{env.rank()}.step*.kernels.json"):
+            check_output(path, KERNEL_TRACE, "`trace`")
+        for path in output.trace.glob(f"rank{env.rank()}.step*.kernels.json"):
+            check_output(path, KERNEL_TRACE, "`trace`")
 
 
 @contextmanager

@@ -17,10 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from wan import env
 from wan.checkpoint.files import opened
 from wan.cli import failures
-from wan.cli.output import check_writable
+from wan.cli.output import check_outputs
 from wan.log import logger
+from wan.output_files import SUMMARY, check_output
 from wan.run import Line, Run
 from wan.settings.errors import InputError
 from wan.settings.flags import FLAGS, check_given, read
@@ -79,6 +81,8 @@ def resolved(given: Mapping[str, Any], resolve: Callable[[Mapping[str, Any]], Ru
     first = first.with_seed(drawn[0]) if drawn else first  # the ranks agree on the first one's
     skips = given.get("skip_existing", False)
     summary = folder / f"{path.stem}.summary.json"
+    if env.rank() == 0:
+        check_output(summary, SUMMARY, "`save_file`")
     many = {"skip_existing": skips, "group_by_expert": grouped, "summary": summary}
     return replace(first, lines=tuple(found), **many)
 
@@ -125,7 +129,7 @@ def _line(
             slug = slug[:-1]
         run = run.saved_to(folder / f"{number:03d}_{slug.strip('_')}{end}.mp4")
     try:
-        check_writable(run.output.save_file)
+        check_outputs(run)
     except InputError as reason:  # on the main rank, which alone looks: the others know the run
         error = str(failures.describe(reason))
     draws = asked.get("base_seed", -1) < 0 and "from_json" not in asked

@@ -13,8 +13,9 @@ from typing import Any
 
 from wan import env, run
 from wan.checkpoint import layout
-from wan.checkpoint.files import numbered, read_json, safetensors_metadata
-from wan.cli.output import check_trace, check_writable, usable_paths
+from wan.checkpoint.files import read_json, safetensors_metadata
+from wan.cli.output import check_outputs, check_trace, check_video_path, usable_paths
+from wan.output_files import numbered
 from wan.pipeline import memory
 from wan.pipeline.video import latents_shape
 from wan.run import DescribeFolder, Run, Values
@@ -44,7 +45,7 @@ def resolve(
         values = layered(given)
         check_needs({name: value for name, value in values.items() if FLAGS[name].needs != "plan"})
         if "save_file" in values and not plan:
-            check_writable(values["save_file"])
+            check_video_path(values["save_file"])
         found = run.resolve(values, make_demo, plan, describe, inputs)
         if found.extension is not None and env.rank() == 0:  # which alone runs the model
             from wan.cli import extend_prompt
@@ -59,6 +60,8 @@ def resolve(
             _, rows, columns = found.request.preset.vae_stride
             request = replace(found.request, size=(width * columns, height * rows))
             memory.check(found.setup, request, env.local_world_size(), "decoding")
+        if "save_file" in values and not plan:
+            check_outputs(found)
         check_trace(found.output, found.setup.execution.compile, found.request.sample_steps)
         return found
 

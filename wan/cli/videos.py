@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import shlex
@@ -21,10 +20,20 @@ from typing import TYPE_CHECKING
 import wan
 from wan import host, log, trace
 from wan.checkpoint import lora
-from wan.checkpoint.files import is_left_over, numbered, process_name, whole_file
-from wan.cli.clip_files import ClipFiles
+from wan.cli.clip_files import FOUR_DIGITS, ClipFiles
 from wan.cli.output import latents_survive
 from wan.log import logger
+from wan.output_files import (
+    LATENTS,
+    RECORD,
+    VIDEO,
+    is_left_over,
+    place_new,
+    process_name,
+    remove_output,
+    replace_output,
+    write_output,
+)
 from wan.pipeline import media, video
 from wan.run import Run
 from wan.settings import timesteps
@@ -113,8 +122,8 @@ class Video:
         folder = self.run.output.steps
         try:
             folder.mkdir(exist_ok=True)
-            for left in folder.glob("[0-9][0-9][0-9][0-9].safetensors") if done == 1 else ():
-                left.unlink()
+            for left in folder.glob(FOUR_DIGITS) if done == 1 else ():
+                remove_output(left, LATENTS)
             video.save_latents(latents, folder / f"{done:04}.safetensors", self.run.settings)
         except OSError as error:
             logger.error(
@@ -213,7 +222,11 @@ class Video:
 
     def _comment(self) -> str:
         """What the mp4 says of itself."""
-        about = {"task": self.run.request.preset.task, "seed": self.run.request.base_seed}
+        about = {
+            "wan": wan.__version__,
+            "task": self.run.request.preset.task,
+            "seed": self.run.request.base_seed,
+        }
         settings = self.run.settings
         about |= {name: settings[name] for name in _IN_THE_VIDEO if name in settings}
         return json.dumps(about, ensure_ascii=False, default=str)
@@ -222,8 +235,8 @@ class Video:
         """Makes the clips that are not there yet, writes each of them, and joins all."""
         run, files = self.run, ClipFiles(self.run)
         request, count = run.request, run.request.num_clip or 0
-        done = files.done() if self._is_main else 0
-        end = files.end(done) if self._is_main else None
+        done = files.count_done() if self._is_main else 0
+        end = files.read_state(done) if self._is_main else None
         if self._team is not None:
             done, end = self._team.value_from_main((done, end))
         if done:
@@ -245,12 +258,12 @@ class Video:
                     raise
             if self._is_main:
                 with self._pipeline.stages("writing"), video.writing(run.output.save_file):
-                    files.keep(index, clip)
+                    files.write(index, clip)
             del clip  # before the next one is made
         self._part_ways(meter)
         if not self._is_main:
             return
-        whole = whole_file(run.output.save_file, self._place)
+        whole = write_output(run.output.save_file, VIDEO, self._place)
         with self._pipeline.stages("writing"), video.writing(run.output.save_file), whole as path:
             files.join(path, self._comment())
         if not run.output.save_latents:
@@ -306,17 +319,13 @@ class Video:
     def _keep_clips(self, encoder: video.Mp4Encoder, done: int, count: int) -> None:
         """Keeps the clips before a failure under a name of their own, with their sound."""
         path = self.run.output.save_file
-        name = next(
-            name
-            for name in numbered(path.with_stem(f"{path.stem}.clips-1-{done}"))
-            if not name.exists()
-        )
         _, height, width = encoder.size
         frames = sum(map(self.run.request.clip_frames, range(done)))
         encoder.size = (frames, height, width)
         try:
             encoder.finish()
-            self._with_sound(encoder.path).replace(name)
+            spoken = self._with_sound(encoder.path)
+            name = place_new(spoken, path.with_stem(f"{path.stem}.clips-1-{done}"))
         except OSError as error:
             logger.error("The clips so far could not be kept (%s).", error.strerror or error)
         else:
@@ -344,33 +353,32 @@ class Video:
         """Names the complete video; a file that came there since the start of the run is kept."""
         path = self.run.output.save_file
         if self._replaced is not None and _identity(path) == self._replaced:
-            temporary.replace(path)
+            replace_output(temporary, path, VIDEO)
             return
-        for name in numbered(path):
-            try:
-                os.link(temporary, name)
-                break
-            except FileExistsError:
-                continue
-            except OSError:  # a file system without hard links
-                if not name.exists():
-                    temporary.replace(name)
-                    break
+        name = place_new(temporary, path)
         if name != path:
             logger.warning("%s appeared during this run and is kept.", path)
             self.run = self.run.saved_to(name)
 
     def _remove_left_over(self) -> None:
-        """Removes what killed runs of this video have left in its folder."""
+        """Removes what killed runs of this video have left in its folder.
+
+        A hidden file with the name of a process that has ended is ours whatever it holds, since it
+        may be incomplete; latents have to be ours by their content, too.
+        """
         path = self.run.output.save_file.absolute()
         stem, owner = re.escape(path.stem), r"([\w]+-\d+)"
         hidden = re.compile(rf"\.{owner}-{stem}\.((sound\.)?mp4|json|\S+\.latents\.safetensors)")
         latents = re.compile(rf"{stem}\.{owner}\.latents\.safetensors")
         for found in path.parent.iterdir():
-            name = hidden.fullmatch(found.name) or latents.fullmatch(found.name)
-            if name is not None and is_left_over(name[1]):
+            name = hidden.fullmatch(found.name)
+            if name is not None and is_left_over(name[1]) and found.is_file():
                 found.unlink(missing_ok=True)
-                logger.info("Removed %s, which a run that was killed had left.", found)
+            else:
+                name = latents.fullmatch(found.name)
+                if name is None or not is_left_over(name[1]) or not remove_output(found, LATENTS):
+                    continue
+            logger.info("Removed %s, which a run that was killed had left.", found)
 
     def _put_latents_away(self) -> None:
         """Keeps the latents under the video's name if that is asked for; else removes them."""
@@ -379,7 +387,7 @@ class Video:
             return
         try:
             if output.save_latents:
-                with whole_file(output.latents) as temporary:
+                with write_output(output.latents, LATENTS) as temporary:
                     shutil.copyfile(path, temporary)
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -395,6 +403,10 @@ class Video:
         record = {
             "settings": run.settings | ({} if stored_bf16 else {"precision": precision}),
             "seed": run.request.base_seed,
+            "inputs": [
+                {"setting": one.setting, "file": str(one.path.absolute()), "sha256": one.sha256}
+                for one in run.input_files
+            ],
             "video": {"frames": count, "width": width, "height": height, "fps": run.output.fps},
             "used": {
                 "device": device.name(),
@@ -421,7 +433,7 @@ class Video:
         text = json.dumps(record, indent=1, ensure_ascii=False)
 
         def write(path: Path) -> None:
-            with whole_file(path) as temporary:
+            with write_output(path, RECORD) as temporary:
                 temporary.write_text(text, encoding="utf-8")
 
         paths = (run.output.record, *_unfinished(run.output, ".json"))

@@ -16,7 +16,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import whole_file
+from wan.output_files import json_kind, write_output
 from wan.settings.errors import InputError
 from wan.settings.numerics import Q_ROWS
 from wan.settings.schedule import Mode, TokenPlan, head_ranges, mode_of, q_ranges, valid_rows
@@ -318,6 +318,7 @@ class Trace:
 
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _LATEST = 1e15  # microseconds
+TRACE = json_kind("a trace of generate.py --trace", "traceEvents", "otherData")
 _FILE = re.compile(r"rank(\d{1,5})\.json")
 
 
@@ -353,7 +354,7 @@ def write(trace: Trace, folder: Path, zero: int) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"plan": asdict(trace.plan), "about": dict(trace.about)},
     }
-    with whole_file(file_of(folder, rank)) as temporary, temporary.open("w") as file:
+    with write_output(file_of(folder, rank), TRACE) as temporary, temporary.open("w") as file:
         json.dump(content, file, allow_nan=False)
 
 

@@ -32,10 +32,10 @@ from transformers import (
 )
 
 from wan.checkpoint import keymaps
-from wan.checkpoint.files import whole_folder
 from wan.checkpoint.layout import SOUND_ENCODER, published
 from wan.modules.animate import EVERY
 from wan.modules.networks import network
+from wan.output_files import write_folder
 from wan.pipeline.vae import STATISTICS
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
@@ -112,7 +112,7 @@ def make_checkpoint(
     preset = PRESETS[task]
     if preset.kind == "s2v" and layout != "official":
         raise InputError(repr(layout), None, f"is no layout of {task}", "choose official")
-    with whole_folder(out) as unfinished:
+    with write_folder(out) as unfinished:
         networks = RandomNetworks(preset, seed, DTYPES[dtype], sizes or {})
         WRITERS[layout](unfinished, networks)
         quick = QUICK_RUN if preset.infer_frames is None else QUICK_CLIPS

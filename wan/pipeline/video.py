@@ -20,7 +20,9 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, run
 from typing import TYPE_CHECKING, Any
 
-from wan.checkpoint.files import safetensors_header, whole_file
+import wan
+from wan.checkpoint.files import safetensors_header
+from wan.output_files import LATENTS, VIDEO, write_output
 from wan.settings.command import Output
 from wan.settings.errors import InputError, WriteError
 
@@ -44,13 +46,13 @@ class Mp4Encoder:
         size: Frames, height and width.
     """
 
-    def __init__(self, path: Path, output: Output, comment: str = "") -> None:
+    def __init__(self, path: Path, output: Output, comment: str) -> None:
         """Prepares the encoder.
 
         Args:
             path: The file while it is not complete.
             output: How it is written; `save_file` is the name that the complete file gets.
-            comment: The file's tag of that name; "": none.
+            comment: The file's tag of that name, a JSON object that begins as `MARK`.
         """
         self.path, self._output, self._comment = path, output, comment
         self.size = (0, 0, 0)
@@ -68,8 +70,7 @@ class Mp4Encoder:
         rate = str(Fraction(self._output.fps).limit_denominator())
         raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
         coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-f", "mp4"]
-        if self._comment:  # an argument has 128 kB at most
-            coded += ["-metadata", f"comment={self._comment[:30_000]}"]
+        coded += ["-metadata", f"comment={self._comment[:30_000]}"]  # of 128 kB at most
         start = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y"]
         command = [*start, *raw, "-i", "-", *coded, str(self.path)]
         with writing(self._output.save_file):
@@ -126,17 +127,19 @@ class Mp4Encoder:
 
 
 _WAITING = 8  # frames, at most
+MARK = json.dumps({"wan": wan.__version__})
+"""The comment of an mp4 of which no more is said; `wan.output_files.VIDEO` knows ours by it."""
 
 
 @contextmanager
 def video_file(
-    output: Output, place: Callable[[Path], object] | None = None, comment: str = ""
+    output: Output, place: Callable[[Path], object] | None = None, comment: str = MARK
 ) -> Iterator[Mp4Encoder]:
     """Gives an encoder for frames; afterwards the file is complete, or absent.
 
     Args:
         output: How it is written; the name ends in .mp4, and `~` is not expanded.
-        place: As for `whole_file`.
+        place: As for `write_output`.
         comment: As for `Mp4Encoder`.
 
     Raises:
@@ -144,7 +147,7 @@ def video_file(
     """
     own: BaseException | None = None
     try:
-        with whole_file(output.save_file, place) as temporary:
+        with write_output(output.save_file, VIDEO, place) as temporary:
             encoder = Mp4Encoder(temporary, output, comment)
             try:
                 yield encoder
@@ -178,9 +181,9 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def save_video(video_3FHW: Tensor, output: Output) -> None:
+def save_video(video_3FHW: Tensor, output: Output, comment: str = MARK) -> None:
     """Writes a video of at least one frame in [-1, 1], H and W even; raises as `video_file`."""
-    with video_file(output) as encoder:
+    with video_file(output, comment=comment) as encoder:
         _, frames, height, width = video_3FHW.shape
         encoder.begin((frames, height, width))
         for frame_3HW in video_3FHW.unbind(1):
@@ -229,7 +232,7 @@ def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> 
     """Writes latents with the settings of their run, from which `--decode_latents` continues."""
     from safetensors.torch import save
 
-    with whole_file(path) as temporary:
+    with write_output(path, LATENTS) as temporary:
         tensors = {"latents": latents_Zfhw.float().cpu().contiguous()}
         temporary.write_bytes(save(tensors, metadata={"settings": json.dumps(settings)}))
 

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wan import __version__, env, host, log
-from wan.checkpoint.files import whole_file
 from wan.cli import main as command
 from wan.cli.flags import Parser, parse
 from wan.evidence import order
 from wan.evidence.meter import Measured
 from wan.log import logger
+from wan.output_files import VIDEO, check_folder, check_output, json_kind, marked_kind, write_output
+from wan.power.timeline import PLOT, PLOT_METADATA
 from wan.run import Run
 from wan.settings.errors import InputError
 from wan.settings.schedule import MODES
@@ -58,6 +59,9 @@ _DECIDED = (
 )
 """Flags of generate.py that a comparison sets itself, or that have no meaning in one."""
 FEWEST = 5  # rounds
+_COMPARISON = json_kind("a comparison of wan.power", "machine", "recommended", "variants")
+_TITLE = "# Comparison of the modes of FA_Power_Cap"
+_REPORT = marked_kind("a report of wan.power compare", _TITLE.encode())
 _NETWORKS = {False: "all networks in memory", True: "one network at a time"}
 _RESAMPLES = 4000  # of the rounds, for an interval
 
@@ -157,13 +161,22 @@ def main(argv: Sequence[str]) -> int:
     options.keeps = "offload_model" not in given  # networks stay between the runs, if they fit
     if options.keeps:
         arguments += ["--offload_model", "true"]
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"cannot be made ({error.strerror})"
-        raise InputError("--out", options.out, why, "name another folder") from error
+    check_folder(options.out.absolute(), "--out", options.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    _check_outputs(options.out)
     arguments += ["--save_file", str(options.out / "baseline.mp4")]
     return command.carry_out(arguments, partial(_compare, options))
+
+
+def _check_outputs(out: Path) -> None:
+    """Refuses a folder in which a file that the comparison writes is not ours."""
+    kinds = {"comparison.json": _COMPARISON, "report.md": _REPORT, "gain.png": PLOT}
+    for name, kind in kinds.items():
+        check_output(out / name, kind, "--out")
+    for path in out.glob("*.mp4"):
+        check_output(path, VIDEO, "--out")
+    for path in out.glob("traces/*/rank*.json"):
+        check_output(path, order.TRACE, "--out")
 
 
 def _options(argv: Sequence[str]) -> Namespace:
@@ -414,7 +427,7 @@ def write(
     advice = {"comm_type": chosen.comm_type, "chunks": chosen.chunks, "reason": reason}
     record = {"command": options.command, "machine": machine, "settings": run.settings}
     record |= {"recommended": advice, "variants": found}
-    with whole_file(options.out / "comparison.json") as path:
+    with write_output(options.out / "comparison.json", _COMPARISON) as path:
         path.write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
     request = run.request
     width, height = request.video_size
@@ -422,9 +435,9 @@ def write(
     timed = "of denoising"
     if options.quick:
         timed = "of all steps, from some steps of each expert"
-    with whole_file(options.out / "report.md") as path:
+    with write_output(options.out / "report.md", _REPORT) as path:
         path.write_text(
-            f"""# Comparison of the modes of FA_Power_Cap (measured)
+            f"""{_TITLE} (measured)
 
 `python -m wan.power {options.command}`
 
@@ -478,8 +491,8 @@ def draw_gains(results: Sequence[Result], folder: Path) -> bool:
     axes.set_yticks(range(len(others)), [one.variant.name for one in reversed(others)])
     axes.set_ylim(-0.6, len(others) - 0.4)
     axes.set_xlabel("time against the baseline, per cent:\nmedian and 95 % interval; left: faster")
-    with whole_file(folder / "gain.png") as path:
-        figure.savefig(path, format="png", dpi=120)
+    with write_output(folder / "gain.png", PLOT) as path:
+        figure.savefig(path, format="png", dpi=120, metadata=PLOT_METADATA)
     return True
 
 

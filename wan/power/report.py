@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from wan.checkpoint.files import whole_file
 from wan.cli.flags import Parser
 from wan.evidence.order import Comparison, Trace, compare, read
+from wan.output_files import check_output, json_kind, write_output
 from wan.power import timeline
 from wan.settings.errors import InputError
 from wan.settings.schedule import heads_per_chunk
@@ -41,6 +41,7 @@ EDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _PART = {kind: part for part, kinds in PARTS.items() for kind in kinds}
 _COUNTED = {"attention": "FA", "hop": "hops", "gather": "gathers"}
 _MS = 1e6  # nanoseconds
+_REPORT = json_kind("a report of wan.power", "mode", "order", "plan", "ranks")
 
 
 @dataclass(frozen=True)
@@ -195,18 +196,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder for report.json and timeline.png")
     options = parser.parse_args(argv)
     same = len({folder.name for folder in options.folders}) < len(options.folders)
+    out = options.out or options.folders[0]
+    written = out / "report.json", out / "timeline.png"
+    for path, kind in zip(written, (_REPORT, timeline.PLOT), strict=True):
+        check_output(path, kind, "--out")
     reports = []
     for folder in options.folders:
         traces = read(folder)
         name = str(folder) if same else folder.absolute().name
         reports.append(RunReport(name, traces, [analyse(trace) for trace in traces]))
-    out = options.out or options.folders[0]
     print("\n\n".join("\n".join(_text(report)) for report in reports))
     if len(reports) > 1:
         print("\n" + "\n".join(_side_by_side(reports)))
-    written = out / "report.json", out / "timeline.png"
     try:
-        with whole_file(written[0]) as temporary:
+        with write_output(written[0], _REPORT) as temporary:
             content = [_record(report) for report in reports]
             temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
         timeline.draw([(report.name, report.traces[0]) for report in reports], written[1])

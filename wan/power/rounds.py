@@ -20,10 +20,12 @@ from wan.distributed.exchange import ALONE, Group, all_to_all_4D
 from wan.distributed.mesh import Team
 from wan.evidence.meter import Measured, Meter, MeterError, combine, in_turn, source_of
 from wan.evidence.nvml import Lock
+from wan.evidence.order import TRACE
 from wan.evidence.recording import Recording, plan_of
 from wan.log import logger
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import SelfAttention, Sending, SendsWritten
+from wan.output_files import remove_output
 from wan.pipeline import build, video
 from wan.pipeline.denoise import Denoising
 from wan.pipeline.pipeline import Inputs
@@ -155,7 +157,7 @@ class Rounds:
         self._latents: dict[Variant, Tensor] = {}
         if team.is_main:  # of an earlier comparison, perhaps with more ranks
             for file in (out / "traces").glob("*/rank*.json"):
-                file.unlink()
+                remove_output(file, TRACE)
         self._chosen, self._rest = variants[0].name, 0.0
         self._lock: Lock | None = None
         self._pipeline = build.pipeline(run.setup, team.device, team, attention=self._beside)

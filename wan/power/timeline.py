@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import whole_file
 from wan.evidence.order import Trace
+from wan.output_files import marked_kind, write_output
 from wan.settings.errors import InputError
 from wan.trace import Event
 
+PLOT_METADATA = {"Software": "wan.power"}
+PLOT = marked_kind("a plot of wan.power", b"Software\0wan.power")
 _MS = 1e6  # nanoseconds
 QUANTISES = ("quantise", "prepare", "mask")
 """Kinds of ranges of methods that are not dense."""
@@ -142,8 +144,8 @@ def draw(runs: Sequence[tuple[str, Trace]], path: Path) -> None:
         "milliseconds from the beginning of the layer; numbers: head chunks", fontsize=8
     )
     _legend(figure, [colour for colour in _COLOURS if colour in colours])
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format="png")
+    with write_output(path, PLOT) as temporary:
+        figure.savefig(temporary, format="png", metadata=PLOT_METADATA)
 
 
 def _titles(axis: Any, name: str, trace: Trace, layer: Event, drawn: Sequence[Bar]) -> None:

@@ -1,0 +1,345 @@
+"""Writes, replaces and removes output files: whole or not at all, and none that are not ours.
+
+All programs of this repository write their results with these functions. What is there already is
+replaced or removed only where its content shows an earlier output of the same kind, or where it is
+empty. Symbolic links, devices and pipes are refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import re
+import shutil
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from wan.settings.errors import InputError, WriteError
+
+_MAX_JSON = 512 << 20  # bytes; traces of many steps have some 100 MB
+_HEAD = 4096  # bytes, in which a text or a picture carries its mark
+_MAX_INDEX = 64 << 20  # bytes of an mp4's moov atom or of a safetensors header
+_MARKS = ('{"wan": ', '{"task": ')  # how the comment of an mp4 begins; the second one up to 0.4.0
+
+
+@dataclass(frozen=True)
+class OutputKind:
+    """A kind of file that a program of this repository writes.
+
+    Attributes:
+        name: The kind with its article, for sentences: "a record of generate.py".
+        matches: Returns whether the content of a regular file is of this kind. It may raise
+            OSError or ValueError for a file that is not.
+    """
+
+    name: str
+    matches: Callable[[Path], bool]
+
+
+def json_kind(name: str, *keys: str) -> OutputKind:
+    """A JSON object that has all these keys, or a list of such objects."""
+
+    def matches(path: Path) -> bool:
+        if path.stat().st_size > _MAX_JSON:
+            return False
+        content: Any = json.loads(path.read_bytes())
+        objects = content if isinstance(content, list) and content else [content]
+        return all(isinstance(one, dict) and {*keys} <= one.keys() for one in objects)
+
+    return OutputKind(name, matches)
+
+
+def marked_kind(name: str, mark: bytes) -> OutputKind:
+    """A file that has these bytes in its first 4096."""
+
+    def matches(path: Path) -> bool:
+        with path.open("rb") as file:
+            return mark in file.read(_HEAD)
+
+    return OutputKind(name, matches)
+
+
+def safetensors_kind(name: str, *keys: str) -> OutputKind:
+    """A safetensors file whose metadata has all these keys."""
+
+    def matches(path: Path) -> bool:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header: Any = json.loads(file.read(size)) if size <= _MAX_INDEX else None
+        metadata = header.get("__metadata__") if isinstance(header, dict) else None
+        return isinstance(metadata, dict) and {*keys} <= metadata.keys()
+
+    return OutputKind(name, matches)
+
+
+def _is_own_video(path: Path) -> bool:
+    """Whether the comment of an mp4 begins as ours do."""
+    index = _mp4_index(path)
+    _, _, item = index.partition(b"\xa9cmt")
+    # The item's one atom: its length, "data", a type and a language, and the text.
+    return item[4:8] == b"data" and item[16:32].startswith(tuple(one.encode() for one in _MARKS))
+
+
+def _mp4_index(path: Path) -> bytes:
+    """Returns the content of the moov atom of an mp4; b"" where there is none."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = 0
+        while start + 8 <= end:
+            file.seek(start)
+            size, kind = struct.unpack(">I4s", file.read(8))
+            if size == 1:  # a length of 64 bits follows
+                (size,) = struct.unpack(">Q", file.read(8))
+            size = end - start if size == 0 else size
+            if kind == b"moov" and size <= _MAX_INDEX:
+                return file.read(size - 8)
+            if size < 8:
+                break
+            start += size
+    return b""
+
+
+VIDEO = OutputKind("a video of generate.py", _is_own_video)
+RECORD = json_kind("a record of generate.py", "settings", "versions")
+LATENTS = safetensors_kind("latents of generate.py", "settings")
+KERNEL_TRACE = json_kind("a kernel trace of generate.py --trace_kernels", "traceEvents")
+SUMMARY = json_kind("a summary of generate.py --prompt_file", "made", "there already", "go on with")
+
+
+def is_output(path: Path, kind: OutputKind) -> bool:
+    """Returns whether a path is a regular file, no link, and an earlier output of a kind."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode) and kind.matches(path)
+    except (OSError, ValueError, RecursionError, struct.error):
+        return False
+
+
+def _conflict(path: Path, kind: OutputKind) -> str | None:
+    """Returns why a path cannot be written, as a predicate; None where it can."""
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):  # `check_folder` looks at the folders
+        return None
+    except OSError as error:
+        return f"cannot be used ({error.strerror})"
+    if stat.S_ISLNK(found.st_mode):
+        return "is a symbolic link, which would be replaced"
+    if stat.S_ISDIR(found.st_mode):
+        return "is a folder"
+    if not stat.S_ISREG(found.st_mode):
+        return "is a device, a pipe or a socket"
+    if not found.st_size or is_output(path, kind):
+        return None
+    return f"exists and is not {kind.name}"
+
+
+def check_output(path: Path, kind: OutputKind, setting: str) -> None:
+    """Refuses a path that `write_output` could not write, before the work.
+
+    Args:
+        path: The file.
+        kind: What it would become.
+        setting: What names the path, for the refusal.
+
+    Raises:
+        InputError: The path is a link, a folder, a special file or a file that is not ours, or its
+            folder cannot be made.
+    """
+    why = _conflict(path, kind)
+    if why is not None:
+        raise InputError(setting, path, why, "give another name, or move it away")
+    check_folder(path.absolute().parent, setting, path)
+
+
+def check_output_folder(folder: Path, kinds: dict[str, OutputKind], setting: str) -> None:
+    """Refuses a folder that is not ours, whose name follows from another output's.
+
+    Args:
+        folder: The folder; it may be absent or empty.
+        kinds: Pattern of a name, with `*` and `?` -> what a file of that name is.
+        setting: What decides the name, for the refusal.
+
+    Raises:
+        InputError: The path is a link or a file, a file that would be written is not ours, or
+            there are files and none of them is ours.
+    """
+    remedy = "give another name, or move it away"
+    if folder.is_symlink():
+        raise InputError(setting, folder, "is a symbolic link", remedy)
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(setting, folder, "exists and is no folder", remedy)
+    entries = [path for path in folder.iterdir() if not is_temporary(path)]
+    own = 0
+    for pattern, kind in kinds.items():
+        for path in entries:
+            if path.match(pattern):
+                if (why := _conflict(path, kind)) is not None:
+                    raise InputError(setting, path, why, remedy)
+                own += 1
+    if entries and not own:
+        why = f"exists and holds files of somebody else, such as {entries[0].name}"
+        raise InputError(setting, folder, why, remedy)
+
+
+def check_folder(
+    folder: Path, setting: str, path: Path, remedy: str = "choose another one"
+) -> None:
+    """Refuses a folder in which no file can be written.
+
+    Args:
+        folder: The folder; of one that does not exist, the first one above it that does counts.
+        setting: What names the path, for the refusal.
+        path: What was given.
+        remedy: What to do.
+    """
+    missing = []
+    while not os.path.lexists(folder):
+        missing.append(folder.name)
+        folder = folder.parent
+    probe = folder / f".{process_name()}-probe"
+    try:
+        longest = os.pathconf(folder, "PC_NAME_MAX")
+        if any(len(os.fsencode(name)) > longest for name in missing):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        # Permission bits alone do not tell, nor does being root; a link may lead nowhere.
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+    except OSError as error:
+        why = f"cannot be written: {folder} is not a writable folder ({error.strerror})"
+        raise InputError(setting, path, why, remedy) from error
+    probe.unlink()
+
+
+@contextmanager
+def write_output(
+    path: Path, kind: OutputKind, place: Callable[[Path], object] | None = None
+) -> Iterator[Path]:
+    """Yields a temporary name that becomes `path` when the block ends without an error.
+
+    The name is absolute, hidden and ends as `path` does; missing folders are made. If the block
+    ends otherwise, Ctrl-C included, no file stays behind and `path` is what it was before.
+
+    Args:
+        path: The file.
+        kind: What it becomes; `check_output` refuses the same paths before the work.
+        place: Gives the complete file its name in another way, from the temporary one.
+
+    Raises:
+        WriteError: What is there is not ours.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{process_name()}-{path.name}")
+    with suppress(FileNotFoundError):  # of a killed process of the same number
+        temporary.unlink()
+    # What is made anew cannot be a link that somebody has put there.
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    try:
+        yield temporary
+        if place is None:
+            replace_output(temporary, path, kind)
+        else:
+            place(temporary)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace_output(temporary: Path, path: Path, kind: OutputKind) -> None:
+    """Gives a complete temporary file its name; WriteError where another file has it."""
+    why = _conflict(path, kind)
+    if why is not None:
+        raise WriteError(f"{path} could not be written: it {why}; move it away.")
+    temporary.replace(path)
+
+
+def place_new(temporary: Path, path: Path) -> Path:
+    """Gives a complete temporary file a name that no file has, and returns it.
+
+    It is `path`, or the first free one of `numbered`.
+    """
+    for name in numbered(path):
+        try:
+            os.link(temporary, name)
+            temporary.unlink()
+            break
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without hard links
+            if not os.path.lexists(name):
+                temporary.replace(name)
+                break
+    return name
+
+
+def remove_output(path: Path, kind: OutputKind) -> bool:
+    """Removes an earlier output of a kind; leaves any other file, and returns whether it did."""
+    if not is_output(path, kind):
+        return False
+    path.unlink(missing_ok=True)
+    return True
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """Yields a file's name, then those with -2, -3 and so on behind its stem."""
+    yield path
+    for number in count(2):
+        yield path.with_stem(f"{path.stem}-{number}")
+
+
+@contextmanager
+def write_folder(path: Path) -> Iterator[Path]:
+    """Yields a temporary folder that becomes `path` when the block ends without an error.
+
+    Raises:
+        InputError: `path` is a link, the current folder, or exists and is not an empty folder.
+    """
+    if path.is_symlink():
+        raise InputError(f"{path}", None, "is a symbolic link", "name a new folder")
+    if path.exists() and path.samefile(Path.cwd()):
+        raise InputError(f"{path}", None, "is the current folder", "name a new one")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        remedy = "name another folder or remove it"
+        raise InputError(f"{path}", None, "exists and is not empty", remedy)
+    path = path.absolute()
+    temporary = path.with_name(f".{process_name()}-{path.name}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:  # also Ctrl-C
+        shutil.rmtree(temporary)
+        raise
+
+
+def process_name() -> str:
+    """Names this process in temporary files, also where several machines share a folder."""
+    host = re.sub(r"\W+", "_", platform.node())[:30]
+    return f"{host or 'host'}-{os.getpid()}"
+
+
+def is_temporary(path: Path) -> bool:
+    """Returns whether a name is that of a temporary file of any process."""
+    return re.match(r"\.\w+-\d+-", path.name) is not None
+
+
+def is_left_over(name: str) -> bool:
+    """Returns whether a process of this machine that `process_name` named has ended."""
+    host, _, process = name.rpartition("-")
+    if not process.isdecimal() or host != process_name().rpartition("-")[0]:
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except (OverflowError, PermissionError):
+        pass
+    return False
