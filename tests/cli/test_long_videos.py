@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import imageio
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tests.conftest import slow
 from tests.dist import GENERATE, torchrun
@@ -39,6 +43,15 @@ def asked(tiny, image_path: Path) -> list[str]:
 def whole(asked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "v.mp4"
     assert run(*asked, "--save_file", out) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def kept(asked: list[str], whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same video, whose clips stay."""
+    out = tmp_path_factory.mktemp("kept") / "v.mp4"
+    assert run(*asked, "--save_file", out, "--save_latents") == 0
+    assert out.read_bytes() == whole.read_bytes()
     return out
 
 
@@ -104,16 +117,96 @@ def test_what_makes_clips_again(
     assert "2 of 2 clips are in" in capfd.readouterr().out
     Image.new("RGB", (96, 64), (200, 40, 40)).save(image)
     assert run(*start) == 0
-    assert "clip 1 is made again: it differs in content" in capfd.readouterr().out
+    assert "clip 1 is made again: it differs in the content of --image" in capfd.readouterr().out
 
 
-def test_damaged_clips_are_made_again(asked: list[str], whole: Path, tmp_path: Path) -> None:
+def _halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _exchange(path: Path) -> None:
+    """Another clip of the same run takes its place."""
+    shutil.copy(path.with_name(f"0001{path.suffix}"), path)
+
+
+def _alter(how: str) -> Callable[[Path], None]:
+    """The state with its metadata, but another tensor."""
+
+    def alter(path: Path) -> None:
+        with safe_open(path, "pt") as file:
+            metadata, end = file.metadata(), file.get_tensor("end")
+        tensors = {
+            "no end": {"x": end},
+            "shape": {"end": torch.zeros(1, 2, 3)},
+            "dtype": {"end": end.int()},
+            "values": {"end": end + 1e-3},
+            "nothing": {"end": torch.zeros(0)},
+        }
+        save_file(tensors[how], path, metadata=metadata)
+
+    return alter
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "half a state": ("0002.safetensors", _halve),
+    "no state": ("0002.safetensors", Path.unlink),
+    "no clip": ("0002.mp4", Path.unlink),
+    "another state": ("0002.safetensors", _exchange),
+    "another clip": ("0002.mp4", _exchange),
+    **{how: ("0002.safetensors", _alter(how)) for how in ("no end", "shape", "dtype", "values")},
+}
+
+
+@pytest.mark.parametrize(
+    "change", [*list(CHANGES)[:3], "another clip", "values", *map(slow, ("shape", "dtype"))]
+)
+def test_changed_clips_are_made_again(
+    change: str, asked: list[str], whole: Path, kept: Path, tmp_path: Path
+) -> None:
+    """The video is that of an undisturbed run, whatever was exchanged on disk."""
     out = tmp_path / "v.mp4"
-    assert run(*asked, "--save_file", out, "--save_latents") == 0
-    (out.with_suffix(".clips") / "0002.safetensors").write_bytes(b"half")
+    shutil.copytree(kept.with_suffix(".clips"), out.with_suffix(".clips"))
+    name, make = CHANGES[change]
+    make(out.with_suffix(".clips") / name)
     assert run(*asked, "--save_file", out) == 0
     assert out.read_bytes() == whole.read_bytes()
     assert not out.with_suffix(".clips").exists()
+
+
+@pytest.mark.parametrize("name", ["0002.safetensors", "0001.mp4", "only notes", "a file", "a link"])
+def test_a_foreign_folder_of_clips(
+    name: str, asked: list[str], kept: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before the work, and stays as it is."""
+    folder = tmp_path / "v.clips"
+    if name == "a file":
+        folder.write_text("precious")
+    elif name == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif name == "only notes":
+        folder.mkdir()
+        (folder / "notes.txt").write_text("precious")
+    else:
+        shutil.copytree(kept.with_suffix(".clips"), folder)
+        (folder / name).write_text("precious")
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert run(*asked, "--save_file", tmp_path / "v.mp4") == 2
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_other_files_in_the_folder_of_clips_stay(
+    asked: list[str], whole: Path, kept: Path, tmp_path: Path
+) -> None:
+    out, folder = tmp_path / "v.mp4", tmp_path / "v.clips"
+    shutil.copytree(kept.with_suffix(".clips"), folder)
+    (folder / "notes.txt").write_text("precious")
+    (folder / "0009.mp4").symlink_to(whole)
+    assert run(*asked, "--save_file", out) == 2  # a link where a clip may be written
+    (folder / "0009.mp4").unlink()
+    assert run(*asked, "--save_file", out) == 0
+    assert [path.read_text() for path in folder.iterdir()] == ["precious"]
 
 
 @pytest.mark.parametrize(
