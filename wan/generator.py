@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from wan import device as devices
 from wan import env
+from wan.checkpoint.files import fingerprint
 from wan.checkpoint.layout import Checkpoint, check_task, describe
 from wan.configs import WAN_CONFIGS
 from wan.distributed import mesh
 from wan.distributed.mesh import Team
+from wan.distributed.start import Statement, verdict
 from wan.log import logger
 from wan.modules.model import WanModel
 from wan.pipeline import build, images
@@ -43,6 +46,7 @@ _OPTIONAL = (
 )
 _PICTURES = "src_ref_images"
 _EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds")
+T = TypeVar("T")
 
 
 class DefaultFloat(float):
@@ -137,6 +141,7 @@ class Generator:
             self._team: Team | None = None
             if world > 1:
                 self._team = mesh.form(device, self._setup.parallel.sizes)
+                self._agreed(lambda: checkpoint, self._model_facts)
             kept = ("noise_device", *options(Loras))
             self._values = {name: values[name] for name in kept if name in values}
             t5_dtype = torch.float32 if self.config.t5_dtype == torch.float32 else None
@@ -250,16 +255,58 @@ class Generator:
         return torch.cat(frames, dim=1) if frames else None
 
     def _asked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
-        """Checks a call and draws its seed, the same on all ranks."""
+        """Checks a call, which all ranks have to make alike, and gives all of them one seed."""
+        asked = self._agreed(lambda: self._checked(call, setup), _facts)
+        if self._team is not None:  # ranks that drew different seeds would mix their noise
+            seed = self._team.value_from_main(asked.request.base_seed)
+            asked.request = replace(asked.request, base_seed=seed)
+        return asked
+
+    def _model_facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Returns what has to be equal on all ranks that share a model."""
+        setup, loras = self._setup, self._setup.loras.items()
+        parts = (setup.attention, setup.parallel, setup.execution, setup.cache)
+        facts = {name: str(value) for part in parts for name, value in vars(part).items()}
+        facts["ckpt_dir"] = fingerprint(checkpoint.files())
+        facts["lora"] = str(
+            [(name, one.strength, fingerprint([one.file])) for name, ones in loras for one in ones]
+        )
+        return {f"`{name}`": {"value": value} for name, value in facts.items()}
+
+    def _agreed(self, prepare: Callable[[], T], facts: Callable[[T], dict[str, Any]]) -> T:
+        """Returns what this rank has prepared, where all ranks have prepared the same.
+
+        Args:
+            prepare: Makes it.
+            facts: Says what has to be equal on all ranks, as for `wan.distributed.start.Prepared`.
+
+        Raises:
+            InputError: A rank was refused, or differs; all ranks raise it.
+        """
+        if self._team is None:
+            return prepare()
+        own = Statement(self._team.rank, socket.gethostname())
+        made: T | None = None
+        refusal: InputError | None = None
+        try:
+            made = prepare()
+            own = replace(own, facts=facts(made))
+        except InputError as error:
+            refusal, own = error, replace(own, error=str(error))
+        difference = verdict(self._team.gather(own))
+        if refusal is not None or made is None:
+            raise refusal or InputError(difference or "")
+        if difference is not None:
+            raise InputError(difference)
+        return made
+
+    def _checked(self, call: dict[str, Any], setup: Setup) -> VideoCall:
         if self._preset.kind in ("i2v", "s2v") and call["img"] is None:
             name = "img" if self._preset.kind == "i2v" else "ref_image_path"
             raise InputError(f"{type(self).__name__} starts from an image; give one as {name}.")
         request, given = self._request(call, setup)
         prompt, negative = (_embedding(name, call[name]) for name in _EMBEDDINGS)
         output_type = choice("pt", "latent")("`output_type`", call["output_type"])
-        if self._team is not None:  # ranks that drew different seeds would mix their noise
-            seed = self._team.value_from_main(request.base_seed)
-            request = replace(request, base_seed=seed)
         end = _motion(call.get("motion_latent"), request)
         if request.clip_prompts and (prompt is not None or negative is not None):
             why = "do not go with `clip_prompts`"
@@ -332,6 +379,14 @@ class Generator:
         for notice in notices:
             logger.warning(PYTHON.render(notice))
         return request, inputs
+
+
+def _facts(call: VideoCall) -> dict[str, Any]:
+    """Returns what has to be equal on all ranks that make a video together."""
+    facts: dict[str, Any] = {name: str(value) for name, value in vars(call.request).items()}
+    del facts["base_seed"]  # all take that of rank 0
+    facts |= call.inputs.digests() | {"output_type": call.output_type}
+    return {f"`{name}`": {"value": value} for name, value in facts.items()}
 
 
 def _config(config: Any) -> Any:

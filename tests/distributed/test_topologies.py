@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch.profiler import profile
 
 from tests import dist
@@ -178,3 +179,32 @@ def test_a_wrong_keyword_of_python_classes(tiny) -> None:
     for name in ("world_size", "ring_sizes"):
         for sentence in dist.run(2, refused_keyword, str(tiny("t2v-A14B")), name):
             assert f"{name} is not a known keyword" in sentence
+
+
+def refused_call(folder: str, what: str) -> str:
+    """A call that one rank makes otherwise than the other one."""
+    import wan
+
+    rank = torch.distributed.get_rank()
+    model = wan.WanI2V(wan.configs.WAN_CONFIGS["i2v-A14B"], folder, use_sp=True)
+    call: dict[str, Any] = {
+        "input_prompt": "a cat",
+        "img": Image.new("RGB", (32, 32), "red"),
+        "max_area": 32 * 32,
+        "frame_num": 5,
+        "sampling_steps": 2,
+        "seed": 1,
+    }
+    other = {"img": Image.new("RGB", (32, 32), "blue"), "input_prompt": "a dog", "frame_num": 6}
+    if rank == 1:
+        call[what] = other[what]
+    with pytest.raises(ValueError) as refused:
+        model.generate(**call)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("what", ["img", "input_prompt", "frame_num"])
+def test_ranks_of_a_python_class_that_differ(what: str, tiny) -> None:
+    """All are refused at once: one that goes on would wait for the others, or mix two videos."""
+    first, second = dist.run(2, refused_call, str(tiny("i2v-A14B")), what)
+    assert first and second

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from wan import host
 from wan.cache.policy import Cache
+from wan.checkpoint.files import content_digest
 from wan.checkpoint.source import own
 from wan.device import Device
 from wan.log import Stages
@@ -225,6 +228,33 @@ class Inputs:
     stepped: Stepped | None = None
     done: int = 0
     end: Tensor | None = None
+
+    def digests(self) -> dict[str, str | None]:
+        """Returns the SHA-256 of each content, which all ranks of a video must have in common."""
+        hooks = ("stepped", "done")
+        names = [one.name for one in fields(self) if one.name not in hooks]
+        return {name: _digest(getattr(self, name)) for name in names}
+
+
+def _digest(content: Any) -> str | None:
+    """Returns the SHA-256 of an input of a video, in hexadecimal; None where there is none."""
+    if content is None:
+        return None
+    digest = hashlib.sha256()
+    if isinstance(content, Tensor):
+        digest.update(f"{content.dtype} {tuple(content.shape)}".encode())
+        values = content.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(values.numpy().tobytes())
+    elif hasattr(content, "tobytes") and hasattr(content, "mode"):  # a PIL image
+        digest.update(f"{content.mode} {content.size}".encode() + content.tobytes())
+    elif hasattr(content, "samples"):
+        digest.update(content.samples.tobytes())
+    else:
+        files = content.files if hasattr(content, "files") else (content.path,)
+        digest.update("".join(map(content_digest, files)).encode())
+        for picture in getattr(content, "pictures", ()):
+            digest.update(str(_digest(picture)).encode())
+    return digest.hexdigest()
 
 
 NO_INPUTS = Inputs()
