@@ -17,6 +17,7 @@ import torch
 
 from tests.conftest import slow
 from tests.dist import GENERATE, TORCHRUN
+from tests.inputs import changed_contents
 from tools.make_character import write
 from wan.cli import main as generate
 
@@ -291,3 +292,9 @@ def test_flags(
     other = ["--task", "t2v-1.3B", "--src_root_path", "x"]
     assert run(*other) == 2
     assert "takes no --src_root_path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["src_ref.png", "src_pose.mp4", "src_face.mp4"])
+def test_ranks_compare_the_files(name: str, asked: list[str], tmp_path: Path) -> None:
+    flag = "--src_root_path"
+    assert changed_contents(asked, flag, tmp_path, name) == {f"the content of {flag}"}

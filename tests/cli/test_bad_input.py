@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -527,12 +528,44 @@ def test_cuda_where_there_is_none(tiny, capfd: pytest.CaptureFixture[str]) -> No
     assert "sees no CUDA device" in refused(argv, capfd)
 
 
+FOREIGN: dict[str, tuple[str, list[str]]] = {
+    "the video": ("v.mp4", []),
+    "the record": ("v.json", []),
+    "the latents": ("v.latents.safetensors", ["--save_latents"]),
+    "latents after a step": ("v.steps/0001.safetensors", ["--save_latents", "steps"]),
+    "a folder of latents": ("v.steps/notes.txt", ["--save_latents", "steps"]),
+    "a file as the folder of latents": ("v.steps", ["--save_latents", "steps"]),
+    "the trace": ("trace/rank0.json", ["--trace", "trace"]),
+    "a kernel trace": ("trace/rank0.step0.kernels.json", ["--trace", "trace"]),
+    "the summary": ("lines.summary.json", ["--prompt_file", "lines.txt", "--save_file", "."]),
+    "the video of each line": ("a.mp4", ["--prompt_file", "lines.txt", "--save_file", "."]),
+}
+KINDS: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text('{"mine": 1}'),
+    "a pipe": os.mkfifo,
+    "a link": lambda path: path.symlink_to("/dev/null"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FOREIGN)
 def test_other_files_are_not_replaced(
-    tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str,
+    kind: str,
+    tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "holiday.json").write_text('{"mine": 1}')
-    argv = ["--ckpt_dir", str(tiny("t2v-A14B")), "--save_file", str(tmp_path / "holiday.mp4")]
-    assert "which is no record of generate.py" in refused(argv, capfd)
+    """They are refused before any weight is read, and stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    file, flags = FOREIGN[name]
+    (tmp_path / "lines.txt").write_text('{"prompt": "a", "save_file": "a.mp4"}')
+    Path(file).parent.mkdir(exist_ok=True)
+    KINDS[kind](Path(file))
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    refused(["--ckpt_dir", str(tiny("t2v-A14B")), "--save_file", "v.mp4", *flags], capfd)
+    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
 
 
 def test_decoding_refuses_what_it_would_ignore(

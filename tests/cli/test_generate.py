@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import slow
 from tools import compare_latents
-from wan.checkpoint.files import process_name
 from wan.cli import main as generate
 from wan.cli.flags import parse
 from wan.cli.resolve import resolve
+from wan.output_files import process_name
 from wan.pipeline import video
 
 REPO = Path(__file__).parents[2]

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from tests.conftest import slow
 from tests.dist import GENERATE, torchrun
+from tests.inputs import changed_contents
 from wan.cli import main as generate
 
 
@@ -281,3 +282,7 @@ def test_a_prompt_file(asked: list[str], whole: Path, tmp_path: Path) -> None:
     assert "The number of clip_prompts and num_clip 3 differ" in summary["refused"]["3"].replace(
         "--", ""
     )
+
+
+def test_ranks_compare_the_image(asked: list[str], tmp_path: Path) -> None:
+    assert changed_contents(asked, "--image", tmp_path) == {"the content of --image"}

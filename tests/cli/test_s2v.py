@@ -19,6 +19,7 @@ import torch
 
 from tests.conftest import slow
 from tests.dist import GENERATE, TORCHRUN
+from tests.inputs import changed_contents
 from tools.make_sound import write
 from wan.cli import main as generate
 from wan.modules.s2v import WanModel_S2V
@@ -319,3 +320,10 @@ def test_the_official_class(tiny, image_path: Path, sound: Path, plain: Path) ->
         model.generate("a", None, str(sound))
     with pytest.raises(ValueError, match="speech is not made here"):
         model.generate("a", str(image_path), str(sound), enable_tts=True)
+
+
+@pytest.mark.parametrize("flag", ["--image", "--audio", "--pose_video"])
+def test_ranks_compare_the_files(flag: str, asked: list[str], tmp_path: Path) -> None:
+    imageio.mimwrite(tmp_path / "pose.mp4", np.zeros((12, 64, 96, 3), np.uint8), fps=16)
+    argv = [*asked, "--pose_video", str(tmp_path / "pose.mp4")]
+    assert changed_contents(argv, flag, tmp_path) == {f"the content of {flag}"}

@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.conftest import slow
 from tests.dist import GENERATE, TORCHRUN
+from tests.inputs import changed_contents
 from wan.cli import main as generate
 
 SIZE = (64, 48)
@@ -340,3 +341,9 @@ def test_other_tasks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert run("--task", "t2v-1.3B", *flags) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--src_video", "--src_mask", "--src_ref_images"])
+def test_ranks_compare_the_files(flag: str, asked: list[str], files: Path, tmp_path: Path) -> None:
+    argv = [*asked, *all_of(files)[:4], "--src_ref_images", str(files / "a.png")]
+    assert changed_contents(argv, flag, tmp_path) == {f"the content of {flag}"}

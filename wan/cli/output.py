@@ -112,6 +112,7 @@ def check_trace(output: Output, compiled: bool, steps: int) -> None:
         why = f"names step {max(output.trace_steps)}, but there are {steps} (`sample_steps`)"
         raise InputError("`trace_steps`", None, f"{why}: 0 to {steps - 1}")
     if output.trace is not None:
+        check_folder(output.trace.absolute(), "`trace`", output.trace)
         check_output(file_of(output.trace, env.rank()), TRACE, "`trace`")
         for path in output.trace.glob(f"rank{env.rank()}.step*.kernels.json"):
             check_output(path, KERNEL_TRACE, "`trace`")

@@ -1,0 +1,36 @@
+"""What ranks compare of the files that a video is made from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from wan.cli import main as generate
+
+_FREE_ATOM = b"\0\0\0\x0cfreemore"  # read over at the end of pictures, sounds and videos
+
+
+def changed_contents(argv: Sequence[str], flag: str, tmp_path: Path, inner: str = "") -> set[str]:
+    """Returns what differs between a run and the same one whose input has 12 bytes more.
+
+    The files are copied first: where they are is no difference.
+
+    Args:
+        argv: The command line of the run.
+        flag: Names the input file, or a folder.
+        tmp_path: For the copies.
+        inner: The file of the folder that is changed.
+    """
+    place = [*argv].index(flag) + 1
+    source = Path(argv[place])
+    copy = tmp_path / "copy" / source.name
+    copy.parent.mkdir()
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
+    moved = [*argv[:place], str(copy), *argv[place + 1 :]]
+    before = generate.resolved([str(one) for one in argv]).facts("cpu")
+    assert generate.resolved(moved).facts("cpu") == before
+    with (copy / inner).open("ab") if inner else copy.open("ab") as file:
+        file.write(_FREE_ATOM)
+    after = generate.resolved(moved).facts("cpu")
+    return {name for name in before if before[name] != after[name]}
