@@ -563,9 +563,14 @@ def test_other_files_are_not_replaced(
     (tmp_path / "lines.txt").write_text('{"prompt": "a", "save_file": "a.mp4"}')
     Path(file).parent.mkdir(exist_ok=True)
     KINDS[kind](Path(file))
-    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+
+    def found() -> dict[Path, tuple[int, ...]]:
+        stats = {path: path.lstat() for path in tmp_path.rglob("*")}
+        return {path: (one.st_ino, one.st_mtime_ns, one.st_size) for path, one in stats.items()}
+
+    before = found()
     refused(["--ckpt_dir", str(tiny("t2v-A14B")), "--save_file", "v.mp4", *flags], capfd)
-    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
+    assert found() == before
 
 
 def test_decoding_refuses_what_it_would_ignore(
