@@ -85,10 +85,12 @@ class Video:
         pixels = np.random.default_rng(0).integers(0, 255, (2, 80, 112, 3), dtype=np.uint8)
         images = [Image.fromarray(one) for one in pixels][: self.images]
         return pipe(
-            **dict(zip(("image", "last_image"), images, strict=False)),
-            **(self._control() if self.controlled else {}),
-            **{"generator": torch.Generator().manual_seed(3), **more},
-            prompt_embeds=cond,
+            **(
+                dict(zip(("image", "last_image"), images, strict=False))
+                | (self._control() if self.controlled else {})
+                | {"generator": torch.Generator().manual_seed(3), "prompt_embeds": cond}
+                | more
+            ),
             negative_prompt_embeds=uncond,
             width=self.size[0],
             height=self.size[1],

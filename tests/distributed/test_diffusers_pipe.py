@@ -337,15 +337,18 @@ def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: 
 
 
 def test_refused_by_all_ranks_together(tiny: Any) -> None:
-    """Guidance that skips the second call, which cfg_size 2 needs; other noise."""
-    for unguided, ended, drawn, noisy, again in run(2, refused, make(tiny, "2.1"), timeout=60):
+    """Guidance that skips the second call, which cfg_size 2 needs; other noise; another text."""
+    for unguided, ended, drawn, prompted, noisy, again in run(
+        2, refused, make(tiny, "2.1"), timeout=60
+    ):
         assert "DPMSolverMultistepScheduler draws noise" in noisy
         assert "there is only one" in unguided and "ends in the middle" in ended
+        assert "other texts" in prompted
         assert "generators of the same seed" in drawn
         assert again, "the next video is made"
 
 
-def refused(video: Video) -> tuple[str, str, str, str, bool]:
+def refused(video: Video) -> tuple[str, str, str, str, str, bool]:
     """On one rank."""
     torch.set_num_threads(1)
 
@@ -354,7 +357,9 @@ def refused(video: Video) -> tuple[str, str, str, str, bool]:
         return {}
 
     other = torch.Generator().manual_seed(torch.distributed.get_rank())
+    text = torch.randn(1, 512, 64, generator=other)
     each: list[Settings] = [{"callback_on_step_end": end}, {"generator": other}]
+    each.append({"prompt_embeds": text})
     with sharing(video.pipe(), cfg_size=2) as pipe:
         with pytest.raises(InputError) as unguided:
             replace(video, guidance=1.0).latents(pipe)
@@ -413,3 +418,17 @@ def test_examples(tmp_path: Path, name: str, ranks: int, made: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / f"{made}.mp4").stat().st_size > 1000
+
+
+def refused_image(video: Video) -> str:
+    """On one rank: a picture that only one of them has."""
+    torch.set_num_threads(1)
+    colour = ("red", "blue")[torch.distributed.get_rank()]
+    with sharing(video.pipe()) as pipe, pytest.raises(InputError) as error:
+        video.latents(pipe, image=Image.new("RGB", (112, 80), colour))
+    return str(error.value)
+
+
+def test_ranks_with_other_images_are_refused(tiny: Any) -> None:
+    for said in run(2, refused_image, make(tiny, "2.2 image"), timeout=60):
+        assert "other texts, images" in said

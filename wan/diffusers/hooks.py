@@ -133,6 +133,7 @@ class _Network(ModelHook):
         if session.pipe is not None and step is not None and step.branch == "cond":
             if step.index == 0:
                 session.begin(grid, hidden_states)
+                session.check_inputs(hidden_states, [*args, *kwargs.values()])
             elif step.index == 1:
                 session.check_noise(hidden_states)
         if timestep.ndim == 2:  # one for each token

@@ -112,6 +112,34 @@ class Session:
         self.caches.start(request)
         self._running = True
 
+    def check_inputs(self, x_BCFHW: Tensor, others: Sequence[Any]) -> None:
+        """Refuses texts, images and videos that are not the same on all ranks.
+
+        64 values of each tensor are compared. Ranks on other devices may round otherwise, but
+        other inputs differ by more than a fiftieth of the largest value.
+
+        Args:
+            x_BCFHW: What the network gets; the channels after the latents hold an image.
+            others: The network's other arguments.
+        """
+        if self.team is None:
+            return
+        image = x_BCFHW[:, self.setup.preset.latent_channels :]
+        found = [one.flatten() for one in (image, *others) if isinstance(one, Tensor)]
+        places = [torch.linspace(0, len(one) - 1, 64).long() for one in found if len(one)]
+        filled = [one for one in found if len(one)]
+        samples = [one.float().cpu()[at] for one, at in zip(filled, places, strict=True)]
+        of_ranks = self.team.gather(samples)
+        if len({len(one) for one in of_ranks}) > 1 or any(
+            (one - ranks[0]).abs().max() > 0.02 * torch.stack(ranks).abs().max()
+            for ranks in zip(*of_ranks, strict=True)
+            for one in ranks
+        ):
+            raise InputError(
+                "The ranks have other texts, images or videos: call the pipeline with the same "
+                "arguments on each."
+            )
+
     def check_noise(self, x_BCFHW: Tensor) -> None:
         """Refuses a scheduler that has added other noise on each rank in the first step."""
         if self.team is None:
