@@ -155,7 +155,8 @@ def check_output(path: Path, kind: OutputKind, setting: str) -> None:
     """
     why = _conflict(path, kind)
     if why is not None:
-        raise InputError(setting, path, why, "give another name, or move it away")
+        remedy = "give another name" + (", or move it away" if path.is_file() else "")
+        raise InputError(setting, path, why, remedy)
     check_folder(path.absolute().parent, setting, path)
 
 
