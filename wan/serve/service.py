@@ -11,7 +11,9 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -34,6 +36,16 @@ from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
 
 _UPLOAD = "upload-"
+_OUR_FILES = re.compile(
+    r"(\.\w+-\d+-)?((upload-\w+|video[.-][^/]*)(/(\.\w+-\d+-)?[\w.]+)?|(thumbnail|spritesheet)\.jpg)"
+)
+"""Paths in a job's folder that the service writes."""
+_MOST_REFUSED = 10_000  # refused requests that are remembered
+REPEAT_WINDOW = 600.0
+"""Seconds in which a request without a key that a client repeats gets the job that was made."""
+REJOIN = 10.0
+"""Seconds in which a client of a synchronous route may come back with its Idempotency-Key."""
+_ESTIMATED = 200  # completed jobs that the duration of others is estimated from
 _PASSED = 4  # later jobs of the running one's shape that may come before a job
 _ID = re.compile(r"video_[\w-]{1,80}", re.ASCII)
 
@@ -124,8 +136,13 @@ class Service:
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
-        self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts)
+        timeout = 60 * run.setup.parallel.dist_timeout
+        self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts, timeout)
         self._running: dict[str, QueuedVideo] = {}
+        self._refused: dict[str, float] = {}  # digest of a request that was not taken -> when
+        self._waiters: dict[str, _Waiters] = {}  # job whose id no client was given -> its waiters
+        self._estimates = _Estimates(self.journal.last(_ESTIMATED))
+        self._ahead: tuple[object, dict[str, float], float] = (None, {}, 0.0)
         self._last_shape, self._loading = "", 0.0  # seconds in which a video's weights are read
         self._most = limits.together if _groups(run) else 1
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
@@ -135,6 +152,7 @@ class Service:
             self._clear(job)
         for job in self.journal.in_state("queued"):
             self._clear(job)
+        self._remove_orphans()
 
     # What requests ask for.
 
@@ -156,16 +174,33 @@ class Service:
             RefusedError: It is not taken.
         """
         async with self._admitting:
-            twin = self.journal.twin(digest, key) if key or repeated else None
-            if twin is not None:
-                if twin.digest != digest:
-                    message = "This Idempotency-Key belongs to another request; use a new one."
-                    raise RefusedError(message, 422, "idempotency_key_reused")
-                return twin, True
-            return await self._admitted(asked, digest, key), False
+            earlier = self._find_repeated(digest, key, repeated)
+            if earlier is not None:
+                return earlier, True
+            return await self._admit_or_note(asked, digest, key), False
 
-    async def remix(self, job: QueuedVideo, prompt: str) -> QueuedVideo:
-        """Queues a job with another's settings, seed and files, and a new prompt for all clips."""
+    async def remix(
+        self, name: str, prompt: str, key: str | None = None, repeated: bool = False
+    ) -> QueuedVideo:
+        """Queues a job with another's settings, seed and files, and a new prompt for all clips.
+
+        Args:
+            name: The other job's id.
+            prompt: The new prompt.
+            key: The request's Idempotency-Key.
+            repeated: The client says that it sent the same before.
+        """
+        digest = digest_of({"remix": name, "prompt": prompt})
+        async with self._admitting:
+            earlier = self._find_repeated(digest, key, repeated)
+            if earlier is not None:
+                return earlier
+            job = self.find(name)
+            asked = self._remixed(job, prompt)
+            return await self._admit_or_note(asked, digest, key, remixed_from=job.id)
+
+    def _remixed(self, job: QueuedVideo, prompt: str) -> Asked:
+        """Returns a job's settings, seed and files with another prompt."""
         inside = self.folder(job)
         paths = {str(path.relative_to(inside)): path for path in inside.rglob("*")}
         files = {
@@ -176,14 +211,95 @@ class Service:
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
         if "clip_prompts" in job.settings:
             settings["num_clip"] = len(job.settings["clip_prompts"])
-        asked = Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
-        async with self._admitting:
-            return await self._admitted(asked, remixed_from=job.id)
+        return Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
+
+    def _find_repeated(self, digest: str, key: str | None, repeated: bool) -> QueuedVideo | None:
+        """Returns the job of an earlier request that this one repeats.
+
+        With a key it is that of the key. Without one it is that of the last request with this
+        digest, if it was accepted within minutes and no equal one was refused since then: what a
+        client repeats after a refusal was never accepted.
+        """
+        if key:
+            job = self.journal.find_key(key)
+            if job is not None and job.digest != digest:
+                message = "This Idempotency-Key belongs to another request; use a new one."
+                raise RefusedError(message, 422, "idempotency_key_reused")
+            return job
+        if not repeated:
+            return None
+        since = max(time.time() - REPEAT_WINDOW, self._refused.get(digest, 0.0))
+        return self.journal.find_digest(digest, since)
+
+    async def _admit_or_note(
+        self, asked: Asked, digest: str, key: str | None, remixed_from: str | None = None
+    ) -> QueuedVideo:
+        """Admits a request, or notes that it was refused."""
+        try:
+            return await self._admitted(asked, digest, key, remixed_from)
+        except BaseException:
+            self._refused.pop(digest, None)
+            self._refused[digest] = now = time.time()
+            for old, moment in [*self._refused.items()][:2]:  # the oldest come first
+                if moment < now - REPEAT_WINDOW or len(self._refused) > _MOST_REFUSED:
+                    del self._refused[old]
+            raise
+
+    def claim(self, job: QueuedVideo) -> None:
+        """Notes that a client was given a job's id: nobody's leaving deletes it."""
+        self._waiters.pop(job.id, None)
+
+    @contextmanager
+    def waiter(self, job: QueuedVideo, was_there: bool) -> Iterator[Callable[[], None]]:
+        """Counts a client that waits for a job on a synchronous route.
+
+        Args:
+            job: The job.
+            was_there: Another request has made it.
+
+        Yields:
+            A function to call when the client has left. The job is deleted where nobody else wants
+            it; one with a key after `REJOIN` seconds, in which its client may come back.
+        """
+        waiters = self._waiters.get(job.id)
+        if not was_there:
+            waiters = self._waiters[job.id] = _Waiters()
+        if waiters is None:  # some client knows the id
+            yield lambda: None
+            return
+        waiters.count += 1
+        has_left = False
+
+        def leave() -> None:
+            nonlocal has_left
+            has_left = True
+            waiters.left += 1
+
+        try:
+            yield leave
+        finally:
+            waiters.count -= 1
+            if has_left:
+                wait = REJOIN if job.key else 0.0
+                loop = asyncio.get_running_loop()
+                loop.call_later(wait, self._abandon, job.id, waiters, waiters.left)
+            elif not waiters.count:
+                self._waiters.pop(job.id, None)
+
+    def _abandon(self, name: str, waiters: _Waiters, left: int) -> None:
+        """Deletes a job that nobody waits for since a client left, unless it is over."""
+        if self._waiters.get(name) is not waiters or waiters.count or waiters.left != left:
+            return
+        del self._waiters[name]
+        job = self.journal.get(name)
+        if job is not None and not is_over(job) and not self.stopping:
+            self.delete(self._running.get(name, job))
 
     def delete(self, job: QueuedVideo) -> None:
-        """Ends a job if it is not done, and removes its files."""
+        """Ends a job if it is not done, and removes its files and all that it says."""
         running = job.state == "in_progress"
-        self.journal.change(job, state="deleted", ended=job.ended or time.time(), bytes=0)
+        self.journal.delete(job)
+        self._waiters.pop(job.id, None)
         if running:  # the ranks still write there
             self.group.cancel(job.id)
         else:
@@ -221,25 +337,31 @@ class Service:
 
     def planned_seconds(self, job: QueuedVideo) -> float | None:
         """Returns about how long a job takes, from those that were made; None before any was."""
-        same = self.journal.last(job.shape)
-        if same:
-            return statistics.median(one.seconds or 0.0 for one in same)
-        others = [one for one in self.journal.last(None) if one.work]
-        if not others:
-            return None
-        return job.work * statistics.median((one.seconds or 0.0) / one.work for one in others)
+        return self._estimates.seconds(job)
 
     def seconds_ahead(self, until: QueuedVideo | None = None) -> float:
         """Returns about how long it is until a job begins, or until the queue is empty."""
-        running, now = self._running.values(), time.time()
+        now = time.time()
+        running = [job for job in self._running.values() if job.state == "in_progress"]
         planned = sum(self.planned_seconds(job) or 0.0 for job in running)
         begun = min((job.started or now for job in running), default=now)
-        ahead = max(planned - (now - begun), 0.0)
-        for job in self.journal.in_state("queued"):
-            if until is not None and job.id == until.id:
-                break
-            ahead += self.planned_seconds(job) or 0.0
-        return ahead
+        ahead, whole = self._queue_seconds()
+        waiting = whole if until is None else ahead.get(until.id, whole)
+        return max(planned - (now - begun), 0.0) + waiting
+
+    def _queue_seconds(self) -> tuple[dict[str, float], float]:
+        """Returns the seconds of the jobs before each queued one, and of all of them.
+
+        They are added up again only when the queue or the estimates have changed.
+        """
+        version = (self.journal.version, self._estimates.version)
+        if self._ahead[0] != version:
+            ahead, seconds = {}, 0.0
+            for job in self.journal.in_state("queued"):
+                ahead[job.id] = seconds
+                seconds += self.planned_seconds(job) or 0.0
+            self._ahead = version, ahead, seconds
+        return self._ahead[1:]
 
     # The life of the service.
 
@@ -304,7 +426,7 @@ class Service:
             files = self._uploads(job)
             file = str(self.video(job).absolute())
             wanted.append({"job": job.id, "settings": job.settings | files, "file": file})
-        self.group.make(wanted)
+        self.group.make(wanted, {job.id: job.shape for job in chosen})
 
     def _together(self, job: QueuedVideo, waiting: int) -> int:
         """Returns how many jobs share the loading of weights, so that all wait least on average.
@@ -342,6 +464,7 @@ class Service:
         stored = sum(path.stat().st_size for path in self.folder(job).rglob("*"))
         ends = {"state": "completed", "ended": time.time(), "seconds": seconds}
         self.journal.change(job, **ends, done=job.total, bytes=stored)
+        self._estimates.add(job)
         self._seen("completed", job, self.record(job) | {"texts": texts})
         self._next()
 
@@ -497,6 +620,22 @@ class Service:
                 elif not path.is_dir():
                     path.unlink(missing_ok=True)
 
+    def _remove_orphans(self) -> None:
+        """Removes the folders of deleted jobs, and unfinished ones that the journal has no job of.
+
+        A folder with any file that the service does not write is left. One with a finished video
+        and its record is left, too, from which its job can be taken up again.
+        """
+        for folder in self._jobs.iterdir():
+            if folder.is_symlink() or not folder.is_dir() or not _ID.fullmatch(folder.name):
+                continue
+            state = self.journal.state(folder.name)
+            is_finished = all((folder / name).exists() for name in ("video.mp4", "video.json"))
+            paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+            is_ours = all(map(_OUR_FILES.fullmatch, paths))
+            if state == "deleted" or (state is None and is_ours and not is_finished):
+                shutil.rmtree(folder, ignore_errors=True)
+
     async def _clean(self) -> None:
         """Deletes old jobs, and the oldest ones when their files take too much."""
         while True:
@@ -505,10 +644,12 @@ class Service:
                     self.delete(job)
             quota = self.limits.quota
             while quota is not None and self.journal.stored_bytes() > quota:
-                oldest = self.journal.ended_before(time.time())[:1]
+                oldest = self.journal.ended_before(time.time(), 1)
                 if not oldest:
                     break
                 self.delete(oldest[0])
+            self.journal.forget_deleted(lambda name: (self._jobs / name).exists())
+            await asyncio.to_thread(self.journal.wipe)
             await asyncio.to_thread(self.journal.has_room)
             await asyncio.sleep(10)
 
@@ -522,8 +663,66 @@ def _describe(job: QueuedVideo, run: Run) -> None:
         job.frames = sum(map(request.clip_frames, range(clips)))
     job.fps, (job.width, job.height) = float(run.output.fps), request.video_size
     job.total = request.sample_steps * clips
+    low, high = request.sample_guide_scale
+    has_two = request.boundary is not None
+    job.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
     job.shape = json.dumps([request.latent_shape, request.sample_steps, branches, clips])
     job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
+
+
+@dataclass
+class _Waiters:
+    """The clients of synchronous routes that wait for a job whose id no client was given.
+
+    Attributes:
+        count: How many wait.
+        left: How many have left.
+    """
+
+    count: int = 0
+    left: int = 0
+
+
+class _Estimates:
+    """The seconds that jobs take, from the last ones that were completed.
+
+    Attributes:
+        version: Counts the changes.
+    """
+
+    def __init__(self, completed: Sequence[QueuedVideo]) -> None:
+        """Begins. completed: The last completed jobs, the newest first."""
+        self.version = 0
+        self._shapes: dict[str, deque[float]] = {}  # shape -> seconds of its last jobs
+        self._all: deque[tuple[float, float]] = deque(maxlen=20)  # work, seconds
+        for job in reversed(completed):
+            self.add(job)
+
+    def add(self, job: QueuedVideo) -> None:
+        """Counts a completed job."""
+        seconds = job.seconds or 0.0
+        self._shapes.setdefault(job.shape, deque(maxlen=5)).append(seconds)
+        if job.work:
+            self._all.append((job.work, seconds))
+        self.version += 1
+
+    def seconds(self, job: QueuedVideo) -> float | None:
+        """Returns about how long a job takes; None before any was completed.
+
+        A job of another shape than those before takes a constant part, such as loading, and one
+        that grows with its work: a line through the others.
+        """
+        same = self._shapes.get(job.shape)
+        if same:
+            return statistics.median(same)
+        if not self._all:
+            return None
+        works, times = zip(*self._all, strict=True)
+        if len({*works}) > 1:
+            slope, constant = statistics.linear_regression(works, times)
+            if slope > 0 and constant >= 0:
+                return constant + slope * job.work
+        return job.work * statistics.median(t / work for work, t in self._all)
 
 
 def _may_share(job: QueuedVideo) -> bool:
