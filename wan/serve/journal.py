@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -101,6 +102,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         """Opens the journal, or begins one."""
         self._path, self._reserve = path, path.with_name("reserve")
+        self._reserving = threading.Lock()
         self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._file.row_factory = sqlite3.Row
         self._file.execute("PRAGMA journal_mode=WAL")
@@ -126,16 +128,17 @@ class Journal:
 
     def has_room(self) -> bool:
         """Returns whether new jobs can be written; sees to it that they can, if the disk allows."""
-        if self._reserve.exists():
+        with self._reserving:
+            if self._reserve.exists():
+                return True
+            try:
+                with whole_file(self._reserve) as temporary:
+                    temporary.write_bytes(bytes(_RESERVE))
+            except OSError as error:
+                if not is_disk_full(error):
+                    raise
+                return False
             return True
-        try:
-            with whole_file(self._reserve) as temporary:
-                temporary.write_bytes(bytes(_RESERVE))
-        except OSError as error:
-            if not is_disk_full(error):
-                raise
-            return False
-        return True
 
     def add(self, job: QueuedVideo) -> None:
         """Writes a new job."""
@@ -157,7 +160,7 @@ class Journal:
 
     def delete(self, job: QueuedVideo) -> None:
         """Erases a job: its words, its key and its digest; `_OF_DELETED` stays for a day."""
-        self.change(job, state="deleted", ended=job.ended or time.time(), bytes=0)
+        self.change(job, state="deleted", ended=time.time(), bytes=0)
         self._erase("id = ?", [job.id])
         self._has_residue = True
         self._empty_log()
