@@ -26,15 +26,13 @@ class Jobs:
         service: The service.
     """
 
-    def __init__(
-        self, folder: Path, limits: Limits = Limits(), key: str | None = None, *flags: str
-    ) -> None:
-        argv = [*flags, "--size", "64*64", "--frame_num", "5", "--sample_steps", "2"]
+    def __init__(self, folder: Path, limits: Limits | None = None, key: str | None = None) -> None:
+        argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2"]
         argv += ["--save_file", str(folder / "video.mp4")]
         folder.mkdir(exist_ok=True)
         run, given = command._run(argv, 1, 1)
         self.folder = folder
-        self.service = Service(argv, given, run, folder, 1, limits=limits)
+        self.service = Service(argv, given, run, folder, 1, limits=limits or Limits())
         self.app: ASGIApp = app.make(self.service, Metrics(), host="localhost", api_key=key)
 
     async def ask(

@@ -17,7 +17,8 @@ import pytest
 
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
-from wan.serve import fields, service
+from wan.serve import fields, waiters
+from wan.serve.journal import QueuedVideo
 from wan.serve.service import Limits
 from wan.settings.errors import InputError
 
@@ -152,16 +153,16 @@ def test_who_was_given_the_id_keeps_the_job(path: str, first: bool, jobs: Jobs) 
         await asyncio.sleep(0.3)
         assert jobs.state(name) == "queued"
 
-    service.REJOIN, before = 0.1, service.REJOIN
+    waiters.REJOIN, before = 0.1, waiters.REJOIN
     try:
         run(work())
     finally:
-        service.REJOIN = before
+        waiters.REJOIN = before
 
 
 def test_who_comes_back_with_its_key(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before or just after the first connection closes; the last that leaves cancels."""
-    monkeypatch.setattr(service, "REJOIN", 0.6)
+    monkeypatch.setattr(waiters, "REJOIN", 0.6)
 
     async def work() -> None:
         name, first, task = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
@@ -229,13 +230,13 @@ def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
     """Of many jobs with words of any length, half of them deleted in any order."""
 
     async def work() -> None:
-        chance, journal = random.Random(3), jobs.service.journal
+        chance, journal = random.Random(5), jobs.service.journal
         await jobs.create()
         (first,) = journal.in_state("queued")
         alive, dead = [first], []
         for number in range(600):
             words = f"zq{number:05}zq " * chance.choice([1, 2, 9, 99, 900])
-            job = service.QueuedVideo(
+            job = QueuedVideo(
                 f"video_{chance.getrandbits(96):024x}", {"prompt": words}, key=words[:9]
             )
             journal.add(job)

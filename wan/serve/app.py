@@ -31,7 +31,8 @@ from wan.serve import fields, pictures
 from wan.serve.fields import PICTURES
 from wan.serve.journal import QueuedVideo
 from wan.serve.metrics import Metrics
-from wan.serve.service import RefusedError, Service, digest_of, is_over
+from wan.serve.repeats import RefusedError, digest_of
+from wan.serve.service import Service, is_over
 from wan.settings.errors import InputError
 
 _POLL = 1.0  # seconds between two looks at a job that a client is told at least
@@ -104,7 +105,7 @@ class Routes:
 
     async def create(self, request: Request) -> Response:
         job, _ = await self._created(request, await _body(request))
-        self._service.claim(job)
+        self._service.waiters.claim(job)
         return self._video(job)
 
     async def retrieve(self, request: Request) -> Response:
@@ -174,7 +175,7 @@ class Routes:
         job = await self._service.remix(
             request.path_params["id"], body["prompt"], *_repetition(request)
         )
-        self._service.claim(job)
+        self._service.waiters.claim(job)
         return self._video(job)
 
     async def sync(self, request: Request) -> Response:
@@ -243,7 +244,7 @@ class Routes:
             job: The job.
             was_there: An earlier request has made it.
         """
-        with self._service.waiter(job, was_there) as leave:
+        with self._service.waiters.wait(job, was_there) as leave:
             while True:
                 found = self._service.find(job.id)
                 if is_over(found):

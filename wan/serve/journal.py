@@ -174,7 +174,10 @@ class Journal:
             return
         self._has_residue = False
         try:
-            with closing(sqlite3.connect(self._path, timeout=0, isolation_level=None)) as other:
+            address = f"{self._path.absolute().as_uri()}?mode=rw"  # makes no new file
+            with closing(
+                sqlite3.connect(address, timeout=0, isolation_level=None, uri=True)
+            ) as other:
                 other.execute("PRAGMA secure_delete=ON")
                 other.execute("VACUUM")
                 busy = other.execute(_CHECKPOINT).fetchone()[0]

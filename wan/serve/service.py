@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import random
 import re
 import secrets
 import shutil
-import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -29,47 +25,18 @@ from wan.log import logger
 from wan.pipeline import memory
 from wan.run import Run
 from wan.serve import fields
+from wan.serve.estimates import Estimates
 from wan.serve.fields import Asked
+from wan.serve.folders import JOB_ID, UPLOAD, remove_orphans
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
+from wan.serve.repeats import RefusedError, Repeats, digest_of
+from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
 
-_UPLOAD = "upload-"
-_OUR_FILES = re.compile(
-    r"(\.\w+-\d+-)?((upload-\w+|video[.-][^/]*)(/(\.\w+-\d+-)?[\w.]+)?|(thumbnail|spritesheet)\.jpg)"
-)
-"""Paths in a job's folder that the service writes."""
-_MOST_REFUSED = 10_000  # refused requests that are remembered
-REPEAT_WINDOW = 600.0
-"""Seconds in which a request without a key that a client repeats gets the job that was made."""
-REJOIN = 10.0
-"""Seconds in which a client of a synchronous route may come back with its Idempotency-Key."""
 _ESTIMATED = 200  # completed jobs that the duration of others is estimated from
 _PASSED = 4  # later jobs of the running one's shape that may come before a job
-_ID = re.compile(r"video_[\w-]{1,80}", re.ASCII)
-
-
-class RefusedError(Exception):
-    """A request that is answered with an error.
-
-    Attributes:
-        status: Of HTTP.
-        code: For programs.
-        param: The field that it is about.
-        wait: Seconds after which it may be repeated; None: it should not be.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        code: str = "invalid_request",
-        param: str | None = None,
-        wait: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.wait = status, code, param, wait
 
 
 @dataclass(frozen=True)
@@ -139,9 +106,9 @@ class Service:
         timeout = 60 * run.setup.parallel.dist_timeout
         self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts, timeout)
         self._running: dict[str, QueuedVideo] = {}
-        self._refused: dict[str, float] = {}  # digest of a request that was not taken -> when
-        self._waiters: dict[str, _Waiters] = {}  # job whose id no client was given -> its waiters
-        self._estimates = _Estimates(self.journal.last(_ESTIMATED))
+        self._repeats = Repeats(self.journal)
+        self.waiters = Waiters(self._abandon)
+        self._estimates = Estimates(self.journal.last(_ESTIMATED))
         self._ahead: tuple[object, dict[str, float], float] = (None, {}, 0.0)
         self._last_shape, self._loading = "", 0.0  # seconds in which a video's weights are read
         self._most = limits.together if _groups(run) else 1
@@ -152,7 +119,7 @@ class Service:
             self._clear(job)
         for job in self.journal.in_state("queued"):
             self._clear(job)
-        self._remove_orphans()
+        remove_orphans(self._jobs, self.journal.state)
 
     # What requests ask for.
 
@@ -174,7 +141,7 @@ class Service:
             RefusedError: It is not taken.
         """
         async with self._admitting:
-            earlier = self._find_repeated(digest, key, repeated)
+            earlier = self._repeats.find(digest, key, repeated)
             if earlier is not None:
                 return earlier, True
             return await self._admit_or_note(asked, digest, key), False
@@ -192,7 +159,7 @@ class Service:
         """
         digest = digest_of({"remix": name, "prompt": prompt})
         async with self._admitting:
-            earlier = self._find_repeated(digest, key, repeated)
+            earlier = self._repeats.find(digest, key, repeated)
             if earlier is not None:
                 return earlier
             job = self.find(name)
@@ -204,32 +171,14 @@ class Service:
         inside = self.folder(job)
         paths = {str(path.relative_to(inside)): path for path in inside.rglob("*")}
         files = {
-            name.removeprefix(_UPLOAD): path.read_bytes()
+            name.removeprefix(UPLOAD): path.read_bytes()
             for name, path in paths.items()
-            if name.startswith(_UPLOAD) and path.is_file()
+            if name.startswith(UPLOAD) and path.is_file()
         }
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
         if "clip_prompts" in job.settings:
             settings["num_clip"] = len(job.settings["clip_prompts"])
         return Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
-
-    def _find_repeated(self, digest: str, key: str | None, repeated: bool) -> QueuedVideo | None:
-        """Returns the job of an earlier request that this one repeats.
-
-        With a key it is that of the key. Without one it is that of the last request with this
-        digest, if it was accepted within minutes and no equal one was refused since then: what a
-        client repeats after a refusal was never accepted.
-        """
-        if key:
-            job = self.journal.find_key(key)
-            if job is not None and job.digest != digest:
-                message = "This Idempotency-Key belongs to another request; use a new one."
-                raise RefusedError(message, 422, "idempotency_key_reused")
-            return job
-        if not repeated:
-            return None
-        since = max(time.time() - REPEAT_WINDOW, self._refused.get(digest, 0.0))
-        return self.journal.find_digest(digest, since)
 
     async def _admit_or_note(
         self, asked: Asked, digest: str, key: str | None, remixed_from: str | None = None
@@ -238,59 +187,11 @@ class Service:
         try:
             return await self._admitted(asked, digest, key, remixed_from)
         except BaseException:
-            self._refused.pop(digest, None)
-            self._refused[digest] = now = time.time()
-            for old, moment in [*self._refused.items()][:2]:  # the oldest come first
-                if moment < now - REPEAT_WINDOW or len(self._refused) > _MOST_REFUSED:
-                    del self._refused[old]
+            self._repeats.refuse(digest)
             raise
 
-    def claim(self, job: QueuedVideo) -> None:
-        """Notes that a client was given a job's id: nobody's leaving deletes it."""
-        self._waiters.pop(job.id, None)
-
-    @contextmanager
-    def waiter(self, job: QueuedVideo, was_there: bool) -> Iterator[Callable[[], None]]:
-        """Counts a client that waits for a job on a synchronous route.
-
-        Args:
-            job: The job.
-            was_there: Another request has made it.
-
-        Yields:
-            A function to call when the client has left. The job is deleted where nobody else wants
-            it; one with a key after `REJOIN` seconds, in which its client may come back.
-        """
-        waiters = self._waiters.get(job.id)
-        if not was_there:
-            waiters = self._waiters[job.id] = _Waiters()
-        if waiters is None:  # some client knows the id
-            yield lambda: None
-            return
-        waiters.count += 1
-        has_left = False
-
-        def leave() -> None:
-            nonlocal has_left
-            has_left = True
-            waiters.left += 1
-
-        try:
-            yield leave
-        finally:
-            waiters.count -= 1
-            if has_left:
-                wait = REJOIN if job.key else 0.0
-                loop = asyncio.get_running_loop()
-                loop.call_later(wait, self._abandon, job.id, waiters, waiters.left)
-            elif not waiters.count:
-                self._waiters.pop(job.id, None)
-
-    def _abandon(self, name: str, waiters: _Waiters, left: int) -> None:
-        """Deletes a job that nobody waits for since a client left, unless it is over."""
-        if self._waiters.get(name) is not waiters or waiters.count or waiters.left != left:
-            return
-        del self._waiters[name]
+    def _abandon(self, name: str) -> None:
+        """Deletes a job that nobody waits for any more, unless it is over."""
         job = self.journal.get(name)
         if job is not None and not is_over(job) and not self.stopping:
             self.delete(self._running.get(name, job))
@@ -299,7 +200,7 @@ class Service:
         """Ends a job if it is not done, and removes its files and all that it says."""
         running = job.state == "in_progress"
         self.journal.delete(job)
-        self._waiters.pop(job.id, None)
+        self.waiters.claim(job)
         if running:  # the ranks still write there
             self.group.cancel(job.id)
         else:
@@ -309,7 +210,7 @@ class Service:
 
     def find(self, name: str) -> QueuedVideo:
         """Returns a job by its id."""
-        job = self.journal.get(name) if _ID.fullmatch(name) else None
+        job = self.journal.get(name) if JOB_ID.fullmatch(name) else None
         if job is None:
             raise RefusedError(f"There is no video {name[:100]!r}.", 404, "not_found", "video_id")
         return self._running.get(job.id, job)
@@ -320,7 +221,7 @@ class Service:
 
     def file(self, job: QueuedVideo, name: str) -> Path:
         """Returns the path of an uploaded file of a job."""
-        return self.folder(job) / f"{_UPLOAD}{name}"
+        return self.folder(job) / f"{UPLOAD}{name}"
 
     def video(self, job: QueuedVideo) -> Path:
         """Returns the path of a job's video."""
@@ -613,28 +514,12 @@ class Service:
         if all_files:
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.is_dir():
-            made = (path for path in folder.iterdir() if not path.name.startswith(_UPLOAD))
+            made = (path for path in folder.iterdir() if not path.name.startswith(UPLOAD))
             for path in made:
                 if path.is_dir() and not (goes_on and path.suffix == ".clips"):
                     shutil.rmtree(path, ignore_errors=True)
                 elif not path.is_dir():
                     path.unlink(missing_ok=True)
-
-    def _remove_orphans(self) -> None:
-        """Removes the folders of deleted jobs, and unfinished ones that the journal has no job of.
-
-        A folder with any file that the service does not write is left. One with a finished video
-        and its record is left, too, from which its job can be taken up again.
-        """
-        for folder in self._jobs.iterdir():
-            if folder.is_symlink() or not folder.is_dir() or not _ID.fullmatch(folder.name):
-                continue
-            state = self.journal.state(folder.name)
-            is_finished = all((folder / name).exists() for name in ("video.mp4", "video.json"))
-            paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-            is_ours = all(map(_OUR_FILES.fullmatch, paths))
-            if state == "deleted" or (state is None and is_ours and not is_finished):
-                shutil.rmtree(folder, ignore_errors=True)
 
     async def _clean(self) -> None:
         """Deletes old jobs, and the oldest ones when their files take too much."""
@@ -670,61 +555,6 @@ def _describe(job: QueuedVideo, run: Run) -> None:
     job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
 
 
-@dataclass
-class _Waiters:
-    """The clients of synchronous routes that wait for a job whose id no client was given.
-
-    Attributes:
-        count: How many wait.
-        left: How many have left.
-    """
-
-    count: int = 0
-    left: int = 0
-
-
-class _Estimates:
-    """The seconds that jobs take, from the last ones that were completed.
-
-    Attributes:
-        version: Counts the changes.
-    """
-
-    def __init__(self, completed: Sequence[QueuedVideo]) -> None:
-        """Begins. completed: The last completed jobs, the newest first."""
-        self.version = 0
-        self._shapes: dict[str, deque[float]] = {}  # shape -> seconds of its last jobs
-        self._all: deque[tuple[float, float]] = deque(maxlen=20)  # work, seconds
-        for job in reversed(completed):
-            self.add(job)
-
-    def add(self, job: QueuedVideo) -> None:
-        """Counts a completed job."""
-        seconds = job.seconds or 0.0
-        self._shapes.setdefault(job.shape, deque(maxlen=5)).append(seconds)
-        if job.work:
-            self._all.append((job.work, seconds))
-        self.version += 1
-
-    def seconds(self, job: QueuedVideo) -> float | None:
-        """Returns about how long a job takes; None before any was completed.
-
-        A job of another shape than those before takes a constant part, such as loading, and one
-        that grows with its work: a line through the others.
-        """
-        same = self._shapes.get(job.shape)
-        if same:
-            return statistics.median(same)
-        if not self._all:
-            return None
-        works, times = zip(*self._all, strict=True)
-        if len({*works}) > 1:
-            slope, constant = statistics.linear_regression(works, times)
-            if slope > 0 and constant >= 0:
-                return constant + slope * job.work
-        return job.work * statistics.median(t / work for work, t in self._all)
-
-
 def _may_share(job: QueuedVideo) -> bool:
     """Returns whether a video may take the steps of each expert together with others.
 
@@ -742,18 +572,6 @@ def _groups(run: Run) -> bool:
     except InputError:
         return False
     return True
-
-
-def digest_of(body: Mapping[str, Any]) -> str:
-    """Returns what is equal for requests with the same fields and files."""
-    found = hashlib.sha256()
-    for name in sorted(body):
-        value = body[name]
-        content = value
-        if not isinstance(value, bytes):
-            content = json.dumps(value, sort_keys=True, default=bytes.hex).encode()
-        found.update(f"{name} {len(content)} ".encode() + content)
-    return found.hexdigest()
 
 
 def is_over(job: QueuedVideo) -> bool:
