@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("wan")
+_HIDDEN = threading.Event()  # prompts stay out of the log
 
 
 class _Handler(logging.StreamHandler):
@@ -37,6 +38,16 @@ def set_level(name: str) -> None:
     """ "info" or "debug": what the main rank says."""
     if logger.isEnabledFor(logging.INFO):
         logger.setLevel(name.upper())
+
+
+def hide_prompts() -> None:
+    """Keeps prompts out of the log of this process, whose users can delete them elsewhere."""
+    _HIDDEN.set()
+
+
+def format_prompt(text: str) -> str:
+    """Returns a prompt as the log shows it."""
+    return f"({len(text)} characters)" if _HIDDEN.is_set() else text
 
 
 def progress(total: int | None, description: str, unit: str) -> Any:

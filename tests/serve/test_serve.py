@@ -106,6 +106,17 @@ def test_delete_while_queued_and_while_running(served: Served) -> None:
     assert served.health()["restarts"] == 0
 
 
+def test_nothing_of_a_deleted_video_is_left(served: Served) -> None:
+    """In the journal, the ranks' log, or anywhere else in the folder; before, its job is named."""
+    words = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
+    name = served.create(num_inference_steps=1, **words)
+    served.ended(name)
+    served.ask(f"/v1/videos/{name}", method="DELETE")
+    paths = [path for path in served.folder.rglob("*") if path.is_file()]
+    assert not [path for path in paths if b"zq " in path.read_bytes()]
+    assert name in (served.folder / "ranks.log").read_text()
+
+
 def test_a_repeated_request_is_the_same_job(served: Served) -> None:
     body = {"prompt": PROMPT, "num_frames": 5, "num_inference_steps": 1, "seed": 5}
     first = served.ask("/v1/videos", body)[2]["id"]

@@ -95,7 +95,7 @@ class Video:
                 pipeline.device, "text to decoded video" if whole else "decoding only"
             )
         if run.decode_latents is None:
-            logger.info("Prompt: %s", run.request.prompt)
+            logger.info("Prompt: %s", log.format_prompt(run.request.prompt))
         with meter as metered:
             if run.request.chain is not None:
                 self._write_chain(metered)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from wan import log
 from wan.log import logger
 from wan.settings.errors import EndedError
 from wan.settings.execution import AHEAD
@@ -151,7 +152,8 @@ class Batch(Generic[J]):
         for expert in jobs[0].request.preset.experts:
             for job in jobs:
                 if job.denoising is not None and job.denoising.experts[:1] == [expert]:
-                    logger.info("%s, %s expert: %s", job.name, expert, job.request.prompt)
+                    shown = log.format_prompt(job.request.prompt)
+                    logger.info("%s, %s expert: %s", job.name, expert, shown)
                     with self._attempt(job):
                         self._take_steps(job, job.denoising)
         pipeline.done(pipeline.experts)

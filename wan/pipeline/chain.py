@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from wan import log
 from wan.device import beside
 from wan.log import logger
 from wan.pipeline.clips import Clip
@@ -56,7 +57,7 @@ def _clips(pipeline: Pipeline, request: Request, inputs: Inputs) -> Iterator[Cli
     for index in range(inputs.done, count):
         one = request.of_clip(index)
         if count > 1:
-            logger.info("Clip %d of %d: %s", index + 1, count, one.prompt)
+            logger.info("Clip %d of %d: %s", index + 1, count, log.format_prompt(one.prompt))
         if contexts is None or request.clip_prompts:
             contexts = pipeline.texts(one, inputs.prompt_embeds, inputs.negative_prompt_embeds)
         with pipeline.stages("conditioning"):

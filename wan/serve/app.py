@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
@@ -21,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from wan.log import logger
@@ -30,7 +31,8 @@ from wan.serve import fields, pictures
 from wan.serve.fields import PICTURES
 from wan.serve.journal import QueuedVideo
 from wan.serve.metrics import Metrics
-from wan.serve.service import RefusedError, Service, digest_of, is_over
+from wan.serve.repeats import RefusedError, digest_of
+from wan.serve.service import Service, is_over
 from wan.settings.errors import InputError
 
 _POLL = 1.0  # seconds between two looks at a job that a client is told at least
@@ -58,6 +60,7 @@ def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
         "num_frames": job.frames,
         "fps": job.fps,
         "seed": job.settings.get("base_seed"),
+        "guidance": job.guidance or None,
         "steps": [job.done, job.total],
         "attempt": job.attempt,
     }
@@ -102,6 +105,7 @@ class Routes:
 
     async def create(self, request: Request) -> Response:
         job, _ = await self._created(request, await _body(request))
+        self._service.waiters.claim(job)
         return self._video(job)
 
     async def retrieve(self, request: Request) -> Response:
@@ -120,7 +124,7 @@ class Routes:
         if not limit.isdecimal() or not 0 < int(limit) <= 100:
             raise RefusedError("limit must be from 1 to 100.", param="limit")
         after = given.get("after")
-        if after is not None:
+        if after is not None and self._service.journal.state(after) is None:
             self._service.find(after)
         most = int(limit)
         jobs = self._service.journal.page(after, most + 1, order == "desc")
@@ -147,20 +151,36 @@ class Routes:
         if variant != "video":
             path = await asyncio.to_thread(pictures.picture, path, variant, job.frames)
             kind = "image/jpeg"
-        name = f"{job.id}{path.suffix}"
-        return FileResponse(path, media_type=kind, filename=name, content_disposition_type="inline")
+        if not request.headers.get("range", "bytes=").lower().startswith("bytes="):
+            request.scope["headers"] = [  # RFC 9110: a unit that is not known is ignored
+                header for header in request.scope["headers"] if header[0] != b"range"
+            ]
+        answer = FileResponse(
+            path,
+            media_type=kind,
+            filename=f"{job.id}{path.suffix}",
+            stat_result=path.stat(),
+            content_disposition_type="inline",
+        )
+        if _is_known(request, answer.headers["etag"]):
+            kept = {name: answer.headers[name] for name in ("etag", "last-modified")}
+            return Response(status_code=304, headers=kept)
+        return answer
 
     async def remix(self, request: Request) -> Response:
         body = await _body(request)
         if {*body} != {"prompt"} or not isinstance(body["prompt"], str):
             raise RefusedError("A remix takes a prompt and nothing else.", param="prompt")
-        job = self._service.find(request.path_params["id"])
-        return self._video(await self._service.remix(job, body["prompt"]))
+        fields.check_prompt(body["prompt"])
+        job = await self._service.remix(
+            request.path_params["id"], body["prompt"], *_repetition(request)
+        )
+        self._service.waiters.claim(job)
+        return self._video(job)
 
     async def sync(self, request: Request) -> Response:
-        """Answers with the video; a client that leaves cancels it."""
-        job, _ = await self._created(request, await _body(request))
-        job = await self._waited(request, job)
+        """Answers with the video; it is cancelled when its last client leaves."""
+        job = await self._waited(request, *await self._created(request, await _body(request)))
         headers = {
             "X-Request-Id": job.id,
             "X-Model": job.model,
@@ -177,8 +197,7 @@ class Routes:
             raise RefusedError(message, param="response_format")
         if body.pop("output_format", "mp4") not in ("mp4", "auto"):
             raise RefusedError("output_format must be mp4 or auto.", param="output_format")
-        job, _ = await self._created(request, body)
-        job = await self._waited(request, job)
+        job = await self._waited(request, *await self._created(request, body))
         path = self._service.video(job)
         if form == "video_path":
             return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
@@ -192,11 +211,14 @@ class Routes:
     async def health(self, _: Request) -> Response:
         service = self._service
         state = "stopping" if service.stopping else "ok" if service.group.ready else "starting"
+        if state == "starting" and service.group.is_stalled:
+            state = "stalled"
         counts = service.journal.counts()
         told = {
             "status": state,
             "queued": counts.get("queued", 0),
             "running": counts.get("in_progress", 0),
+            "reason": None if state == "ok" else service.group.trouble,
             "restarts": service.group.restarts,
             "seconds_ahead": round(service.seconds_ahead(), 1),
         }
@@ -212,25 +234,26 @@ class Routes:
     async def _created(self, request: Request, body: dict[str, Any]) -> tuple[QueuedVideo, bool]:
         digest = digest_of(body)
         asked = fields.asked(body, self._service.run, self._service.model)
-        retries = request.headers.get("x-stainless-retry-count", "0")
-        return await self._service.create(
-            asked,
-            digest,
-            request.headers.get("idempotency-key"),
-            repeated=retries.isdecimal() and int(retries) > 0,
-        )
+        return await self._service.create(asked, digest, *_repetition(request))
 
-    async def _waited(self, request: Request, job: QueuedVideo) -> QueuedVideo:
-        """Returns a job that is completed; deletes it if the client leaves."""
-        while True:
-            found = self._service.find(job.id)
-            if is_over(found):
-                break
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._service.changed(), _POLL)
-            if await request.is_disconnected():
-                self._service.delete(found)
-                raise ClientDisconnect
+    async def _waited(self, request: Request, job: QueuedVideo, was_there: bool) -> QueuedVideo:
+        """Returns a job that is completed.
+
+        Args:
+            request: The request that waits for it.
+            job: The job.
+            was_there: An earlier request has made it.
+        """
+        with self._service.waiters.wait(job, was_there) as leave:
+            while True:
+                found = self._service.find(job.id)
+                if is_over(found):
+                    break
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._service.changed(), _POLL)
+                if await request.is_disconnected():
+                    leave()
+                    raise ClientDisconnect
         if found.error is not None:
             raise RefusedError(found.error["message"], 500, found.error["code"])
         return found
@@ -244,13 +267,28 @@ class Routes:
         return JSONResponse(video_object(self._service, job), headers=headers)
 
 
+def _is_known(request: Request, etag: str) -> bool:
+    """Returns whether a client has a file already, by RFC 9110's If-None-Match."""
+    tags = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
+    return "*" in tags or etag in [tag.removeprefix("W/") for tag in tags]
+
+
+def _repetition(request: Request) -> tuple[str | None, bool]:
+    """Returns a request's Idempotency-Key, and whether its client says that it is a repetition."""
+    retries = request.headers.get("x-stainless-retry-count", "0")
+    is_repeated = retries.isdecimal() and retries.strip("0") != ""
+    return request.headers.get("idempotency-key"), is_repeated
+
+
 async def _body(request: Request) -> dict[str, Any]:
     """Returns the fields of a form or of a JSON object; files as bytes."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
         found: dict[str, Any] = {}
         most = 8 + MOST_PICTURES
-        async with request.form(max_files=most, max_fields=100, max_part_size=1 << 20) as form:
+        async with request.form(
+            max_files=most, max_fields=100, max_part_size=sys.maxsize
+        ) as form:  # `Guard` limits all parts together
             for key, value in form.multi_items():
                 part = await value.read() if isinstance(value, UploadFile) else value
                 if (several := key.removesuffix("[]")) == PICTURES:  # the openai client's lists
@@ -269,7 +307,16 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _refused(_: Request, error: Exception) -> Response:
+def _allowed_methods(request: Request) -> str:
+    """Returns the methods of a path, which may have several routes, as `Allow` lists them."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] != Match.NONE:
+            methods |= route.methods
+    return ", ".join(sorted(methods))
+
+
+def _refused(request: Request, error: Exception) -> Response:
     """Answers with OpenAI's form of an error."""
     headers: dict[str, str] = {}
     if isinstance(error, RefusedError):
@@ -277,12 +324,17 @@ def _refused(_: Request, error: Exception) -> Response:
         again = error.wait is not None
         if error.wait is not None:
             headers["Retry-After"] = str(max(round(error.wait), 1))
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, InputError):
         status, code, param, message, again = 400, "invalid_request", None, str(error), False
         named = re.fullmatch(r"`?(\w+)`?", error.what)
         param = None if named is None else error.words.names.get(named[1], named[1])
     elif isinstance(error, HTTPException):
         status, code, param, message, again = error.status_code, "http", None, error.detail, False
+        headers.update(error.headers or {})
+        if status == 405:
+            headers["Allow"] = _allowed_methods(request)
     elif isinstance(error, MultiPartException):
         status, code, param, message, again = 400, "invalid_form", None, error.message, False
     else:
@@ -342,7 +394,8 @@ class Guard:
         if not length.isdecimal() or int(length) > self._most:
             return self._too_large()
         if self._key is not None and request.url.path not in ("/", "/health", "/liveness"):
-            told = request.headers.get("authorization", "").removeprefix("Bearer ")
+            scheme, _, told = request.headers.get("authorization", "").partition(" ")
+            told = told.strip() if scheme.lower() == "bearer" else ""
             if not hmac.compare_digest(told.encode(), self._key.encode()):
                 return RefusedError("The API key is missing or wrong.", 401, "invalid_api_key")
         return None

@@ -34,7 +34,13 @@ PICTURES = "src_ref_images"
 UPLOADS = ("image", "last_image", "audio", "pose_video", "src_video", "src_mask", PICTURES)
 """Settings that are files of the request."""
 _IN_FOLDER = {Path(name).stem: f"{FOLDER}/{name}" for name in driving.FILES}
-_OWN = ("model", "seconds", "guidance_scale", "guidance_scale_2", "boundary_ratio", "priority")
+_GUIDANCE = ("guidance_high", "guidance_low")
+_OWN = (
+    *("model", "seconds", "boundary_ratio", "priority"),
+    *("guidance_scale", "guidance_scale_2", *_GUIDANCE),
+)
+_PROMPT_MAY_BE_LEFT_OUT = {"s2v": ("image", "audio"), "animate": (FOLDER,)}
+"""Kind of task -> the files that say what is to be made; official code has a prompt for them."""
 _LEFT_OUT = {
     "latent_path": "no file is opened for a request; give a seed",
     "save_file": "the video is fetched from /v1/videos/{id}/content",
@@ -112,6 +118,7 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
             settings[name] = [value] if single else value
         names[name] = key
     try:
+        _check_prompts(settings, files, run.setup.preset.kind)
         priority = _own(own, settings, run, model)
         if "size" in settings:
             settings["size"] = str(settings["size"]).replace("x", "*")
@@ -120,6 +127,27 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
         error.words = words(names)
         raise
     return Asked(settings, files, priority, names)
+
+
+def check_prompt(text: Any) -> None:
+    """Refuses a prompt without a visible character."""
+    if not any(c.isprintable() and not c.isspace() for c in str("" if text is None else text)):
+        raise InputError("prompt", why="says nothing", remedy="say what the video shows")
+
+
+def _check_prompts(settings: Mapping[str, Any], files: Mapping[str, bytes], kind: str) -> None:
+    """Refuses a request without a prompt, for which the command line takes an example."""
+    if settings.get("clip_prompts"):
+        prompts = settings["clip_prompts"]
+    elif "prompt" in settings:
+        prompts = [settings["prompt"]]
+    else:
+        given = {name.partition("/")[0] for name in files}
+        if kind in _PROMPT_MAY_BE_LEFT_OUT and given.issuperset(_PROMPT_MAY_BE_LEFT_OUT[kind]):
+            return
+        raise InputError("prompt", why="is missing", remedy="say what the video shows")
+    for prompt in prompts if isinstance(prompts, list) else [prompts]:
+        check_prompt(prompt)
 
 
 def _part(key: str, value: Any) -> tuple[str, Any]:
@@ -181,6 +209,28 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
         if FLAGS["frame_num"].read("num_frames", given) != frames:
             why = f"and num_frames {given} differ: {frames} frames are meant by the former"
             raise InputError("seconds", shown(own["seconds"]), why, "give one of them")
+    _read_guidance(own, settings, run)
+    return int(integer(-100, 100)("priority", own.get("priority", 0)))
+
+
+def _read_guidance(own: Mapping[str, Any], settings: dict[str, Any], run: Run) -> None:
+    """Turns the guidance scales of the experts into LOW,HIGH."""
+    experts = [name for name in _GUIDANCE if name in own]
+    if experts:
+        for other in ("guidance_scale", "guidance_scale_2", "sample_guide_scale"):
+            if other in own or other in settings:
+                why = f"says the same as {other}"
+                raise InputError(experts[0], why=why, remedy="give one of them")
+        if run.request.boundary is None:
+            why = f"is of one of two experts, and {run.setup.preset.task} has one network"
+            raise InputError(experts[0], why=why, remedy="give guidance_scale")
+        low, high = run.request.sample_guide_scale
+        high, low = (
+            real(0, 100, above=True)(name, own.get(name, default))
+            for name, default in zip(_GUIDANCE, (high, low), strict=True)
+        )
+        settings["sample_guide_scale"] = f"{low},{high}"
+        return
     scales = [
         real(0, 1000)(name, own[name])
         for name in ("guidance_scale_2", "guidance_scale")
@@ -194,4 +244,3 @@ def _own(own: Mapping[str, Any], settings: dict[str, Any], run: Run, model: str)
             why = "is that of the low-noise expert alone"
             raise InputError("guidance_scale_2", why=why, remedy="add guidance_scale")
         settings["sample_guide_scale"] = ",".join(f"{scale:g}" for scale in scales)
-    return int(integer(-100, 100)("priority", own.get("priority", 0)))

@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,10 @@ from typing import Any, BinaryIO
 from wan import env
 from wan.checkpoint.files import whole_file
 from wan.log import logger
+from wan.serve.monitor import GroupMonitor
 
 _GRACE = 15.0  # seconds in which ranks that are told to stop, or have lost one of them, should end
+_RECOVERY = 15.0  # seconds in which ranks that seem to hang may go on
 _LONGEST = 60.0  # seconds between two starts of a group that does not come up
 _LOG = 10_000_000  # bytes from which on the ranks' log is begun anew
 
@@ -57,6 +59,7 @@ class RankGroup:
     Attributes:
         ready: All ranks of the present group wait for videos or make one.
         restarts: How often a group was started after the first.
+        trouble: Why the last group has ended; None while a group is ready.
         down_since: When the last group ended, by `time.monotonic`; None while one runs.
     """
 
@@ -68,6 +71,7 @@ class RankGroup:
         told: Callable[[dict[str, Any]], None],
         nodes: Nodes = ONE_NODE,
         texts: int = 64,
+        timeout: float = 1800.0,
     ) -> None:
         """Starts nothing yet.
 
@@ -78,6 +82,7 @@ class RankGroup:
             told: Gets what ranks say, and {"is": "ended", "reason": ...} when a group has ended.
             nodes: The machines that they are on.
             texts: How many prompts' embeddings they keep.
+            timeout: Seconds of --dist_timeout: how long they may make no progress.
         """
         self._argv, self._ranks, self._folder, self._told = list(argv), ranks, folder, told
         self._nodes, self._texts = nodes, texts
@@ -88,13 +93,22 @@ class RankGroup:
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._reason: tuple[str, str] | None = None
+        self._monitor = GroupMonitor(timeout)
+        self._came_up = False
+        self._suspected: float | None = None  # since when the group seems to hang
+        self.trouble: str | None = None
         self.restarts = 0
         self.down_since: float | None = time.monotonic()
 
     @property
     def ready(self) -> bool:
         """Whether videos can be made."""
-        return len(self._ready) == self._ranks
+        return len(self._ready) == self._ranks and self._suspected is None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the ranks seem to hang; they are killed soon."""
+        return self._suspected is not None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -133,21 +147,26 @@ class RankGroup:
         except TimeoutError:
             await self._end(process)
 
-    def make(self, jobs: Sequence[dict[str, Any]]) -> None:
+    def make(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
         """Has videos made, which all have to end before others are given.
 
         Args:
             jobs: For each its id "job", "settings", and the "file" that it is written to.
+            shapes: Of each job, equal where the steps take the same time.
         """
+        self._monitor.begin_jobs(shapes)
         self._say(do="make", jobs=jobs)
 
     def cancel(self, job: str) -> None:
         """Has a video ended before its next step."""
+        self._monitor.cancel(job)
         self._say(do="cancel", job=job)
 
     async def _one(self, address: Path) -> bool:
         """Starts a group, waits for its end, and returns whether it had come up."""
         self._links, self._ready, self._reason, self._pids = {}, set(), None, {}
+        self._came_up, self._suspected = False, None
+        self._monitor.begin_group(time.monotonic())
         command = [sys.executable, "-m"]
         if self._ranks > 1:
             command += ["torch.distributed.run", *self._nodes.torchrun(self._ranks), "-m"]
@@ -162,25 +181,62 @@ class RankGroup:
                 env=env.for_ranks(),
             )
         self.down_since = None
-        await self._process.wait()
+        watching = asyncio.create_task(self._watch(self._process))
+        try:
+            await self._process.wait()
+        finally:
+            watching.cancel()
         self.down_since = time.monotonic()
-        came_up = self.ready
+        came_up = self.ready or self._came_up
         await self._end(self._process)
+        for link in self._links.values():
+            link.close()
         self._ready = set()
         code, message = self._reason or ("ranks_lost", "The ranks have ended unexpectedly.")
+        self.trouble = message
         if not self._stopping:
             logger.error("The ranks have ended (%s); they are started again.", message)
         self._told({"is": "ended", "code": code, "message": message})
         return came_up
 
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kills a group that hangs and does not recover; `_one` sees its end."""
+        while not self._stopping:
+            await asyncio.sleep(1)
+            now = time.monotonic()
+            trouble = self._monitor.check(now)
+            if trouble is None:
+                if self._suspected is not None:
+                    logger.warning("The ranks go on.")
+                    self._suspected = self.trouble = None
+                    if self.ready:
+                        self._told({"is": "ready"})
+                continue
+            self.trouble = trouble
+            if self._suspected is None:
+                logger.error("%s They are killed in %.0f s unless they go on.", trouble, _RECOVERY)
+                self._suspected = now
+            elif now - self._suspected > _RECOVERY:
+                self._came_up, self._ready = len(self._ready) == self._ranks, set()
+                self._reason = "ranks_lost", trouble
+                self._kill(process, signal.SIGKILL)  # which also ends a stopped process
+                return
+
+    def _kill(self, process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+        """Sends a signal to every process of a group."""
+        ranks = {*self._pids.values()}
+        if process.returncode is None:
+            ranks |= _descendants(process.pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        for pid in ranks:  # torchrun gives ranks sessions of their own
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Ends every process of a group, which is a session of its own."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
-            with suppress(ProcessLookupError, PermissionError):
-                for pid in self._pids.values():  # torchrun gives ranks sessions of their own
-                    os.kill(pid, number)
+            self._kill(process, number)
             deadline = time.monotonic() + _GRACE
             while any(map(_runs, [*self._pids.values()])) and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
@@ -199,10 +255,19 @@ class RankGroup:
                     self._links[rank] = writer
                     if said["node"] == 0:
                         self._pids[rank] = int(said["pid"])
-                elif said["is"] == "ready":
+                    self._monitor.receive(rank, said, time.monotonic())
+                    continue
+                if self._links.get(rank) is not writer:  # of a group that was ended
+                    break
+                self._monitor.receive(rank, said, time.monotonic())
+                if said["is"] == "ready":
                     self._ready.add(rank)
                     if self.ready:
+                        self.trouble = None
+                        self._monitor.end_start()
                         self._told(said)
+                elif said["is"] == "alive":
+                    continue
                 elif said["is"] == "lost":
                     self._reason = self._reason or (said["code"], said["message"])
                 else:
@@ -222,6 +287,15 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def _descendants(pid: int) -> set[int]:
+    """Returns the processes that a process and its children have started."""
+    with suppress(OSError):
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        children = {int(child) for child in text.split()}
+        return children.union(*map(_descendants, children))
+    return set()
 
 
 def _log(path: Path) -> BinaryIO:

@@ -2,7 +2,8 @@
 
 The front says {"do": "make", ...}, {"do": "cancel", "job": ...} or {"do": "stop"} to rank 0. Ranks
 say {"is": "ready"}, {"is": "step", ...}, {"is": "done", ...}, {"is": "failed", ...}, and, from any
-rank, {"is": "lost", ...} before it ends because of an error that the others cannot share.
+rank, {"is": "alive", ...} every two seconds and {"is": "lost", ...} before it ends because of an
+error that the others cannot share.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 import os
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from wan.serve.monitor import HEARTBEAT
 from wan.settings.errors import InputError
 
 
@@ -68,6 +71,7 @@ class FrontLink:
         self._socket.settimeout(None)
         self.say("hello", secret=front["secret"], rank=rank, node=node, pid=os.getpid())
         threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
         """Returns the next command, or None if none came for so long."""
@@ -82,6 +86,14 @@ class FrontLink:
         with self._sending, suppress(OSError):
             self._socket.sendall(line.encode() + b"\n")
 
+    def _send_heartbeats(self) -> None:
+        """Tells the front that this process runs, and whether its main thread has moved."""
+        before = None
+        while not self.over.wait(HEARTBEAT):
+            position = _main_position()
+            self.say("alive", moved=position != before)
+            before = position
+
     def _listen(self) -> None:
         with suppress(OSError, ValueError), self._socket.makefile("rb") as file:
             for line in file:
@@ -94,3 +106,13 @@ class FrontLink:
                     break
         self.over.set()
         self._commands.put({"do": "stop"})
+
+
+def _main_position() -> list[tuple[int, int]]:
+    """Returns the instructions that the frames of the main thread are at."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    position = []
+    while frame is not None:
+        position.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return position

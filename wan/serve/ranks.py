@@ -29,6 +29,7 @@ from wan.log import logger
 from wan.pipeline.batch import Batch, Job
 from wan.run import Run
 from wan.serve.link import FrontLink, told_by
+from wan.serve.monitor import HEARTBEAT
 from wan.settings.errors import (
     EndedError,
     InputError,
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from wan.distributed.mesh import Team
     from wan.pipeline.pipeline import Pipeline
 
-HEARTBEAT = 2.0
-"""Seconds after which idle ranks hear from rank 0 that it still runs."""
 _GO, _CANCEL, _FAIL = 0, 1, 2
 
 
@@ -78,7 +77,9 @@ class SharedBoundary:
         if done not in (0, self._last):  # a paused video comes to the same step twice
             self._done += 1
         self._last = done
-        self._link.say("step", job=self._job, done=self._done, total=total * self._runs)
+        self._link.say(
+            "step", job=self._job, done=self._done, total=total * self._runs, follows=done < total
+        )
 
     def agree(self) -> None:
         """Ends the video on all ranks if one of them has to; else it goes on on all of them."""
@@ -186,6 +187,7 @@ class Ranks:
 
         def make(job: Served, latents: Callable[[], Tensor]) -> Served:
             self._pipeline.device.reset_peak_memory()
+            logger.info("%s", job.name)
             if len(jobs) == 1:
                 self._embed(jobs)
             else:  # it may have waited for long since its last step
@@ -293,6 +295,7 @@ def run(front: Path) -> int:
     try:
         with failures.terminable():
             log.setup(env.rank() == 0)
+            log.hide_prompts()
             told = told_by(front)
             return main.carry_out(told["flags"], partial(_serve, told), inputs=False)
     except BaseException as error:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import random
 import re
 import secrets
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,37 +25,18 @@ from wan.log import logger
 from wan.pipeline import memory
 from wan.run import Run
 from wan.serve import fields
+from wan.serve.estimates import Estimates
 from wan.serve.fields import Asked
+from wan.serve.folders import JOB_ID, UPLOAD, remove_orphans
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
+from wan.serve.repeats import RefusedError, Repeats, digest_of
+from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
 
-_UPLOAD = "upload-"
+_ESTIMATED = 200  # completed jobs that the duration of others is estimated from
 _PASSED = 4  # later jobs of the running one's shape that may come before a job
-_ID = re.compile(r"video_[\w-]{1,80}", re.ASCII)
-
-
-class RefusedError(Exception):
-    """A request that is answered with an error.
-
-    Attributes:
-        status: Of HTTP.
-        code: For programs.
-        param: The field that it is about.
-        wait: Seconds after which it may be repeated; None: it should not be.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        code: str = "invalid_request",
-        param: str | None = None,
-        wait: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.wait = status, code, param, wait
 
 
 @dataclass(frozen=True)
@@ -124,8 +103,13 @@ class Service:
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
-        self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts)
+        timeout = 60 * run.setup.parallel.dist_timeout
+        self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts, timeout)
         self._running: dict[str, QueuedVideo] = {}
+        self._repeats = Repeats(self.journal)
+        self.waiters = Waiters(self._abandon)
+        self._estimates = Estimates(self.journal.last(_ESTIMATED))
+        self._ahead: tuple[object, dict[str, float], float] = (None, {}, 0.0)
         self._last_shape, self._loading = "", 0.0  # seconds in which a video's weights are read
         self._most = limits.together if _groups(run) else 1
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
@@ -135,6 +119,7 @@ class Service:
             self._clear(job)
         for job in self.journal.in_state("queued"):
             self._clear(job)
+        remove_orphans(self._jobs, self.journal.state)
 
     # What requests ask for.
 
@@ -156,34 +141,66 @@ class Service:
             RefusedError: It is not taken.
         """
         async with self._admitting:
-            twin = self.journal.twin(digest, key) if key or repeated else None
-            if twin is not None:
-                if twin.digest != digest:
-                    message = "This Idempotency-Key belongs to another request; use a new one."
-                    raise RefusedError(message, 422, "idempotency_key_reused")
-                return twin, True
-            return await self._admitted(asked, digest, key), False
+            earlier = self._repeats.find(digest, key, repeated)
+            if earlier is not None:
+                return earlier, True
+            return await self._admit_or_note(asked, digest, key), False
 
-    async def remix(self, job: QueuedVideo, prompt: str) -> QueuedVideo:
-        """Queues a job with another's settings, seed and files, and a new prompt for all clips."""
+    async def remix(
+        self, name: str, prompt: str, key: str | None = None, repeated: bool = False
+    ) -> QueuedVideo:
+        """Queues a job with another's settings, seed and files, and a new prompt for all clips.
+
+        Args:
+            name: The other job's id.
+            prompt: The new prompt.
+            key: The request's Idempotency-Key.
+            repeated: The client says that it sent the same before.
+        """
+        digest = digest_of({"remix": name, "prompt": prompt})
+        async with self._admitting:
+            earlier = self._repeats.find(digest, key, repeated)
+            if earlier is not None:
+                return earlier
+            job = self.find(name)
+            asked = self._remixed(job, prompt)
+            return await self._admit_or_note(asked, digest, key, remixed_from=job.id)
+
+    def _remixed(self, job: QueuedVideo, prompt: str) -> Asked:
+        """Returns a job's settings, seed and files with another prompt."""
         inside = self.folder(job)
         paths = {str(path.relative_to(inside)): path for path in inside.rglob("*")}
         files = {
-            name.removeprefix(_UPLOAD): path.read_bytes()
+            name.removeprefix(UPLOAD): path.read_bytes()
             for name, path in paths.items()
-            if name.startswith(_UPLOAD) and path.is_file()
+            if name.startswith(UPLOAD) and path.is_file()
         }
         settings = {name: x for name, x in job.settings.items() if name != "clip_prompts"}
         if "clip_prompts" in job.settings:
             settings["num_clip"] = len(job.settings["clip_prompts"])
-        asked = Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
-        async with self._admitting:
-            return await self._admitted(asked, remixed_from=job.id)
+        return Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
+
+    async def _admit_or_note(
+        self, asked: Asked, digest: str, key: str | None, remixed_from: str | None = None
+    ) -> QueuedVideo:
+        """Admits a request, or notes that it was refused."""
+        try:
+            return await self._admitted(asked, digest, key, remixed_from)
+        except BaseException:
+            self._repeats.refuse(digest)
+            raise
+
+    def _abandon(self, name: str) -> None:
+        """Deletes a job that nobody waits for any more, unless it is over."""
+        job = self.journal.get(name)
+        if job is not None and not is_over(job) and not self.stopping:
+            self.delete(self._running.get(name, job))
 
     def delete(self, job: QueuedVideo) -> None:
-        """Ends a job if it is not done, and removes its files."""
+        """Ends a job if it is not done, and removes its files and all that it says."""
         running = job.state == "in_progress"
-        self.journal.change(job, state="deleted", ended=job.ended or time.time(), bytes=0)
+        self.journal.delete(job)
+        self.waiters.claim(job)
         if running:  # the ranks still write there
             self.group.cancel(job.id)
         else:
@@ -193,7 +210,7 @@ class Service:
 
     def find(self, name: str) -> QueuedVideo:
         """Returns a job by its id."""
-        job = self.journal.get(name) if _ID.fullmatch(name) else None
+        job = self.journal.get(name) if JOB_ID.fullmatch(name) else None
         if job is None:
             raise RefusedError(f"There is no video {name[:100]!r}.", 404, "not_found", "video_id")
         return self._running.get(job.id, job)
@@ -204,7 +221,7 @@ class Service:
 
     def file(self, job: QueuedVideo, name: str) -> Path:
         """Returns the path of an uploaded file of a job."""
-        return self.folder(job) / f"{_UPLOAD}{name}"
+        return self.folder(job) / f"{UPLOAD}{name}"
 
     def video(self, job: QueuedVideo) -> Path:
         """Returns the path of a job's video."""
@@ -221,25 +238,31 @@ class Service:
 
     def planned_seconds(self, job: QueuedVideo) -> float | None:
         """Returns about how long a job takes, from those that were made; None before any was."""
-        same = self.journal.last(job.shape)
-        if same:
-            return statistics.median(one.seconds or 0.0 for one in same)
-        others = [one for one in self.journal.last(None) if one.work]
-        if not others:
-            return None
-        return job.work * statistics.median((one.seconds or 0.0) / one.work for one in others)
+        return self._estimates.seconds(job)
 
     def seconds_ahead(self, until: QueuedVideo | None = None) -> float:
         """Returns about how long it is until a job begins, or until the queue is empty."""
-        running, now = self._running.values(), time.time()
+        now = time.time()
+        running = [job for job in self._running.values() if job.state == "in_progress"]
         planned = sum(self.planned_seconds(job) or 0.0 for job in running)
         begun = min((job.started or now for job in running), default=now)
-        ahead = max(planned - (now - begun), 0.0)
-        for job in self.journal.in_state("queued"):
-            if until is not None and job.id == until.id:
-                break
-            ahead += self.planned_seconds(job) or 0.0
-        return ahead
+        ahead, whole = self._queue_seconds()
+        waiting = whole if until is None else ahead.get(until.id, whole)
+        return max(planned - (now - begun), 0.0) + waiting
+
+    def _queue_seconds(self) -> tuple[dict[str, float], float]:
+        """Returns the seconds of the jobs before each queued one, and of all of them.
+
+        They are added up again only when the queue or the estimates have changed.
+        """
+        version = (self.journal.version, self._estimates.version)
+        if self._ahead[0] != version:
+            ahead, seconds = {}, 0.0
+            for job in self.journal.in_state("queued"):
+                ahead[job.id] = seconds
+                seconds += self.planned_seconds(job) or 0.0
+            self._ahead = version, ahead, seconds
+        return self._ahead[1:]
 
     # The life of the service.
 
@@ -304,7 +327,7 @@ class Service:
             files = self._uploads(job)
             file = str(self.video(job).absolute())
             wanted.append({"job": job.id, "settings": job.settings | files, "file": file})
-        self.group.make(wanted)
+        self.group.make(wanted, {job.id: job.shape for job in chosen})
 
     def _together(self, job: QueuedVideo, waiting: int) -> int:
         """Returns how many jobs share the loading of weights, so that all wait least on average.
@@ -342,6 +365,7 @@ class Service:
         stored = sum(path.stat().st_size for path in self.folder(job).rglob("*"))
         ends = {"state": "completed", "ended": time.time(), "seconds": seconds}
         self.journal.change(job, **ends, done=job.total, bytes=stored)
+        self._estimates.add(job)
         self._seen("completed", job, self.record(job) | {"texts": texts})
         self._next()
 
@@ -490,7 +514,7 @@ class Service:
         if all_files:
             shutil.rmtree(folder, ignore_errors=True)
         elif folder.is_dir():
-            made = (path for path in folder.iterdir() if not path.name.startswith(_UPLOAD))
+            made = (path for path in folder.iterdir() if not path.name.startswith(UPLOAD))
             for path in made:
                 if path.is_dir() and not (goes_on and path.suffix == ".clips"):
                     shutil.rmtree(path, ignore_errors=True)
@@ -505,10 +529,12 @@ class Service:
                     self.delete(job)
             quota = self.limits.quota
             while quota is not None and self.journal.stored_bytes() > quota:
-                oldest = self.journal.ended_before(time.time())[:1]
+                oldest = self.journal.ended_before(time.time(), 1)
                 if not oldest:
                     break
                 self.delete(oldest[0])
+            self.journal.forget_deleted(lambda name: (self._jobs / name).exists())
+            await asyncio.to_thread(self.journal.wipe)
             await asyncio.to_thread(self.journal.has_room)
             await asyncio.sleep(10)
 
@@ -522,6 +548,9 @@ def _describe(job: QueuedVideo, run: Run) -> None:
         job.frames = sum(map(request.clip_frames, range(clips)))
     job.fps, (job.width, job.height) = float(run.output.fps), request.video_size
     job.total = request.sample_steps * clips
+    low, high = request.sample_guide_scale
+    has_two = request.boundary is not None
+    job.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
     job.shape = json.dumps([request.latent_shape, request.sample_steps, branches, clips])
     job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
 
@@ -543,18 +572,6 @@ def _groups(run: Run) -> bool:
     except InputError:
         return False
     return True
-
-
-def digest_of(body: Mapping[str, Any]) -> str:
-    """Returns what is equal for requests with the same fields and files."""
-    found = hashlib.sha256()
-    for name in sorted(body):
-        value = body[name]
-        content = value
-        if not isinstance(value, bytes):
-            content = json.dumps(value, sort_keys=True, default=bytes.hex).encode()
-        found.update(f"{name} {len(content)} ".encode() + content)
-    return found.hexdigest()
 
 
 def is_over(job: QueuedVideo) -> bool:

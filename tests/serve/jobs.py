@@ -1,0 +1,112 @@
+"""A service without ranks for tests: its queue, journal and routes in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from wan.serve import __main__ as command
+from wan.serve import app
+from wan.serve.metrics import Metrics
+from wan.serve.service import Limits, Service
+
+PROMPT = "a red star"
+
+
+class Jobs:
+    """A service whose ranks are never started: jobs wait, unless `complete` is called.
+
+    Attributes:
+        folder: That of --journal.
+        service: The service.
+    """
+
+    def __init__(self, folder: Path, limits: Limits | None = None, key: str | None = None) -> None:
+        argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2"]
+        argv += ["--save_file", str(folder / "video.mp4")]
+        folder.mkdir(exist_ok=True)
+        run, given = command._run(argv, 1, 1)
+        self.folder = folder
+        self.service = Service(argv, given, run, folder, 1, limits=limits or Limits())
+        self.app: ASGIApp = app.make(self.service, Metrics(), host="localhost", api_key=key)
+
+    async def ask(
+        self,
+        path: str,
+        body: Any = None,
+        method: str | None = None,
+        left: asyncio.Event | None = None,
+        **headers: str,
+    ) -> tuple[int, dict[str, str], Any]:
+        """Returns status, headers and content. left: set when the client leaves."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = {"host": "localhost", "content-type": "application/json"} | {
+            name.lower().replace("_", "-"): value for name, value in headers.items()
+        }
+        target, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "method": method or ("GET" if body is None else "POST"),
+            "path": target,
+            "raw_path": target.encode(),
+            "query_string": query.encode(),
+            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "scheme": "http",
+            "server": ("localhost", 80),
+            "http_version": "1.1",
+        }
+        messages: list[Message] = []
+        requests = iter([{"type": "http.request", "body": b"" if body is None else content}])
+
+        async def receive() -> Message:
+            message = next(requests, None)
+            if message is None:
+                await (left or asyncio.Event()).wait()
+                return {"type": "http.disconnect"}
+            return message
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+
+        await self.app(scope, receive, send)
+        start, *parts = messages
+        told = {name.decode(): value.decode() for name, value in start["headers"]}
+        answer = b"".join(part.get("body", b"") for part in parts)
+        is_json = told.get("content-type") == "application/json"
+        return start["status"], told, json.loads(answer) if is_json else answer
+
+    async def create(self, fields: Mapping[str, Any] | None = None, **headers: str) -> str:
+        """Queues a video and returns its id."""
+        body = {"prompt": PROMPT} | dict(fields or {})
+        status, _, video = await self.ask("/v1/videos", body, **headers)
+        assert status == 200, video
+        return str(video["id"])
+
+    def complete(self, name: str, seconds: float = 1.0, ended: float | None = None) -> None:
+        """Ends a job as one whose video is there."""
+        job = self.service.journal.get(name)
+        assert job is not None
+        self.service._running[name] = job
+        self.service.video(job).write_bytes(b"video")
+        (self.service.folder(job) / "video.json").write_text(json.dumps({"prompt": PROMPT}))
+        self.service._told(
+            {"is": "done", "job": name, "texts": [0, 1], "seconds": seconds, "loading": 0.0}
+        )
+        if ended is not None:
+            self.service.journal.change(job, ended=ended)
+
+    def state(self, name: str) -> str | None:
+        """Returns the state of a job, also of a deleted one."""
+        rows = self.service.journal._file.execute("SELECT state FROM jobs WHERE id = ?", [name])
+        row = rows.fetchone()
+        return row and str(row["state"])
+
+    def files_with(self, text: str) -> list[str]:
+        """Returns the files of the service that hold a text."""
+        paths = [path for path in self.folder.rglob("*") if path.is_file()]
+        return [path.name for path in paths if text.encode() in path.read_bytes()]

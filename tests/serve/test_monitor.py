@@ -1,0 +1,140 @@
+"""When a group of ranks counts as hung: silence, main threads that stand still, steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from wan.serve import link
+from wan.serve.monitor import FACTOR, FLOOR, SILENCE, STARTING, GroupMonitor
+
+TIMEOUT = 1800.0
+
+
+class Group:
+    """Two ranks that send heartbeats, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.monitor, self.now = GroupMonitor(TIMEOUT), 1000.0
+        self.monitor.begin_group(self.now)
+
+    def start(self, *jobs: str) -> None:
+        for rank in (0, 1):
+            self.monitor.receive(rank, {"is": "ready"}, self.now)
+        self.monitor.end_start()
+        self.monitor.begin_jobs(dict.fromkeys(jobs, "shape"))
+
+    def step(self, *, seconds: float = 0.0, follows: bool = True) -> None:
+        assert self.passes(seconds) is None
+        self.monitor.receive(0, {"is": "step", "job": "a", "follows": follows}, self.now)
+
+    def passes(
+        self, seconds: float, moved: tuple[int, ...] = (), ranks: tuple[int, ...] = (0, 1)
+    ) -> str | None:
+        """Lets time pass, in which some ranks send heartbeats; returns the first reason."""
+        for _ in range(round(seconds)):
+            self.now += 1
+            for rank in ranks:
+                self.monitor.receive(rank, {"is": "alive", "moved": rank in moved}, self.now)
+            reason = self.monitor.check(self.now)
+            if reason is not None:
+                return reason
+        return None
+
+
+def test_a_silent_rank_hangs_whatever_the_others_do() -> None:
+    group = Group()
+    group.start()
+    assert group.passes(100_000) is None  # idle
+    assert group.passes(SILENCE - 2, ranks=(0,)) is None
+    assert "Rank 1 has not answered" in str(group.passes(10, moved=(0,), ranks=(0,)))
+
+
+def test_a_step_that_takes_much_longer_than_those_before() -> None:
+    group = Group()
+    group.start("a")
+    assert group.passes(TIMEOUT - 10) is None  # no step was measured: a load, or a first step
+    group.step()
+    group.step(seconds=30)
+    assert group.passes(30 * FACTOR - 2) is None
+    assert "no progress" in str(group.passes(10))
+
+
+def test_short_steps_leave_room_for_other_stages() -> None:
+    group = Group()
+    group.start("a")
+    group.step()
+    group.step(seconds=1)
+    assert group.passes(FLOOR - 2) is None
+    group.step(follows=False)  # it is decoded and written now
+    assert group.passes(TIMEOUT - 10) is None
+    assert "--dist_timeout" in str(group.passes(20))
+
+
+def test_slow_work_is_no_hang() -> None:
+    """The main thread of one rank moves: weights are loaded, or a step takes hours."""
+    group = Group()
+    group.start("a")
+    assert group.passes(20 * TIMEOUT, moved=(0,)) is None
+    group.step()
+    group.step(seconds=5)
+    assert group.passes(TIMEOUT - 10, moved=(1,)) is None
+    assert "no step" in str(group.passes(20, moved=(1,)))
+
+
+def test_the_longest_step_outlives_a_group() -> None:
+    group = Group()
+    group.start("a")
+    group.step()
+    group.step(seconds=30)
+    group.monitor.begin_group(group.now)
+    assert group.passes(STARTING - 10, ranks=()) is None
+    group.start("a")
+    group.step()
+    assert group.passes(30 * FACTOR - 2) is None
+    assert group.passes(10) is not None
+
+
+def test_a_cancelled_job_ends_soon_in_any_stage() -> None:
+    group = Group()
+    group.start("a")
+    assert group.passes(FLOOR + 30) is None
+    group.monitor.cancel("a")
+    assert group.passes(FLOOR - 2) is None and group.passes(10) is not None
+    group.start("a", "b")  # they share loads, and b is wanted
+    group.monitor.cancel("a")
+    assert group.passes(FLOOR + 30) is None
+
+
+def test_a_start_that_gives_no_sign() -> None:
+    group = Group()
+    assert group.passes(TIMEOUT - 10, ranks=()) is None
+    assert group.passes(20, ranks=()) is not None
+
+
+def test_a_pause_of_the_front_is_not_the_ranks() -> None:
+    group = Group()
+    group.start("a")
+    assert group.passes(2) is None
+    assert group.monitor.check(group.now + 10_000) is None
+
+
+def test_whether_a_main_thread_moves() -> None:
+    positions: list[object] = []
+    over = threading.Event()
+
+    def look() -> None:
+        for _ in range(20):
+            positions.append(link._main_position())
+            time.sleep(0.01)
+        over.set()
+
+    threading.Thread(target=look).start()
+    over.wait()
+    assert len({*map(str, positions[2:-2])}) == 1
+    over.clear()
+    positions.clear()
+    threading.Thread(target=look).start()
+    while not over.is_set():
+        sum(range(1000))
+    assert len({*map(str, positions)}) > 1
