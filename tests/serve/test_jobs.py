@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import random
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Coroutine
@@ -18,6 +19,7 @@ import pytest
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
 from wan.serve import fields, waiters
+from wan.serve.folders import remove_files
 from wan.serve.journal import QueuedVideo
 from wan.serve.service import Limits
 from wan.settings.errors import InputError
@@ -300,6 +302,30 @@ def test_folders_without_a_job(tmp_path: Path) -> None:
     stays = [(folder / f"video_{number}").exists() for number in range(len(ORPHANS))]
     assert dict(zip(ORPHANS, stays, strict=True)) == {kind: x for kind, (_, x) in ORPHANS.items()}
     assert (folder / "mine").exists()
+
+
+def test_only_files_of_a_job_are_removed(tmp_path: Path) -> None:
+    """What somebody else has put there stays, and a link's target, too."""
+    job, elsewhere = tmp_path / "video_1", tmp_path / "elsewhere"
+    ours = ["upload-image", "upload-src_ref_images/000", "video.mp4", "video.json"]
+    ours += ["video.clips/0001.mp4", ".host-12-video.mp4", "thumbnail.jpg"]
+    for name in [*ours, "notes.txt", "video.clips/mine/x"]:
+        (job / name).parent.mkdir(parents=True, exist_ok=True)
+        (job / name).write_text("x")
+    elsewhere.mkdir()
+    (elsewhere / "video.mp4").write_text("precious")
+    (job / "video.steps").symlink_to(elsewhere)
+    remove_files(job, lambda name: name.startswith(("upload-", "video.clips")))
+    assert not (job / "video.mp4").exists() and (job / "upload-image").exists()
+    assert (job / "video.clips" / "0001.mp4").exists()
+    remove_files(job)
+    left = sorted(path.relative_to(job).as_posix() for path in job.rglob("*"))
+    assert left == ["notes.txt", "video.clips", "video.clips/mine", "video.clips/mine/x"]
+    assert (elsewhere / "video.mp4").exists()
+    (job / "notes.txt").unlink()
+    shutil.rmtree(job / "video.clips")
+    remove_files(job)
+    assert not job.exists()
 
 
 def test_the_quota_takes_the_oldest_end_first(tmp_path: Path) -> None:

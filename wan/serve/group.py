@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from wan import env
-from wan.checkpoint.files import whole_file
 from wan.log import logger
+from wan.output_files import json_kind, write_output
 from wan.serve.monitor import GroupMonitor
 
 _GRACE = 15.0  # seconds in which ranks that are told to stop, or have lost one of them, should end
 _RECOVERY = 15.0  # seconds in which ranks that seem to hang may go on
+_FRONT = json_kind("the address of a service", "host", "port", "secret")
 _LONGEST = 60.0  # seconds between two starts of a group that does not come up
 _LOG = 10_000_000  # bytes from which on the ranks' log is begun anew
 
@@ -120,8 +121,8 @@ class RankGroup:
         server = await asyncio.start_server(self._listen, self._nodes.host, 0)
         port = server.sockets[0].getsockname()[1]
         address = self._folder / "front.json"
-        with whole_file(address) as temporary:
-            temporary.touch(0o600)
+        with write_output(address, _FRONT) as temporary:
+            temporary.chmod(0o600)
             told = {"host": self._nodes.host, "port": port, "secret": self._secret}
             temporary.write_text(json.dumps(told | {"flags": self._argv, "texts": self._texts}))
         wait = 1.0

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import whole_file
 from wan.log import logger
+from wan.output_files import marked_kind, remove_output, write_output
 from wan.settings.errors import is_disk_full
 
 ENDS = ("completed", "failed", "deleted")
 ATTEMPTS = 2
 """How often a job is begun before it fails because its ranks were lost."""
 _JSON = ("settings", "names", "error", "guidance")
+_ROOM = marked_kind("room that the journal keeps free", bytes(4096))
 _RESERVE = 8_000_000  # bytes; SQLite writes up to half of it beside its file
 
 
@@ -132,7 +133,7 @@ class Journal:
             if self._reserve.exists():
                 return True
             try:
-                with whole_file(self._reserve) as temporary:
+                with write_output(self._reserve, _ROOM) as temporary:
                     temporary.write_bytes(bytes(_RESERVE))
             except OSError as error:
                 if not is_disk_full(error):
@@ -263,7 +264,7 @@ class Journal:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_FULL or not self._reserve.exists():
                 raise
-            self._reserve.unlink()
+            remove_output(self._reserve, _ROOM)
             self._file.execute(statement, given)
 
     def _count(self, job: QueuedVideo, sign: int) -> None:

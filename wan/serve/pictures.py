@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import islice
 from pathlib import Path
 
 from PIL import Image
 
-from wan.checkpoint.files import whole_file
+from wan.output_files import marked_kind, write_output
 from wan.pipeline import media
 
 _COLUMNS, _ROWS, _WIDTH = 4, 2, 320
+_JPEG = marked_kind("a JPEG", b"\xff\xd8\xff")
+_DRAWING = threading.Lock()
 
 
 def picture(video: Path, kind: str, frames: int) -> Path:
@@ -22,8 +25,13 @@ def picture(video: Path, kind: str, frames: int) -> Path:
         frames: Of the video.
     """
     path = video.with_name(f"{kind}.jpg")
-    if path.exists():
-        return path
+    with _DRAWING:  # two requests for the same picture draw it once
+        if not path.exists():
+            _draw(video, path, kind, frames)
+    return path
+
+
+def _draw(video: Path, path: Path, kind: str, frames: int) -> None:
     count = 1 if kind == "thumbnail" else _COLUMNS * _ROWS
     every = media.read_video(video, "save_file").every(max(frames // count, 1))
     small = [_small(Image.fromarray(frame)) for frame in islice(every, count)]
@@ -33,9 +41,8 @@ def picture(video: Path, kind: str, frames: int) -> Path:
     for place in range(count):
         frame = small[min(place, len(small) - 1)]
         sheet.paste(frame, (place % columns * width, place // columns * height))
-    with whole_file(path) as temporary:
+    with write_output(path, _JPEG) as temporary:
         sheet.save(temporary, "JPEG", quality=88)
-    return path
 
 
 def _small(frame: Image.Image) -> Image.Image:

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +15,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import read_json, whole_file
+from wan.checkpoint.files import read_json
 from wan.checkpoint.layout import describe
 from wan.cli import main
 from wan.cli.prompt_file import over
 from wan.cli.resolve import resolve
 from wan.log import logger
+from wan.output_files import write_output
 from wan.pipeline import memory
 from wan.run import Run
 from wan.serve import fields
 from wan.serve.estimates import Estimates
 from wan.serve.fields import Asked
-from wan.serve.folders import JOB_ID, UPLOAD, remove_orphans
+from wan.serve.folders import JOB_ID, UPLOAD, UPLOADED, remove_files, remove_orphans
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
 from wan.serve.repeats import RefusedError, Repeats, digest_of
@@ -450,7 +450,7 @@ class Service:
     def _write(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
         self.folder(job).mkdir(parents=True)
         for name, content in files.items():
-            with whole_file(self.file(job, name)) as temporary:
+            with write_output(self.file(job, name), UPLOADED) as temporary:
                 temporary.write_bytes(content)
 
     def _checked(self, job: QueuedVideo) -> Run:
@@ -510,16 +510,12 @@ class Service:
 
         goes_on: The next attempt goes on after the clips of a long video.
         """
-        folder = self.folder(job)
-        if all_files:
-            shutil.rmtree(folder, ignore_errors=True)
-        elif folder.is_dir():
-            made = (path for path in folder.iterdir() if not path.name.startswith(UPLOAD))
-            for path in made:
-                if path.is_dir() and not (goes_on and path.suffix == ".clips"):
-                    shutil.rmtree(path, ignore_errors=True)
-                elif not path.is_dir():
-                    path.unlink(missing_ok=True)
+
+        def keep(name: str) -> bool:
+            is_clip = goes_on and Path(name.partition("/")[0]).suffix == ".clips"
+            return name.startswith(UPLOAD) or is_clip
+
+        remove_files(self.folder(job), None if all_files else keep)
 
     async def _clean(self) -> None:
         """Deletes old jobs, and the oldest ones when their files take too much."""
