@@ -26,12 +26,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,19 @@ from typing import Any
 import diffusers
 import torch
 
-from benchmarks.common import CPU, ratios, write_json
+from benchmarks.common import CPU, ratios, results_file, write_json
 from benchmarks.residency import drawn
 from tools.safetensors_stream import write
+from wan.checkpoint.files import read_json
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.output_files import write_folder
 from wan.pipeline import text
 from wan.pipeline.tiny import VAE_22, train_tokenizer, write_tokenizer
 from wan.pipeline.tiny import write_json as write_object
+from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
+from wan.settings.values import frame_num, integer, real, size
 
 SIZES: dict[str, dict[str, int]] = {
     "t2v-1.3B": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
@@ -134,7 +140,6 @@ json.dump(seconds, open(out + ".seconds", "w"))
 
 def make(task: str, folder: Path) -> None:
     """Writes the checkpoint tensor by tensor: no network is ever whole in memory."""
-    folder.mkdir(parents=True)
     vae: Any = {"base_dim": 160, "decoder_base_dim": 256, **VAE_22} if task == "ti2v-5B" else {}
     with torch.device("meta"):
         networks: dict[str, tuple[Any, torch.dtype, str]] = {
@@ -248,11 +253,11 @@ def _staged(seconds: dict[str, float], whole: float) -> dict[str, float]:
     return {"start": whole - sum(stages.values()), **stages}
 
 
-def main() -> None:
-    own, given = sys.argv[1:], list[str]()
+def main(argv: Sequence[str] | None = None) -> None:
+    own, given = list(sys.argv[1:] if argv is None else argv), list[str]()
     if "--" in own:
         own, given = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--task", default="t2v-1.3B", help="of --folder, else one of " + ", ".join(SIZES)
     )
@@ -260,14 +265,21 @@ def main() -> None:
     parser.add_argument("--official", type=Path, help="a clone of the official code")
     parser.add_argument("--official_folder", type=Path, help="the same weights in its layout")
     parser.add_argument("--size", default="320*192")
-    parser.add_argument("--frames", type=int, default=17)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--guidance", type=float, nargs="+", default=[5.0], help="LOW HIGH, or one")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--frames", type=typed(frame_num), default=17)
+    parser.add_argument("--steps", type=typed(integer(1, 1000)), default=8)
+    parser.add_argument(
+        "--guidance",
+        type=typed(real(0, 100, above=True)),
+        nargs="+",
+        default=[5.0],
+        help="LOW HIGH, or one",
+    )
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
     parser.add_argument("--cache", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=results_file)
     options = parser.parse_args(own, argparse.Namespace(given=given))
+    size("--size", options.size)
     if options.folder is None and options.task not in SIZES:
         parser.error(f"--task {options.task} needs --folder")
     if (options.official is None) != (options.official_folder is None):
@@ -280,11 +292,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or (options.keep or Path(temporary)) / options.task
         if not folder.is_dir():
-            part = folder.with_name(f"{folder.name}.part")  # that of a killed run is made anew
-            shutil.rmtree(part, ignore_errors=True)
-            with get_context("spawn").Pool(1) as pool:
+            with write_folder(folder) as part, get_context("spawn").Pool(1) as pool:
                 pool.apply(make, (options.task, part))
-            part.rename(folder)
         for cache in options.cache:
             for number in range(options.rounds):
                 for who in sides[:: -1 if number % 2 else 1]:
@@ -301,12 +310,23 @@ def main() -> None:
             summarise(cache, [one for one in results if of_cache <= one.items()])
 
 
-def continued(path: str | None) -> list[dict[str, Any]]:
-    """The runs of earlier calls, also those with other settings."""
-    if path is None or not Path(path).is_file():
+def continued(path: Path | None) -> list[dict[str, Any]]:
+    """The runs of earlier calls, also those with other settings; InputError for other results."""
+    if path is None or not path.is_file() or not path.stat().st_size:
         return []
-    found: list[dict[str, Any]] = json.loads(Path(path).read_text())["results"]
+    found: list[dict[str, Any]] = read_json(path)["results"]
+    for one in found if isinstance(found, list) else [None]:
+        if not isinstance(one, dict) or not _is_run(one):
+            raise InputError("--json", path, "holds results of another benchmark", "name another")
     return found
+
+
+def _is_run(one: dict[str, Any]) -> bool:
+    """Whether these are the figures of a run."""
+    stages, rounds = one.get("stages") or {}, one.get("round")
+    numbers = [one.get("seconds"), rounds, *(stages.values() if isinstance(stages, dict) else "")]
+    numbers += [one[name] for name in ("resident", "anonymous", "read") if name in one]
+    return one.get("who") in WHO and all(isinstance(x, int | float) for x in numbers)
 
 
 def summarise(cache: str, results: list[dict[str, Any]]) -> None:
@@ -344,4 +364,4 @@ def _print(name: str, values: dict[str, dict[int, float]], unit: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -20,6 +20,7 @@ compile  compiles the block with Inductor and reads the order of exchanges and a
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,10 @@ from typing import Any
 from benchmarks import attention_runs, common
 from benchmarks.attention_runs import Size
 from benchmarks.common import CPU, launch, slowest
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.settings.schedule import MODES
+from wan.settings.values import integer
 
 Record = dict[str, Any]
 Figures = Mapping[str, float]
@@ -175,15 +179,31 @@ def report(record: Record) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options with `size`, of the layer's parts, and `block`, of those with a block or ring."""
-    parser = argparse.ArgumentParser(description="Time and weigh the attention layer on ranks.")
+    parser = Parser(description="Time and weigh the attention layer on ranks.")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), metavar="PART")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of part modes")
-    parser.add_argument("--heads", type=int, default=40, help="overlap takes half of them")
-    parser.add_argument("--block_heads", type=int, default=12, help="of parts ring, block, compile")
-    parser.add_argument("--head_dim", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=4096, help="block and compile take half")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds that count")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--ranks", type=typed(integer(1, 64)), nargs="+", default=[2, 4], help="of part modes"
+    )
+    parser.add_argument(
+        "--heads", type=typed(integer(1, 1000)), default=40, help="overlap takes half of them"
+    )
+    parser.add_argument(
+        "--block_heads",
+        type=typed(integer(1, 1000)),
+        default=12,
+        help="of parts ring, block, compile",
+    )
+    parser.add_argument("--head_dim", type=typed(integer(1, 1024)), default=128)
+    parser.add_argument(
+        "--tokens",
+        type=typed(integer(1, 1_000_000)),
+        default=4096,
+        help="block and compile take half",
+    )
+    parser.add_argument(
+        "--repeats", type=typed(integer(1, 10_000)), default=5, help="rounds that count"
+    )
+    parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     options.size = Size(options.heads, options.head_dim, options.tokens, options.repeats)
     options.block = replace(options.size, heads=options.block_heads, tokens=options.tokens // 2)
@@ -205,4 +225,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -10,21 +10,25 @@ stands for a video that has nothing to do with the first. Seconds are those of d
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, write_json
+from benchmarks.common import CPU, results_file, write_json
 from tests.dist import GENERATE, REPO, TORCHRUN
 from tests.gguf_files import with_gguf
 from tools import compare_videos
 from tools.quantize_dit import quantize
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.output_files import check_output, marked_kind, write_output
+from wan.settings.values import integer
 
 DEMO = REPO / "examples" / "demo"
 PROMPTS = (
@@ -54,6 +58,10 @@ WAYS: dict[str, str] = {
 AGAINST = {"--use_rainfusion": "plain, 33 frames"}
 """What a way is compared with; all others with the plain run."""
 
+LINES = marked_kind(
+    "prompts of benchmarks.changes", json.dumps({"prompt": PROMPTS[0]})[:-1].encode()
+)
+
 
 def checkpoint(name: str, work: Path) -> Path:
     """Returns the folder of weights that a way names."""
@@ -70,7 +78,8 @@ def make(name: str, work: Path, prompts: int) -> Path:
     lines = work / "prompts.jsonl"
     first = 1000 if name == "another seed" else 0
     listed = [{"prompt": p, "base_seed": first + n} for n, p in enumerate(PROMPTS[:prompts])]
-    lines.write_text("".join(json.dumps(line) + "\n" for line in listed))
+    with write_output(lines, LINES) as temporary:
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in listed))
     flags = WAYS[name].split()
     for place, flag in enumerate(flags):
         if flag in ("--ckpt_dir", "--quant_dit_path"):
@@ -104,15 +113,16 @@ def compared(name: str, own: Path, reference: Path) -> dict[str, Any]:
     return {"way": name, **medians, "seconds": seconds, "suspicious": said}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--prompts", type=typed(integer(1, len(PROMPTS))), default=len(PROMPTS))
     parser.add_argument("--keep", type=Path, help="folder in which the videos stay")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser.add_argument("--json", type=results_file)
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         work = options.keep or Path(temporary)
+        check_output(work / "prompts.jsonl", LINES, "--keep")
         work.mkdir(parents=True, exist_ok=True)
         needed = {"plain", *(AGAINST.get(name, "plain") for name in options.only), *options.only}
         made = {name: make(name, work, options.prompts) for name in WAYS if name in needed}
@@ -131,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -10,7 +10,8 @@ network on this CPU, "anew" and "next" in every round.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import CPU, busy, interleave, ratios, spread, write_json
+from benchmarks.common import CPU, busy, interleave, ratios, results_file, spread, write_json
 from wan.checkpoint.config import published_config
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.modules.interfaces import Collaborators
 from wan.modules.networks import network
 from wan.settings.presets import FACE_SIDE, PRESETS
+from wan.settings.values import integer
 
 SMALL = {"dim": 1024, "ffn_dim": 2752, "num_heads": 8}
 LAYERS = (0, 2, 4, 6)  # of 8, to which S2V's sound is added
@@ -90,13 +94,15 @@ def counted(task: str, frames: int, rows: int, columns: int) -> dict[str, dict[s
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--task", choices=PUBLISHED, default="s2v-14B")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--load", type=int, default=1, help="busy processes in the second part")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=7)
+    parser.add_argument(
+        "--load", type=typed(integer(0, 1000)), default=1, help="busy processes in the second part"
+    )
+    parser.add_argument("--json", type=results_file)
+    options = parser.parse_args(argv)
     rows = []
     for clip, sides in PUBLISHED[options.task].items():
         found = counted(options.task, *sides)
@@ -124,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

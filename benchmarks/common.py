@@ -33,6 +33,9 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from wan import host
+from wan.cli.programs import output_path, typed
+from wan.output_files import json_kind, write_output
+from wan.settings.values import integer, shown
 
 _SPIN = """
 import os
@@ -42,6 +45,9 @@ while os.getppid() == parent:
         pass
 """
 CPU = torch.device("cpu")
+RESULTS = json_kind("the results of a benchmark", "environment", "results")
+results_file = output_path(RESULTS)
+"""The `type` of `--json`."""
 Run = Callable[[], Any]
 Times = dict[str, list[float]]
 Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
@@ -184,18 +190,19 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def grid(text: str) -> tuple[int, ...]:
     """A token grid from the command line."""
-    sizes = tuple(int(size) for size in text.split(","))
+    read = typed(integer(1, 10_000))
+    sizes = tuple(read(size) for size in text.split(","))
     if len(sizes) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not F,H,W")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not F,H,W")
     return sizes
 
 
-def write_json(path: str | None, device: torch.device, results: Sequence[Any]) -> None:
+def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) -> None:
     """The results and the environment as a file, where one was asked for."""
-    if path:
+    if path is not None:
         record = {"environment": environment(device), "results": results}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(record, indent=2) + "\n")
+        with write_output(path, RESULTS) as temporary:
+            temporary.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def launch(

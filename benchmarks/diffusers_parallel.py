@@ -15,10 +15,9 @@ all of it.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from benchmarks.common import CPU, interleave, launch, slowest
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.diffusers import parallelize_transformer
+from wan.settings.values import integer, real
 
 Grid = tuple[int, ...]
 TEXT = 64
@@ -141,14 +143,14 @@ def outcome(work: Callable[..., dict[str, Any]], kind: str, who: str, limit: flo
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2)
     parser.add_argument("--grid", type=common.grid, default=(5, 20, 20))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=180)
-    parser.add_argument("--json")
-    given = parser.parse_args()
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
+    parser.add_argument("--limit", type=typed(real(0, 1e5, above=True)), default=180)
+    parser.add_argument("--json", type=common.results_file)
+    given = parser.parse_args(argv)
     found = launch(given.ranks, measure, given.ranks, given.grid, given.rounds)
     times = slowest([one["times"] for one in found])
     results: list[dict[str, Any]] = []
@@ -175,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

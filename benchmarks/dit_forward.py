@@ -36,11 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from wan import host
 from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.kernels.compiled_ops import STEPS, Compiled
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
+from wan.settings.values import integer
 
 CHANNELS, TEXT_DIM, TEXT_LEN, PATCH, HEAD_DIM = 16, 4096, 512, (1, 2, 2), 128
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -249,19 +252,23 @@ def report(record: dict[str, Any]) -> None:
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     """The options, and the preset with what they change of it."""
-    parser = argparse.ArgumentParser(description="Time one DiT forward against diffusers.")
+    parser = Parser(description="Time one DiT forward against diffusers.")
     parser.add_argument("--case", choices=CASES, default="12x128")
     parser.add_argument("--gpu-case", action="store_true", help="40x128, 75 600 tokens, bf16, cuda")
-    parser.add_argument("--heads", type=int, help="of 128 channels each")
-    parser.add_argument("--ffn", type=int)
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--heads", type=typed(integer(1, 1000)), help="of 128 channels each")
+    parser.add_argument("--ffn", type=typed(integer(1, 1_000_000)))
+    parser.add_argument("--layers", type=typed(integer(1, 1000)))
     parser.add_argument("--grid", type=common.grid, metavar="F,H,W", help="tokens on each axis")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+")
     parser.add_argument("--device")
-    parser.add_argument("--repeats", type=int, default=5, help="interleaved rounds")
+    parser.add_argument(
+        "--repeats", type=typed(integer(1, 10_000)), default=5, help="interleaved rounds"
+    )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="which are timed")
-    parser.add_argument("--load", type=int, default=0, help="busy processes beside it")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument(
+        "--load", type=typed(integer(0, 1000)), default=0, help="busy processes beside it"
+    )
+    parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     changes = {k: v for k in ("heads", "ffn", "layers", "grid") if (v := getattr(options, k))}
     options.dtype = options.dtype or (["bf16"] if options.gpu_case else list(DTYPES))
@@ -284,4 +291,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -38,13 +38,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
 from wan import trace
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.distributed.exchange import ALONE
 from wan.distributed.ring import Ring
-from wan.evidence.order import Plan, Trace, file_of, write
+from wan.evidence.order import TRACE, Plan, Trace, file_of, write
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.attnlayer import FAPowerCapAttention
+from wan.output_files import check_output
 from wan.settings.parallel import EXCHANGES
 from wan.settings.schedule import MODES, OVERLAP, Mode, heads_per_chunk
+from wan.settings.values import integer, real
 
 MODES_HERE: dict[str, tuple[int, bool, int | None]] = {  # comm_type, overlap, chunks
     **{f"mode {key}": (key, False, None) for key in MODES},
@@ -296,15 +300,17 @@ def measured(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=40)
-    parser.add_argument("--head_dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 1.0, 0.25])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2, choices=(2, 4))
+    parser.add_argument("--tokens", type=typed(integer(1, 1_000_000)), default=4096)
+    parser.add_argument("--heads", type=typed(integer(1, 1000)), default=40)
+    parser.add_argument("--head_dim", type=typed(integer(1, 1024)), default=64)
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=3)
+    parser.add_argument(
+        "--rates", type=typed(real(0, 1e6, above=True)), nargs="+", default=[4.0, 1.0, 0.25]
+    )
     parser.add_argument("--out", type=Path, default=Path("limited_link"), help="for the traces")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=common.results_file)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.job:
@@ -312,6 +318,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if platform.system() != "Linux" or os.geteuid() or lacking:
         parser.error(f"needs Linux, root, ip and tc{'; there is no ' if lacking else ''}{lacking}")
+    for path in options.out.glob(f"*/{file_of(Path(), 0)}"):
+        check_output(path, TRACE, "--out")
     with namespaces(options.ranks) as (names, switch):
         share_one_link(names, switch)
         rows = measured(names, switch, options)
@@ -322,4 +330,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -10,22 +10,25 @@ timeline of both. `--memory` runs generate.py once for each number of clips and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, interleave, ratios, write_json
+from benchmarks.common import CPU, interleave, ratios, results_file, write_json
 from wan import WanI2V
+from wan.cli.flags import Parser
+from wan.cli.programs import output_path, run_program, typed
 from wan.log import Stages
+from wan.output_files import marked_kind, write_output
+from wan.settings.values import integer
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO, IMAGE = ROOT / "examples" / "demo" / "i2v-A14B", ROOT / "examples" / "star.png"
@@ -91,6 +94,10 @@ def timelines(clips: int) -> dict[str, list[Span]]:
     return found
 
 
+_METADATA = {"Software": "benchmarks.long_videos"}
+PLOT = marked_kind("a plot of benchmarks.long_videos", b"Software\0benchmarks.long_videos")
+
+
 def plot(found: dict[str, list[Span]], path: Path) -> None:
     """Draws denoising and decoding of both, one below the other."""
     import matplotlib
@@ -107,7 +114,8 @@ def plot(found: dict[str, list[Span]], path: Path) -> None:
         axis.invert_yaxis()
         axis.set_title(name, loc="left", fontsize=10)
     axes[-1].set_xlabel("seconds")
-    figure.savefig(path, dpi=110)
+    with write_output(path, PLOT) as temporary:
+        figure.savefig(temporary, format="png", dpi=110, metadata=_METADATA)
     plt.close(figure)
 
 
@@ -125,15 +133,17 @@ def memory(clips: int) -> dict[str, Any]:
     return {"clips": clips, "seconds": seconds, **record["peak_memory_bytes"]}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures the gain, or with --memory what many clips take."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clips", type=int, default=6, help="of a video")
-    parser.add_argument("--memory", type=int, nargs="+", help="numbers of clips")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=5)
+    parser.add_argument("--clips", type=typed(integer(1, 1000)), default=6, help="of a video")
+    parser.add_argument(
+        "--memory", type=typed(integer(1, 1000)), nargs="+", help="numbers of clips"
+    )
+    parser.add_argument("--plot", type=output_path(PLOT))
+    parser.add_argument("--json", type=results_file)
+    options = parser.parse_args(argv)
     results: list[Any] = []
     for clips in options.memory or ():
         results.append(memory(clips))
@@ -155,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -12,7 +12,6 @@ npu-smi's processes counts, too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -28,9 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import common
 from wan import device as devices
 from wan import host
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.device import Device
 from wan.evidence.meter import PERIOD, Absent, Measured, Meter, PowerSource, Sample, source_of
 from wan.evidence.rapl import Attribute
+from wan.settings.values import integer, real
 
 
 class Files(PowerSource):
@@ -97,13 +99,22 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--period", type=float, default=PERIOD, help="seconds")
-    parser.add_argument("--size", type=int, default=512, help="of the matrices")
-    parser.add_argument("--products", type=int, default=20, help="matrix products of a step")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--out", help="JSON file")
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--period", type=typed(real(0, 3600, above=True)), default=PERIOD, help="seconds"
+    )
+    parser.add_argument(
+        "--size", type=typed(integer(1, 100_000)), default=512, help="of the matrices"
+    )
+    parser.add_argument(
+        "--products",
+        type=typed(integer(1, 1_000_000)),
+        default=20,
+        help="matrix products of a step",
+    )
+    parser.add_argument("--steps", type=typed(integer(1, 1000)), default=20)
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=4)
+    parser.add_argument("--out", type=common.results_file, help="JSON file")
     asked = parser.parse_args(argv)
     began = time.perf_counter()
     results = [measure(name, *source, asked) for name, source in sources().items()]
@@ -113,4 +124,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

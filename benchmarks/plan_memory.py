@@ -13,13 +13,12 @@ more than 5 % off. The JSON file has the rows with the parts of the plan.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing as mp
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,10 +33,12 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import write_json
+from benchmarks.common import results_file, write_json
 from tools import make_character
 from tools.make_sound import write
 from wan.cli import flags
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program
 from wan.cli.resolve import resolve
 from wan.device import resolve as resolve_device
 from wan.distributed import mesh
@@ -333,11 +334,11 @@ def compared(case: Case, folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="cases whose name contains this")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser.add_argument("--json", type=results_file)
+    options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     print("case, stage: planned MB, measured MB, ratio, RssAnon MB")
     with tempfile.TemporaryDirectory() as folder:
@@ -362,4 +363,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

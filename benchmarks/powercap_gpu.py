@@ -18,8 +18,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import common
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.device import Device, resolve
 from wan.evidence.meter import Measured, Meter, MeterError, source_of
 from wan.evidence.nvml import Lock
@@ -34,6 +37,7 @@ from wan.kernels.base import Kernel, Target
 from wan.kernels.select import dense
 from wan.settings.attention import Attention
 from wan.settings.schedule import MODES, near_even, q_ranges
+from wan.settings.values import integer, real
 
 RANKS = 4
 
@@ -136,18 +140,27 @@ def block(share: Share, layer: Layer, seconds: float) -> tuple[list[float], Meas
     return times, meter.stop()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", help="file for the results")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=common.results_file, help="file for the results")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, default=147_600)
-    parser.add_argument("--heads", type=int, default=10)
-    parser.add_argument("--head_dim", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=5120)
-    parser.add_argument("--link_gbs", type=float, default=20.0, help="GB/s of the link, assumed")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of a block")
-    parser.add_argument("--rounds", type=int, default=3, help="blocks of each variant")
-    options = parser.parse_args()
+    parser.add_argument("--tokens", type=typed(integer(1, 1_000_000)), default=147_600)
+    parser.add_argument("--heads", type=typed(integer(1, 1000)), default=10)
+    parser.add_argument("--head_dim", type=typed(integer(1, 1024)), default=128)
+    parser.add_argument("--hidden", type=typed(integer(1, 1_000_000)), default=5120)
+    parser.add_argument(
+        "--link_gbs",
+        type=typed(real(0, 1e6, above=True)),
+        default=20.0,
+        help="GB/s of the link, assumed",
+    )
+    parser.add_argument(
+        "--seconds", type=typed(real(0, 1e6, above=True)), default=40.0, help="of a block"
+    )
+    parser.add_argument(
+        "--rounds", type=typed(integer(1, 10_000)), default=3, help="blocks of each variant"
+    )
+    options = parser.parse_args(argv)
     share, order = make_share(options), random.Random(0)
     _, warm = block(share, LAYERS[MODES[0].name], options.seconds / 4)
     names, lock = list(LAYERS), None
@@ -183,4 +196,4 @@ def _settled(blocks: list[dict[str, Any]]) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -20,7 +20,6 @@ Such a run takes the memory of the whole network, but its seconds are not those 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -29,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,17 +39,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.common import write_json
+from benchmarks.common import results_file, write_json
 from tests.gguf_files import kind_of, quantise
 from tools.safetensors_stream import write
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import t5_official_name, vae_official_name
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import copy, mapped, merged
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.modules.model import WanModel
+from wan.output_files import write_folder
 from wan.pipeline import text, vae
 from wan.pipeline.tiny import train_tokenizer, write_tokenizer
 from wan.settings.presets import PRESETS
+from wan.settings.values import integer, real
 
 SIZES: dict[str, dict[str, Any]] = {
     "ti2v-5B": {"model_type": "ti2v", "in_dim": 48, "out_dim": 48, "num_heads": 24},
@@ -108,7 +111,6 @@ def save_gguf(network: nn.Module, path: Path, kind: str, layers: int) -> None:
 
 def with_gguf(task: str, source: Path, kind: str, out: Path) -> None:
     """A folder with the DiT as a GGUF file, and links to the rest; in this process."""
-    out.mkdir()
     for path in source.iterdir():
         if not path.name.startswith("diffusion_pytorch_model"):
             (out / path.name).symlink_to(path)
@@ -212,32 +214,37 @@ def lora_seconds(folder: Path, out: Path, rank: int) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    own, given = sys.argv[1:], list[str]()
+def main(argv: Sequence[str] | None = None) -> None:
+    own, given = list(sys.argv[1:] if argv is None else argv), list[str]()
     if "--" in own:
         own, given = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", choices=SIZES, default="ti2v-5B")
-    parser.add_argument("--layers", type=int, help="that are in the file; default: all")
+    parser.add_argument(
+        "--layers", type=typed(integer(1, 1000)), help="that are in the file; default: all"
+    )
     parser.add_argument("--weights", nargs="+", default=["bf16"], help="bf16 and GGUF's kinds")
     parser.add_argument("--ways", nargs="+", default=["true", "block"])
-    parser.add_argument("--limit", type=float, default=14, help="GB of anonymous memory")
+    parser.add_argument(
+        "--limit", type=typed(real(0, 1e5, above=True)), default=14, help="GB of anonymous memory"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for the checkpoint, used again")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="time of merging one, no run")
-    parser.add_argument("--json")
+    parser.add_argument(
+        "--lora", type=typed(integer(1, 10_000)), metavar="RANK", help="time of merging one, no run"
+    )
+    parser.add_argument("--json", type=results_file)
     options = parser.parse_args(own)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary) / options.task
         if not folder.is_dir():
-            folder.mkdir(parents=True)
-            with get_context("spawn").Pool(1) as pool:
-                pool.apply(make, (options.task, folder, options.layers))
+            with write_folder(folder) as part, get_context("spawn").Pool(1) as pool:
+                pool.apply(make, (options.task, part, options.layers))
         folders = {"bf16": folder}
         for kind in {*options.weights} - {"bf16"}:
             folders[kind] = folder.with_name(f"{folder.name}-{kind}")
             if not folders[kind].is_dir():
-                with get_context("spawn").Pool(1) as pool:
-                    pool.apply(with_gguf, (options.task, folder, kind, folders[kind]))
+                with write_folder(folders[kind]) as part, get_context("spawn").Pool(1) as pool:
+                    pool.apply(with_gguf, (options.task, folder, kind, part))
         results: list[dict[str, Any]] = []
         if options.lora:
             options.ways = []
@@ -264,4 +271,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -14,7 +14,6 @@ It uses the demo checkpoint in processes of their own and prints four things:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -24,13 +23,17 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, launch, write_json
+from benchmarks.common import CPU, launch, results_file, write_json
 from tests.dist import GENERATE, TORCHRUN
 from tests.serve.serving import PROMPT, Served
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.settings.values import integer
 
 _VIDEO = {"prompt": PROMPT, "frame_num": 17, "sample_steps": 8}
 
@@ -166,13 +169,13 @@ def _stepped(served: Served, video: str, attempt: int) -> bool:
     return told["attempt"] == attempt and told["steps"][0] > 0
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures all four."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--videos", type=int, default=6, help="of a round")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=3)
+    parser.add_argument("--videos", type=typed(integer(1, 10_000)), default=6, help="of a round")
+    parser.add_argument("--json", type=results_file)
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         rounds = overhead(options.rounds, options.videos, work)
@@ -201,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

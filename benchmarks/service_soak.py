@@ -23,13 +23,17 @@ import sqlite3
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import imageio.v2 as imageio
 
-from benchmarks.common import CPU, write_json
+from benchmarks.common import CPU, results_file, write_json
 from tests.serve.serving import Served
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.settings.values import integer, real
 
 
 def load(served: Served, options: argparse.Namespace) -> dict[str, Any]:
@@ -134,16 +138,20 @@ def account(
     return dict(ends), wrong
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the load and prints what became of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--jobs", type=int, default=10**6, help="most requests")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--kill_every", type=float, default=45, help="seconds; 0: never")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=typed(real(0, 1e5, above=True)), default=30)
+    parser.add_argument(
+        "--jobs", type=typed(integer(1, 10_000_000)), default=10**6, help="most requests"
+    )
+    parser.add_argument("--seed", type=typed(integer(0, 4_294_967_295)), default=1)
+    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2)
+    parser.add_argument(
+        "--kill_every", type=typed(real(0, 1e6)), default=45, help="seconds; 0: never"
+    )
+    parser.add_argument("--json", type=results_file)
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder) / "jobs", options.ranks)
         try:
@@ -162,4 +170,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

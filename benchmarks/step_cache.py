@@ -12,7 +12,6 @@ tokens by channels; the JSON file has every round.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -29,6 +28,8 @@ from benchmarks.common import CPU, interleave, launch, slowest
 from wan import host
 from wan.cache import policy
 from wan.cache.residual import change
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.device import resolve
 from wan.distributed.mesh import form
 from wan.distributed.tokens import ShardedTokens
@@ -38,6 +39,7 @@ from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import StepCache
+from wan.settings.values import integer
 
 HEADS, HEAD_DIM, LAYERS, TEXT = 12, 128, 4, 64
 STEPS = 1000
@@ -89,11 +91,11 @@ def work(ranks: int, grid: tuple[int, int, int], rounds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=4)
     parser.add_argument("--grid", type=common.grid, default=(5, 26, 30), metavar="F,H,W")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=10)
+    parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     found = launch(options.ranks, work, options.ranks, options.grid, options.rounds)
     seconds = slowest([one["seconds"] for one in found])
@@ -113,4 +115,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -11,7 +11,9 @@ one; the JSON file has the same figures. Small shapes are the worst case.
 from __future__ import annotations
 
 import argparse
+import sys
 import timeit
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -19,9 +21,12 @@ import torch
 from benchmarks import common
 from wan import device as devices
 from wan import trace
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
+from wan.settings.values import integer
 from wan.trace import Event, Recorder
 
 
@@ -49,15 +54,15 @@ def range_off() -> float:
     return min(timeit.repeat(one, number=calls, repeat=5)) / calls
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=10)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=typed(integer(1, 100_000)), default=256)
+    parser.add_argument("--heads", type=typed(integer(1, 1000)), default=10)
+    parser.add_argument("--layers", type=typed(integer(1, 1000)), default=4)
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=15)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    parser.add_argument("--json", type=common.results_file)
+    options = parser.parse_args(argv)
     device = devices.resolve(options.device)
     place = device.torch_device
     with place:
@@ -89,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

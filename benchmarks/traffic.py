@@ -21,7 +21,6 @@ rank.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from collections import Counter
@@ -40,6 +39,8 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import common
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.distributed.exchange import ALONE, Group
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
@@ -48,6 +49,7 @@ from wan.modules.small_ops import BlockOps
 from wan.settings.numerics import keeps_fp32
 from wan.settings.parallel import EXCHANGES
 from wan.settings.schedule import MODES
+from wan.settings.values import integer
 from wan.torch_private import Live, WithoutData, fake_process_group
 
 HEADS, HEAD_DIM, FFN, TEXT = 40, 128, 13824, 512
@@ -198,9 +200,11 @@ def exchanges(ranks: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2, 4, 5, 6, 8))
-    parser.add_argument("--json", metavar="FILE")
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--ranks", type=typed(integer(1, 64)), default=1, choices=(1, 2, 4, 5, 6, 8)
+    )
+    parser.add_argument("--json", type=common.results_file)
     options = parser.parse_args(argv)
     account = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
     account.setLevel(logging.INFO)  # else the compiler does not count
@@ -230,4 +234,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

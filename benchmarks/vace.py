@@ -11,8 +11,9 @@ Legend: C channels, F H W latent frames/height/width.
 
 from __future__ import annotations
 
-import argparse
 import math
+import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +25,12 @@ from benchmarks import common
 from wan import host
 from wan.checkpoint.config import published_config
 from wan.checkpoint.keymaps import dit_diffusers_name
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.modules.vace import VaceWanModel
 from wan.settings.numerics import keeps_fp32
 from wan.settings.presets import PRESETS
+from wan.settings.values import integer
 
 DTYPE, CPU = torch.bfloat16, common.CPU
 
@@ -111,13 +115,13 @@ def measure(grid: tuple[int, int, int], layers: int, rounds: int) -> dict[str, A
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--grid", type=common.grid, default=(3, 15, 26), metavar="F,H,W")
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", metavar="FILE")
-    options = parser.parse_args()
+    parser.add_argument("--layers", type=typed(integer(1, 1000)), default=30)
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=2)
+    parser.add_argument("--json", type=common.results_file)
+    options = parser.parse_args(argv)
     found = measure(options.grid, options.layers, options.rounds)
     print(
         f"{host.cpu()}, {torch.get_num_threads()} threads: {found['tokens']} tokens, "
@@ -132,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

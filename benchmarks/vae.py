@@ -14,8 +14,9 @@ differs between neighbouring rows and columns: where a tile or its blending begi
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,12 @@ from torch import Tensor
 
 from benchmarks import common
 from benchmarks.common import CPU, Times, interleave, launch, slowest
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.pipeline import vae
 from wan.pipeline.conditioning import pixels
 from wan.pipeline.vae import published
+from wan.settings.values import integer
 from wan.vae import tiles
 from wan.vae.network import Autoencoder
 from wan.vae.rows import WHOLE, Rows
@@ -122,15 +126,15 @@ def report(title: str, times: Times, over: str, under: str, facts: str) -> dict[
     return {"title": title, "seconds": found, f"{over} / {under}": ratio, "facts": facts}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
     parser.add_argument("--version", choices=tuple(WIDTHS), default="2.1")
     parser.add_argument("--latent", type=common.grid, default=(3, 16, 26), metavar="F,H,W")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json")
+    parser.add_argument("--ranks", type=typed(integer(1, 64)), default=2)
+    parser.add_argument("--rounds", type=typed(integer(1, 10_000)), default=10)
+    parser.add_argument("--json", type=common.results_file)
     parser.add_argument("--seams", type=Path, nargs=2, metavar=("WEIGHTS", "IMAGE"))
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.seams is not None:
         steps = seams(*options.seams)
         print(json.dumps(steps, indent=1))
@@ -154,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

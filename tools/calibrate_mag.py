@@ -11,7 +11,6 @@ looks for it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -24,16 +23,19 @@ from wan import device as devices
 from wan.cache import mag, policy
 from wan.cache.mag import Curve
 from wan.cache.policy import Cache, Lists, Policy
-from wan.checkpoint.files import whole_file
 from wan.cli import flags
+from wan.cli.flags import Parser
+from wan.cli.programs import typed
 from wan.cli.resolve import resolve
 from wan.kernels.base import StepInfo
 from wan.modules.interfaces import Blocks
+from wan.output_files import check_output, write_output
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs
 from wan.settings import timesteps
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, WriteError, exit_code
 from wan.settings.step_cache import StepCache
+from wan.settings.values import path
 
 
 class Recorder(Cache):
@@ -93,24 +95,27 @@ def calibrate(argv: list[str]) -> Curve:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=(__doc__ or "").splitlines()[0],
         epilog="All else goes to generate.py: --task, --ckpt_dir, --size, --sample_steps, ...",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, help="the curve; default: in the checkpoint folder")
-    options, rest = parser.parse_known_args(argv)
+    parser.add_argument(
+        "--out", type=typed(path), help="the curve; default: in the checkpoint folder"
+    )
     try:
+        options, rest = parser.parse_known_args(argv)
         given = flags.parse(rest)
         if options.out is None and "ckpt_dir" not in given:
             raise InputError("Give --out, or the --ckpt_dir that the curve is for.")
+        out = options.out or given["ckpt_dir"] / mag.FILE
+        check_output(out, mag.CURVE, "--out" if options.out else "--ckpt_dir")
         curve = calibrate(rest)
-    except InputError as error:
+        with write_output(out, mag.CURVE) as temporary:
+            curve.save(temporary)
+    except (InputError, WriteError) as error:
         print(f"calibrate_mag.py: {error}", file=sys.stderr)
-        return 2
-    out = options.out or given["ckpt_dir"] / mag.FILE
-    with whole_file(out) as temporary:
-        curve.save(temporary)
+        return exit_code(error)
     print(f"{out}: {curve.steps} steps, shift {curve.sample_shift:g}")
     return 0
 

@@ -33,7 +33,8 @@ from tools.device_check.steps import ABSENT, OK, STEPS, WRONG, Facts, Outcome, S
 from wan import env
 from wan.cli.failures import terminable
 from wan.cli.flags import Parser
-from wan.settings.errors import InputError, Terminated, exit_code
+from wan.output_files import check_output
+from wan.settings.errors import InputError, Terminated, WriteError, exit_code
 from wan.settings.execution import DEVICE_TYPES
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def main(argv: Sequence[str] | None = None, steps: tuple[Step, ...] = STEPS) -> 
             speaks = env.rank() == 0
             options = _options(argv, steps)
             return _check(options, report.chosen(options.only, steps))
-    except (InputError, KeyboardInterrupt, Terminated) as error:
+    except (InputError, WriteError, KeyboardInterrupt, Terminated) as error:
         if speaks:
-            words = str(error) if isinstance(error, InputError) else "interrupted."
+            told = isinstance(error, InputError | WriteError)
+            words = str(error) if told else "interrupted."
             print(f"check_device.py: {words}", file=sys.stderr)
         return exit_code(error)
 
@@ -75,16 +77,9 @@ def _options(argv: Sequence[str] | None, steps: tuple[Step, ...]) -> argparse.Na
     env.refused()  # MINDIE_SD_FA_TYPE would replace the kernel that is checked
     path: Path = options.json
     if env.rank() == 0:  # before anything is measured that could then not be written
-        if path.suffix != ".json" or path.is_dir():
+        if path.suffix != ".json":
             raise InputError(f"--json is {path}; name a file that ends in .json.")
-        try:
-            with tempfile.TemporaryFile(dir=path.absolute().parent):
-                pass
-        except OSError as error:
-            raise InputError(
-                f"--json {path} cannot be written ({error.strerror}); name a file in a folder that "
-                "exists."
-            ) from error
+        check_output(path, report.REPORT, "--json")
     return options
 
 

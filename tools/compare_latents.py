@@ -10,7 +10,6 @@ difference, by the largest value of A, are computed in float64.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -19,8 +18,14 @@ from typing import Any
 
 import torch
 
+from wan.cli.flags import Parser
+from wan.cli.programs import output_path, typed
+from wan.output_files import json_kind, write_output
 from wan.pipeline.video import load_latents
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, exit_code
+from wan.settings.values import real
+
+RESULTS = json_kind("results of compare_latents.py", "steps", "least", "departs")
 
 
 def compared(a: Path, b: Path) -> list[dict[str, Any]]:
@@ -49,18 +54,18 @@ def compared(a: Path, b: Path) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("compare_latents.py", description="Compare runs by step.")
+    parser = Parser("compare_latents.py", description="Compare runs by step.")
     parser.add_argument("a", type=Path, help="folder of the run that is compared with")
     parser.add_argument("b", type=Path, help="folder of the other run")
     least = "cosine below which a step departs (0.999)"
-    parser.add_argument("--least", type=float, default=0.999, help=least)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(argv)
+    parser.add_argument("--least", type=typed(real(-1, 1)), default=0.999, help=least)
+    parser.add_argument("--json", type=output_path(RESULTS))
     try:
+        options = parser.parse_args(argv)
         steps = compared(options.a, options.b)
-    except InputError as error:
+    except (InputError, OSError) as error:
         print(f"compare_latents.py: {error}", file=sys.stderr)
-        return 2
+        return exit_code(error)
     departs = next((one["step"] for one in steps if not one["cosine"] >= options.least), None)
     for one in steps:
         mark = "  <- departs" if one["step"] == departs else ""
@@ -68,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"step {one['step']:4}: cosine {shown}{mark}")
     if options.json:
         told = {"steps": steps, "least": options.least, "departs": departs}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        with write_output(options.json, RESULTS) as temporary:
+            temporary.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
 

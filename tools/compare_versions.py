@@ -16,7 +16,6 @@ process with the variables that torchrun would set, and imports `wan` from its o
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import gc
 import io
@@ -47,6 +46,11 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(REPO))
 
 from tools.version_cases import CASES, FIXTURES, MAY_DIFFER, Case  # noqa: E402
+from wan.cli.flags import Parser  # noqa: E402
+from wan.cli.programs import output_path, typed  # noqa: E402
+from wan.output_files import OutputKind, json_kind, remove_output, write_folder, write_output  # noqa: E402
+from wan.settings.errors import InputError, WriteError, exit_code  # noqa: E402
+from wan.settings.values import integer, path  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +73,14 @@ LIBRARIES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.umt5.modeling_umt5",
 )
+
+OUTCOMES = json_kind("outcomes of compare_versions.py", "base", "present", "seconds", "cases")
+_CASE = json_kind("a case of compare_versions.py", "name", "command")
+_COMMIT = OutputKind(
+    "a commit of compare_versions.py",
+    lambda file: re.fullmatch(r"[0-9a-f]{40}", file.read_text()) is not None,
+)
+_LOCK = "commit.lock"
 
 
 class RefusedError(Exception):
@@ -115,17 +127,21 @@ class Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True, help="the earlier commit")
     parser.add_argument("--only", default="", help="run the cases whose name matches this regex")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at a time")
-    parser.add_argument("--keep", type=Path, help="folder that keeps what the base made")
+    parser.add_argument(
+        "--jobs", type=typed(integer(1, 1000)), default=os.cpu_count(), help="cases at a time"
+    )
+    parser.add_argument("--keep", type=typed(path), help="folder that keeps what the base made")
     parser.add_argument("--base_only", action="store_true", help="make the base's results only")
-    parser.add_argument("--json", type=Path, help="also write the outcomes, with their commands")
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--json", type=output_path(OUTCOMES), help="also write the outcomes, with their commands"
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
     try:
+        options = parser.parse_args(argv)
         cases = _chosen(options.only)
         versions = {"base": _git("rev-parse", f"{options.base}^{{commit}}")}
         versions["present"] = _git("describe", "--always", "--dirty")
@@ -133,10 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             base = options.keep or Path(temporary, "kept")
             folders = Folders(base.resolve(), Path(temporary, "new"))
             export(versions["base"], folders.base)
-            outcomes = run_cases(cases, max(options.jobs, 1), folders, options.base_only)
-    except (RefusedError, OSError) as error:
+            outcomes = run_cases(cases, options.jobs, folders, options.base_only)
+    except (RefusedError, InputError, OSError) as error:
         print(f"compare_versions.py: {error}", file=sys.stderr)
-        return 2
+        return exit_code(error) if isinstance(error, WriteError) else 2
     except KeyboardInterrupt:
         print("compare_versions.py: interrupted.", file=sys.stderr)
         return 130
@@ -146,12 +162,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(outcomes)} cases: {', '.join(words)}; {seconds} s.")
     if options.json:
         report = {**versions, "seconds": seconds, "cases": [asdict(o) for o in outcomes]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        with write_output(options.json, OUTCOMES) as temporary:
+            temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if counts["different"] or counts["failed"] else 0
 
 
 def _chosen(only: str) -> list[Case]:
-    cases = [case for case in CASES if re.search(only, case.name)]
+    try:
+        cases = [case for case in CASES if re.search(only, case.name)]
+    except re.error as error:
+        raise RefusedError(f"--only {only!r} is no regular expression ({error})") from error
     if not SIMULATED_NPU.is_dir():
         print(f"Without {SIMULATED_NPU} (make test-npu) the cases of simulated NPUs are left out.")
         cases = [case for case in cases if not case.on_simulated_npu]
@@ -170,7 +190,7 @@ def _git(*arguments: str) -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Only one process on this machine is inside at a time."""
-    with path.open("w") as file:
+    with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -179,18 +199,25 @@ def export(commit: str, folder: Path) -> None:
     """Write the code of a commit into `tree` of a folder, unless it is there.
 
     Raises:
-        RefusedError: If the folder holds another commit's.
+        RefusedError: If the folder holds another commit's, or files of somebody else.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = folder / "commit"
-    with _locked(folder / "commit.lock"):
-        if not known.exists():
-            shutil.rmtree(folder / "tree", ignore_errors=True)
+    if not known.is_file() and (
+        others := [one.name for one in folder.iterdir() if one.name not in (_LOCK, "tree")]
+    ):
+        raise RefusedError(f"{folder} holds files of somebody else, such as {others[0]}")
+    with _locked(folder / _LOCK):
+        if not known.is_file():
             command = ["git", "-C", str(REPO), "archive", commit]
             archive = subprocess.run(command, capture_output=True, check=True).stdout
-            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-                files.extractall(folder / "tree", filter="data")
-            known.write_text(commit)
+            with (
+                write_folder(folder / "tree") as tree,
+                tarfile.open(fileobj=io.BytesIO(archive)) as files,
+            ):
+                files.extractall(tree, filter="data")
+            with write_output(known, _COMMIT) as temporary:
+                temporary.write_text(commit)
         elif known.read_text() != commit:
             raise RefusedError(f"{folder} holds the results of {known.read_text()}, not {commit}")
 
@@ -301,12 +328,11 @@ def play_once(case: Case, folders: Folders, side: str) -> str:
     with _locked(folder.with_name(f"{case.name}.lock")):
         if done.is_file() and json.loads(done.read_text()) == asdict(case):
             return ""
-        done.unlink(missing_ok=True)
+        remove_output(done, _CASE)
         failure = play(case, folders, side)
         if not failure:
-            unfinished = folder.with_name(f"{case.name}.unfinished")
-            unfinished.write_text(json.dumps(asdict(case)))
-            unfinished.rename(done)
+            with write_output(done, _CASE) as temporary:
+                temporary.write_text(json.dumps(asdict(case)))
     return failure
 
 
@@ -342,7 +368,8 @@ def _rank(case: Case, folders: Folders, side: str, rank: int, port: int, log: Pa
     tree = REPO if side == "present" else names["base"]
     others = [entry for entry in sys.path if entry not in (str(REPO), str(REPO / "tools"))]
     sys.path[:] = [str(tree), *filter(None, variables.get("PYTHONPATH", "").split(":")), *others]
-    del sys.modules["tools"]  # to be found again, in that tree
+    for name in [name for name in sys.modules if name.split(".")[0] == "wan" or name == "tools"]:
+        del sys.modules[name]  # to be found again, in that tree
     import wan
 
     if not Path(wan.__file__).is_relative_to(tree):

@@ -13,7 +13,6 @@ figures. mp4 files have lost a little already: the same frames encoded twice are
 
 from __future__ import annotations
 
-import argparse
 import base64
 import html
 import io
@@ -34,6 +33,10 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.contact_sheet import contact_sheet, read_frames
+from wan.cli.flags import Parser
+from wan.cli.programs import output_path, run_program
+from wan.output_files import OutputKind, marked_kind, write_output
+from wan.settings.values import integer
 
 AGAINST = ("vmaf", "ssim", "psnr", "xpsnr")
 ALONE = ("detail", "motion", "blocks", "untextured")
@@ -42,7 +45,20 @@ _BLACK, _PLAIN, _STILL, _BLOCKS = 24.0, 1.0, 0.02, 4.0  # luma, SI, luma of a pi
 _CELL = 16  # pixels of a side: what two latents decode to
 _RUN = 4  # equal frames in a row from which on a video counts as frozen
 _HIGHEST = 100.0  # dB that stand for equal frames
+_HEADING = "<h1>Videos compared</h1>"
 Frames = dict[str, list[float]]
+
+
+def _is_figures(path: Path) -> bool:
+    """Whether a JSON file has pairs of videos with their figures, as `--json` writes them."""
+    content: Any = json.loads(path.read_bytes())
+    pairs = content.get("pairs") if isinstance(content, dict) else None
+    keys = {"videos", "frames", "suspicious"}
+    return isinstance(pairs, list) and all(isinstance(x, dict) and keys <= x.keys() for x in pairs)
+
+
+FIGURES = OutputKind("figures of compare_videos.py", _is_figures)
+PAGE = marked_kind("a page of compare_videos.py", _HEADING.encode())
 
 
 class VideoError(Exception):
@@ -232,7 +248,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     head, _, *rows = table(results).splitlines()
     cells = [[html.escape(c.strip()) for c in line.strip("|").split("|")] for line in (head, *rows)]
     parts = ["".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)]
-    body = [f"<h1>Videos compared</h1><table>{parts[0]}</table>"]
+    body = [f"{_HEADING}<table>{parts[0]}</table>"]
     for one in results:
         body.append(f"<h2>{html.escape(Path(one['videos'][1]).name)}</h2>")
         for ab, said in zip("AB", one["suspicious"], strict=True):
@@ -267,25 +283,25 @@ def _plot(frames: Frames) -> bytes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("reference", type=Path, metavar="A", help="a video or a folder")
     parser.add_argument("other", type=Path, metavar="B", help="what is compared with it")
     parser.add_argument("--joins", default="", help="first frames after the joins: 77,153")
-    parser.add_argument("--json", type=Path, help="all figures, also of each frame")
-    parser.add_argument("--page", type=Path, help="an HTML file with strips and plots")
+    parser.add_argument("--json", type=output_path(FIGURES), help="all figures, also of each frame")
+    parser.add_argument("--page", type=output_path(PAGE), help="an HTML file with strips and plots")
     options = parser.parse_args(argv)
     if not re.fullmatch(r"(\d+(,\d+)*)?", options.joins):
         parser.error(f"--joins {options.joins} must be numbers of frames: 77,153")
-    joins = [int(number) for number in options.joins.split(",") if number]
+    frame = integer(0, 10**9)
+    joins = [frame("--joins", number) for number in options.joins.split(",") if number]
     try:
         results = [compare(*pair, joins) for pair in pairs(options.reference, options.other)]
-        files = {options.json: lambda: json.dumps({"pairs": results}, indent=1) + "\n",
-                 options.page: lambda: page(results)}  # fmt: skip
-        for path, text in files.items():
-            if path is not None:
-                temporary = path.with_name(f".{path.name}.part")
-                temporary.write_text(text(), encoding="utf-8")
-                temporary.replace(path)
+        if options.json is not None:
+            with write_output(options.json, FIGURES) as temporary:
+                temporary.write_text(json.dumps({"pairs": results}, indent=1) + "\n")
+        if options.page is not None:
+            with write_output(options.page, PAGE) as temporary:
+                temporary.write_text(page(results), encoding="utf-8")
     except VideoError as error:
         parser.error(str(error))
     print(table(results))
@@ -297,4 +313,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

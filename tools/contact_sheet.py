@@ -7,9 +7,8 @@ The prompts come from the records that generate.py writes beside its videos.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,18 @@ from typing import Any
 import imageio_ffmpeg
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+
+from wan.cli.flags import Parser
+from wan.cli.programs import output_path, run_program
+from wan.output_files import marked_kind, write_output
 
 FRAMES = 9  # of a strip
 SIDE = 96  # pixels of a frame's longer side
 _GAP, _TEXT = 4, 20
+_PROGRAM = "tools/contact_sheet.py"
+SHEET = marked_kind("a sheet of tools/contact_sheet.py", f"Software\0{_PROGRAM}".encode())
+ANIMATION = marked_kind("an animation of tools/contact_sheet.py", _PROGRAM.encode())
 _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 
@@ -84,17 +91,6 @@ def animation(videos: Sequence[Path], columns: int = 3) -> list[Image.Image]:
     return pictures
 
 
-def _save(path: Path, picture: Image.Image, **options: Any) -> None:
-    """Under its name there is a complete file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        picture.save(partial, **options)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def write(
     videos: Sequence[Path],
     out: Path,
@@ -104,19 +100,26 @@ def write(
     milliseconds: int = 125,
 ) -> None:
     """Write the sheet (PNG) and, if named, an endless GIF with that long a pause per frame."""
-    _save(out, contact_sheet(videos, names), optimize=True)
+    mark = PngInfo()
+    mark.add_text("Software", _PROGRAM)
+    with write_output(out, SHEET) as temporary:
+        contact_sheet(videos, names).save(temporary, "PNG", optimize=True, pnginfo=mark)
     if gif is not None:
         first, *rest = animation(videos)
-        _save(gif, first, save_all=True, append_images=rest, duration=milliseconds, loop=0)
+        moving = {"save_all": True, "append_images": rest, "duration": milliseconds, "loop": 0}
+        with write_output(gif, ANIMATION) as temporary:
+            first.save(temporary, "GIF", comment=_PROGRAM.encode(), **moving)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("videos", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True, help="the PNG")
-    parser.add_argument("--gif", type=Path, help="also all videos moving, side by side")
+    parser.add_argument("--out", type=output_path(SHEET), required=True, help="the PNG")
+    parser.add_argument(
+        "--gif", type=output_path(ANIMATION), help="also all videos moving, side by side"
+    )
     parser.add_argument("--names", action="store_true", help="the files' names, not the prompts")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for video in options.videos:
         if not video.is_file():
             parser.error(f"{video} does not exist; give videos of generate.py")
@@ -124,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -39,19 +39,21 @@ from wan.checkpoint.files import (
     fingerprint,
     read_json,
     safetensors_header,
-    whole_file,
 )
 from wan.checkpoint.keymaps import dit_official_name
 from wan.checkpoint.layout import SPARSE_LINEAR, DitFiles, describe
 from wan.checkpoint.load import mapped, stored
 from wan.cli.flags import Parser
 from wan.log import setup
+from wan.output_files import OutputKind, json_kind, remove_output, write_output
 from wan.settings.errors import InputError
 from wan.settings.numerics import keeps_fp32
 
 UNFINISHED = "unfinished_conversion.json"
 NETWORKS = ("dit", "high_noise", "low_noise")
 _INDEX = ".safetensors.index.json"
+_STATE = json_kind("the state of a conversion", "from", "dtype")
+_NONE = OutputKind("a new file", lambda _: False)
 _PATCHES = "patch_embedding.weight"
 
 
@@ -90,15 +92,16 @@ def convert(ckpt_dir: Path, out: Path, networks: Mapping[str, Path] | None = Non
         indexes_old = file.name.endswith(_INDEX) and file.parent in {path.parent for path in old}
         if target.exists() or (networks and indexes_old):
             continue
-        with whole_file(target) as temporary:
+        if file not in by_file and not indexes_old:
+            _link(file, target)
+            continue
+        with write_output(target, _NONE) as temporary:
             if file in by_file:
                 label = str(file.relative_to(ckpt_dir))
                 _convert(temporary, by_file[file], label, official=bool(networks))
-            elif indexes_old:  # behind what it names: "." comes after "-"
+            else:  # behind what it names: "." comes after "-"
                 temporary.write_text(_index(file, target.parent), encoding="utf-8")
-            else:
-                _link(file, temporary)
-    (out / UNFINISHED).unlink()
+    remove_output(out / UNFINISHED, _STATE)
     return out
 
 
@@ -129,7 +132,7 @@ def _begin(out: Path, state: dict[str, str]) -> None:
         raise InputError(
             f"{out} exists and is no unfinished conversion of this checkpoint; name a new folder."
         )
-    with whole_file(mark) as temporary:
+    with write_output(mark, _STATE) as temporary:
         temporary.write_text(json.dumps(state), encoding="utf-8")
 
 
@@ -168,10 +171,12 @@ def _index(file: Path, folder: Path) -> str:
 
 
 def _link(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file.resolve(), target)
     except OSError:  # another file system
-        shutil.copyfile(file, target)
+        with write_output(target, _NONE) as temporary:
+            shutil.copyfile(file, temporary)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,6 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from wan.checkpoint.lora import DIFFERENCES, NAMINGS
+from wan.cli.programs import run_program
+from wan.output_files import OutputKind, write_output
+from wan.settings.errors import InputError
 from wan.settings.fields import options
 from wan.settings.flags import GROUPS
 from wan.settings.kernels import DENSE
@@ -81,13 +84,20 @@ TABLES: dict[tuple[str, str], Callable[[], Iterable[Row]]] = {
 """Page and title of a table -> its rows, of which the first one is the head."""
 
 
+def _markers(title: str) -> tuple[str, str]:
+    """The lines before and after a table."""
+    begin = f"<!-- {title}: written by tools/flags_table.py -->\n"
+    return begin, f"<!-- end of {title} -->\n"
+
+
 def page(name: str) -> str:
     """The text of a page with its tables between their markers, as it should be."""
     text = (DOCS / name).read_text(encoding="utf-8")
     for (where, title), rows in TABLES.items():
         if where == name:
-            begin = f"<!-- {title}: written by tools/flags_table.py -->\n"
-            end = f"<!-- end of {title} -->\n"
+            begin, end = _markers(title)
+            if not 0 <= text.find(begin) < text.find(end):
+                raise InputError(f"{DOCS / name}", None, f"lacks the markers of {title}")
             head, *others = rows()
             lines = [f"| {' | '.join(row)} |" for row in (head, *others)]
             lines.insert(1, "|" + "---|" * len(head))
@@ -97,7 +107,22 @@ def page(name: str) -> str:
     return text
 
 
+def _has_markers(file: Path) -> bool:
+    """Whether a page has the markers of its tables."""
+    text = file.read_text(encoding="utf-8")
+    titles = [title for where, title in TABLES if where == file.name]
+    return all(marker in text for title in titles for marker in _markers(title))
+
+
+PAGE = OutputKind("a page with the markers of its tables", _has_markers)
+
+
+def main() -> None:
+    for name in dict.fromkeys(name for name, _ in TABLES):
+        text = page(name)
+        with write_output(DOCS / name, PAGE) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for page_name, _ in TABLES:
-        written = page(page_name)
-        (DOCS / page_name).write_text(written, encoding="utf-8")
+    sys.exit(run_program(main))

@@ -10,7 +10,7 @@ case "${COMM_TYPE}" in
         ;;
 esac
 NPROC_PER_NODE=${NPROC_PER_NODE:-8}
-if ! [[ "${NPROC_PER_NODE}" =~ ^[1-9][0-9]*$ ]]; then
+if ! [[ "${NPROC_PER_NODE}" =~ ^[1-9][0-9]{0,3}$ ]]; then
     echo "NPROC_PER_NODE is '${NPROC_PER_NODE}'; it must be a positive number of devices." >&2
     exit 1
 fi

@@ -9,7 +9,6 @@ src_mask.mp4).
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -18,7 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program
+from wan.output_files import VIDEO, check_output, marked_kind, write_output
 from wan.pipeline.video import save_video
 from wan.settings.command import Output
 from wan.settings.errors import COMMAND_LINE, InputError, spoken
@@ -27,6 +30,8 @@ from wan.settings.values import integer
 from wan.settings.values import size as read_size
 
 FPS = 30
+_PROGRAM = "tools/make_character.py"
+REFERENCE = marked_kind("a picture of make_character.py", f"Software\0{_PROGRAM}".encode())
 _COLOURS = ("red", "lime", "blue", "yellow", "magenta", "cyan")
 _ONE = 256  # units of a side, whatever the picture's size
 
@@ -85,14 +90,20 @@ def write(out: Path, size: tuple[int, int], frames: int) -> None:
         size: (width, height) of all but the face, multiples of 16.
         frames: Of each video.
     """
-    out.mkdir(parents=True, exist_ok=True)
     videos: dict[str, Draw] = {"pose": figure, "face": face, "bg": room, "mask": mask}
+    reference = out / "src_ref.png"
+    for name in videos:
+        check_output(out / f"src_{name}.mp4", VIDEO, "OUT")
+    check_output(reference, REFERENCE, "OUT")
+    mark = PngInfo()
+    mark.add_text("Software", _PROGRAM)
     for name, drawn in videos.items():
         sides = (FACE_SIDE, FACE_SIDE) if name == "face" else size
         each = [_drawn(drawn, index / frames, sides) for index in range(frames)]
         video = torch.from_numpy(np.stack(each)).permute(3, 0, 1, 2).float() / 127.5 - 1
         save_video(video, Output(save_file=out / f"src_{name}.mp4", fps=FPS))
-    Image.fromarray(_drawn(picture, 0, size)).save(out / "src_ref.png")
+    with write_output(reference, REFERENCE) as temporary:
+        Image.fromarray(_drawn(picture, 0, size)).save(temporary, "PNG", pnginfo=mark)
 
 
 def _drawn(draw: Draw, time: float, size: tuple[int, int]) -> np.ndarray:
@@ -103,7 +114,7 @@ def _drawn(draw: Draw, time: float, size: tuple[int, int]) -> np.ndarray:
 
 @spoken(COMMAND_LINE)
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", default="128*128", help="WIDTH*HEIGHT, multiples of 16")
     parser.add_argument("--frames", default="12", help="of each video, from 2")
@@ -115,7 +126,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        sys.exit(f"{error}")
+    sys.exit(run_program(main))

@@ -7,18 +7,25 @@ The tones glide, swell and stop as syllables do. Equal arguments give equal byte
 
 from __future__ import annotations
 
-import argparse
+import sys
 import wave
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.output_files import OutputKind, check_output, write_output
+from wan.settings.values import integer, real
+
 SYLLABLE, PAUSE = 0.22, 0.08  # seconds
+_COMPARED = 16_000  # samples by which a wav is known
 
 
-def tones(seconds: float, rate: int) -> np.ndarray:
-    """Returns float64 [length] in [-1, 1]."""
-    t = np.arange(int(seconds * rate)) / rate
+def tones(count: int, rate: int) -> np.ndarray:
+    """Returns so many samples, float64 [count] in [-1, 1]."""
+    t = np.arange(count) / rate
     index, within = np.divmod(t, SYLLABLE + PAUSE)
     pitch = 140 + 60 * np.sin(1.7 * index) + 25 * np.sin(2 * np.pi * within / SYLLABLE)
     phase = 2 * np.pi * np.cumsum(pitch) / rate
@@ -29,24 +36,45 @@ def tones(seconds: float, rate: int) -> np.ndarray:
 
 def write(path: Path, seconds: float = 3.0, rate: int = 16_000, channels: int = 1) -> Path:
     """Writes 16-bit samples, and returns the path."""
-    samples = np.round(32767 * np.clip(tones(seconds, rate), -1, 1)).astype("<i2")
-    with wave.open(str(path), "wb") as file:
+    check_output(path, SOUND, "OUT")
+    content = _samples(int(seconds * rate), rate, channels)
+    with write_output(path, SOUND) as temporary, wave.open(str(temporary), "wb") as file:
         file.setnchannels(channels)
         file.setsampwidth(2)
         file.setframerate(rate)
-        file.writeframes(np.repeat(samples, channels).tobytes())
+        file.writeframes(content)
     return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def _samples(count: int, rate: int, channels: int) -> bytes:
+    samples = np.round(32767 * np.clip(tones(count, rate), -1, 1)).astype("<i2")
+    return np.repeat(samples, channels).tobytes()
+
+
+def _is_tones(path: Path) -> bool:
+    """Whether a wav begins as `write` would have begun it."""
+    try:
+        with wave.open(str(path), "rb") as file:
+            form = file.getparams()
+            count = min(form.nframes, _COMPARED)
+            found = file.readframes(count)
+    except (wave.Error, EOFError):
+        return False
+    return count > 0 and found == _samples(count, form.framerate, form.nchannels)
+
+
+SOUND = OutputKind("tones of make_sound.py", _is_tones)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--rate", type=int, default=16_000)
-    parser.add_argument("--channels", type=int, default=1)
-    given = parser.parse_args()
+    parser.add_argument("--seconds", type=typed(real(0.01, 600)), default=3.0)
+    parser.add_argument("--rate", type=typed(integer(1000, 192_000)), default=16_000)
+    parser.add_argument("--channels", type=typed(integer(1, 16)), default=1)
+    given = parser.parse_args(argv)
     print(write(given.out, given.seconds, given.rate, given.channels))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -5,25 +5,27 @@ python tools/make_tiny_checkpoint.py --task t2v-A14B --out tiny [--layout diffus
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from wan.cli.flags import Parser
+from wan.cli.programs import typed
 from wan.pipeline.tiny import DTYPES, WRITERS, make_checkpoint
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
+from wan.settings.values import integer
 
 
 def main(argv: list[str] | None = None) -> int:
     """0, or 2 with one sentence on stderr where the request is refused."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", required=True, choices=PRESETS)
     parser.add_argument("--out", required=True, type=Path, help="a new or empty folder")
     parser.add_argument("--layout", default="official", choices=WRITERS)
-    parser.add_argument("--seed", default=0, type=int)
+    parser.add_argument("--seed", default=0, type=typed(integer(0, 4_294_967_295)))
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the DiT's tensors")
     try:
         print(make_checkpoint(**vars(parser.parse_args(argv))))

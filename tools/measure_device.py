@@ -28,10 +28,20 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from wan import __version__, host
-from wan.checkpoint.files import whole_file
 from wan.cli.failures import terminable
 from wan.cli.flags import Parser
+from wan.cli.programs import typed
+from wan.output_files import (
+    OutputKind,
+    check_folder,
+    check_output_folder,
+    is_output,
+    marked_kind,
+    remove_output,
+    write_output,
+)
 from wan.settings.errors import InputError, Terminated, exit_code
+from wan.settings.values import integer, real
 
 REPO = Path(__file__).resolve().parent.parent
 _SHARES = {"check": 0.3, "compare": 0.3, "against": 0.25, "mlperf": 0.15}
@@ -47,6 +57,30 @@ _TITLES = {
     "against": "From start to mp4, beside diffusers",
     "mlperf": "MLPerf's workload, short",
 }
+
+_LOG, _HEADING = "# Log of tools/measure_device.py", "# What was measured"
+
+
+def _is_state(path: Path) -> bool:
+    """Whether a JSON file says of our programs what became of them."""
+    state = json.loads(path.read_bytes())
+    texts = state.values() if isinstance(state, dict) and state.keys() <= _TITLES.keys() else [None]
+    return all(isinstance(text, str) for text in texts)
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether a zip file has our report and state."""
+    try:
+        with zipfile.ZipFile(path) as packed:
+            return {"report.md", "state.json"} <= {*packed.namelist()}
+    except zipfile.BadZipFile:
+        return False
+
+
+LOG = marked_kind("a log of measure_device.py", _LOG.encode())
+REPORT = marked_kind("a report of measure_device.py", _HEADING.encode())
+STATE = OutputKind("the state of measure_device.py", _is_state)
+ARCHIVE = OutputKind("an archive of measure_device.py", _is_archive)
 
 
 @dataclass(frozen=True)
@@ -95,7 +129,11 @@ def stages(ranks: int, checkpoint: Path | None, out: Path) -> list[Stage]:
 def carry_out(stage: Stage, seconds: float, out: Path) -> str:
     """Runs a program, and returns what became of it: "done", or why not."""
     begun = time.monotonic()
-    with (out / f"{stage.name}.txt").open("w") as log:
+    file = out / f"{stage.name}.txt"
+    remove_output(file, LOG)
+    with file.open("x") as log:
+        log.write(f"{_LOG}\n")
+        log.flush()
         process = subprocess.Popen(
             stage.command, cwd=REPO, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -118,7 +156,7 @@ def carry_out(stage: Stage, seconds: float, out: Path) -> str:
 
 def write_report(out: Path, state: dict[str, str], ranks: int) -> None:
     """Writes report.md and to_send.zip."""
-    lines = ["# What was measured", "", f"{host.cpu()}, {ranks} ranks, wan {__version__}.", ""]
+    lines = [_HEADING, "", f"{host.cpu()}, {ranks} ranks, wan {__version__}.", ""]
     for name, title in _TITLES.items():
         lines += [f"## {title}", "", f"{state.get(name, 'not begun')}.", ""]
         result = out / _RESULTS[name]
@@ -133,11 +171,11 @@ def write_report(out: Path, state: dict[str, str], ranks: int) -> None:
             own = result.read_text().replace("](", f"]({name}/").splitlines()
             lines += [f"#{line}" if line.startswith("#") else line for line in own] + [""]
     lines += ["## What to send", "", "to_send.zip has all of this but the videos.", ""]
-    with whole_file(out / "report.md") as temporary:
+    with write_output(out / "report.md", REPORT) as temporary:
         temporary.write_text("\n".join(lines), encoding="utf-8")
     kinds = (".md", ".json", ".txt", ".png")
     with (
-        whole_file(out / "to_send.zip") as temporary,
+        write_output(out / "to_send.zip", ARCHIVE) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as packed,
     ):
         for path in sorted(out.rglob("*")):
@@ -148,17 +186,23 @@ def write_report(out: Path, state: dict[str, str], ranks: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and returns the exit code: 1 if a program failed or was ended."""
     parser = Parser("measure_device.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=1, help="devices that share a video (1)")
+    parser.add_argument(
+        "--ranks", type=typed(integer(1, 64)), default=1, help="devices that share a video (1)"
+    )
     parser.add_argument("--ckpt_dir", type=Path, help="a checkpoint of t2v-A14B (the demo)")
-    parser.add_argument("--minutes", type=float, default=25.0, help="at most, in all (25)")
+    parser.add_argument(
+        "--minutes", type=typed(real(0, 1e5, above=True)), default=25.0, help="at most, in all (25)"
+    )
     parser.add_argument("--out", type=Path, default=Path("measured"), help="folder (measured)")
     options = parser.parse_args(argv)
-    if options.ranks < 1 or not options.minutes > 0:
-        raise InputError("--ranks and --minutes must be above 0")
     out = options.out.absolute()
+    logs = {f"{name}.txt": LOG for name in _TITLES}
+    kinds = {"state.json": STATE, "report.md": REPORT, "to_send.zip": ARCHIVE}
+    check_output_folder(out, logs | kinds, "--out")
+    check_folder(out, "--out", options.out)
     out.mkdir(parents=True, exist_ok=True)
     file = out / "state.json"
-    state: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    state: dict[str, str] = json.loads(file.read_text()) if is_output(file, STATE) else {}
     folder = options.ckpt_dir and options.ckpt_dir.absolute()
     for stage in stages(options.ranks, folder, out):
         if state.get(stage.name, "").startswith("done"):
@@ -170,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{_TITLES[stage.name]} At most {limit / 60:.1f} minutes.", flush=True)
             state[stage.name] = carry_out(stage, limit, out)
         print(f"  {stage.name}: {state[stage.name]}", flush=True)
-        with whole_file(file) as temporary:
+        with write_output(file, STATE) as temporary:
             temporary.write_text(json.dumps(state, indent=1) + "\n")
         write_report(out, state, options.ranks)
     print(f"Report: {options.out / 'report.md'}. To send: {options.out / 'to_send.zip'}")

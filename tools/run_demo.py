@@ -8,11 +8,11 @@ combinations that the demo checkpoint was not trained on.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -20,7 +20,11 @@ if not __package__:  # started as a script: only tools/ is on the path, its pare
     sys.path.insert(0, str(REPO))
 
 from tools import contact_sheet  # noqa: E402
+from wan.cli.flags import Parser  # noqa: E402
+from wan.cli.programs import run_program, typed  # noqa: E402
+from wan.output_files import VIDEO, check_output  # noqa: E402
 from wan.settings.schedule import MODES  # noqa: E402
+from wan.settings.values import integer  # noqa: E402
 
 PROMPTS = (
     "a large red triangle moves right on a brown background",
@@ -41,23 +45,25 @@ def generate(task: str, prompt: str, video: Path, processes: int, comm_type: int
     subprocess.run([str(word) for word in command], env=os.environ | environment, check=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "demo")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--comm_type", type=int, choices=tuple(MODES), default=1)
-    options = parser.parse_args()
+    parser.add_argument("--processes", type=typed(integer(1, 64)), default=2)
+    parser.add_argument("--comm_type", type=typed(integer(0, 2)), choices=tuple(MODES), default=1)
+    options = parser.parse_args(argv)
     started = time.monotonic()
     runs = [("t2v", prompt) for prompt in PROMPTS] + [("i2v", I2V_PROMPT)]
-    videos = []
-    for number, (task, prompt) in enumerate(runs, 1):
-        videos.append(options.out / f"{number}.mp4")
-        try:
-            generate(task, prompt, videos[-1], options.processes, options.comm_type)
-        except subprocess.CalledProcessError as error:
-            print(f"{videos[-1]} was not made; the lines above say why.", file=sys.stderr)
-            return error.returncode
     sheet, gif = options.out / "sheet.png", options.out / "demo.gif"
+    videos = [options.out / f"{number}.mp4" for number in range(1, len(runs) + 1)]
+    outputs = {sheet: contact_sheet.SHEET, gif: contact_sheet.ANIMATION}
+    for path, kind in (outputs | dict.fromkeys(videos, VIDEO)).items():
+        check_output(path, kind, "--out")
+    for video, (task, prompt) in zip(videos, runs, strict=True):
+        try:
+            generate(task, prompt, video, options.processes, options.comm_type)
+        except subprocess.CalledProcessError as error:
+            print(f"{video} was not made; the lines above say why.", file=sys.stderr)
+            return error.returncode
     contact_sheet.write(videos, sheet, gif)
     print(f"\n{len(videos)} videos in {time.monotonic() - started:.0f} s:", *videos, sep="\n  ")
     print(f"All of them in one image: {sheet}\nmoving: {gif}")
@@ -65,4 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

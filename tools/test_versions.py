@@ -8,20 +8,33 @@ below its upper bound. Each has a virtual environment of its own, which is kept 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
 import time
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
+
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.output_files import check_output_folder, marked_kind, remove_output, write_output
+from wan.settings.values import Reader, integer
 
 REPO = Path(__file__).resolve().parent.parent
 SHOWN = ("torch", "diffusers", "transformers", "numpy")
 COUNTS = ("passed", "failed", "skipped")
 VERSION = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
+
+REQUIREMENTS = marked_kind("a list of test_versions.py", b"# What every run needs")
+REPORT = marked_kind("a report of pytest", b"<testsuites")
+
+
+def _processes(name: str, raw: str) -> str:
+    """ "auto" or a number of processes."""
+    return raw if raw == "auto" else str(integer(1, 1000)(name, raw))
 
 
 def requirements(which: str) -> str:
@@ -32,11 +45,14 @@ def requirements(which: str) -> str:
 
 def installed(which: str, folder: Path) -> Path:
     """The Python of an environment, which has what its tests need."""
+    kinds = {"requirements.txt": REQUIREMENTS, "tests.xml": REPORT}
+    check_output_folder(folder, kinds, "--folder")
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
     listed = folder / "requirements.txt"
-    listed.write_text(requirements(which))
+    with write_output(listed, REQUIREMENTS) as temporary:
+        temporary.write_text(requirements(which))
     command: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--upgrade"]
     subprocess.run([*command, "-r", listed, "-r", REPO / "requirements-dev.txt"], check=True)
     return python
@@ -45,7 +61,7 @@ def installed(which: str, folder: Path) -> Path:
 def tested(python: Path, folder: Path, processes: str) -> dict[str, int]:
     """Numbers of tests that passed, failed and were skipped."""
     report = folder / "tests.xml"
-    report.unlink(missing_ok=True)
+    remove_output(report, REPORT)
     options = ["-m", "not slow", "-n", processes, "--dist", "loadgroup", f"--junitxml={report}"]
     more = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     subprocess.run([python, "-m", "pytest", *options], cwd=REPO, env=os.environ | more)
@@ -57,12 +73,14 @@ def tested(python: Path, folder: Path, processes: str) -> dict[str, int]:
     return dict(zip(COUNTS, (passed, failed, skipped), strict=True))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("environments", nargs="*", help="oldest, newest; both if none is given")
     parser.add_argument("--folder", type=Path, default=REPO / ".venv" / "versions")
-    parser.add_argument("--processes", default="auto", help="of pytest (-n)")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--processes", type=typed(Reader(_processes)), default="auto", help="of pytest (-n)"
+    )
+    options = parser.parse_args(argv)
     environments = options.environments or ["oldest", "newest"]
     if unknown := set(environments) - {"oldest", "newest"}:
         parser.error(f"there is no environment {', '.join(sorted(unknown))}")
@@ -84,4 +102,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -14,7 +14,9 @@ from urllib.parse import quote
 from wan.checkpoint.files import read_json
 from wan.cli import failures
 from wan.cli.flags import Parser
+from wan.cli.programs import output_path, typed
 from wan.output_files import check_output, marked_kind, write_output
+from wan.settings import values
 from wan.settings.errors import InputError, exit_code
 
 _TITLE = "Wan2.2 videos"
@@ -102,8 +104,8 @@ def _failed(summary: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, or 2 where it is refused."""
     parser = Parser(prog="python -m wan.gallery", description=(__doc__ or "").strip())
-    parser.add_argument("folder", type=Path, help="folder of a prompt file's videos")
-    parser.add_argument("--out", type=Path, help="the page; default FOLDER/index.html")
+    parser.add_argument("folder", type=typed(values.path), help="folder of a prompt file's videos")
+    parser.add_argument("--out", type=output_path(PAGE), help="the page; default FOLDER/index.html")
     try:
         options = parser.parse_args(argv)
         print(gallery(options.folder, options.out))

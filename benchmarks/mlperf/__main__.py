@@ -31,9 +31,17 @@ from typing import Any
 
 from benchmarks.mlperf import rules
 from wan import host
-from wan.settings.errors import InputError
+from wan.checkpoint.files import read_json
+from wan.cli.flags import Parser
+from wan.cli.programs import typed
+from wan.output_files import check_output, json_kind, marked_kind, write_output
+from wan.settings.errors import InputError, WriteError, exit_code
+from wan.settings.values import integer, path, real
 
 _DRIVER = "benchmarks.mlperf.driver"
+_TITLE = "# MLPerf-shaped, not a submission"
+ROWS = json_kind("rows of benchmarks.mlperf", "cpu", "rows")
+REPORT = marked_kind("a report of benchmarks.mlperf", _TITLE.encode())
 
 
 def _in_process(ranks: int, mode: int, shared: list[str], flags: list[str]) -> None:
@@ -77,22 +85,33 @@ def _rows(out: Path) -> list[dict[str, Any]]:
     """Returns one row for each mode and scenario that was measured."""
     rows = []
     for file in sorted(out.glob("mode*/*/performance/result.json")):
-        folder, found = file.parents[1], json.loads(file.read_text())
-        row: dict[str, Any] = {"mode": int(file.parents[2].name[4:]), "scenario": found["scenario"]}
-        if found["scenario"] == "SingleStream":
-            row["latency_s"] = found["90.00_percentile_latency_ns"] / 1e9
-        else:
-            row["samples_per_s"] = found["samples_per_second"]
-        row |= {"videos": found["videos"], "validity": found["validity"], **_energy(found["power"])}
-        same = folder / "test04" / "result.json"
-        if same.exists():
-            row["gain_of_the_same"] = _seconds(found) / _seconds(json.loads(same.read_text())) - 1
-            row["test04"] = "pass" if row["gain_of_the_same"] <= rules.MOST_GAIN else "fail"
-        accuracy = folder / "accuracy" / "result.json"
-        if accuracy.exists():
-            row["videos_for_vbench"] = json.loads(accuracy.read_text())["videos"]
-        rows.append(row)
+        try:
+            rows.append(_row(file))
+        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            why = f"holds no results of benchmarks.mlperf ({type(error).__name__}: {error})"
+            raise InputError(f"{file.parents[1]}", None, why, "move it away") from error
     return rows
+
+
+def _row(file: Path) -> dict[str, Any]:
+    """Returns the row of a mode and scenario, from the result of `performance`."""
+    folder, found = file.parents[1], read_json(file)
+    row: dict[str, Any] = {"mode": int(file.parents[2].name[4:]), "scenario": found["scenario"]}
+    if found["scenario"] == "SingleStream":
+        row["latency_s"] = found["90.00_percentile_latency_ns"] / 1e9
+    else:
+        row["samples_per_s"] = found["samples_per_second"]
+    row |= {"videos": found["videos"], "validity": found["validity"], **_energy(found["power"])}
+    same = folder / "test04" / "result.json"
+    if same.exists():
+        row["gain_of_the_same"] = _seconds(found) / _seconds(read_json(same)) - 1
+        row["test04"] = "pass" if row["gain_of_the_same"] <= rules.MOST_GAIN else "fail"
+    accuracy = folder / "accuracy" / "result.json"
+    if accuracy.exists():
+        row["videos_for_vbench"] = read_json(accuracy)["videos"]
+    return row
 
 
 def _seconds(found: dict[str, Any]) -> float:
@@ -116,7 +135,8 @@ def _energy(power: list[dict[str, Any]]) -> dict[str, float]:
 def report(out: Path, small: bool) -> str:
     """Writes report.json and report.md, and returns the latter."""
     rows = _rows(out)
-    (out / "report.json").write_text(json.dumps({"cpu": host.cpu(), "rows": rows}, indent=1) + "\n")
+    with write_output(out / "report.json", ROWS) as temporary:
+        temporary.write_text(json.dumps({"cpu": host.cpu(), "rows": rows}, indent=1) + "\n")
     heads = {
         "scenario": "scenario",
         "mode": "`--comm_type`",
@@ -132,7 +152,7 @@ def report(out: Path, small: bool) -> str:
         "test04": "TEST04",
         "videos_for_vbench": "videos for VBench",
     }
-    lines = ["# MLPerf-shaped, not a submission", ""]
+    lines = [_TITLE, ""]
     if small:
         lines += ["Six small videos (`--small`), which say nothing about the workload's speed."]
         lines += ["The load generator calls fewer than 64 queries of SingleStream invalid.", ""]
@@ -143,7 +163,8 @@ def report(out: Path, small: bool) -> str:
     for row in sorted(rows, key=lambda row: (row["scenario"], row["mode"])):
         lines.append("| " + " | ".join(_shown(name, row.get(name)) for name in used) + " |")
     text = "\n".join(lines) + "\n"
-    (out / "report.md").write_text(text)
+    with write_output(out / "report.md", REPORT) as temporary:
+        temporary.write_text(text)
     return text
 
 
@@ -161,11 +182,17 @@ def score(file: Path) -> str:
     Args:
         file: VBench's *_eval_results.json: dimension -> [score, videos].
     """
-    found = json.loads(file.read_text())
+    found = read_json(file)
     missing = [name for name in rules.DIMENSIONS if name not in found]
     if missing:
         raise InputError(f"{file} has no {missing[0]}", remedy="score all six dimensions")
-    mean = 100 * statistics.mean(float(found[name][0]) for name in rules.DIMENSIONS)
+    try:
+        scores = [real(0, 1)(f"{file}: {name}", found[name][0]) for name in rules.DIMENSIONS]
+    except (KeyError, TypeError, IndexError) as error:
+        raise InputError(
+            f"{file}", None, "holds no scores of VBench", "give its results"
+        ) from error
+    mean = 100 * statistics.mean(scores)
     verdict = "enough" if mean >= rules.LEAST_ACCURACY else "too little"
     return f"{mean:.4f}: {verdict} (at least {rules.LEAST_ACCURACY} is asked for)"
 
@@ -174,22 +201,30 @@ def run(argv: list[str]) -> int:
     """Runs the command line."""
     place = argv.index("--") if "--" in argv else len(argv)
     flags = argv[place + 1 :]
-    command = argparse.ArgumentParser(
+    command = Parser(
         "python -m benchmarks.mlperf",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     rules.options(command)
-    command.add_argument("--ranks", type=int, default=1, help="processes that share a video (1)")
-    command.add_argument("--modes", nargs="+", type=int, default=[0], choices=(0, 1, 2))
+    command.add_argument(
+        "--ranks", type=typed(integer(1, 64)), default=1, help="processes that share a video (1)"
+    )
+    command.add_argument(
+        "--modes", nargs="+", type=typed(integer(0, 2)), default=[0], choices=(0, 1, 2)
+    )
     command.add_argument("--service", action="store_true", help="drive python -m wan.serve")
-    command.add_argument("--score", type=Path, help="read VBench's results, and measure nothing")
+    command.add_argument(
+        "--score", type=typed(path), help="read VBench's results, and measure nothing"
+    )
     options = command.parse_args(argv[:place])
-    if options.score:
+    if options.score is not None:
         print(score(options.score))
         return 0
     rules.check(flags)  # what is refused or missing is said before anything starts
     rules.workload(options.small)
+    for name, kind in (("report.json", ROWS), ("report.md", REPORT)):
+        check_output(options.out / name, kind, "--out")
     for mode in options.modes:
         out = options.out / f"mode{mode}"
         out.mkdir(parents=True, exist_ok=True)
@@ -207,8 +242,8 @@ def run(argv: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(run(sys.argv[1:]))
-    except InputError as error:
+    except (InputError, WriteError) as error:
         print(f"benchmarks.mlperf: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_code(error))
     except subprocess.CalledProcessError as error:
         sys.exit(error.returncode)

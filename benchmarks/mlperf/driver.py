@@ -25,9 +25,10 @@ import mlperf_loadgen as loadgen
 from benchmarks.mlperf import rules
 from benchmarks.mlperf.rules import Workload
 from wan import log
-from wan.checkpoint.files import whole_file
 from wan.cli import failures, main
+from wan.cli.flags import Parser
 from wan.cli.videos import Video
+from wan.output_files import VIDEO, check_output, is_output, json_kind, write_output
 from wan.run import Run
 from wan.settings.errors import exit_code
 
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
 
 Make = Callable[[int, Path], None]
 """make(index, file) writes the video of a sample to a file."""
-RESULT = "result.json"
+RESULT, _ENTRIES = "result.json", "vbench_full_info.json"
+FOUND = json_kind("a result of benchmarks.mlperf", "kind", "scenario", "videos", "power")
+ENTRIES = json_kind("a list of benchmarks.mlperf", "prompt_en", "dimension", "video_list")
+POWER = json_kind("the energy of a video", "power")
 
 
 def test(
@@ -94,7 +98,7 @@ def test(
     found = _result(folder) | {"kind": kind, "scenario": scenario}
     found |= {"videos": len(made), "seconds": round(time.perf_counter() - begun, 3)}
     found |= {"power": [one for _, path in made if (one := _power(path)) is not None]}
-    with whole_file(folder / RESULT) as temporary:
+    with write_output(folder / RESULT, FOUND) as temporary:
         temporary.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -149,7 +153,7 @@ def _write_entries(workload: Workload, folder: Path) -> None:
         scored = [name for name in entry["dimension"] if name in rules.DIMENSIONS]
         files = [str(folder / "videos" / f"{entry['prompt_en']}-0.mp4")]
         entries.append(entry | {"dimension": scored, "video_list": files})
-    with whole_file(folder / "vbench_full_info.json") as temporary:
+    with write_output(folder / _ENTRIES, ENTRIES) as temporary:
         temporary.write_text(json.dumps(entries, indent=1) + "\n")
 
 
@@ -162,12 +166,13 @@ def post(url: str, workload: Workload) -> Make:
         asked = urllib.request.Request(f"{url}/v1/videos/generations", body, head)
         with urllib.request.urlopen(asked) as answer:
             told = json.load(answer)
-        with whole_file(file) as temporary:
+        with write_output(file, VIDEO) as temporary:
             temporary.write_bytes(base64.b64decode(told["video_bytes"]))
         with urllib.request.urlopen(f"{url}/v1/videos/{told['video_id']}") as answer:
             power = json.load(answer).get("power")
         if power:
-            file.with_suffix(".json").write_text(json.dumps({"power": power}))
+            with write_output(file.with_suffix(".json"), POWER) as temporary:
+                temporary.write_text(json.dumps({"power": power}))
 
     return make
 
@@ -180,7 +185,8 @@ def cached(make: Make) -> Make:
         if index not in there:
             make(index, file)
             there[index] = file.read_bytes()
-        file.write_bytes(there[index])
+        with write_output(file, VIDEO) as temporary:
+            temporary.write_bytes(there[index])
 
     return again
 
@@ -190,8 +196,12 @@ def _tests(options: argparse.Namespace, workload: Workload, make: Make, at_once:
     make = cached(make) if options.cached else make
     for scenario in options.scenarios:
         for kind in options.tests:
+            for name, output in ((RESULT, FOUND), (_ENTRIES, ENTRIES)):
+                check_output(options.out / scenario / kind / name, output, "--out")
+    for scenario in options.scenarios:
+        for kind in options.tests:
             folder = options.out / scenario / kind
-            if not (folder / RESULT).exists():
+            if not is_output(folder / RESULT, FOUND):
                 workers = at_once if scenario == "Offline" else 1
                 test(kind, scenario, workload, make, folder, workers)
 
@@ -231,7 +241,7 @@ def _work(options: argparse.Namespace, workload: Workload, run: Run, team: Team 
 def run(argv: list[str]) -> int:
     """Runs the tests of one mode; returns the exit code."""
     place = argv.index("--") if "--" in argv else len(argv)
-    command = argparse.ArgumentParser()
+    command = Parser()
     rules.options(command)
     command.add_argument("--url", help="of a service, which is driven instead")
     options, flags = command.parse_args(argv[:place]), argv[place + 1 :]

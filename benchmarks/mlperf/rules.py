@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from wan.cli.flags import parse
+from wan.cli.programs import typed
 from wan.settings.errors import COMMAND_LINE, InputError, spoken
+from wan.settings.values import path
 
 DIMENSIONS = (
     "subject_consistency",
@@ -138,7 +140,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     number("--tests", nargs="+", choices=kinds, default=kinds[:1])
     number("--small", action="store_true", help="six small videos, for a machine without GPUs")
     number("--cached", action="store_true", help="answer from a cache, which TEST04 has to find")
-    number("--out", type=Path, default=Path("mlperf"), help="folder of the results (mlperf)")
+    number("--out", type=typed(path), default=Path("mlperf"), help="folder of the results (mlperf)")
 
 
 def check(flags: Sequence[str]) -> None:

@@ -8,7 +8,8 @@ then whole clips. Legend: B clips, F frames, H W pixels.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from tools.demo.render import render
 from tools.demo.scenes import random_scene
 from tools.demo.training import Training, device, join
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.settings.values import integer
 
 BASE_DIM, SIDE, CLIP = 8, 64, 9
 POOL = 500
@@ -132,12 +136,20 @@ def loss_of(vae: Any, clips: Tensor) -> tuple[Tensor, dict[str, float]]:
     return loss, {"psnr": psnr, "kl": float(kl.detach())}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
-    parser.add_argument("--steps", type=int, nargs=3, default=[1750, 2800, 1200], help="of phases")
-    parser.add_argument("--threads", type=int, default=2, help="of all processes together")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--steps",
+        type=typed(integer(0, 10_000_000)),
+        nargs=3,
+        default=[1750, 2800, 1200],
+        help="of phases",
+    )
+    parser.add_argument(
+        "--threads", type=typed(integer(1, 10_000)), default=2, help="of all processes together"
+    )
+    options = parser.parse_args(argv)
     rank, ranks = join(options.threads)
     images, crops, whole = options.steps
     phases = [Phase(images, 24, 1, 32), Phase(crops, 8, 5, 32), Phase(whole, 4, CLIP, SIDE)]
@@ -153,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

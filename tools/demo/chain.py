@@ -15,6 +15,7 @@ Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/heigh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from tools.demo.dit import sigmas
 from tools.demo.evaluate import as_pixels
 from tools.demo.last_image import base
 from tools.demo.lora import contexts, run, with_lora
+from tools.demo.outputs import PICTURE as MARKED
+from tools.demo.outputs import save_picture
 from tools.demo.render import render
 from tools.demo.scenes import (
     BACKGROUNDS,
@@ -44,6 +47,7 @@ from tools.demo.scenes import (
 )
 from tools.demo.score import foreground, largest_part
 from tools.demo.training import Training, save_atomically
+from wan.output_files import check_output
 from wan.settings.presets import PRESETS
 
 FRAMES, TOKENS, CLIPS, BATCH = 17, 80, 3, 24  # of a clip; clips of a training video; of a step
@@ -137,6 +141,7 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
 
 def score(folder: Path, videos: int) -> None:
     """Drift of videos of twenty clips with the LoRA, and of the plain chain without it."""
+    check_output(PICTURE, MARKED, "The picture")
     print("| Chain | Clips | Colour | Background | Area | Wrong ways, % | Jump at a join, pixels |")
     print("|---|---|---|---|---|---|---|")
     strips = []
@@ -157,7 +162,7 @@ def score(folder: Path, videos: int) -> None:
                 flush=True,
             )
     order = [row for number in range(videos) for row in (strips[number], strips[videos + number])]
-    Image.fromarray(np.concatenate(order[:8])).save(PICTURE)
+    save_picture(np.concatenate(order[:8]), PICTURE)
 
 
 def long_video(model: Any, clips: list[Scene], seed: int, latents: bool) -> Pixels:
@@ -217,4 +222,4 @@ def _strip(frames: Pixels, again: int) -> Pixels:
 
 
 if __name__ == "__main__":
-    run((__doc__ or "").splitlines()[0], "chain", make_clips, train, score, steps=1500)
+    sys.exit(run((__doc__ or "").splitlines()[0], "chain", make_clips, train, score, steps=1500))

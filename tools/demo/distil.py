@@ -13,6 +13,7 @@ Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/heigh
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,4 +115,6 @@ def score(folder: Path, prompts: int) -> None:
 
 
 if __name__ == "__main__":
-    run((__doc__ or "").splitlines()[0], "distilled", make_pairs, train, score, steps=2500)
+    sys.exit(
+        run((__doc__ or "").splitlines()[0], "distilled", make_pairs, train, score, steps=2500)
+    )

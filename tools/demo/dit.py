@@ -8,7 +8,8 @@ Legend: B clips, Z latent channels, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from tools.demo.latents import CLIPS, SEED
 from tools.demo.scenes import caption, random_scene
 from tools.demo.text import TEXT_DIM, TEXT_LEN, token_ids, trained_encoder
 from tools.demo.training import Training, averaged_weights, device, join
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import Collaborators, LocalAttention
 from wan.modules.model import WanModel
 from wan.settings.presets import NEGATIVE_PROMPT, PRESETS, TRAIN_TIMESTEPS, Preset
+from wan.settings.values import integer, real
 
 CONFIG: dict[str, Any] = {
     "dim": 192,
@@ -155,16 +159,22 @@ def loss_of(model: Any, clips: Clips, preset: Preset, part: str, seed: list[int]
     return F.mse_loss(torch.stack(found).float(), noise - clean)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--task", choices=("t2v-A14B", "i2v-A14B"), default="t2v-A14B")
     parser.add_argument("--part", choices=("high_noise", "low_noise"), required=True)
-    parser.add_argument("--steps", type=int, default=8500)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a step, about")
-    parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--threads", type=int, default=2, help="of all processes together")
-    options = parser.parse_args()
+    parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=8500)
+    parser.add_argument(
+        "--tokens", type=typed(integer(1, 1_000_000)), default=2048, help="of a step, about"
+    )
+    parser.add_argument(
+        "--peak", type=typed(real(0, 100, above=True)), default=2e-3, help="learning rate"
+    )
+    parser.add_argument(
+        "--threads", type=typed(integer(1, 10_000)), default=2, help="of all processes together"
+    )
+    options = parser.parse_args(argv)
     rank, ranks = join(options.threads)
     preset, part = PRESETS[options.task], options.part
     model = initial(preset.kind, part, options.state)
@@ -179,4 +189,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -9,10 +9,10 @@ motion begins.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,12 @@ from tools.demo.scenes import (
 )
 from tools.demo.score import Seen, foreground, look
 from wan import WanI2V, WanT2V
+from wan.cli.flags import Parser
+from wan.cli.programs import output_path, run_program, typed
 from wan.configs import WAN_CONFIGS
+from wan.output_files import OutputKind, write_output
 from wan.pipeline.vae import VideoVAE, blueprint
+from wan.settings.values import integer, real
 
 SIDE, LONG = 64, 249
 _SEED = 77
@@ -234,17 +238,34 @@ def score_vae(file: Path, count: int) -> dict[str, float]:
     return {"mean_psnr": round(float(np.mean(found)), 2), "worst_psnr": round(min(found), 2)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def _is_scores(file: Path) -> bool:
+    """Whether a JSON file has the scores of the demo's VAE."""
+    content: Any = json.loads(file.read_bytes())
+    vae = content.get("vae") if isinstance(content, dict) else None
+    return isinstance(vae, dict) and vae.keys() == {"mean_psnr", "worst_psnr"}
+
+
+SCORES = OutputKind("scores of tools.demo.evaluate", _is_scores)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of both tasks")
-    parser.add_argument("--report", type=Path, help="JSON file to write")
+    parser.add_argument("--report", type=output_path(SCORES), help="JSON file to write")
     parser.add_argument("--tasks", nargs="+", choices=("t2v", "i2v"), default=["t2v", "i2v"])
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--steps", type=int, nargs="*", default=[4, 8, 20])
-    parser.add_argument("--guidance", type=float, nargs="*", default=[1.0, 3.0, 5.0])
-    parser.add_argument("--long_prompts", type=int, default=20, help="of 249 frames, 1008 tokens")
+    parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=100)
+    parser.add_argument("--steps", type=typed(integer(1, 1000)), nargs="*", default=[4, 8, 20])
+    parser.add_argument(
+        "--guidance", type=typed(real(0, 100, above=True)), nargs="*", default=[1.0, 3.0, 5.0]
+    )
+    parser.add_argument(
+        "--long_prompts",
+        type=typed(integer(0, 10_000)),
+        default=20,
+        help="of 249 frames, 1008 tokens",
+    )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     logging.disable(logging.INFO)
     folder, report = options.checkpoint, dict[str, Any]()
     report["vae"] = score_vae(folder / "t2v-A14B" / "Wan2.1_VAE.safetensors", options.prompts)
@@ -267,8 +288,9 @@ def main() -> None:
             report["drawings"] = score_drawings(model, Setting(20, 3.0, 12, shift=shift))
             print("drawings", report["drawings"], flush=True)
     if options.report:
-        options.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        with write_output(options.report, SCORES) as temporary:
+            temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

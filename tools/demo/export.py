@@ -8,9 +8,8 @@ same. i2v is left out while it is not trained.
 
 from __future__ import annotations
 
-import argparse
-import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tools.demo.dit import CONFIG, IN_DIM
+from tools.demo.outputs import check_export, remove_export
 from tools.demo.text import tokenizer, trained_weights
 from tools.demo.training import averaged_weights
 from tools.run_demo import I2V_PROMPT, PROMPTS
 from wan.checkpoint import keymaps
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program
+from wan.output_files import write_folder
 from wan.pipeline.tiny import write_json, write_tokenizer
 
 RUN: dict[str, Any] = {
@@ -41,26 +44,29 @@ _VAE, _TEXT, _TOKENIZER = (
     "models_t5_umt5-xxl-enc-bf16.safetensors",
     "google/umt5-xxl",
 )
+_TEXTS = ("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json")
+MORE = {"t2v": [f"{_TOKENIZER}/{name}" for name in _TEXTS], "i2v": [_TOKENIZER]}
+"""Task -> files and links of its folder that are not in `EXPORTED`."""
 _DIT = "diffusion_pytorch_model.safetensors"
 
 
 def export(state: Path, out: Path) -> list[Path]:
-    """Write the folders of the tasks that are trained, replacing what is there; returns them."""
-    written = []
-    for kind in ("t2v", "i2v"):
-        if kind == "i2v" and not (state / "i2v_low_noise.pt").exists():
-            continue
-        folder = out / f"{kind}-A14B"
-        shutil.rmtree(folder, ignore_errors=True)
-        _write_dits(state, folder, kind)
-        if kind == "t2v":
-            _write_shared(state, folder)
-        else:
-            _link_shared(folder)
-        write_json(folder / "configuration.json", {"framework": "Pytorch"})
-        write_json(folder / "generation_config.json", RUN | OWN[kind])
-        written.append(folder)
-    return written
+    """Write the folders of the tasks that are trained, replacing earlier exports; returns them."""
+    kinds = ["t2v"] + ["i2v"] * (state / "i2v_low_noise.pt").exists()
+    folders = {kind: out / f"{kind}-A14B" for kind in kinds}
+    for kind, folder in folders.items():
+        check_export(folder, MORE[kind])
+    for kind, folder in folders.items():
+        remove_export(folder, MORE[kind])
+        with write_folder(folder) as unfinished:
+            _write_dits(state, unfinished, kind)
+            if kind == "t2v":
+                _write_shared(state, unfinished)
+            else:
+                _link_shared(unfinished)
+            write_json(unfinished / "configuration.json", {"framework": "Pytorch"})
+            write_json(unfinished / "generation_config.json", RUN | OWN[kind])
+    return [*folders.values()]
 
 
 def _write_dits(state: Path, folder: Path, kind: str) -> None:
@@ -94,15 +100,15 @@ def _save(
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder with the trained states")
     parser.add_argument("--out", type=Path, required=True, help="folder to write both to")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for folder in export(options.state, options.out):
         files = [p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()]
         print(f"{folder}: {sum(p.stat().st_size for p in files) / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

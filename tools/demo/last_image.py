@@ -12,6 +12,7 @@ Legend: N clips, B clips of a step, Z latent channels, f h w latent frames/heigh
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,4 +116,4 @@ def _errors(model: Any, number: int, scene: Scene, told: bool, with_last: bool) 
 
 
 if __name__ == "__main__":
-    run((__doc__ or "").splitlines()[0], "ends", make_clips, train, score, steps=2000)
+    sys.exit(run((__doc__ or "").splitlines()[0], "ends", make_clips, train, score, steps=2000))

@@ -8,7 +8,8 @@ Legend: N clips, F frames, f h w latent frames/height/width.
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from tools.demo import autoencoder
 from tools.demo.render import render
 from tools.demo.scenes import random_scene
 from tools.demo.training import averaged_weights, device, join, save_atomically
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program
 
 CLIPS = {9: 8000, 17: 1500, 33: 800, 249: 100}  # frames: how many
 IMAGES = {9: 3000, 17: 500, 33: 250, 249: 30}  # of which i2v is trained on
@@ -82,11 +85,11 @@ def encode(state: Path, frames: int, images: bool) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
     parser.add_argument("--images", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     join()
     if not (options.state / "vae_official.pt").exists():
         save_atomically(official_vae(options.state), options.state / "vae_official.pt")
@@ -95,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -6,15 +6,19 @@ export and scores; a stage that is already done is not repeated.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tools.demo.outputs import LORA, LORA_MARK
 from tools.demo.training import averaged_weights
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.output_files import check_output, write_output
+from wan.settings.values import integer, real
 
 EXPERTS = ("high_noise", "low_noise")
 BATCH, TOKENS = 32, 48  # clips of a step; tokens of 9 frames of 64 x 64
@@ -55,7 +59,8 @@ def contexts(model: Any, texts: list[str]) -> list[Tensor]:
 
 def export(state: Path, out: Path, trained: str) -> None:
     """Write both files of a --lora_dir, in bfloat16, under the names of lightx2v."""
-    out.mkdir(parents=True, exist_ok=True)
+    for part in EXPERTS:
+        check_output(out / f"{part}_model.safetensors", LORA, "--out")
     for part in EXPERTS:
         weights = averaged_weights(state / f"{trained}_{part}.pt")
         tensors = {
@@ -64,10 +69,12 @@ def export(state: Path, out: Path, trained: str) -> None:
             for end in ("down", "up")
             if name.endswith(f".{end}.weight")
         }
-        save_file(
-            {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()},
-            out / f"{part}_model.safetensors",
-        )
+        with write_output(out / f"{part}_model.safetensors", LORA) as temporary:
+            save_file(
+                {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()},
+                temporary,
+                metadata=LORA_MARK,
+            )
 
 
 def run(
@@ -78,8 +85,9 @@ def run(
     score: Callable[[Path, int], None],
     steps: int,
     export: Callable[[Path, Path, str], None] = export,
-) -> None:
-    """The command line of a training that adds to the experts.
+    argv: Sequence[str] | None = None,
+) -> int:
+    """The command line of a training that adds to the experts; returns the exit code.
 
     Args:
         description: The first line of the help.
@@ -89,26 +97,35 @@ def run(
         score: Compares a --lora_dir with the plain checkpoint on so many prompts.
         steps: The default number of steps.
         export: Writes a folder, given the state folder, the folder and the name.
+        argv: The arguments; None: those of this process.
     """
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument(
         "--state", type=Path, default=Path("outputs", name), help="folder for states and data"
     )
-    parser.add_argument("--clips", type=int, help="make the data of so many clips")
+    parser.add_argument(
+        "--clips", type=typed(integer(1, 10_000_000)), help="make the data of so many clips"
+    )
     parser.add_argument("--expert", choices=EXPERTS, help="train the LoRA of this expert")
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--peak", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=steps)
+    parser.add_argument(
+        "--peak", type=typed(real(0, 100, above=True)), default=2e-3, help="learning rate"
+    )
     parser.add_argument("--out", type=Path, help="write the --lora_dir")
     parser.add_argument("--score", type=Path, help="a --lora_dir to compare with none")
-    parser.add_argument("--prompts", type=int, default=100)
-    options = parser.parse_args()
-    if options.score:
-        score(options.score, options.prompts)
-        return
-    options.state.mkdir(parents=True, exist_ok=True)
-    if options.clips:
-        prepare(options.state, options.clips)
-    if options.expert:
-        train(options.state, options.expert, options.steps, options.peak)
-    if options.out:
-        export(options.state, options.out, name)
+    parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=100)
+
+    def work() -> None:
+        options = parser.parse_args(argv)
+        if options.score:
+            score(options.score, options.prompts)
+            return
+        options.state.mkdir(parents=True, exist_ok=True)
+        if options.clips:
+            prepare(options.state, options.clips)
+        if options.expert:
+            train(options.state, options.expert, options.steps, options.peak)
+        if options.out:
+            export(options.state, options.out, name)
+
+    return run_program(work)

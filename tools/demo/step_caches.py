@@ -24,6 +24,7 @@ import argparse
 import json
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -38,11 +39,17 @@ from PIL import Image
 from torch import Tensor
 
 from tools.demo.evaluate import SIDE, as_pixels, held_out, psnr, right
+from tools.demo.outputs import PICTURE
 from tools.demo.render import render
 from tools.demo.scenes import Scene, caption
 from tools.demo.score import look
 from wan import WanI2V, WanT2V
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
 from wan.configs import WAN_CONFIGS
+from wan.output_files import OutputKind, check_output, write_output
+from wan.settings.errors import InputError
+from wan.settings.values import integer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 FRAMES, GUIDANCE = 9, 3.0
@@ -166,6 +173,7 @@ def ssim(a: Clip, b: Clip) -> float:
 def run(options: argparse.Namespace) -> None:
     """Append a line for every video that is not there yet."""
     results: Path = options.results
+    check_output(results, RESULTS, "--results")
     done = {_key(line) for line in read(results)}
     results.parent.mkdir(parents=True, exist_ok=True)
     makers = {kind: Maker(kind) for kind in options.kinds}
@@ -196,10 +204,39 @@ def read(results: Path) -> list[dict[str, Any]]:
     lines = []
     for text in results.read_text(encoding="utf-8").splitlines() if results.is_file() else ():
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             continue  # the program was stopped within it
+        if not _is_line(line):
+            raise InputError(f"{results}", None, "has a line of another program", "give another")
+        lines.append(line)
     return lines
+
+
+def _is_line(line: Any) -> bool:
+    """Whether this is what a line of the results says of a video."""
+    numbers = ("of", "steps", "prompt", "seconds", "computed", "psnr", "ssim")
+    return (
+        isinstance(line, dict)
+        and {*numbers, "kind", "variant", "marks"} <= line.keys()
+        and all(isinstance(line[name], int | float) for name in numbers)
+        and line["seconds"] > 0
+        and isinstance(line["marks"], dict)
+    )
+
+
+def _is_results(file: Path) -> bool:
+    """Whether the first line of a file is one of the results."""
+    with file.open(encoding="utf-8") as lines:
+        return _is_line(json.loads(lines.readline(1 << 16)))
+
+
+RESULTS = OutputKind("results of tools.demo.step_caches", _is_results)
+_TABLE = (
+    "| Task, steps | Variant | Prompts | Computed | Speed-up | Marks, % | Difference (95 %) |"
+    " PSNR | SSIM |"
+)
+PAGE = OutputKind("a page with the table", lambda file: _TABLE in file.read_text(encoding="utf-8"))
 
 
 def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -267,13 +304,14 @@ def interval(differences: NDArray[Any]) -> tuple[float, float, float]:
 
 def report(results: Path, speed: Path, out: Path) -> None:
     """out.md, whose table is replaced, and out.png, speed-up against likeness and marks."""
+    page, picture = out.with_suffix(".md"), out.with_suffix(".png")
+    check_output(page, PAGE, "--report")
+    check_output(picture, PICTURE, "--report")
     lines, quiet = read(results), read(speed)
+    if not lines:
+        raise InputError("--results", results, "has no results", "make some first")
     rows = summarise(lines, quiet)
-    table = [
-        "| Task, steps | Variant | Prompts | Computed | Speed-up | Marks, % | Difference (95 %) |"
-        " PSNR | SSIM |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    table = [_TABLE, "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         mean, low, high = row["difference"]
         table.append(
@@ -281,15 +319,15 @@ def report(results: Path, speed: Path, out: Path) -> None:
             f"{row['computed']:.0%} | {row['speedup']:.2f} | {row['marks']:.1f} | {mean:+.1f} "
             f"({low:+.1f} to {high:+.1f}) | {row['psnr']:.1f} | {row['ssim']:.3f} |"
         )
-    page = out.with_suffix(".md")
     above = page.read_text(encoding="utf-8").split(table[0])[0] if page.is_file() else ""
-    page.write_text(above + "\n".join(table) + "\n", encoding="utf-8")
+    with write_output(page, PAGE) as temporary:
+        temporary.write_text(above + "\n".join(table) + "\n", encoding="utf-8")
     made: dict[tuple[Any, ...], set[int]] = {}
     for line in lines:
         made.setdefault(_key(line)[:-1], set()).add(line["prompt"])
     common = set.intersection(*made.values())  # a plot compares the same prompts
     rows = summarise([line for line in lines if line["prompt"] in common], quiet)
-    plot(rows, out.with_suffix(".png"))
+    plot(rows, picture)
 
 
 def _short(variant: str) -> str:
@@ -323,7 +361,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     names = axes[0][0].get_legend_handles_labels()
     figure.legend(*names, loc="lower center", ncols=len(names[1]), fontsize=8)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=110)
+    with write_output(path, PICTURE) as temporary:
+        figure.savefig(temporary, format="png", dpi=110, metadata={"Software": "tools.demo"})
 
 
 def _family(variant: str) -> str:
@@ -333,16 +372,16 @@ def _family(variant: str) -> str:
     return re.split("[ :]", variant)[0] + (", order 1" if variant.endswith("order 1") else "")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, required=True, help="a line for each video")
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=24)
     parser.add_argument("--kinds", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--steps", type=int, nargs="+", default=[20, 40])
+    parser.add_argument("--steps", type=typed(integer(1, 1000)), nargs="+", default=[20, 40])
     parser.add_argument("--chosen", action="store_true", help="one variant of each policy")
     parser.add_argument("--speed", type=Path, help="results of a quiet machine; default: the same")
     parser.add_argument("--report", type=Path, help="write NAME.md and NAME.png of the results")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     logging.disable(logging.INFO)
     if options.report is None:
         run(options)
@@ -351,4 +390,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -9,8 +9,9 @@ Legend: B captions, T tokens, C text channels, K answers.
 
 from __future__ import annotations
 
-import argparse
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from tools.demo.scenes import (
     random_scene,
 )
 from tools.demo.training import Training, averaged_weights, device, join
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.settings.values import integer
 
 TEXT_DIM, TEXT_LEN, LAYERS = 64, 32, 2
 _SPECIAL = ("<pad>", "</s>", "<unk>")  # their ids are 0, 1, 2, as in T5
@@ -163,11 +167,11 @@ def loss_of(reader: nn.Module, ids_BT: Tensor, wanted: Tensor) -> tuple[Tensor, 
     return torch.stack(losses).mean(), right / asked
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--state", type=Path, required=True, help="folder for states and data")
-    parser.add_argument("--steps", type=int, default=1000)
-    options = parser.parse_args()
+    parser.add_argument("--steps", type=typed(integer(1, 10_000_000)), default=1000)
+    options = parser.parse_args(argv)
     join(threads=1)
     training = Training(Reader(), options.state / "text.pt", steps=options.steps, peak=3e-3)
     while not training.done:
@@ -177,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from wan.output_files import OutputKind, check_output, write_output
+
+_MARK = b"tools.demo"
 
 
 def join(threads: int = 2) -> tuple[int, int]:
@@ -59,6 +63,7 @@ class Training:
             weight_decay=0.01,
         )
         self._started, self._sums = time.monotonic(), dict[str, float]()
+        check_output(file, STATE, "--state")
         if file.exists():
             self._resume()
 
@@ -133,11 +138,23 @@ class Training:
 
 
 def save_atomically(value: Any, file: Path) -> None:
-    """Under its name there is a complete file or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    torch.save(value, partial)
-    partial.rename(file)
+    """Under its name there is a complete file or none; only a state of ours is replaced."""
+    with write_output(file, STATE) as temporary:
+        torch.save(value, temporary)
+        with zipfile.ZipFile(temporary, "a") as packed:
+            packed.comment = _MARK
+
+
+def _is_state(file: Path) -> bool:
+    """Whether a file of torch.save has our mark, which is the comment of its zip archive."""
+    try:
+        with zipfile.ZipFile(file) as packed:
+            return packed.comment == _MARK
+    except zipfile.BadZipFile:
+        return False
+
+
+STATE = OutputKind("a state of tools.demo", _is_state)
 
 
 def averaged_weights(file: Path) -> dict[str, torch.Tensor]:

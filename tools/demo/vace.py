@@ -16,7 +16,7 @@ Legend: N clips, Z latent channels, f h w latent frames/height/width, F H W pixe
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,13 +27,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tools.demo.dit import CONFIG, TrainingKernel, sigmas
 from tools.demo.evaluate import as_pixels, psnr
 from tools.demo.lora import TOKENS, contexts, run
+from tools.demo.outputs import PICTURE as MARKED
+from tools.demo.outputs import remove_export, save_picture
 from tools.demo.render import render
 from tools.demo.scenes import (
     BACKGROUNDS,
@@ -52,8 +53,10 @@ from tools.demo.training import Training, averaged_weights, save_atomically
 from wan import WanT2V, WanVace
 from wan.modules.interfaces import Collaborators, LocalAttention
 from wan.modules.vace import VaceWanModel
+from wan.output_files import VIDEO, check_output, write_folder, write_output
 from wan.pipeline.control import folded_mask
 from wan.pipeline.tiny import write_json
+from wan.pipeline.video import MARK
 from wan.settings.presets import PRESETS
 
 REPO = Path(__file__).resolve().parents[2]
@@ -64,6 +67,9 @@ TASKS = {"replace": 0.35, "path": 0.25, "frames": 0.4}  # shares of the training
 SHOWN = {"replace": (1, 5), "path": (2,), "frames": (0, 1)}  # in the picture
 KNOWN = ((0,), (8,), (0, 8), (0, 1, 2, 3, 4), (0, 4, 8))  # frames that are given
 _DIT, _VACE = "diffusion_pytorch_model.safetensors", "vace.safetensors"
+MORE = ["google/umt5-xxl"]  # what its folder has beside other exports
+MORE += [f"{part}_model/{_VACE}" for part in ("high_noise", "low_noise")]
+MORE += [f"{part}_model/{_DIT}.index.json" for part in ("high_noise", "low_noise")]
 _OWN = ("vace_blocks.", "vace_patch_embedding.")
 Pixels = NDArray[np.uint8]
 
@@ -220,9 +226,20 @@ def train(state: Path, part: str, steps: int, peak: float) -> None:
 
 def export(state: Path, out: Path, trained: str) -> None:
     """Write a folder of the task: what is t2v's is linked, an index adds the control blocks."""
-    shutil.rmtree(out, ignore_errors=True)
+    remove_export(out, MORE)
+    with write_folder(out) as unfinished:
+        _write_export(state, unfinished, trained)
+    write_files(_example(), REPO / "examples" / "control")
+
+
+def _example() -> Controlled:
+    """The clip of the settings and of examples/control."""
+    return clip("replace", SEED + 1, EXAMPLE)
+
+
+def _write_export(state: Path, out: Path, trained: str) -> None:
     shared = Path("..") / DEMO.name
-    (out / "google").mkdir(parents=True)
+    (out / "google").mkdir()
     (out / "google" / "umt5-xxl").symlink_to(Path("..") / shared / "google" / "umt5-xxl")
     for file in ("Wan2.1_VAE.safetensors", "models_t5_umt5-xxl-enc-bf16.safetensors"):
         (out / file).symlink_to(shared / file)
@@ -241,14 +258,13 @@ def export(state: Path, out: Path, trained: str) -> None:
         write_json(folder / "config.json", config | {"vace_layers": LAYERS, "vace_in_dim": 96})
     write_json(out / "configuration.json", {"framework": "Pytorch"})
     settings = json.loads((DEMO / "generation_config.json").read_text())
-    example = clip("replace", SEED + 1, EXAMPLE)
-    write_files(example, REPO / "examples" / "control")
-    settings |= {"sample_guide_scale": 1.0, "prompt": example.text}
+    settings |= {"sample_guide_scale": 1.0, "prompt": _example().text}
     write_json(out / "generation_config.json", settings)
 
 
 def score(folder: Path, clips: int) -> None:
     """What the videos show and how far they are from what is wanted, with control and without."""
+    check_output(PICTURE, MARKED, "The picture")
     print("| Task | Control | Colour / shape, % | Centre off, pixels | Kept, dB | All, dB |")
     print("|---|---|---|---|---|---|")
     model, strips = WanVace("vace-A14B", folder, precision="fp32"), []
@@ -267,7 +283,7 @@ def score(folder: Path, clips: int) -> None:
                 f"| {off:.1f} | {kept:.1f} | {whole:.1f} |",
                 flush=True,
             )
-    Image.fromarray(np.concatenate(strips)).save(PICTURE)
+    save_picture(np.concatenate(strips), PICTURE)
 
 
 def controlled(model: Any, one: Controlled, seed: int, scale: float = 1.0) -> Pixels:
@@ -290,10 +306,11 @@ def controlled(model: Any, one: Controlled, seed: int, scale: float = 1.0) -> Pi
 
 def write_files(one: Controlled, folder: Path) -> list[Path]:
     """Write what is given as source.mp4 and mask.mp4."""
-    folder.mkdir(parents=True, exist_ok=True)
     videos = {"source": one.source, "mask": np.repeat(one.mask[..., None], 3, axis=-1)}
     for name, frames in videos.items():
-        imageio.mimwrite(folder / f"{name}.mp4", list(frames), fps=16, quality=9)
+        with write_output(folder / f"{name}.mp4", VIDEO) as temporary:
+            comment = ["-metadata", f"comment={MARK}"]
+            imageio.mimwrite(temporary, list(frames), fps=16, quality=9, ffmpeg_params=comment)
     return [folder / f"{name}.mp4" for name in videos]
 
 
@@ -325,4 +342,4 @@ def _strips(one: Controlled, made: Pixels) -> Pixels:
 
 if __name__ == "__main__":
     described = (__doc__ or "").splitlines()[0]
-    run(described, "vace", make_clips, train, score, steps=5000, export=export)
+    sys.exit(run(described, "vace", make_clips, train, score, steps=5000, export=export))

@@ -8,10 +8,10 @@ published ones. FOLDER keeps the checkpoints, of which `generate.py --ckpt_dir` 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ from tools.demo.evaluate import rows
 from tools.quantize_dit import quantize
 from wan import WanT2V
 from wan.checkpoint.quantised import FOLDERS
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.output_files import write_folder
+from wan.settings.values import integer
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo" / "t2v-A14B"
 KINDS = ("Q8_0", "Q6_K", "Q4_K", "Q3_K")
@@ -31,15 +35,16 @@ _VIDEO = {"shift": 12.0, "guide_scale": 3.0, "sampling_steps": 20}
 
 def with_fp8(source: Path, out: Path) -> Path:
     """Returns a copy whose blocks' matrices are FP8 with a scale each, as ComfyUI's files."""
-    shutil.copytree(source, out)
-    for file in out.rglob("diffusion_pytorch_model.safetensors"):
-        state = load_file(file)
-        for name in [n for n, x in state.items() if x.dim() == 2 and n.startswith("blocks.")]:
-            weight = state[name].float()
-            scale = weight.abs().max() / 448
-            state[name] = (weight / scale).to(torch.float8_e4m3fn)
-            state[name.replace(".weight", ".scale_weight")] = scale
-        save_file(state, file)
+    with write_folder(out) as unfinished:
+        shutil.copytree(source, unfinished, dirs_exist_ok=True)
+        for file in unfinished.rglob("diffusion_pytorch_model.safetensors"):
+            state = load_file(file)
+            for name in [n for n, x in state.items() if x.dim() == 2 and n.startswith("blocks.")]:
+                weight = state[name].float()
+                scale = weight.abs().max() / 448
+                state[name] = (weight / scale).to(torch.float8_e4m3fn)
+                state[name.replace(".weight", ".scale_weight")] = scale
+            save_file(state, file)
     return out
 
 
@@ -65,11 +70,11 @@ def size(checkpoint: Path, loading: dict[str, Any]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=100)
-    options = parser.parse_args()
+    parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=100)
+    options = parser.parse_args(argv)
     logging.disable(logging.INFO)
     runs = (
         (
@@ -84,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program(main))

@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint.files import whole_file
+from wan.output_files import json_kind, write_output
 from wan.settings.errors import InputError
 
+REPORT = json_kind("a report of check_device.py", "verdict", "facts", "environment", "steps")
 OK, SLOW, ABSENT, WRONG = "ok", "slow", "not available", "wrong"
 _FROM_GOOD_TO_BAD = (ABSENT, OK, SLOW, WRONG)
 
@@ -276,7 +277,7 @@ def write(path: Path, done: Sequence[Done], about: dict[str, Any]) -> None:
         for step, outcome, ranks in done
     ]
     record = _plain({"command": shlex.join(sys.argv), **about, "steps": steps})
-    with whole_file(path) as unfinished:
+    with write_output(path, REPORT) as unfinished:
         unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

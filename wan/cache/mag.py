@@ -15,6 +15,7 @@ from typing import Any
 
 from wan.cache.policy import BRANCHES, Changes, Computed, Lists, Policy
 from wan.checkpoint.files import read_json
+from wan.output_files import json_kind
 from wan.settings.errors import InputError
 from wan.settings.presets import Preset
 from wan.settings.request import Request
@@ -23,6 +24,7 @@ from wan.settings.timesteps import schedule
 
 FILE = "mag_curve.json"
 """The curve of a checkpoint, in its folder."""
+CURVE = json_kind("a curve of tools/calibrate_mag.py", "task", "sample_shift", "steps", "ratios")
 _PUBLISHED = Path(__file__).with_name("magcache_curves.json")
 _REMEDY = "make a curve with tools/calibrate_mag.py and give it with `step_cache_curve`"
 
@@ -214,7 +216,7 @@ def _curve(record: Any, origin: str) -> Curve:
             {name: tuple(map(float, record["ratios"][name])) for name in BRANCHES},
             origin,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         why = f"is no curve of tools/calibrate_mag.py ({type(error).__name__}: {error})"
         raise InputError(origin, why=why) from error
     for name, row in curve.ratios.items():

@@ -1,0 +1,66 @@
+"""Exported checkpoints, pictures and LoRA files of the demo's programs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from wan.output_files import is_output, json_kind, marked_kind, safetensors_kind, write_output
+from wan.settings.errors import InputError
+
+LORA_MARK = {"tools.demo": "a LoRA of the demo"}
+LORA = safetensors_kind("a LoRA of tools.demo", *LORA_MARK)
+PICTURE = marked_kind("a picture of tools.demo", b"Software\0tools.demo")
+_SETTINGS = json_kind("the settings", "size", "frame_num", "sample_steps", "fps", "prompt")
+_CURVE = "mag_curve.json"  # of tools/calibrate_mag.py, for the weights that are replaced
+EXPORTED = {
+    "configuration.json",
+    "generation_config.json",
+    "Wan2.1_VAE.safetensors",
+    "models_t5_umt5-xxl-enc-bf16.safetensors",
+    *(f"{part}_model/config.json" for part in ("high_noise", "low_noise")),
+    *(f"{part}_model/diffusion_pytorch_model.safetensors" for part in ("high_noise", "low_noise")),
+}
+"""Files and links that every export has."""
+
+
+def check_export(folder: Path, more: Collection[str], setting: str = "--out") -> None:
+    """Refuses a folder that is neither absent, empty, nor an earlier export.
+
+    Args:
+        folder: The folder of an export.
+        more: Other files and links that this export has.
+        setting: What names the folder, for the refusal.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(setting, folder, "is no folder", "give another name")
+    entries = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+    known = EXPORTED | {*more, _CURVE}
+    is_ours = EXPORTED <= entries <= known
+    if entries and not (is_ours and is_output(folder / "generation_config.json", _SETTINGS)):
+        why = "exists and is no earlier export of the demo"
+        raise InputError(setting, folder, why, "give another name, or move it away")
+
+
+def remove_export(folder: Path, more: Collection[str], setting: str = "--out") -> None:
+    """Removes an earlier export, which `check_export` recognises."""
+    check_export(folder, more, setting)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def save_picture(pixels: np.ndarray, path: Path) -> None:
+    """Writes a PNG [H,W,3] with the mark of the demo's pictures."""
+    mark = PngInfo()
+    mark.add_text("Software", "tools.demo")
+    with write_output(path, PICTURE) as temporary:
+        Image.fromarray(pixels).save(temporary, "PNG", pnginfo=mark)

@@ -1,0 +1,54 @@
+"""Command lines of all programs: checked values, refused outputs, one-line refusals."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wan.cli import failures
+from wan.output_files import OutputKind, check_output
+from wan.settings.errors import InputError, WriteError, exit_code
+from wan.settings.values import Reader, path
+
+
+def typed(read: Reader) -> Callable[[str], Any]:
+    """Returns a reader as the `type` of an argparse option, so that it refuses wrong values."""
+
+    def value(raw: str) -> Any:
+        try:
+            return read("", raw)
+        except InputError as error:  # argparse writes the option's name before it
+            raise argparse.ArgumentTypeError(str(error).rstrip(".").lstrip()) from error
+
+    return value
+
+
+def output_path(kind: OutputKind) -> Callable[[str], Path]:
+    """Returns the `type` of an option that names an output file.
+
+    A file that `write_output` would not replace is refused before the work.
+    """
+
+    def read(name: str, raw: Any) -> Path:
+        file: Path = path(name, raw)
+        check_output(file, kind, name)
+        return file
+
+    return typed(Reader(read, metavar="FILE"))
+
+
+def run_program(main: Callable[[], int | None], name: str | None = None) -> int:
+    """Runs a program and returns its exit code; a refusal is one line on stderr.
+
+    Args:
+        main: The program.
+        name: Its name before the refusal; None: the name of the file that was started.
+    """
+    try:
+        return main() or 0
+    except (InputError, WriteError) as error:
+        failures.say(str(error), name or Path(sys.argv[0]).name)
+        return exit_code(error)
