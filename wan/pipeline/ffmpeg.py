@@ -31,10 +31,25 @@ def build_input_args(path: Path) -> list[str]:
     return [*lists, "-i", _file_url(path)]
 
 
+def build_clock_args(path: Path, streams: str) -> list[str]:
+    """Returns a second output, which reads streams only for their time stamps.
+
+    ffmpeg counts the time of MPEG streams from the first stream in use, not from the file's first.
+
+    Args:
+        path: The input file.
+        streams: The others of its streams, such as "0:v?".
+    """
+    with path.open("rb") as file:
+        head = file.read(8)
+    is_mpeg = head[:1] == b"G" or head[4:5] == b"G" or head[:4] == b"\0\0\1\xba"
+    return ["-map", streams, "-c", "copy", "-f", "null", "-"] if is_mpeg else []
+
+
 def build_concat_args() -> list[str]:
     """Returns the arguments for mp4 files in the folder of the process, listed on its stdin."""
     lists = ["-protocol_whitelist", "file,pipe", "-format_whitelist", "concat,mov"]
-    return [*lists, "-f", "concat", "-safe", "0", "-i", "-"]
+    return [*lists, "-f", "concat", "-safe", "0", "-i", "pipe:0"]
 
 
 def build_output_args(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from wan.log import logger
 from wan.pipeline.ffmpeg import (
+    build_clock_args,
     build_input_args,
     build_output_args,
     check_media_file,
@@ -94,7 +95,8 @@ def read_sound(path: Path) -> Sound:
 
     check_media_file("`audio`", path, "give a sound, such as a wav")
     args = [*build_input_args(path), "-t", str(LONGEST + 1), "-map", "0:a:0"]
-    done = run_ffmpeg([*args, "-af", _FROM_TIME_0, "-f", "au", "-c:a", "pcm_f32be", "-"])
+    args += ["-af", _FROM_TIME_0, "-f", "au", "-c:a", "pcm_f32be", "-"]
+    done = run_ffmpeg([*args, *build_clock_args(path, "0:v?")])
     if done.returncode or len(done.stdout) < _AU.size:
         said = done.stderr.decode(errors="replace")
         if "matches no streams" in said:
@@ -162,6 +164,6 @@ def add_sound(video: Path, sound: Path, out: Path, cut: float = 0.0) -> None:
     filters = _FROM_TIME_0 + (f",atrim=start={cut:.6f},asetpts=PTS-STARTPTS" if cut else "")
     args = [*build_input_args(video), *build_input_args(sound), "-map", "0:v:0", "-map", "1:a:0"]
     args += ["-c:v", "copy", "-af", filters, "-c:a", "aac", "-b:a", "192k", "-shortest"]
-    done = run_ffmpeg([*args, *build_output_args(out)])
+    done = run_ffmpeg([*args, *build_output_args(out), *build_clock_args(sound, "1:v?")])
     if done.returncode:
         raise OSError(f"ffmpeg failed: {describe_failure(done.stderr.decode(errors='replace'))}")

@@ -197,7 +197,7 @@ def join(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
     """Joins mp4 files of one size and rate without encoding their frames again.
 
     Args:
-        folder: It holds the files, and their list meanwhile.
+        folder: It holds the files.
         names: The files.
         path: The joined one.
         comment: As for `Mp4Encoder`.

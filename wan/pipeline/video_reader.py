@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from wan.log import logger
 from wan.pipeline.ffmpeg import (
+    build_clock_args,
     build_input_args,
     build_passthrough_args,
     check_media_file,
@@ -194,7 +195,7 @@ def count_stored_frames(path: Path) -> int:
 def _probe_video(path: Path) -> _Probe:
     """Decodes a video and reads what the filter `showinfo` prints of each frame."""
     args = [*build_input_args(path), "-vf", "showinfo=checksum=0", "-an", "-sn", "-dn"]
-    args += [*build_passthrough_args(), "-f", "null", "-"]
+    args += [*build_passthrough_args(), "-f", "null", "-", *build_clock_args(path, "0:a?")]
     process = start_ffmpeg(args, "info")
     assert process.stderr is not None
     header, failure = list[str](), ""
