@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import imageio.v2 as imageio
-import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -44,8 +42,10 @@ from wan.device import resolve as resolve_device
 from wan.distributed import mesh
 from wan.log import Stages
 from wan.pipeline import build, tiny
+from wan.pipeline.video import save_video
 from wan.planner.measure import Planner
 from wan.run import Run
+from wan.settings.command import Output
 from wan.settings.presets import PRESETS
 from wan.torch_private import Live
 
@@ -112,7 +112,7 @@ class Case:
             for name in ("video", "mask"):
                 path = folder / f"{name}.mp4"
                 if not path.exists():
-                    imageio.mimwrite(path, [np.full((512, 512, 3), 99, np.uint8)] * 17, fps=16)
+                    save_video(torch.zeros(3, 17, 512, 512), Output(path, fps=16))
                 argv += [f"--src_{name}", str(path)]
         return [*argv, *self.flags]
 

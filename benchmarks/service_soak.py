@@ -27,12 +27,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import imageio.v2 as imageio
-
 from benchmarks.common import CPU, results_file, write_json
 from tests.serve.serving import Served
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
+from wan.pipeline.video_reader import read_video
 from wan.settings.values import integer, real
 
 
@@ -120,7 +119,7 @@ def account(
             if files != {"video.mp4", "video.json"}:
                 wrong.append(f"{name} has {files}")
                 continue
-            shown = [frame.tobytes() for frame in imageio.get_reader(own / "video.mp4").iter_data()]
+            shown = [frame.tobytes() for frame in read_video(own / "video.mp4", "video").every()]
             if len(shown) != frames:
                 wrong.append(f"{name} has {len(shown)} frames, not {frames}")
             looks[asked[name]].add(hashlib.sha256(b"".join(shown)).hexdigest())

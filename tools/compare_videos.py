@@ -19,14 +19,12 @@ import io
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 
 if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
@@ -36,6 +34,9 @@ from tools.contact_sheet import contact_sheet, read_frames
 from wan.cli.flags import Parser
 from wan.cli.programs import output_path, run_program
 from wan.output_files import OutputKind, marked_kind, write_output
+from wan.pipeline.ffmpeg import build_input_args, describe_failure, run_ffmpeg
+from wan.pipeline.video_reader import read_video
+from wan.settings.errors import InputError
 from wan.settings.values import integer
 
 AGAINST = ("vmaf", "ssim", "psnr", "xpsnr")
@@ -67,20 +68,19 @@ class VideoError(Exception):
 
 def _ffmpeg(*arguments: str, folder: Path) -> str:
     """Runs ffmpeg in a folder, and returns what it prints."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-loglevel", "error", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = run_ffmpeg(arguments, folder)
     if done.returncode:
-        raise VideoError(f"ffmpeg cannot read this: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout
+        why = describe_failure(done.stderr.decode(errors="replace"))
+        raise VideoError(f"ffmpeg cannot read this: {why}")
+    return done.stdout.decode(errors="replace")
 
 
 def facts(video: Path) -> tuple[int, int, int]:
     """The width, height and number of frames of a video."""
     try:
-        reader: Any = imageio_ffmpeg.read_frames(str(video))
-        size = next(reader)["size"]
-        return size[0], size[1], sum(1 for _ in reader)
-    except (OSError, RuntimeError, StopIteration) as error:
+        found = read_video(video, "videos")
+        return *found.size, found.num_frames
+    except InputError as error:
         raise VideoError(f"{video} is no video that ffmpeg can read.") from error
 
 
@@ -105,7 +105,7 @@ def against(reference: Path, other: Path) -> Frames:
         "xpsnr=stats_file=xpsnr",
     )
     graph = streams + ";".join(f"[1{i}][0{i}]{name}" for i, name in enumerate(filters))
-    inputs = [part for video in (reference, other) for part in ("-i", str(video.absolute()))]
+    inputs = [part for video in (reference, other) for part in build_input_args(video)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         _ffmpeg(*inputs, "-lavfi", graph, "-f", "null", "-", folder=folder)
@@ -125,7 +125,7 @@ def against(reference: Path, other: Path) -> Frames:
 def alone(video: Path) -> Frames:
     """Of each frame: luma, detail, motion, blocks, and the share of cells without texture."""
     chain = "signalstats,siti,blockdetect,metadata=print:file=-"
-    arguments = ("-i", str(video.absolute()), "-vf", chain, "-f", "null", "-")
+    arguments = (*build_input_args(video), "-vf", chain, "-f", "null", "-")
     printed = _ffmpeg(*arguments, folder=Path.cwd())
     names = {"bright": "signalstats.YHIGH", "step": "signalstats.YDIF", "detail": "siti.si",
              "motion": "siti.ti", "blocks": "block"}  # fmt: skip

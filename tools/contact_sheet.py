@@ -11,16 +11,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import imageio_ffmpeg
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
+if not __package__:  # started as a script: only tools/ is on the path, its parent is needed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from wan.cli.flags import Parser
 from wan.cli.programs import output_path, run_program
 from wan.output_files import marked_kind, write_output
+from wan.pipeline.video_reader import read_video
+from wan.settings.errors import InputError
 
 FRAMES = 9  # of a strip
 SIDE = 96  # pixels of a frame's longer side
@@ -33,9 +36,7 @@ _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 def read_frames(video: Path) -> list[Image.Image]:
     """The frames of a video, in RGB."""
-    reader: Any = imageio_ffmpeg.read_frames(str(video))
-    size = next(reader)["size"]  # it yields what it knows of the video first
-    return [Image.frombytes("RGB", size, frame) for frame in reader]
+    return [Image.fromarray(frame) for frame in read_video(video, "videos").every()]
 
 
 def prompt_of(video: Path) -> str:
@@ -123,7 +124,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for video in options.videos:
         if not video.is_file():
             parser.error(f"{video} does not exist; give videos of generate.py")
-    write(options.videos, options.out, options.gif, names=options.names)
+    try:
+        write(options.videos, options.out, options.gif, names=options.names)
+    except InputError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

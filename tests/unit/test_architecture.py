@@ -53,8 +53,9 @@ WITHOUT_TORCH = (
     *(f"wan.checkpoint.{name}" for name in ("keymaps", "lora", "quantised")),
     *(
         f"wan.pipeline.{name}"
-        for name in ("setup", "memory", "images", "media", "video", "following")
+        for name in ("setup", "memory", "images", "media", "video", "following", "ffmpeg")
     ),
+    *(f"wan.pipeline.{name}" for name in ("video_reader", "driving", "sources")),
     *(f"wan.evidence.{name}" for name in ("order", "recording")),
     *(f"wan.power.{name}" for name in ("predict", "report", "timeline")),
     "wan.serve",
@@ -66,6 +67,7 @@ ONLY_IN = {
     "transformers": "wan.pipeline.text wan.pipeline.clip wan.pipeline.sound wan.pipeline.tiny "
     "wan.cli.extend_prompt",
     "soxr": "wan.pipeline.media",
+    "imageio_ffmpeg": "wan.pipeline.ffmpeg",
     "dashscope": "wan.cli.extend_prompt",
     "torch_npu": "wan.device wan.kernels.npu",
     "mindiesd": "wan.device wan.kernels.npu",
@@ -152,6 +154,18 @@ def test_where_things_are_asked_for(path: Path) -> None:
     if name != "wan.torch_private":
         assert not {i for i in imports(path) if i.startswith("torch") and "._" in i}
         assert not re.search(r"torch\._[a-z]|torch\.ops\.aten", text)
+
+
+def test_one_module_starts_ffmpeg() -> None:
+    """Others would give it names that it takes for addresses, options or patterns."""
+    folders = ("wan", "tools", "benchmarks", "examples")
+    files = [path for folder in folders for path in (REPO / folder).rglob("*.py")]
+    users = {
+        path.relative_to(REPO).as_posix()
+        for path in [REPO / "generate.py", *files]
+        if {one for one in imports(path) if under(one, "imageio imageio_ffmpeg")}
+    }
+    assert users == {"wan/pipeline/ffmpeg.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)

@@ -1,16 +1,56 @@
-"""What ffmpeg may open for us."""
+"""What ffmpeg may open for us, and what it reads and writes: times, frames, sounds and colours."""
 
 from __future__ import annotations
 
+import re
+import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from imageio_ffmpeg import get_ffmpeg_exe
 
-from tools import make_character, make_sound
-from wan.pipeline import media
+from tools import contact_sheet, make_character, make_sound
+from wan.pipeline import driving, media, sources, video
+from wan.settings.command import Output
 from wan.settings.errors import InputError
+
+COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 90]])
+NAMES = ["12:30.mp4", "tcp:127.0.0.1:9", "udp:127.0.0.1:9.mp4", "concat:v.mp4", "-i.mp4", "--x.mp4"]
+NAMES += ["%03d.mp4", "a\nb'\"c.mp4", "pipe:0", "file:v.mp4", "http:x?y#z.mp4"]
+KEPT = "lt(t,0.4)+not(mod(n,3))"  # frames: 30 a second at first, then 10
+
+
+def ffmpeg(*args: object) -> bytes:
+    command = [get_ffmpeg_exe(), "-v", "error", "-y", *map(str, args)]
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
+def lavfi(source: str) -> list[str]:
+    return ["-f", "lavfi", "-i", source]
+
+
+def clock(path: Path, *, late: float = 0.0, variable: bool = True, size: str = "96x64") -> Path:
+    """A bar that grows from left to right in 1.2 s, as phones write it, perhaps after a sound."""
+    bar = f"color=black:s={size}:r=30:d=1.2,geq=lum='255*lt(X,W*T/1.2)':cb=128:cr=128"
+    bar += f",select='{KEPT}'" if variable else ""
+    inputs = ["-itsoffset", late, *lavfi(bar), *lavfi("sine=d=1.7")]
+    maps = ["-map", "0:v", *(["-map", "1:a"] if late else [])]
+    ffmpeg(*inputs, *maps, "-fps_mode", "vfr", "-c:v", "libx264", "-crf", 1, f"file:{path}")
+    return path
+
+
+def seconds_shown(frames: np.ndarray) -> np.ndarray:
+    return (frames[:, 32, :, 0] > 127).mean(axis=1) * 1.2
+
+
+def stored(path: Path) -> np.ndarray:
+    """The frames of a file, one by one."""
+    raw = ffmpeg("-i", path, "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "-")
+    return np.frombuffer(raw, np.uint8).reshape(-1, 64, 96, 3)
 
 
 def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
@@ -28,3 +68,219 @@ def test_a_script_opens_no_other_file(tmp_path: Path) -> None:
         read(tmp_path / name)
         with pytest.raises(InputError, match="cannot be read"):
             read(script)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_only_a_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a relative path: written, read, counted, joined, and given a sound."""
+    monkeypatch.chdir(tmp_path)
+    make_sound.write(tmp_path / "sound.wav", 1.0)
+    path = Path(name)
+    video.save_video(torch.zeros(3, 5, 64, 96), Output(path, fps=16))
+    assert path.is_file() and driving.count(path) == sources.read(path, path, ()).frames == 5
+    assert len(contact_sheet.read_frames(path)) == 5
+    folder = tmp_path / f"of {name}"
+    folder.mkdir()
+    path.rename(folder / name)
+    video.join(folder, [name, name], path, "a comment")
+    assert driving.count(path) == 10
+    path.rename("10.mp4")
+    media.add_sound(Path("10.mp4"), Path("sound.wav"), path)
+    assert len(media.read_sound(path).samples) == pytest.approx(10_000, abs=1100)
+
+
+def test_a_variable_rate_is_read_by_its_times(tmp_path: Path, caplog) -> None:
+    """With a mask of the same times, and poses: 20 frames in 1.2 s, most of them in a third."""
+    path = clock(tmp_path / "clock.mp4")
+    assert len(stored(path)) == 20
+    found = sources.read(path, clock(tmp_path / "mask.mp4"), ())
+    assert "clock.mp4" in caplog.text
+    pose = media.read_pose(path)
+    poses = np.stack(list(pose.frames()))
+    shown = found.video(range(found.frames))
+    assert (found.mask(range(found.frames)) == shown).all()
+    for frames, rate in ((shown, found.fps), (poses, 16)):
+        played = np.arange(len(frames)) / rate
+        assert np.abs(seconds_shown(frames) - played).max() < 0.1
+        assert len(frames) / rate == pytest.approx(1.2, abs=0.11)
+    assert len({one.tobytes() for one in shown}) == 20, "each stored frame is shown"
+    assert driving.count(path) == found.frames == len(list(media.read_video(path, "x").every()))
+
+
+def test_a_mask_of_a_constant_rate_fits_a_variable_video(tmp_path: Path) -> None:
+    path, mask = clock(tmp_path / "clock.mp4"), clock(tmp_path / "mask.mp4", variable=False)
+    found = sources.read(path, mask, ())
+    mask_seconds = seconds_shown(found.mask(range(found.frames)))
+    assert np.abs(mask_seconds - np.arange(found.frames) / found.fps).max() < 0.1
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_a_video_that_begins_late(variable: bool, tmp_path: Path, caplog) -> None:
+    """Its first frame is shown until then."""
+    path = clock(tmp_path / "late.mp4", late=0.5, variable=variable)
+    found = sources.read(path, path, ())
+    assert "late.mp4" in caplog.text
+    frames = np.stack(list(media.read_video(path, "x").every()))
+    assert len(frames) == found.frames == driving.count(path)
+    wanted = np.maximum(np.arange(len(frames)) / found.fps - 0.5, 0)
+    assert np.abs(seconds_shown(frames) - wanted).max() < 0.1
+    assert len({one.tobytes() for one in frames}) == len(stored(path))
+
+
+@pytest.mark.parametrize("rate", ["16", "25", "30000/1001"])
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_a_constant_rate_has_its_frames(rate: str, suffix: str, tmp_path: Path, caplog) -> None:
+    """Also where time stamps are rounded to milliseconds."""
+    path = tmp_path / f"v.{suffix}"
+    ffmpeg(*lavfi(f"testsrc2=s=96x64:r={rate}:d=1.3"), "-pix_fmt", "yuv420p", path)
+    found = media.read_video(path, "x")
+    assert (np.stack(list(found.every())) == stored(path)).all()
+    assert f"{found.fps:.2f}" == f"{eval(rate):.2f}" and not caplog.messages
+    assert (np.stack(list(found.every(3))) == stored(path)[::3]).all()
+
+
+def test_a_character_of_a_variable_rate(tmp_path: Path) -> None:
+    """Its faces belong to its poses, frame by frame, also in a file without the times of them."""
+    make_character.write(tmp_path, (96, 64), 20)
+    poses = clock(tmp_path / "src_pose.mp4")
+    found = driving.read(tmp_path, replaces=False)
+    assert found.frames == driving.count(poses) > 20
+    shown, faces = (found.videos[part](range(found.frames)) for part in ("pose", "face"))
+    changes = [(frames[1:] != frames[:-1]).any(axis=(1, 2, 3)) for frames in (shown, faces)]
+    assert (changes[0] == changes[1]).all() and changes[0].sum() == 19
+
+
+def test_a_rotated_video_is_read_as_it_is_shown(tmp_path: Path) -> None:
+    ffmpeg(*lavfi("testsrc2=s=96x64:r=16:d=0.3"), "-pix_fmt", "yuv420p", tmp_path / "v.mp4")
+    ffmpeg("-display_rotation", 90, "-i", tmp_path / "v.mp4", "-c", "copy", tmp_path / "r.mp4")
+    found = media.read_video(tmp_path / "r.mp4", "x")
+    assert found.size == (64, 96)
+    upright = np.stack(list(media.read_video(tmp_path / "v.mp4", "x").every()))
+    turned = np.rot90(upright, axes=(1, 2)).astype(int)
+    assert np.abs(np.stack(list(found.every())) - turned).mean() < 3  # chroma is turned before
+
+
+def first_loud(samples: np.ndarray) -> float:
+    return float(np.argmax(np.abs(samples) > 0.02) / 16000)
+
+
+def played(path: Path) -> np.ndarray:
+    """The sound of an mp4 by its time stamps, as a player plays it."""
+    by_time = ["-af", "aresample=16000:async=1:first_pts=0", "-ac", 1, "-f", "f32le", "-"]
+    return np.frombuffer(ffmpeg("-i", path, *by_time), np.float32)
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [("mp4", "aac"), ("mkv", "libopus"), ("ts", "mp2")])
+@pytest.mark.parametrize("cut", [0.0, 0.1875])
+def test_a_sound_that_begins_late(suffix: str, codec: str, cut: float, tmp_path: Path) -> None:
+    talk, silent, out = (tmp_path / name for name in (f"talk.{suffix}", "silent.mp4", "out.mp4"))
+    late = ["-itsoffset", 0.5, *lavfi("sine=f=440:d=1.2:r=48000")]
+    picture = lavfi("color=blue:s=64x64:r=16:d=1.7")
+    ffmpeg(*late, *picture, "-map", "1", "-map", "0", "-pix_fmt", "yuv420p", "-c:a", codec, talk)
+    ffmpeg(*lavfi("color=red:s=64x64:r=16:d=1.5"), "-pix_fmt", "yuv420p", silent)
+    heard = media.read_sound(talk).samples
+    assert first_loud(heard) == pytest.approx(0.5, abs=0.03)
+    assert len(heard) / 16000 == pytest.approx(1.7, abs=0.06)
+    media.add_sound(silent, talk, out, cut)
+    sound = played(out)
+    assert first_loud(sound) == pytest.approx(0.5 - cut, abs=0.03)
+    assert len(sound) / 16000 == pytest.approx(1.5, abs=0.06)
+
+
+@pytest.mark.parametrize("coded", ["pcm_s16le .wav", "libmp3lame .mp3", "flac .flac"])
+def test_a_plain_sound_keeps_its_samples(coded: str, tmp_path: Path) -> None:
+    codec, suffix = coded.split()
+    path = tmp_path / f"a{suffix}"
+    ffmpeg(*lavfi("sine=d=1.3:r=16000,volume=3"), "-c:a", codec, path)
+    decoded = np.frombuffer(ffmpeg("-i", path, "-f", "f32le", "-"), np.float32)
+    assert (media.read_sound(path).samples == decoded).all()
+
+
+def stripes(path: Path, width: int, height: int) -> Path:
+    pixels = torch.from_numpy(COLOURS / 127.5 - 1).float().T.repeat_interleave(width // 4, 1)
+    video.save_video(pixels[:, None, None].expand(3, 3, height, width), Output(path, fps=16))
+    return path
+
+
+def described(path: Path) -> str:
+    """What ffmpeg says of the pixels of a video."""
+    said = subprocess.run([get_ffmpeg_exe(), "-i", path], capture_output=True, text=True).stderr
+    return re.search(r"Video: .*?(yuv\w+\([^)]*\))", said)[1]
+
+
+def boxes(path: Path) -> list[bytes]:
+    content, start, order = path.read_bytes(), 0, []
+    while start < len(content):
+        size, kind = struct.unpack_from(">I4s", content, start)
+        order.append(kind)
+        start += size
+    return order
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [((96, 64), "smpte170m"), ((96, 704), "smpte170m"), ((64, 720), "bt709")]
+)
+def test_colours_tags_and_index_of_an_mp4(size: tuple[int, int], name: str, tmp_path: Path) -> None:
+    """Also of one with a sound, and of joined ones; players read by these tags."""
+    path = stripes(tmp_path / "a.mp4", *size)
+    make_sound.write(tmp_path / "sound.wav", 1.0)
+    media.add_sound(path, tmp_path / "sound.wav", tmp_path / "spoken.mp4")
+    video.join(tmp_path, ["a.mp4", "a.mp4"], tmp_path / "joined.mp4", "")
+    for one in (path, tmp_path / "spoken.mp4", tmp_path / "joined.mp4"):
+        assert described(one).startswith(f"yuv420p(tv, {name}")
+        assert "/" not in described(one), "range, matrix, primaries and transfer"
+        assert boxes(one).index(b"moov") < boxes(one).index(b"mdat")
+        matrix = "bt709" if name == "bt709" else "bt601"
+        graph = f"scale=in_color_matrix={matrix}:in_range=tv,format=rgb24"
+        raw = ffmpeg("-i", one, "-frames:v", 1, "-vf", graph, "-f", "rawvideo", "-")
+        (width, height), step = size, size[0] // 8
+        frame = np.frombuffer(raw, np.uint8).reshape(height, width, 3)
+        ours = next(media.read_video(one, "x").every())
+        for seen in (frame, ours):
+            assert np.abs(seen[height // 2, step :: 2 * step].astype(int) - COLOURS).max() <= 4
+
+
+@pytest.mark.parametrize(
+    ("height", "matrix", "tag"),
+    [
+        (64, "bt601", None),
+        (720, "bt709", None),
+        (64, "bt709", "bt709"),
+        (720, "bt601", "smpte170m"),
+    ],
+)
+def test_a_source_is_read_by_its_tags_or_height(
+    height: int, matrix: str, tag: str | None, tmp_path: Path
+) -> None:
+    pixels = np.broadcast_to(COLOURS.repeat(16, 0).astype(np.uint8), (2, height, 64, 3)).tobytes()
+    (tmp_path / "raw").write_bytes(pixels)
+    raw = ["-f", "rawvideo", "-s", f"64x{height}", "-pix_fmt", "rgb24", "-i", tmp_path / "raw"]
+    graph = f"scale=out_color_matrix={matrix}:out_range=tv,format=yuv420p"
+    graph += ",setparams=colorspace=" + (tag or "unknown")
+    ffmpeg(*raw, "-vf", graph, "-c:v", "libx264", "-crf", 1, tmp_path / "v.mp4")
+    assert (tag or "yuv420p(progressive") in described(tmp_path / "v.mp4")
+    frame = next(media.read_video(tmp_path / "v.mp4", "x").every())
+    assert np.abs(frame[height // 2, 8::16].astype(int) - COLOURS).max() <= 4
+
+
+def white(transfer: str, signal: float) -> Callable[[Path], None]:
+    grey = f"nullsrc=s=64x64:r=16:d=0.2,format=yuv420p10le,geq=lum=64+{signal}*876:cb=512:cr=512"
+    tags = f"colorprim=bt2020:transfer={transfer}:colormatrix=bt2020nc:log-level=error"
+    coded = ["-c:v", "libx265", "-x265-params", tags, "-pix_fmt", "yuv420p10le"]
+    coded += ["-color_primaries", "bt2020", "-color_trc", transfer, "-colorspace", "bt2020nc"]
+    return lambda path: ffmpeg(*lavfi(grey), *coded, path)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "signal"), [("arib-std-b67", 0.75), ("smpte2084", 0.5807)]
+)  # of reference white, in ITU-R BT.2408
+def test_hdr_is_tone_mapped_or_named(
+    transfer: str, signal: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    path = tmp_path / "hdr.mp4"
+    white(transfer, signal)(path)
+    frame = next(media.read_video(path, "x").every())
+    assert frame.min() >= 235 and np.ptp(frame) <= 2 and not caplog.messages
+    monkeypatch.setattr("wan.pipeline.video_reader.has_filters", lambda *names: False)
+    assert next(media.read_video(path, "x").every()).max() < 235
+    assert len(caplog.messages) == 1 and "hdr.mp4" in caplog.text

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import imageio.v2 as imageio
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -53,10 +52,11 @@ from tools.demo.training import Training, averaged_weights, save_atomically
 from wan import WanT2V, WanVace
 from wan.modules.interfaces import Collaborators, LocalAttention
 from wan.modules.vace import VaceWanModel
-from wan.output_files import VIDEO, check_output, write_folder, write_output
+from wan.output_files import check_output, write_folder
 from wan.pipeline.control import folded_mask
 from wan.pipeline.tiny import write_json
-from wan.pipeline.video import MARK
+from wan.pipeline.video import save_video
+from wan.settings.command import Output
 from wan.settings.presets import PRESETS
 
 REPO = Path(__file__).resolve().parents[2]
@@ -308,9 +308,8 @@ def write_files(one: Controlled, folder: Path) -> list[Path]:
     """Write what is given as source.mp4 and mask.mp4."""
     videos = {"source": one.source, "mask": np.repeat(one.mask[..., None], 3, axis=-1)}
     for name, frames in videos.items():
-        with write_output(folder / f"{name}.mp4", VIDEO) as temporary:
-            comment = ["-metadata", f"comment={MARK}"]
-            imageio.mimwrite(temporary, list(frames), fps=16, quality=9, ffmpeg_params=comment)
+        video_3FHW = (torch.from_numpy(frames).permute(3, 0, 1, 2) + 0.25) / 127.5 - 1
+        save_video(video_3FHW, Output(folder / f"{name}.mp4", fps=16))
     return [folder / f"{name}.mp4" for name in videos]
 
 

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from wan.pipeline import images, media
+from wan.pipeline import images
+from wan.pipeline.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError, WriteError
 from wan.settings.presets import FACE_SIDE
 
@@ -74,8 +75,7 @@ def read(folder: Path, replaces: bool) -> DrivingVideos:
         wanted = f"{' with `replace_flag`' if replaces else ''} it holds {_listed(names)}"
         raise InputError(setting, folder, why, f"{_REMEDY};{wanted}")
     paths = {part: folder / name for part, name in names.items()}
-    videos = {part: media.read_video(path, setting) for part, path in paths.items()}
-    counts = {part: count(video.path) for part, video in videos.items()}
+    videos = {part: read_video(path, setting) for part, path in paths.items()}
     pose = videos["pose"]
     _check_sides(pose)
     for part, video in videos.items():
@@ -83,13 +83,15 @@ def read(folder: Path, replaces: bool) -> DrivingVideos:
         if video.size != size:
             told = "has frames of {}x{} pixels, not {}x{}".format(*video.size, *size)
             raise InputError(setting, video.path, told, _REMEDY)
-        if counts[part] != counts["pose"]:
-            told = f"has {counts[part]} frames, not {counts['pose']} as {_VIDEOS['pose']}"
+        videos[part] = video.synchronize(pose)
+        frames = videos[part].num_frames
+        if frames != pose.num_frames:
+            told = f"has {frames} frames, not {pose.num_frames} as {_VIDEOS['pose']}"
             raise InputError(setting, video.path, told, _REMEDY)
     return DrivingVideos(
         images.read(folder / _PICTURE, "src_root_path"),
         pose.size,
-        counts["pose"],
+        pose.num_frames,
         pose.fps,
         {part: partial(taken, video) for part, video in videos.items()},
         (folder / _PICTURE, *paths.values()),
@@ -105,7 +107,7 @@ def _joined(names: Sequence[str]) -> str:
     return f"{', '.join(some)} and {last}" if some else last
 
 
-def _check_sides(pose: media.VideoFile) -> None:
+def _check_sides(pose: VideoFile) -> None:
     width, height = pose.size
     if width % 16 or height % 16:
         why = f"has frames of {width}x{height} pixels, and needs multiples of 16"
@@ -114,12 +116,10 @@ def _check_sides(pose: media.VideoFile) -> None:
 
 def count(path: Path) -> int:
     """Counts the frames of a video."""
-    import imageio_ffmpeg
-
-    return int(imageio_ffmpeg.count_frames_and_secs(path)[0])
+    return read_video(path, "`src_root_path`").num_frames
 
 
-def taken(video: media.VideoFile, places: Sequence[int]) -> np.ndarray:
+def taken(video: VideoFile, places: Sequence[int]) -> np.ndarray:
     """The frames of a clip; the video is decoded from its beginning up to them."""
     import numpy as np
 

@@ -5,18 +5,24 @@ Torch is not imported with this file, because bad files are refused before it is
 
 from __future__ import annotations
 
-import re
 import struct
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wan.log import logger
+from wan.pipeline.ffmpeg import (
+    build_clock_args,
+    build_input_args,
+    build_output_args,
+    check_media_file,
+    describe_failure,
+    run_ffmpeg,
+)
+from wan.pipeline.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError
 from wan.settings.sound import CONVOLUTIONS, FEATURE_RATE, FPS, ROW_RATE, SAMPLE_RATE
-from wan.settings.values import shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,13 +33,8 @@ _AU = struct.Struct(
     ">4sIIIII"
 )  # magic, start of the samples, their bytes, encoding, rate, channels
 
-_FORMATS = (
-    *("aac", "ac3", "aiff", "amr", "asf", "au", "avi", "caf", "eac3", "flac", "flv", "gif"),
-    *("m4v", "matroska", "mov", "mp3", "mp4", "mpeg", "mpegts", "mxf", "nut", "ogg", "rm"),
-    *("w64", "wav", "webm", "wv", "yuv4mpegpipe"),
-)
-_READING = ("-protocol_whitelist", "file,pipe", "-format_whitelist", ",".join(_FORMATS))
-"""A file cannot have ffmpeg open another one or an address, as playlists and scripts do."""
+_FROM_TIME_0 = "aresample=async=1:first_pts=0"
+"""Fills the time before a sound begins, and gaps in it, with silence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,36 +67,6 @@ class Sound:
         return int(self.frames / (infer_frames * (ROW_RATE / FPS))) + 1
 
 
-@dataclass(frozen=True)
-class VideoFile:
-    """A video that was looked into.
-
-    Attributes:
-        path: The file.
-        size: (width, height) of a frame as it is shown.
-        fps: Frames a second.
-    """
-
-    path: Path
-    size: tuple[int, int]
-    fps: float
-
-    def every(self, step: int = 1) -> Iterator[np.ndarray]:
-        """Yields every `step`th frame, uint8 [H,W,3], as it is decoded."""
-        import imageio_ffmpeg
-        import numpy as np
-
-        width, height = self.size
-        frames = imageio_ffmpeg.read_frames(_named(self.path), input_params=list(_READING))
-        next(frames)  # what is known of the video
-        try:
-            for index, frame in enumerate(frames):
-                if index % step == 0:
-                    yield np.frombuffer(frame, np.uint8).reshape(height, width, 3)
-        finally:
-            frames.close()
-
-
 class PoseVideo(VideoFile):
     """A video whose poses are taken over."""
 
@@ -120,20 +91,18 @@ def read_sound(path: Path) -> Sound:
     Raises:
         InputError: The file has no sound, or one that is silent, too short or too long.
     """
-    import imageio_ffmpeg
     import numpy as np
 
-    _check_file("`audio`", path, "give a sound, such as a wav")
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-nostdin", *_READING]
-    command += ["-i", _named(path)]
-    command += ["-t", str(LONGEST + 1), "-map", "0:a:0", "-f", "au", "-c:a", "pcm_f32be", "-"]
-    done = subprocess.run(command, capture_output=True)
+    check_media_file("`audio`", path, "give a sound, such as a wav")
+    args = [*build_input_args(path), "-t", str(LONGEST + 1), "-map", "0:a:0"]
+    args += ["-af", _FROM_TIME_0, "-f", "au", "-c:a", "pcm_f32be", "-"]
+    done = run_ffmpeg([*args, *build_clock_args(path, "0:v?")])
     if done.returncode or len(done.stdout) < _AU.size:
         said = done.stderr.decode(errors="replace")
         if "matches no streams" in said:
             why, remedy = "has no sound in it", "give a file with one, such as a wav"
         else:
-            why = f"cannot be read as a sound ({_last(said)})"
+            why = f"cannot be read as a sound ({describe_failure(said)})"
             remedy = "give a wav, or another file that ffmpeg reads"
         raise InputError("`audio`", path, why, remedy)
     _, start, _, _, rate, channels = _AU.unpack_from(done.stdout)
@@ -165,13 +134,12 @@ def read_sound(path: Path) -> Sound:
 
 
 def read_pose(path: Path) -> PoseVideo:
-    """Looks into a pose video; its frames are read later.
+    """Reads the time stamps of a pose video; its frames are read later.
 
     Raises:
         InputError: The file is no video.
     """
-    found = read_video(path, "`pose_video`")
-    pose = PoseVideo(found.path, found.size, found.fps)
+    pose = PoseVideo(**vars(read_video(path, "`pose_video`", FPS)))
     if abs(pose.fps / pose.step - FPS) > 0.01 * FPS:
         taken = "all are" if pose.step == 1 else f"one in {pose.step} is"
         logger.warning(
@@ -181,90 +149,21 @@ def read_pose(path: Path) -> PoseVideo:
     return pose
 
 
-def read_video(path: Path, setting: str) -> VideoFile:
-    """Looks into a video; its frames are read later.
-
-    Args:
-        path: Any video that ffmpeg reads.
-        setting: What names the path, for messages.
-
-    Raises:
-        InputError: The file is no video.
-    """
-    import imageio_ffmpeg
-
-    _check_file(setting, path, "give a video, such as an mp4")
-    try:
-        frames = imageio_ffmpeg.read_frames(_named(path), input_params=list(_READING))
-        told: dict[str, Any] = next(frames)
-        found = next(frames, None)
-        frames.close()
-    except (OSError, RuntimeError, StopIteration, KeyError, ValueError) as error:
-        why = f"cannot be read as a video ({_last(str(error))})"
-        raise InputError(setting, path, why, "give an mp4, or another video") from error
-    width, height = told["size"]
-    fps = float(told.get("fps") or 0)
-    if found is None or not fps or len(found) != width * height * 3:
-        raise InputError(setting, path, "has no frames that can be read", "give an mp4")
-    return VideoFile(path, (width, height), fps)
-
-
 def add_sound(video: Path, sound: Path, out: Path, cut: float = 0.0) -> None:
     """Writes an mp4 with the frames of one and the sound of another file, as long as the shorter.
 
     Args:
         video: An mp4 without a sound; its frames are copied as they are.
-        sound: Its first sound is coded as AAC, 192 kbit/s.
+        sound: Its first sound is coded as AAC, 192 kbit/s. It begins at the time 0 of its file.
         out: The new file.
         cut: Seconds that are left out at the beginning of the sound.
 
     Raises:
         OSError: ffmpeg failed.
     """
-    import imageio_ffmpeg
-
-    command = [
-        imageio_ffmpeg.get_ffmpeg_exe(),
-        "-v",
-        "error",
-        "-nostdin",
-        "-y",
-        "-i",
-        _named(video),
-    ]
-    command += ["-ss", f"{cut:.6f}"] if cut else []
-    command += [*_READING, "-i", _named(sound), "-map", "0:v:0", "-map", "1:a:0", "-c:v", "copy"]
-    command += ["-c:a", "aac", "-b:a", "192k", "-shortest", "-f", "mp4", _named(out)]
-    done = subprocess.run(command, capture_output=True)
+    filters = _FROM_TIME_0 + (f",atrim=start={cut:.6f},asetpts=PTS-STARTPTS" if cut else "")
+    args = [*build_input_args(video), *build_input_args(sound), "-map", "0:v:0", "-map", "1:a:0"]
+    args += ["-c:v", "copy", "-af", filters, "-c:a", "aac", "-b:a", "192k", "-shortest"]
+    done = run_ffmpeg([*args, *build_output_args(out), *build_clock_args(sound, "1:v?")])
     if done.returncode:
-        raise OSError(f"ffmpeg failed: {_last(done.stderr.decode(errors='replace'))}")
-
-
-def _named(path: Path) -> str:
-    """A path as ffmpeg takes it, which reads one with a colon as an address."""
-    return f"file:{path.absolute()}"
-
-
-def _check_file(flag: str, path: Path, remedy: str) -> None:
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path), re.IGNORECASE):
-        raise InputError(flag, path, "is an address, not a file", "download it first")
-    try:
-        if not path.exists():
-            raise InputError(flag, path, "does not exist", remedy)
-        if not path.is_file():
-            raise InputError(flag, path, "is not a file", remedy)
-        if not path.stat().st_size:
-            raise InputError(flag, path, "is empty (0 bytes)", remedy)
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        why = f"cannot be used ({error.strerror or error})"
-        raise InputError(flag, path, why, remedy) from error
-
-
-def _last(said: str) -> str:
-    """The last line of what ffmpeg says, without the addresses of its parts."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return shown(
-        re.sub(r"\[[^\]]* @ 0x[0-9a-f]+\]\s*", "", lines[-1]) if lines else "no reason", str
-    )
+        raise OSError(f"ffmpeg failed: {describe_failure(done.stderr.decode(errors='replace'))}")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wan.log import logger
-from wan.pipeline import images, media
-from wan.pipeline.driving import Take, count, taken
+from wan.pipeline import images
+from wan.pipeline.driving import Take, taken
+from wan.pipeline.video_reader import VideoFile, read_video
 from wan.settings.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,18 +71,19 @@ def read(
     files = tuple(Path(one) for one in pictures if isinstance(one, str | Path))
     if video is None:
         return ControlSources(pictures=shown, files=files)
-    found = media.read_video(video, "`src_video`")
-    frames = count(found.path)
+    found = read_video(video, "`src_video`")
     _check_pace(found)
     masking: Take | None = None
     if mask is not None:
-        masking = partial(taken, _mask(mask, found, frames))
+        masking = partial(taken, _mask(mask, found))
         files = (mask, *files)
     own = partial(taken, found)
-    return ControlSources(found.size, frames, found.fps, own, masking, shown, (video, *files))
+    return ControlSources(
+        found.size, found.num_frames, found.fps, own, masking, shown, (video, *files)
+    )
 
 
-def _check_pace(video: media.VideoFile) -> None:
+def _check_pace(video: VideoFile) -> None:
     if not _SLOWEST <= video.fps <= _FASTEST:
         why = f"has {video.fps:g} frames a second, and {_SLOWEST} to {_FASTEST} are taken"
         raise InputError("`src_video`", video.path, why, "convert it to 16")
@@ -92,13 +94,15 @@ def _check_pace(video: media.VideoFile) -> None:
         )
 
 
-def _mask(path: Path, video: media.VideoFile, frames: int) -> media.VideoFile:
-    """Looks into a mask, which must be as large and as long as its video."""
-    found = media.read_video(path, "`src_mask`")
-    own, remedy = count(found.path), "give a mask of the same size and length as `src_video`"
-    if found.size != video.size:
-        why = "has frames of {}x{} pixels, not {}x{}".format(*found.size, *video.size)
+def _mask(path: Path, video: VideoFile) -> VideoFile:
+    """Reads the time stamps of a mask, which must be as large and as long as its video."""
+    mask = read_video(path, "`src_mask`")
+    remedy = "give a mask of the same size and length as `src_video`"
+    if mask.size != video.size:
+        why = "has frames of {}x{} pixels, not {}x{}".format(*mask.size, *video.size)
         raise InputError("`src_mask`", path, why, remedy)
-    if own != frames:
-        raise InputError("`src_mask`", path, f"has {own} frames, not {frames}", remedy)
-    return found
+    mask = mask.synchronize(video)
+    if mask.num_frames != video.num_frames:
+        why = f"has {mask.num_frames} frames, not {video.num_frames}"
+        raise InputError("`src_mask`", path, why, remedy)
+    return mask

@@ -17,12 +17,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen, run
+from subprocess import Popen
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import wan
 from wan.checkpoint.files import safetensors_header
 from wan.output_files import LATENTS, VIDEO, write_output
+from wan.pipeline.ffmpeg import (
+    build_concat_args,
+    build_output_args,
+    run_ffmpeg,
+    start_ffmpeg,
+    stop_ffmpeg,
+)
+from wan.pipeline.video_reader import HD_LINES, count_stored_frames
 from wan.settings.command import Output
 from wan.settings.errors import InputError, WriteError
 
@@ -62,19 +71,17 @@ class Mp4Encoder:
 
     def begin(self, size: tuple[int, int, int]) -> None:
         """Starts ffmpeg. size: frames, height and width, the last two even, as yuv420p needs."""
-        import imageio_ffmpeg
-
         self.end()
         self.size = size
         _, height, width = size
         rate = str(Fraction(self._output.fps).limit_denominator())
         raw = ["-f", "rawvideo", "-s", f"{width}x{height}", "-pix_fmt", "rgb24", "-r", rate]
-        coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-f", "mp4"]
+        coded = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10"]
+        coded += _build_colour_args(height)
         coded += ["-metadata", f"comment={self._comment[:30_000]}"]  # of 128 kB at most
-        start = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y"]
-        command = [*start, *raw, "-i", "-", *coded, str(self.path)]
+        args = [*raw, "-i", "-", *coded, *build_output_args(self.path)]
         with writing(self._output.save_file):
-            self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=PIPE)
+            self._process = start_ffmpeg(args)
         self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
         self._thread.start()
 
@@ -92,6 +99,7 @@ class Mp4Encoder:
         assert self._process.stderr is not None
         said = self._process.stderr.read()
         code = self._process.wait()
+        stop_ffmpeg(self._process)
         self._process = None
         if code < 0:
             if -code == signal.SIGXFSZ:
@@ -100,7 +108,7 @@ class Mp4Encoder:
         if code > 0:
             first = said.decode(errors="replace").strip().partition("\n")[0]
             raise OSError(f"the encoder failed: {first.rpartition('] ')[2] or f'code {code}'}")
-        found, wanted = _frames_in(self.path), self.size[0]
+        found, wanted = count_stored_frames(self.path), self.size[0]
         if found != wanted or not wanted:
             raise OSError(f"the encoder kept {found} of {wanted} frames")
 
@@ -111,9 +119,7 @@ class Mp4Encoder:
         self._process.kill()
         self._waiting.put(None)
         self._thread.join()
-        self._process.wait()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        stop_ffmpeg(self._process)
         self._process = None
 
     def _feed(self, process: Popen[bytes]) -> None:
@@ -170,6 +176,8 @@ def writing(path: Path) -> Iterator[None]:
     """Says in one sentence why a file could not be written, as a WriteError."""
     try:
         yield
+    except WriteError:
+        raise
     except OSError as error:
         full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # None: what the encoder says
         remedy = "free space there, or give" if full else "give"
@@ -194,7 +202,7 @@ def join(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
     """Joins mp4 files of one size and rate without encoding their frames again.
 
     Args:
-        folder: It holds the files, and their list meanwhile.
+        folder: It holds the files.
         names: The files.
         path: The joined one.
         comment: As for `Mp4Encoder`.
@@ -202,30 +210,30 @@ def join(folder: Path, names: Sequence[str], path: Path, comment: str) -> None:
     Raises:
         OSError: ffmpeg's first complaint, or a frame is missing.
     """
-    import imageio_ffmpeg
-
-    listed = folder / "clips.txt"
-    listed.write_text("".join(f"file '{name}'\n" for name in names))
-    told = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", "-f", "concat", "-i", str(listed)]
-    told += ["-c", "copy", "-metadata", f"comment={comment[:30_000]}", "-f", "mp4", str(path)]
-    done = run(told, stdin=DEVNULL, capture_output=True, check=False)
-    listed.unlink()
+    args = [*build_concat_args(), "-c", "copy", "-metadata", f"comment={comment[:30_000]}"]
+    with TemporaryDirectory() as temporary:
+        links = Path(temporary)  # under names that a list of clips can hold
+        for index, name in enumerate(names):
+            (links / f"{index}.mp4").symlink_to((folder / name).absolute())
+        listed = "".join(f"file file:{index}.mp4\n" for index in range(len(names)))
+        done = run_ffmpeg([*args, *build_output_args(path)], links, listed.encode())
     if done.returncode:
         first = done.stderr.decode(errors="replace").strip().partition("\n")[0]
         raise OSError(f"the clips could not be joined: {first}")
-    found, wanted = _frames_in(path), sum(_frames_in(folder / name) for name in names)
+    found = count_stored_frames(path)
+    wanted = sum(count_stored_frames(folder / name) for name in names)
     if found != wanted:
         raise OSError(f"the joined video has {found} of {wanted} frames")
 
 
-def _frames_in(path: Path) -> int:
-    """Counts the frames of a video file; 0 for any other file."""
-    import imageio_ffmpeg
-
-    try:
-        return int(imageio_ffmpeg.count_frames_and_secs(path)[0])
-    except (OSError, RuntimeError):
-        return 0
+def _build_colour_args(height: int) -> list[str]:
+    """Returns the conversion and the tags of an mp4: BT.709 from 720 lines on, else BT.601."""
+    name = "bt709" if height >= HD_LINES else "smpte170m"
+    tags = {"colorspace": name, "color_primaries": name, "color_trc": name}
+    filters = f"scale=out_color_matrix={name}:out_range=tv,format=yuv420p,setparams=range=tv"
+    filters += "".join(f":{tag}={value}" for tag, value in tags.items())
+    options = [word for tag, value in tags.items() for word in (f"-{tag}", value)]
+    return ["-vf", filters, *options, "-color_range", "tv"]
 
 
 def save_latents(latents_Zfhw: Tensor, path: Path, settings: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image
 
 from wan.output_files import marked_kind, write_output
-from wan.pipeline import media
+from wan.pipeline.video_reader import read_video
 
 _COLUMNS, _ROWS, _WIDTH = 4, 2, 320
 _JPEG = marked_kind("a JPEG", b"\xff\xd8\xff")
@@ -33,7 +33,7 @@ def picture(video: Path, kind: str, frames: int) -> Path:
 
 def _draw(video: Path, path: Path, kind: str, frames: int) -> None:
     count = 1 if kind == "thumbnail" else _COLUMNS * _ROWS
-    every = media.read_video(video, "save_file").every(max(frames // count, 1))
+    every = read_video(video, "save_file").every(max(frames // count, 1))
     small = [_small(Image.fromarray(frame)) for frame in islice(every, count)]
     width, height = small[0].size
     columns = min(count, _COLUMNS)

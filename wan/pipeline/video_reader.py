@@ -1,0 +1,316 @@
+"""Reads videos with ffmpeg: one reading of the time stamps gives their length, rate and frames.
+
+A video of constant rate has all its frames, at that rate. Frames of a variable rate are read by
+their time stamps, at a constant rate; a time stamp is at most half a frame off then.
+
+Torch is not imported with this file, because bad files are refused before it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wan.log import logger
+from wan.pipeline.ffmpeg import (
+    build_clock_args,
+    build_input_args,
+    build_passthrough_args,
+    check_media_file,
+    describe_failure,
+    has_filters,
+    start_ffmpeg,
+    stop_ffmpeg,
+)
+from wan.settings.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+HD_LINES = 720  # from that height on, a video without tags is BT.709, below BT.601
+_RATES = (16, 20, 24, 25, 30, 48, 50, 60, 120, 240)
+_NTSC = (24, 30, 60)  # rates that are often divided by 1.001
+_LOST = 0.05  # part of the stored frames that a rate may leave out
+_LAST = 0.1  # seconds, at most, that the last frame of a variable rate is shown
+_FRAME = re.compile(r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) ")  # of `showinfo`
+_HDR = {"smpte2084": "PQ", "arib-std-b67": "HLG"}  # transfer functions
+
+
+@dataclass(frozen=True)
+class VideoFile:
+    """A video as frames of a constant rate.
+
+    Attributes:
+        path: The file.
+        size: (width, height) of a frame as it is shown.
+        fps: Frames a second.
+        times: Seconds from the file's time 0, of each stored frame.
+        indices: For each frame at `fps`, the stored frame that is shown.
+        filters: ffmpeg's filters that convert its colours; "" for none.
+        is_variable: Whether the stored frames have no constant rate.
+    """
+
+    path: Path
+    size: tuple[int, int]
+    fps: float
+    times: Sequence[float]
+    indices: Sequence[int]
+    filters: str = ""
+    is_variable: bool = False
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.indices)
+
+    def every(self, step: int = 1) -> Iterator[np.ndarray]:
+        """Yields every `step`th frame, uint8 [H,W,3], as it is decoded."""
+        with closing(self._decode()) as frames:
+            frame, stored = None, -1
+            for index in self.indices[::step]:
+                while stored < index:
+                    frame, stored = next(frames, None), stored + 1
+                if frame is None:
+                    return
+                yield frame
+
+    def resample(self, fps: float) -> VideoFile:
+        """Returns the same video at another rate, by its time stamps."""
+        return replace(self, fps=fps, indices=_resample_times(self.times, fps))
+
+    def synchronize(self, other: VideoFile) -> VideoFile:
+        """Returns this video at the rate and times of another one that it belongs to.
+
+        With as many stored frames, each has the time of the other's; else each has its own.
+        """
+        if len(self.times) == len(other.times):
+            return replace(self, fps=other.fps, times=other.times, indices=other.indices)
+        if not (self.is_variable or other.is_variable):
+            return self
+        resampled = self.resample(other.fps)
+        missing = other.num_frames - resampled.num_frames
+        if abs(missing) > max(1, 2 * _LAST * other.fps):
+            return resampled
+        held = [resampled.indices[-1]] * max(missing, 0)
+        return replace(resampled, indices=[*resampled.indices[: other.num_frames], *held])
+
+    def _decode(self) -> Generator[np.ndarray]:
+        """Yields all stored frames."""
+        import numpy as np
+
+        width, height = self.size
+        args = [*build_input_args(self.path), *(("-vf", self.filters) if self.filters else ())]
+        args += [*build_passthrough_args(), "-pix_fmt", "rgb24", "-c:v", "rawvideo"]
+        process = start_ffmpeg([*args, "-f", "image2pipe", "-"], "quiet")
+        assert process.stdout is not None
+        try:
+            while len(frame := process.stdout.read(width * height * 3)) == width * height * 3:
+                yield np.frombuffer(frame, np.uint8).reshape(height, width, 3)
+        finally:
+            stop_ffmpeg(process)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What ffmpeg prints of a video while it decodes all frames.
+
+    Attributes:
+        size: (width, height) of a frame as it is shown.
+        lines: Height of a frame as it is stored.
+        fps: The stream's average rate; 0 if it is unknown.
+        times: Seconds, of each frame; None for one without a time stamp.
+        pixels: The pixel format.
+        colours: range, space, primaries and trc of the first frame, or "unknown".
+        failure: The last message.
+    """
+
+    size: tuple[int, int]
+    lines: int
+    fps: float
+    times: list[Fraction | None]
+    pixels: str
+    colours: dict[str, str]
+    failure: str
+
+
+def read_video(path: Path, setting: str, fps: float | None = None) -> VideoFile:
+    """Reads the time stamps of a video; its frames are read later.
+
+    Args:
+        path: Any video that ffmpeg reads.
+        setting: What names the path, for messages.
+        fps: The rate at which a video of variable rate is read; None: one that keeps its frames.
+
+    Raises:
+        InputError: The file is no video.
+    """
+    check_media_file(setting, path, "give a video, such as an mp4")
+    try:
+        probe = _probe_video(path)
+    except OSError as error:
+        why = f"cannot be read as a video ({describe_failure(str(error))})"
+        raise InputError(setting, path, why, "give an mp4, or another video") from error
+    if not probe.times:
+        why = f"cannot be read as a video ({probe.failure})"
+        raise InputError(setting, path, why, "give an mp4, or another video")
+    times = _complete_times(probe)
+    rate = _measure_rate(times)
+    if not (probe.fps or rate):
+        raise InputError(setting, path, "has no frames that can be read", "give an mp4")
+    filters = _choose_filters(probe, path)
+    if _is_uniform(times):
+        exact = not rate or abs(probe.fps - rate) <= 0.01 * rate
+        constant = probe.fps if probe.fps and exact else rate
+        late = max(_round(times[0] * constant), 0)
+        if late:
+            logger.warning(
+                "%s begins %.2f s late: its first frame is shown from the beginning.",
+                *(path, times[0]),
+            )
+        indices = [*[0] * late, *range(len(times))] if late else range(len(times))
+        return VideoFile(path, probe.size, constant, times, indices, filters)
+    fps = fps or _choose_rate(times)
+    logger.warning(
+        "%s has no constant frame rate: its frames are taken by their time stamps, %.4g a second.",
+        *(path, fps),
+    )
+    indices = _resample_times(times, fps)
+    return VideoFile(path, probe.size, fps, times, indices, filters, is_variable=True)
+
+
+def count_stored_frames(path: Path) -> int:
+    """Counts the frames of a video file; 0 for any other file."""
+    try:
+        return len(_probe_video(path).times)
+    except OSError:
+        return 0
+
+
+def _probe_video(path: Path) -> _Probe:
+    """Decodes a video and reads what the filter `showinfo` prints of each frame."""
+    args = [*build_input_args(path), "-vf", "showinfo=checksum=0", "-an", "-sn", "-dn"]
+    args += [*build_passthrough_args(), "-f", "null", "-", *build_clock_args(path, "0:a?")]
+    process = start_ffmpeg(args, "info")
+    assert process.stderr is not None
+    header, failure = list[str](), ""
+    times, base = list[Fraction | None](), Fraction(1)
+    size, pixels, colours = (0, 0), "", dict[str, str]()
+    try:
+        for raw in process.stderr:
+            line = raw.decode(errors="replace").rstrip()
+            _, is_frame, printed = line.partition("] ")
+            if not (is_frame and line.startswith("[Parsed_showinfo_0 @ ")):
+                failure = line if line.strip() else failure
+                if not times:
+                    header.append(line)
+            elif found := re.match(r"config in time_base: (\d+)/(\d+)", printed):
+                base = Fraction(int(found[1]), max(int(found[2]), 1))
+            elif found := re.match(
+                r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) ", printed
+            ):
+                times.append(None if found[1] is None else int(found[1]) * base)
+                if len(times) == 1:
+                    pixels, size = found[2], (int(found[3]), int(found[4]))
+            elif not colours and printed.startswith("color_range:"):
+                colours = dict(re.findall(r"color_(\w+):(\S+)", printed))
+    finally:
+        stop_ffmpeg(process)
+    lines, fps = _parse_header(header)
+    return _Probe(size, lines or size[1], fps, times, pixels, colours, describe_failure(failure))
+
+
+def _parse_header(header: Sequence[str]) -> tuple[int, float]:
+    """Returns height and frames a second of the stream that is decoded; 0 for unknown ones."""
+    mapped = re.search(r"^ +Stream #(\d+:\d+) -> #0:0", "\n".join(header), re.MULTILINE)
+    start = rf"\s+Stream #{mapped[1]}(?!\d).*?: Video: " if mapped else r"\s+Stream .*?: Video: "
+    line = next((line for line in header if re.match(start, line)), "")
+    height = re.search(r", \d+x(\d+)[ ,]", line + " ")
+    rate = re.search(r", ([\d.]+)(k?) fps", line) or re.search(r", ([\d.]+)(k?) tbr", line)
+    fps = float(rate[1]) * (1000 if rate[2] else 1) if rate else 0.0
+    return int(height[1]) if height else 0, fps
+
+
+def _complete_times(probe: _Probe) -> list[float]:
+    """Returns rising time stamps; without some of them, those of a constant rate."""
+    stamps = [time for time in probe.times if time is not None]
+    if len(stamps) < len(probe.times) or (len(stamps) > 1 and max(stamps) == min(stamps)):
+        return [index / (probe.fps or 25) for index in range(len(probe.times))]
+    return [float(time) for time in accumulate(stamps, max)]
+
+
+def _measure_rate(times: Sequence[float]) -> float:
+    """Returns frames a second on average; 0 for a single frame."""
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+
+
+def _is_uniform(times: Sequence[float]) -> bool:
+    """Returns whether each time stamp is within half a frame of a constant rate."""
+    if len(times) < 2:
+        return True
+    gap = 1 / _measure_rate(times)
+    return all(
+        abs(time - times[0] - index * gap) <= gap / 2 + 1e-9 for index, time in enumerate(times)
+    )
+
+
+def _choose_rate(times: Sequence[float]) -> float:
+    """Returns the lowest usual rate at which nearly all stored frames are shown."""
+    for fps in _RATES:
+        if len({_round(time * fps) for time in times}) >= (1 - _LOST) * len(times):
+            return min(fps, fps / 1.001, key=partial(_sum_offsets, times)) if fps in _NTSC else fps
+    return 60
+
+
+def _sum_offsets(times: Sequence[float], fps: float) -> float:
+    """Returns how far time stamps are from the frames of a rate, in frames."""
+    return sum(abs(time * fps - _round(time * fps)) for time in times)
+
+
+def _resample_times(times: Sequence[float], fps: float) -> list[int]:
+    """Returns for each frame at a constant rate the index of the time stamp that it shows."""
+    last = min(times[-1] - times[-2], _LAST) if len(times) > 1 else 0.0
+    ticks = [max(_round(time * fps), 0) for time in times]
+    end = ticks[-1] + max(_round(last * fps), 1)
+    indices = [0] * ticks[0]
+    for index, (tick, following) in enumerate(pairwise([*ticks, end])):
+        indices += [index] * (following - tick)
+    return indices
+
+
+def _round(value: float) -> int:
+    return int(value + 0.5) if value >= 0 else -int(0.5 - value)
+
+
+def _choose_filters(probe: _Probe, path: Path) -> str:
+    """Returns the filters that convert the colours by their tags; without tags by the height."""
+    colours = {"range": "unknown", "space": "unknown", "primaries": "unknown", **probe.colours}
+    transfer = _HDR.get(colours.get("trc", ""))
+    if transfer:
+        if has_filters("zscale", "tonemap"):
+            return _tone_map(colours)
+        logger.warning(
+            "%s is an HDR video (%s), and this ffmpeg does not convert its colours: they are pale.",
+            *(path, transfer),
+        )
+    is_yuv = probe.pixels.startswith(("yuv", "nv", "p0"))
+    if is_yuv and colours["space"] == "unknown" and probe.lines >= HD_LINES:
+        return "scale=in_color_matrix=bt709"
+    return ""
+
+
+def _tone_map(colours: dict[str, str]) -> str:
+    """Returns filters that show HDR's reference white (203 cd/m2) nearly as SDR's white."""
+    values = {"min": ("space", "2020_ncl"), "pin": ("primaries", "2020"), "rin": ("range", "tv")}
+    missing = [
+        f":{key}={value}" for key, (tag, value) in values.items() if colours[tag] == "unknown"
+    ]
+    return (
+        f"zscale=t=linear:npl=203{''.join(missing)},format=gbrpf32le,zscale=p=bt709,"
+        "tonemap=mobius:param=0.8:desat=0,zscale=t=bt709:m=gbr:r=pc,format=gbrp"
+    )
