@@ -62,16 +62,12 @@ FIGURES = OutputKind("figures of compare_videos.py", _is_figures)
 PAGE = marked_kind("a page of compare_videos.py", _HEADING.encode())
 
 
-class VideoError(Exception):
-    """A video cannot be read or compared; the text is one sentence."""
-
-
 def _ffmpeg(*arguments: str, folder: Path) -> str:
     """Runs ffmpeg in a folder, and returns what it prints."""
     done = run_ffmpeg(arguments, folder)
     if done.returncode:
         why = describe_failure(done.stderr.decode(errors="replace"))
-        raise VideoError(f"ffmpeg cannot read this: {why}")
+        raise InputError(f"ffmpeg cannot read this: {why}")
     return done.stdout.decode(errors="replace")
 
 
@@ -81,19 +77,19 @@ def facts(video: Path) -> tuple[int, int, int]:
         found = read_video(video, "videos")
         return *found.size, found.num_frames
     except InputError as error:
-        raise VideoError(f"{video} is no video that ffmpeg can read.") from error
+        raise InputError(f"{video} is no video that ffmpeg can read.") from error
 
 
 def against(reference: Path, other: Path) -> Frames:
     """The measures of each frame of `other`; higher is nearer.
 
     Raises:
-        VideoError: They differ in size or number of frames.
+        InputError: They differ in size or number of frames.
     """
     sizes = [facts(video) for video in (reference, other)]
     if sizes[0] != sizes[1]:
         told = " and ".join("{}x{} with {} frames".format(*size) for size in sizes)
-        raise VideoError(f"{reference} and {other} cannot be compared: {told}.")
+        raise InputError(f"{reference} and {other} cannot be compared: {told}.")
     streams = "".join(
         f"[{number}:v]split=4" + "".join(f"[{number}{i}]" for i in range(4)) + ";"
         for number in (0, 1)
@@ -170,7 +166,7 @@ def suspicions(
     others = [value for n, value in enumerate(found["step"]) if n and n not in joins]
     for join in joins:
         if join >= len(found["step"]):
-            raise VideoError(f"There is no join at frame {join} of {len(found['step'])}.")
+            raise InputError(f"There is no join at frame {join} of {len(found['step'])}.")
         ratio = found["step"][join] / max(statistics.median(others), 1e-6)
         said.append(f"join at {join}: {ratio:.1f} times the step between other frames")
     return said
@@ -209,16 +205,16 @@ def pairs(reference: Path, other: Path) -> list[tuple[Path, Path]]:
     """The videos to compare: both, or those of equal names in two folders."""
     for path in (reference, other):
         if not path.exists():
-            raise VideoError(f"{path} does not exist; give two videos or two folders.")
+            raise InputError(f"{path} does not exist; give two videos or two folders.")
     if reference.is_dir() != other.is_dir():
-        raise VideoError(f"{reference} and {other} are a folder and a file; give two of a kind.")
+        raise InputError(f"{reference} and {other} are a folder and a file; give two of a kind.")
     if not reference.is_dir():
         return [(reference, other)]
     names = [
         {p.name for p in folder.iterdir() if p.suffix in VIDEOS} for folder in (reference, other)
     ]
     if not names[0] & names[1]:
-        raise VideoError(f"{reference} and {other} have no videos of equal names.")
+        raise InputError(f"{reference} and {other} have no videos of equal names.")
     for name in sorted(names[0] ^ names[1]):
         print(f"Only in one folder: {name}", file=sys.stderr)
     return [(reference / name, other / name) for name in sorted(names[0] & names[1])]
@@ -267,7 +263,7 @@ def _plot(frames: Frames) -> bytes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise VideoError(
+        raise InputError(
             "--page needs matplotlib; pip install -r requirements-power.txt."
         ) from error
     figure = Figure(figsize=(11, 2.4), layout="constrained")
@@ -291,19 +287,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=output_path(PAGE), help="an HTML file with strips and plots")
     options = parser.parse_args(argv)
     if not re.fullmatch(r"(\d+(,\d+)*)?", options.joins):
-        parser.error(f"--joins {options.joins} must be numbers of frames: 77,153")
+        raise InputError("--joins", options.joins, "must be numbers of frames: 77,153")
     frame = integer(0, 10**9)
     joins = [frame("--joins", number) for number in options.joins.split(",") if number]
-    try:
-        results = [compare(*pair, joins) for pair in pairs(options.reference, options.other)]
-        if options.json is not None:
-            with write_output(options.json, FIGURES) as temporary:
-                temporary.write_text(json.dumps({"pairs": results}, indent=1) + "\n")
-        if options.page is not None:
-            with write_output(options.page, PAGE) as temporary:
-                temporary.write_text(page(results), encoding="utf-8")
-    except VideoError as error:
-        parser.error(str(error))
+    results = [compare(*pair, joins) for pair in pairs(options.reference, options.other)]
+    if options.json is not None:
+        with write_output(options.json, FIGURES) as temporary:
+            temporary.write_text(json.dumps({"pairs": results}, indent=1) + "\n")
+    if options.page is not None:
+        with write_output(options.page, PAGE) as temporary:
+            temporary.write_text(page(results), encoding="utf-8")
     print(table(results))
     for one in results:
         for video, said in zip(one["videos"], one["suspicious"], strict=True):

@@ -211,9 +211,7 @@ def _probe_video(path: Path) -> _Probe:
                     header.append(line)
             elif found := re.match(r"config in time_base: (\d+)/(\d+)", printed):
                 base = Fraction(int(found[1]), max(int(found[2]), 1))
-            elif found := re.match(
-                r"n: *\d+ pts: *(-?\d+)?.* fmt:(\S+) .*?s:(\d+)x(\d+) ", printed
-            ):
+            elif found := _FRAME.match(printed):
                 times.append(None if found[1] is None else int(found[1]) * base)
                 if len(times) == 1:
                     pixels, size = found[2], (int(found[3]), int(found[4]))
