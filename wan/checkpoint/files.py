@@ -43,10 +43,12 @@ NVFP4 = "NVFP4"  # ComfyUI's: two values of four bits in a byte, scales for 16 v
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `file_tensors` reads
 _INDEX = ".safetensors.index.json"
 _STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call weight files
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{3,})-of-(?P<count>\d{3,})(?P<suffix>\.\w+)")
 OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone one
 _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}  # dtype -> struct's code
 _SAMPLE = 1 << 16  # bytes
 _AGAIN = "download it again"
+_MOST_SHARDS = 1000
 _MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
@@ -133,12 +135,62 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def file_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of a safetensors or GGUF file by name; InputError if it is not whole."""
+    """Returns the tensors of a safetensors or GGUF file by name; of a shard, those of all shards.
+
+    Raises:
+        InputError: A file is not whole, or a shard of the network is missing.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for shard in list_shards(path):
+        for name, info in _one_files_tensors(shard).items():
+            twin = tensors.setdefault(name, info)
+            if twin is not info:
+                raise InputError(f"{shard}", None, f"has {name}, as {twin.file.name} has", _AGAIN)
+    return tensors
+
+
+def _one_files_tensors(path: Path) -> dict[str, TensorInfo]:
     if path.suffix == ".gguf":
         from wan.checkpoint import gguf
 
         return gguf.header(path)
     return safetensors_header(path)
+
+
+def list_shards(path: Path) -> list[Path]:
+    """Returns the files of the network that a file is a shard of by its name, else the file itself.
+
+    Raises:
+        InputError: One of them is missing.
+    """
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        return [path]
+    number, count = int(named["number"]), int(named["count"])
+    shards = [
+        path.with_name(
+            f"{named['stem']}-{i:0{len(named['number'])}}-of-{named['count']}{named['suffix']}"
+        )
+        for i in range(1, min(count, _MOST_SHARDS) + 1)
+    ]
+    if not 1 <= number <= count <= _MOST_SHARDS:
+        why = f"is called shard {number} of {count}"
+        raise InputError(f"{path}", None, why, "give it the name that it was published with")
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing and path.is_file():
+        why = f"is shard {number} of {count}, and {', '.join(missing[:3])} is missing beside it"
+        raise InputError(f"{path}", None, why, "download all shards into one folder")
+    return shards if path.is_file() else [path]
+
+
+def is_further_shard(path: Path) -> bool:
+    """Returns whether a file is a shard by its name, and an earlier one is beside it."""
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        return False
+    width, rest = len(named["number"]), f"-of-{named['count']}{named['suffix']}"
+    earlier = range(1, min(int(named["number"]), _MOST_SHARDS))
+    return any(path.with_name(f"{named['stem']}-{i:0{width}}{rest}").is_file() for i in earlier)
 
 
 def safetensors_header(path: Path) -> dict[str, TensorInfo]:
@@ -225,7 +277,8 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
             why = "is missing, but its shards are there"
             raise InputError(f"{index}", None, why, "download the index")
     for suffix in WEIGHT_FILES:
-        lone = [file for file in folder.glob(f"*{suffix}") if not OTHER_PARTS.search(file.name)]
+        firsts = [file for file in folder.glob(f"*{suffix}") if not is_further_shard(file)]
+        lone = [file for file in firsts if not OTHER_PARTS.search(_SHARD.sub(r"\1", file.name))]
         if lone:
             return file_tensors(lone[0]) if len(lone) == 1 else None
     return None
