@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from tests.pipelines import on_cpu
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import mapped, merged
+from wan.checkpoint.load import lora_sources, mapped, merged
 from wan.checkpoint.lora import Named, named
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 
 LAYERS = ("blocks.0.self_attn.q", "blocks.1.self_attn.o", "blocks.0.cross_attn.v", "blocks.1.ffn.0")
 LAYERS += ("blocks.0.ffn.2", "text_embedding.0", "time_embedding.2", "time_projection.1")
@@ -466,6 +467,32 @@ def test_a_configuration_among_other_files_is_adapter_models(tiny: Any, tmp_path
     save_file(PAIR, tmp_path / "style.safetensors")
     save_file(PAIR, tmp_path / "adapter_model.safetensors")
     assert read(tmp_path / "style.safetensors", tiny("t2v-1.3B"))
+
+
+@pytest.mark.parametrize("when", ["before it is mapped", "after"])
+@pytest.mark.parametrize("use", [merged, lora_sources])
+def test_a_file_that_changes_after_the_check(
+    use: Any, when: str, tiny: Any, tmp_path: Path
+) -> None:
+    path, checkpoint = tmp_path / "x.safetensors", describe(tiny("t2v-1.3B"))
+    save_file(PAIR, path)
+    ones = lora.resolve({"lora": (str(path),)}, checkpoint)["dit"]
+    base = mapped(checkpoint.experts["dit"].tensors)
+
+    def sources() -> Any:
+        if use is merged:
+            return merged(base, ones)[f"{Q}.weight"]
+        return lora_sources({Q: ones[0].changes[f"{Q}.weight"]}, torch.float32)[f"{Q}.lora_up"]
+
+    if when == "after":
+        source = sources()
+        os.truncate(path, 300)
+        with pytest.raises(FileChangedError, match=r"x\.safetensors"):
+            source.read(slice(None))
+        return
+    os.truncate(path, 300)
+    with pytest.raises(FileChangedError, match=r"x\.safetensors"):
+        sources()
 
 
 def test_a_shard_of_a_lora_is_refused(tiny: Any, tmp_path: Path) -> None:

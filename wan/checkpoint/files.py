@@ -13,7 +13,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 from wan.settings.values import shown
 
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantised
@@ -76,6 +76,7 @@ class TensorInfo:
         first: Its first row, where it is a part of the tensor in the file.
         start: Where its bytes begin in a GGUF file.
         parts: The tensors whose rows it has, one after the other, where it is not one in the file.
+        state: The file's state when its header was read; None where it is not known.
     """
 
     file: Path
@@ -89,6 +90,17 @@ class TensorInfo:
     first: int = 0
     start: int = 0
     parts: tuple[TensorInfo, ...] = ()
+    state: FileState | None = field(default=None, compare=False)
+
+
+FileState = tuple[int, int]
+"""The bytes of a file and the time of its last change."""
+
+
+def file_state(file: Path | int) -> FileState:
+    """Returns the state of a path or of a descriptor."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 def is_folder(path: Path) -> bool:
@@ -197,12 +209,14 @@ def safetensors_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a safetensors file by name; InputError for one that is not whole."""
     found = {}
     with _safetensors(path) as handle:
+        state = file_state(path)
         for name in handle.keys():  # noqa: SIM118
             part = handle.get_slice(name)
             dtype, shape = part.get_dtype(), tuple(part.get_shape())
             digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
             bits = int(digits[0]) if digits else 8
-            found[name] = TensorInfo(path, name, dtype, shape, prod(shape) * bits // 8)
+            size = prod(shape) * bits // 8
+            found[name] = TensorInfo(path, name, dtype, shape, size, state=state)
     return found
 
 
@@ -220,12 +234,16 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
     """Returns each tensor's dtype, its shape, and where its bytes begin, of a checked header."""
     with opened(path) as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    return {
-        name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])
-        for name, info in header.items()
-    }
+        try:
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+            header.pop("__metadata__", None)
+            return {
+                name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])
+                for name, info in header.items()
+            }
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            why = "is no whole safetensors file (its header is damaged)"
+            raise InputError(f"{path}", None, why, _AGAIN) from None
 
 
 def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
@@ -328,16 +346,31 @@ def check_complete(path: Path) -> Path:
     return path
 
 
+def file_gone(path: Path, error: OSError) -> FileChangedError:
+    """Returns the error for a file that was checked and cannot be read any more."""
+    reason = error.strerror or error
+    return FileChangedError(
+        f"{path} cannot be read any more ({reason}); put it back and start again."
+    )
+
+
 def fingerprint(paths: Iterable[Path]) -> str:
-    """Returns a short name for the content of files, of the size and three samples of each."""
+    """Returns a short name for the content of files, of the size and three samples of each.
+
+    Raises:
+        FileChangedError: A file cannot be read, though it was there before.
+    """
     digest = hashlib.sha256()
     for path in paths:
-        size = path.stat().st_size
-        digest.update(str(size).encode())
-        with path.open("rb") as file:
-            for offset in (0, size // 2, max(size - _SAMPLE, 0)):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE))
+        try:
+            with path.open("rb") as file:
+                size, _ = file_state(file.fileno())
+                digest.update(str(size).encode())
+                for offset in (0, size // 2, max(size - _SAMPLE, 0)):
+                    file.seek(offset)
+                    digest.update(file.read(_SAMPLE))
+        except OSError as error:
+            raise file_gone(path, error) from None
     return digest.hexdigest()[:16]
 
 

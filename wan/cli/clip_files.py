@@ -17,7 +17,7 @@ from wan.checkpoint.files import fingerprint, safetensors_metadata, whole_file
 from wan.log import logger
 from wan.pipeline import video
 from wan.run import Run
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,10 +63,23 @@ class ClipFiles:
         return f"differs in {', '.join(changed)}" if changed else None
 
     def end(self, done: int) -> Tensor | None:
-        """Returns what the last clip that is done has handed on."""
+        """Returns what the last clip that is done has handed on.
+
+        Raises:
+            FileChangedError: Its file was changed since it was looked at, or holds no such tensor.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(self._state(done - 1))["end"] if done else None
+        if not done:
+            return None
+        state = self._state(done - 1)
+        try:
+            return load_file(state)["end"]
+        except (KeyError, OSError, SafetensorError):
+            raise FileChangedError(
+                f"{state} does not hold what the next clip begins with; remove it and start again."
+            ) from None
 
     def keep(self, index: int, clip: Clip) -> None:
         """Writes a clip."""
