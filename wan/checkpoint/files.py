@@ -13,7 +13,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -101,6 +101,13 @@ def file_state(file: Path | int) -> FileState:
     """Returns the state of a path or of a descriptor."""
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns
+
+
+def as_bytes(info: TensorInfo) -> TensorInfo:
+    """Returns the tensor whose values are what the file stores: without a scale, GGUF as bytes."""
+    if info.dtype in GGUF:
+        return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
+    return replace(info, scale=None)
 
 
 def is_folder(path: Path) -> bool:

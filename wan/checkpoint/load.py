@@ -16,7 +16,7 @@ import mmap
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -32,12 +32,13 @@ from wan.checkpoint.files import (
     GGUF,
     NVFP4,
     TensorInfo,
+    as_bytes,
     file_state,
     file_tensors,
     folder_tensors,
     safetensors_places,
 )
-from wan.checkpoint.lora import Change, Lora
+from wan.checkpoint.lora import Change, Lora, changes_of
 from wan.checkpoint.marks import network_tensors
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
 from wan.checkpoint.source import (
@@ -432,13 +433,6 @@ def kept_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
     return sources
 
 
-def as_bytes(info: TensorInfo) -> TensorInfo:
-    """Returns the tensor whose values are what the file stores: without a scale, GGUF as bytes."""
-    if info.dtype in GGUF:
-        return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
-    return replace(info, scale=None)
-
-
 def lora_sources(pairs: Mapping[str, Sequence[Change]], dtype: torch.dtype) -> dict[str, Source]:
     """Returns the buffers of low-rank changes that are computed beside a kept weight.
 
@@ -485,15 +479,6 @@ def _check_finite(values: Tensor, changes: Sequence[Change]) -> None:
         why = "makes weights NaN or infinite"
         remedy = "it is damaged, or its strength is too large"
         raise InputError("LoRA", ", ".join(sorted(files)), why, remedy)
-
-
-def changes_of(loras: Sequence[Lora]) -> dict[str, list[Change]]:
-    """Returns what all LoRAs of a network add to each parameter."""
-    changes: dict[str, list[Change]] = {}
-    for lora in loras:
-        for name, added in lora.changes.items():
-            changes.setdefault(name, []).extend(added)
-    return changes
 
 
 def merged(sources: Sources, loras: Sequence[Lora], beside: Collection[str] = ()) -> Sources:

@@ -22,13 +22,12 @@ from wan.checkpoint.files import (
     TensorInfo,
     fingerprint,
     list_shards,
-    read_json,
     safetensors_header,
-    safetensors_metadata,
     safetensors_scalars,
 )
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import Checkpoint
+from wan.checkpoint.peft_settings import read_peft_settings
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import options
@@ -105,23 +104,6 @@ _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
 _RELIGHTING = "use_relighting_lora"
 _RELIGHTING_FILES = ("relighting_lora.ckpt", "relighting_lora/adapter_model.safetensors")
-_CONFIG = "adapter_config.json"  # PEFT's, beside adapter_model.safetensors
-_METADATA = "lora_adapter_metadata"  # the same in the metadata that diffusers writes
-_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of PEFT's `init_lora_weights` (0.21) that leave the base weights as they are."""
-_CHANGE_NOTHING = (
-    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "runtime_config"),
-    *("use_rslora", "lora_bias"),
-)
-"""Settings of PEFT that are read elsewhere, or belong to a value of `init_lora_weights`."""
-_CHANGE_RESULTS = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-)
-"""Settings of PEFT that are not computed; those called `use_...` and `..._config` neither."""
 _MOST = 1e6  # of a strength or an alpha; what is larger is damaged and may overflow
 
 
@@ -403,7 +385,9 @@ class _FactorReader:
             raise self.refusal("holds alphas, which are read from .safetensors only", "convert it")
         scalars = safetensors_scalars(self.path, [info.name for info in alphas.values()])
         # PEFT's settings of the scale count where no layer has an alpha of its own.
-        stated = self.read_peft_settings()
+        for_two = any(name.startswith(_SECOND) for name in self.header)
+        prefix = _SECOND if for_two and self.expert == "low_noise" else _FIRST
+        stated = read_peft_settings(self.path, prefix)
         peft = {} if alphas else stated
         changes: dict[str, list[Change]] = {}
         for layer, tensors in layers.items():
@@ -451,60 +435,6 @@ class _FactorReader:
         if not found:
             raise self.refusal(f"holds nothing for the {self.expert} network", "give another one")
         return found
-
-    def read_peft_settings(self) -> dict[str, Any]:
-        """Returns what PEFT states of this network's adapter: beside it, or as diffusers does.
-
-        Raises:
-            InputError: A setting changes what the adapter does, and is not computed here.
-        """
-        found: dict[str, Any] = {}
-        for source, stated in self.peft_sources():
-            for_two = any(name.startswith(_SECOND) for name in self.header)
-            prefix = _SECOND if for_two and self.expert == "low_noise" else _FIRST
-            own = {
-                key.removeprefix(prefix): value
-                for key, value in stated.items()
-                if key.startswith(prefix) or "." not in key
-            }
-            self.check_peft_settings(source, own)
-            found = own | found
-        return found
-
-    def peft_sources(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yields the PEFT configurations of the file: where each is, and its content."""
-        beside = self.path.with_name(_CONFIG)
-        if beside.is_file():
-            others = [*self.path.parent.glob("*.safetensors"), *self.path.parent.glob("*.ckpt")]
-            if self.path.stem == "adapter_model" or others == [self.path]:
-                yield _CONFIG, read_json(beside)
-        if self.path.suffix == ".safetensors":
-            stated = safetensors_metadata(self.path, _METADATA)
-            if isinstance(stated, dict):
-                yield f"metadata ({_METADATA})", stated
-
-    def check_peft_settings(self, source: str, stated: Mapping[str, Any]) -> None:
-        """Refuses an adapter that is more than a plain LoRA of unchanged weights."""
-        remedy = "merge it into the checkpoint with the program it was made with"
-        start = stated.get("init_lora_weights")
-        if not isinstance(start, str | bool | None) or start not in _PLAIN_STARTS:
-            why = f"has init_lora_weights {shown(start)} in its {source}: it may belong to base "
-            why = f"{why}weights that training changed"
-            convert = "save it with PEFT's path_initial_model_for_weight_conversion"
-            raise self.refusal(why, f"{convert}, or {remedy}")
-        kind = stated.get("peft_type", "LORA")
-        if kind != "LORA":
-            why = f"has the peft_type {shown(kind)} in its {source}, which is not supported"
-            raise self.refusal(why, remedy)
-        if not isinstance(stated.get("use_rslora", False), bool | None):
-            why = f"has use_rslora {shown(stated['use_rslora'])} in its {source}"
-            raise self.refusal(why, "it is damaged")
-        for key, value in stated.items():
-            variant = key.startswith("use_") or key.endswith("_config")
-            unknown = key in _CHANGE_RESULTS or (variant and key not in _CHANGE_NOTHING)
-            if unknown and value:
-                why = f"has {key} in its {source}, which is not supported"
-                raise self.refusal(why, remedy)
 
     def changes(
         self, layer: str, tensors: Mapping[str, TensorInfo], alpha: Any, stabilised: bool
@@ -582,6 +512,15 @@ def _spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
         for spelling in names:
             found[spelling] = found[spelling.replace(".", "_")] = official
     return found
+
+
+def changes_of(loras: Sequence[Lora]) -> dict[str, list[Change]]:
+    """Returns what all LoRAs of a network add to each parameter."""
+    changes: dict[str, list[Change]] = {}
+    for lora in loras:
+        for name, added in lora.changes.items():
+            changes.setdefault(name, []).extend(added)
+    return changes
 
 
 def record(loras: Mapping[str, Sequence[Lora]]) -> dict[str, Any]:
