@@ -130,6 +130,7 @@ class Generator:
             fitting = [one for one in own if ({*one.experts}, one.images) == sizes]
             self._preset = (fitting or own[:1])[-1]  # of Wan2.1's t2v networks, the larger one
             check_task(checkpoint, self._preset)
+            _warn_of_other_task(self.config, self._preset)
             world = _world(use_sp)
             self._setup, notices = make_setup(values, self._preset, checkpoint, world)
             for notice in notices:
@@ -400,6 +401,16 @@ def _config(config: Any) -> Any:
             f"({', '.join(WAN_CONFIGS)})."
         )
     return config
+
+
+def _warn_of_other_task(config: Any, preset: Preset) -> None:
+    """Logs that a folder's networks are not as many as the named task has."""
+    named = str(getattr(config, "__name__", "")).rpartition(" ")[2]
+    if named in PRESETS and len(PRESETS[named].experts) != len(preset.experts):
+        held = "two experts" if len(preset.experts) == 2 else "one network"
+        logger.warning(
+            "The checkpoint holds %s: it runs as %s, not as %s.", held, preset.task, named
+        )
 
 
 def _described(folder: Any, chosen: NetworkFiles, presets: tuple[Preset, ...]) -> Checkpoint:

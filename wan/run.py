@@ -178,6 +178,11 @@ class Run:
         """Whether the run says what happens in the layers."""
         return self.output.log_level == "debug"
 
+    @property
+    def boundary(self) -> float | None:
+        """The share of the training timesteps from which on the high-noise expert works, if any."""
+        return self.request.boundary if self.decode_latents is None else None
+
     def with_seed(self, seed: int) -> Run:
         """The run with another seed, also in its record; lines of a file have their own."""
         if self.lines:
@@ -477,7 +482,8 @@ def ask(
     folder = [] if checkpoint.folder is None else [checkpoint.folder]
     files = [one.file for ones in lora.named_files(values).values() for one in ones]
     chosen, sampling = recipes.choose(name, [*folder, *sorted(weights)], files, setup.preset)
-    values = recipes.under(values, recipes.under(sampling, defaults or {}))
+    boundary = {} if checkpoint.boundary is None else {"boundary": checkpoint.boundary}
+    values = recipes.under(values, recipes.under(sampling, {**(defaults or {}), **boundary}))
     request = make_request(setup.preset, values, image_size)
     check_chain(values, request)
     recipes.check_chain(request.chain, files)

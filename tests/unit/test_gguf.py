@@ -5,9 +5,11 @@ The `gguf` package writes the files, reads their headers and says what the value
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import shutil
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,20 @@ def test_a_truncated_file_is_refused_before_anything_is_read(tmp_path: Path) -> 
         (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").write_bytes(b"GGUF" * 3 if size else b"")
         with pytest.raises(InputError, match=r"no whole GGUF file \(truncated\)"):
             describe(tmp_path)
+
+
+@pytest.mark.parametrize("keys", [2**64 - 1, 2**31, 70_000])
+def test_counts_that_no_file_has(keys: int, tmp_path: Path) -> None:
+    """Of keys, and of strings in an array; the rest are zeros, and are not looked through."""
+    begin = b"GGUF" + struct.pack("<IQQ", 3, 0, keys)
+    array = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
+    for content in (begin, array):
+        (tmp_path / "x.gguf").write_bytes(content)
+        os.truncate(tmp_path / "x.gguf", 1 << 26)
+        started = time.process_time()
+        with pytest.raises(InputError, match="no whole GGUF file"):
+            file_tensors(tmp_path / "x.gguf")
+        assert time.process_time() - started < 0.5
 
 
 def test_the_text_encoder_under_llama_cpps_names(tiny: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -13,11 +14,19 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from wan.checkpoint.files import read_json, safetensors_header
-from wan.checkpoint.layout import SOUND_ENCODER, describe, published
+from tests.pipelines import composed
+from wan import WanT2V
+from wan.checkpoint.config import dit_config
+from wan.checkpoint.files import TensorInfo, fingerprint, read_json, safetensors_header
+from wan.checkpoint.layout import SOUND_ENCODER, check_task, describe, published
+from wan.planner import report
+from wan.planner.measure import Planner
+from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
+from wan.settings.timesteps import schedule
 
 STEM = "diffusion_pytorch_model"
 HUGE = 10**9
@@ -327,3 +336,204 @@ def test_an_animate_network_is_no_i2v(tmp_path: Path) -> None:
         check_task(found, PRESETS["i2v-14B"])
     set_config(tmp_path, model_type="i2v")
     assert "the tensors are those of animate" in refusal(tmp_path)
+
+
+# Diffusers folders: what model_index.json says.
+
+
+@pytest.fixture
+def pipeline(tiny: Any, tmp_path: Path) -> Path:
+    """A Diffusers folder of two experts."""
+    return Path(shutil.copytree(tiny("t2v-A14B", "diffusers"), tmp_path / "A14B-Diffusers"))
+
+
+def set_index(folder: Path, **values: Any) -> None:
+    path = folder / "model_index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("missing", ["transformer", "transformer_2"])
+@pytest.mark.parametrize("says", ["parts", "boundary"])
+def test_half_of_a_pair_of_diffusers(missing: str, says: str, pipeline: Path) -> None:
+    if says == "boundary":
+        set_index(pipeline, transformer_2=[None, None])
+    shutil.rmtree(pipeline / missing)
+    assert f"{pipeline / missing} is missing; download the other expert" in refusal(pipeline)
+
+
+@pytest.mark.parametrize("missing", ["high_noise_model", "low_noise_model"])
+def test_half_of_an_official_pair(missing: str, tiny: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("t2v-A14B"), tmp_path / "A14B"))
+    shutil.rmtree(folder / missing)
+    assert f"{folder / missing} is missing" in refusal(folder)
+
+
+def test_one_network_of_diffusers(pipeline: Path, tiny: Any) -> None:
+    """Where model_index.json names one, or its boundary_ratio is null as diffusers reads it."""
+    assert {*describe(tiny("t2v-1.3B", "diffusers")).experts} == {"dit"}
+    set_index(pipeline, boundary_ratio=None)
+    found = describe(pipeline)
+    assert {*found.experts} == {"dit"} and found.experts["dit"].folder.name == "transformer"
+    with pytest.raises(InputError, match="boundary_ratio is null"):
+        check_task(found, PRESETS["t2v-A14B"])
+    set_index(pipeline, boundary_ratio=None, transformer_2=[None, None])
+    shutil.rmtree(pipeline / "transformer_2")
+    assert {*describe(pipeline).experts} == {"dit"}
+    set_index(pipeline, transformer_2=["diffusers", "WanTransformer3DModel"])
+    assert "transformer_2 is missing" in refusal(pipeline)
+
+
+@pytest.mark.parametrize("ratio", [0, 1, -0.5, 1.5, 10**400, "0.9", True, [], {}, float("nan")])
+def test_a_boundary_ratio_is_a_share(ratio: Any, pipeline: Path) -> None:
+    set_index(pipeline, boundary_ratio=ratio)
+    assert "boundary_ratio is" in refusal(pipeline)
+
+
+@pytest.mark.parametrize("value", ["WanTransformer3DModel", 5, {}, [], ["diffusers"], True])
+def test_a_part_is_a_library_and_a_class(value: Any, pipeline: Path) -> None:
+    set_index(pipeline, transformer_2=value)
+    assert "transformer_2 is" in refusal(pipeline)
+
+
+def test_the_boundary_ratio_divides_the_steps(pipeline: Path) -> None:
+    """By arithmetic: UniPC's four timesteps at shift 12 are 999, 972, 923 and 800."""
+    steps = ("--task", "t2v-A14B", "--sample_steps", "4", "--sample_shift", "12")
+    for ratio, high in ((0.875, 3), (0.95, 2), (0.98, 1), (0.417, 4)):
+        set_index(pipeline, boundary_ratio=ratio)
+        run, _ = composed(pipeline, *steps)
+        assert schedule(run.request).high_noise_steps == high
+        assert run.boundary == ratio
+        assert f"boundary_ratio of model_index.json: {ratio}" in "\n".join(
+            report.files(Planner(run.setup, run.request))
+        )
+        model = WanT2V("t2v-A14B", str(pipeline))
+        made, _ = model._request(
+            inspect.signature(model.generate).bind("a", sampling_steps=4, shift=12.0).arguments
+            | {"settings": {}},
+            model._setup,
+        )
+        assert schedule(made).high_noise_steps == high
+    before = fingerprint(describe(pipeline).files())
+    set_index(pipeline, boundary_ratio=0.5)
+    assert fingerprint(describe(pipeline).files()) != before, "ranks compare it"
+
+
+def test_a_class_says_that_it_runs_another_task(
+    tiny: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    WanT2V("t2v-A14B", str(tiny("t2v-1.3B")))
+    assert "runs as t2v-" in caplog.text and "not as t2v-A14B" in caplog.text
+    caplog.clear()
+    WanT2V("t2v-A14B", str(tiny("t2v-A14B")))
+    assert "runs as" not in caplog.text
+
+
+# Shards that are given one by one.
+
+
+@pytest.fixture
+def shards(folder: Path) -> list[Path]:
+    """The network of the folder, as two shards beside it."""
+    tensors = load_file(folder / f"{STEM}.safetensors")
+    (folder / f"{STEM}.safetensors").unlink()
+    paths = [folder.parent / f"wan.bf16-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for number, path in enumerate(paths):
+        part = {n: x for n, x in tensors.items() if n.startswith("blocks.1.") == bool(number)}
+        save_file(part, path)
+    return paths
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_a_shard_brings_the_others(given: int, shards: list[Path], folder: Path, tiny: Any) -> None:
+    found = describe(folder, NetworkFiles(dit=shards[given]), (PRESETS["t2v-1.3B"],))
+    whole = describe(tiny("t2v-1.3B"))
+    assert found.experts["dit"].tensors.keys() == whole.experts["dit"].tensors.keys()
+    assert {*shards} <= {*found.files()}
+    for path in shards:
+        path.rename(folder / path.name)
+    assert describe(folder).experts["dit"].tensors.keys() == whole.experts["dit"].tensors.keys()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_shard_without_the_others(missing: int, shards: list[Path], folder: Path) -> None:
+    shards[missing].unlink()
+    with pytest.raises(InputError, match=rf"shard .* of 2, and {shards[missing].name} is missing"):
+        describe(folder, NetworkFiles(dit=shards[1 - missing]))
+    shards[1 - missing].rename(folder / shards[1 - missing].name)
+    assert f"{shards[missing].name} is missing" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["w-00003-of-00002", "w-00000-of-00002", "w-00001-of-99999999"])
+def test_a_shard_of_a_strange_number(name: str, folder: Path) -> None:
+    path = folder.parent / f"{name}.safetensors"
+    shutil.copy(folder / f"{STEM}.safetensors", path)
+    with pytest.raises(InputError, match="is called shard"):
+        describe(folder, NetworkFiles(dit=path))
+
+
+def test_two_shards_with_one_tensor(shards: list[Path], folder: Path) -> None:
+    shutil.copy(shards[0], shards[1])
+    with pytest.raises(InputError, match=r"00002-of-00002.* has .*, as "):
+        describe(folder, NetworkFiles(dit=shards[0]))
+
+
+def test_a_published_networks_first_blocks_are_no_network() -> None:
+    """A shard under another name; sizes of headers alone."""
+    one = published(PRESETS["t2v-1.3B"]).config
+    shapes = {
+        "patch_embedding.weight": (one["dim"], 16, 1, 2, 2),
+        "time_embedding.0.weight": (one["dim"], 256),
+        "text_embedding.0.weight": (one["dim"], 4096),
+        "head.head.weight": (64, one["dim"]),
+        "blocks.0.self_attn.norm_q.weight": (one["dim"],),
+        **{f"blocks.{i}.ffn.0.weight": (one["ffn_dim"], one["dim"]) for i in range(30)},
+    }
+
+    def read(count: int) -> Any:
+        names = [n for n in shapes if not n.startswith("blocks.") or int(n.split(".")[1]) < count]
+        file = Path("x.safetensors")
+        return dit_config(file, {n: TensorInfo(file, n, "BF16", shapes[n], 0) for n in names})
+
+    assert read(30)["num_layers"] == 30
+    with pytest.raises(InputError, match="has 20 blocks"):
+        read(20)
+
+
+# Names of chosen experts.
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("dit_low_noise", "wan_high"),
+        ("dit_high_noise", "Wan-LowNoise"),
+        ("dit", "wan_high_noise_14B"),
+    ],
+)
+def test_a_chosen_file_of_another_expert(flag: str, name: str, folder: Path) -> None:
+    path = folder.rename(folder.parent / "x") / f"{STEM}.safetensors"
+    path = path.rename(path.with_name(f"{name}.safetensors"))
+    with pytest.raises(InputError, match=r"says (high|low)_noise in its name"):
+        describe(path.parent, NetworkFiles(**{flag: path}))
+
+
+@pytest.mark.parametrize(("names", "pair"), [(("a_H", "a_L"), True), (("a_1", "a_2"), False)])
+def test_experts_of_files_by_letters(
+    names: tuple[str, str], pair: bool, tiny: Any, tmp_path: Path
+) -> None:
+    for name, part in zip(names, ("high", "low"), strict=True):
+        source = tiny("t2v-A14B") / f"{part}_noise_model"
+        tensors = {
+            n: x for file in source.glob("*.safetensors") for n, x in load_file(file).items()
+        }
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    if not pair:
+        assert "holds 2 files" in refusal(tmp_path)
+        return
+    found = describe(tmp_path, presets=(PRESETS["t2v-A14B"],)).experts
+    files = {e: {i.file.stem for i in dit.tensors.values()} for e, dit in found.items()}
+    assert files == {"high_noise": {"a_H"}, "low_noise": {"a_L"}}
+    (tmp_path / "a_L.safetensors").unlink()
+    (tmp_path / "a_H.safetensors").rename(tmp_path / "a_high_noise.safetensors")
+    with pytest.raises(InputError, match="says high_noise in its name"):
+        describe(tmp_path, presets=(PRESETS["t2v-14B"],))

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan import host
+from wan.checkpoint.files import fingerprint
 from wan.checkpoint.load import Blueprint, mapped, stored
 from wan.checkpoint.source import Source, Sources, is_own, own
 from wan.settings.errors import FileChangedError, InputError
@@ -169,6 +171,60 @@ def test_a_file_that_was_truncated_before_it_is_copied(tmp_path: Path) -> None:
         plan(file, lambda: nn.Linear(4096, 3)).load(
             device=CPU, dtype_of=lambda *_: torch.bfloat16, adapt=adapt
         )
+
+
+def change(file: Path, how: str) -> None:
+    """Changes a weight file in one of the ways that others do."""
+    content, other = file.read_bytes(), file.with_name("other")
+    if how == "truncated":
+        os.truncate(file, 100)
+    elif how == "emptied":
+        os.truncate(file, 0)
+    elif how == "deleted":
+        file.unlink()
+    elif how == "a folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        other.write_bytes(content if how == "replaced" else bytes(len(content)))
+        os.utime(other, ns=(0, 0))
+        other.replace(file)
+
+
+CHANGES = ("truncated", "emptied", "deleted", "a folder", "replaced", "of zeros")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".gguf"])
+@pytest.mark.parametrize("how", CHANGES)
+def test_files_that_change_between_check_and_load(how: str, suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"weights{suffix}"
+    if suffix == ".gguf":
+        writer = gguf.GGUFWriter(file, "wan")
+        for name, tensor in ones().items():
+            writer.add_tensor(name, tensor.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    else:
+        write(ones(), file)
+    checked = plan(file)
+    checked.check()
+    change(file, how)
+    with pytest.raises(FileChangedError, match="weights"):
+        checked.load(device=CPU, dtype_of=lambda _, dtype: dtype)
+
+
+@pytest.mark.parametrize("how", ["truncated", "deleted"])
+def test_a_file_that_is_gone_has_no_fingerprint(how: str, tmp_path: Path) -> None:
+    file = write(ones(), tmp_path / "weights.safetensors")
+    before = fingerprint([file])
+    change(file, how)
+    if how == "truncated":
+        assert fingerprint([file]) != before
+        return
+    with pytest.raises(FileChangedError, match="weights"):
+        fingerprint([file])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

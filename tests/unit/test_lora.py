@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from tests.pipelines import on_cpu
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import describe
-from wan.checkpoint.load import mapped, merged
+from wan.checkpoint.load import lora_sources, mapped, merged
 from wan.checkpoint.lora import Named, named
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 
 LAYERS = ("blocks.0.self_attn.q", "blocks.1.self_attn.o", "blocks.0.cross_attn.v", "blocks.1.ffn.0")
 LAYERS += ("blocks.0.ffn.2", "text_embedding.0", "time_embedding.2", "time_projection.1")
@@ -296,6 +297,209 @@ def test_a_published_pair_goes_to_its_experts(tiny: Any, tmp_path: Path) -> None
     assert (
         "says t2v in its name, but the task is a i2v" in list(lora.notices(alone, "i2v", False))[-1]
     )
+
+
+@pytest.fixture
+def styles(tiny: Any, tmp_path: Path) -> Callable[..., dict[str, list[str]]]:
+    """styles(*names, **flags) -> the files of each expert and the notices, of equal LoRAs."""
+    checkpoint = describe(tiny("t2v-A14B"))
+    shape = checkpoint.experts["low_noise"].tensors["blocks.0.self_attn.q.weight"].shape
+    down, up = pair(torch.Size(shape), 2, 0, torch.float32)
+    layer = "blocks.0.self_attn.q.lora_{}.weight"
+
+    def make(name: str) -> str:
+        path = tmp_path / f"{name}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({layer.format("A"): down, layer.format("B"): up}, path)
+        return str(path)
+
+    def resolved(*names: str, **flags: str) -> dict[str, list[str]]:
+        values: dict[str, Any] = {flag: (make(name),) for flag, name in flags.items()}
+        found = lora.resolve(values | {"lora": tuple(map(make, names))}, checkpoint)
+        files = {n: [str(x.file.relative_to(tmp_path)) for x in ones] for n, ones in found.items()}
+        lines = [line for line in lora.notices(found, "t2v", False) if "LoRA of" not in line]
+        return {n: [x.removesuffix(".safetensors") for x in xs] for n, xs in files.items()} | {
+            "notices": lines
+        }
+
+    return resolved
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("style_high", "style_low"), ("StyleHigh", "StyleLow"), ("fox_H", "fox_L"), ("h/x", "l/x")],
+)
+def test_each_expert_gets_its_file_of_a_pair(names: tuple[str, str], styles: Any) -> None:
+    found = {"high_noise": [names[0]], "low_noise": [names[1]], "notices": []}
+    assert styles(*names) == found
+    assert styles(*names[::-1]) == found
+    both = styles(*names, "other")
+    assert both["high_noise"] == ["other", names[0]] and both["low_noise"] == ["other", names[1]]
+
+
+def test_a_name_that_decides_alone_is_told(styles: Any) -> None:
+    found = styles("style_high")
+    assert (found["high_noise"], found["low_noise"]) == (["style_high"], [])
+    assert "style_high.safetensors goes into the high_noise expert only" in found["notices"][0]
+    assert styles("style_high", lora_low_noise="other")["notices"] == []
+    assert styles(lora_high_noise="style_high")["notices"] == [], "a flag decides"
+
+
+def test_a_doubtful_name_is_told(styles: Any) -> None:
+    for name, flag in (("style_l", "lora_low_noise"), ("high_quality", "lora_high_noise")):
+        found = styles(name)
+        assert found["high_noise"] == found["low_noise"] == [name]
+        assert "into both experts" in found["notices"][0] and flag in found["notices"][0]
+    assert styles("yellow_highway")["notices"] == []
+
+
+@pytest.mark.parametrize("names", [("style_high", "style"), ("fox", "fox-LOW"), ("a/x", "xLow")])
+def test_half_of_a_pair_without_its_mark(names: tuple[str, str], styles: Any) -> None:
+    with pytest.raises(InputError, match=r"lora_high_noise or lora_low_noise"):
+        styles(*names)
+    assert styles("style_high", "style_low", "style")["notices"] == [], "the pair is whole"
+
+
+def test_flags_against_names(styles: Any) -> None:
+    with pytest.raises(InputError, match="says high_noise in its name"):
+        styles(lora_low_noise="style_high")
+    assert styles(lora_low_noise="style_H")["low_noise"] == ["style_H"]
+    assert styles(lora_low_noise="high_quality")["low_noise"] == ["high_quality"]
+    assert styles(lora_low_noise="high/style")["low_noise"] == ["high/style"]
+
+
+def test_a_file_of_both_experts_whatever_its_name(tiny: Any, tmp_path: Path) -> None:
+    checkpoint = describe(tiny("t2v-A14B"))
+    end = "blocks.0.attn1.to_q.lora_{}.weight"
+    shape = checkpoint.experts["low_noise"].tensors["blocks.0.self_attn.q.weight"].shape
+    down, up = pair(torch.Size(shape), 2, 0, torch.float32)
+    save_file(
+        {
+            f"{prefix}.{end.format(part)}": tensor.clone()
+            for prefix in ("transformer", "transformer_2")
+            for part, tensor in (("A", down), ("B", up))
+        },
+        tmp_path / "fly_high.safetensors",
+    )
+    found = lora.resolve({"lora": (str(tmp_path / "fly_high.safetensors"),)}, checkpoint)
+    assert [len(ones) for ones in found.values()] == [1, 1]
+
+
+def peft_folder(folder: Path, weight: Tensor, **config: Any) -> tuple[Path, Tensor]:
+    """An adapter of PEFT for Q, trained a little, and PEFT's own merged weight."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def network() -> torch.nn.Module:
+        layers = torch.nn.ModuleDict({"q": torch.nn.Linear(*weight.shape[::-1], bias=False)})
+        layers["q"].weight.data = weight.clone()
+        block = torch.nn.ModuleDict({"self_attn": layers})
+        return torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
+
+    torch.manual_seed(0)
+    settings = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q"]} | config)
+    model: Any = get_peft_model(network(), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    merged_weight = PeftModel.from_pretrained(network(), folder).merge_and_unload()
+    return folder / "adapter_model.safetensors", merged_weight.state_dict()[f"{Q}.weight"]
+
+
+STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "pissa_niter_4", "olora")
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"use_rslora": True},
+    {"rank_pattern": {"q": 2}},
+    {"fan_in_fan_out": True},
+    {"alpha_pattern": {"q": 2}},
+    {"use_dora": True},
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", [*({"init_lora_weights": x} for x in STARTS), *OTHERS], ids=str)
+def test_an_adapter_is_merged_as_peft_does_or_refused(
+    config: dict[str, Any], weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    path, wanted = peft_folder(tmp_path / "peft", weights[f"{Q}.weight"].float(), **config)
+    is_plain = config.get("init_lora_weights", True) not in ("pissa", "pissa_niter_4", "olora")
+    if is_plain and not {"alpha_pattern", "use_dora"} & {*config}:
+        found = read(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+        return
+    with pytest.raises(InputError, match=f"{next(iter(config))}|DoRA"):
+        read(path, tiny("t2v-1.3B"))
+
+
+UNKNOWN: tuple[dict[str, Any], ...] = (
+    *({"init_lora_weights": x} for x in ("corda", "loftq", "lora_ga", "pissa_v2", "", 1, ["eva"])),
+    *({key: {"x": 1}} for key in ("arrow_config", "kasa_config", "use_bdlora", "use_next_year")),
+    {"layer_replication": [[0, 1]]},
+    {"alora_invocation_tokens": [1]},
+    {"peft_type": "LOHA"},
+    {"use_rslora": "yes"},
+)
+
+
+@pytest.mark.parametrize("where", ["beside", "renamed", "diffusers", "with alphas"])
+@pytest.mark.parametrize("config", UNKNOWN, ids=str)
+def test_settings_of_peft_that_are_not_computed(
+    config: dict[str, Any], where: str, tiny: Any, tmp_path: Path
+) -> None:
+    path, metadata, tensors = tmp_path / "adapter_model.safetensors", None, dict(PAIR)
+    if where == "renamed":
+        path = path.with_name("style.safetensors")
+    if where == "with alphas":
+        tensors[f"{Q}.alpha"] = torch.tensor(4.0)
+    if where in ("diffusers", "with alphas"):
+        told = {f"transformer.{key}": value for key, value in config.items()}
+        metadata = {"lora_adapter_metadata": json.dumps(told)}
+    else:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, path, metadata)
+    with pytest.raises(InputError, match=next(iter(config))) as refused:
+        read(path, tiny("t2v-1.3B"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_configuration_among_other_files_is_adapter_models(tiny: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"init_lora_weights": "pissa"}))
+    save_file(PAIR, tmp_path / "style.safetensors")
+    save_file(PAIR, tmp_path / "adapter_model.safetensors")
+    assert read(tmp_path / "style.safetensors", tiny("t2v-1.3B"))
+
+
+@pytest.mark.parametrize("when", ["before it is mapped", "after"])
+@pytest.mark.parametrize("use", [merged, lora_sources])
+def test_a_file_that_changes_after_the_check(
+    use: Any, when: str, tiny: Any, tmp_path: Path
+) -> None:
+    path, checkpoint = tmp_path / "x.safetensors", describe(tiny("t2v-1.3B"))
+    save_file(PAIR, path)
+    ones = lora.resolve({"lora": (str(path),)}, checkpoint)["dit"]
+    base = mapped(checkpoint.experts["dit"].tensors)
+
+    def sources() -> Any:
+        if use is merged:
+            return merged(base, ones)[f"{Q}.weight"]
+        return lora_sources({Q: ones[0].changes[f"{Q}.weight"]}, torch.float32)[f"{Q}.lora_up"]
+
+    if when == "after":
+        source = sources()
+        os.truncate(path, 300)
+        with pytest.raises(FileChangedError, match=r"x\.safetensors"):
+            source.read(slice(None))
+        return
+    os.truncate(path, 300)
+    with pytest.raises(FileChangedError, match=r"x\.safetensors"):
+        sources()
+
+
+def test_a_shard_of_a_lora_is_refused(tiny: Any, tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file(PAIR, tmp_path / f"style-0000{number}-of-00002.safetensors")
+    with pytest.raises(InputError, match="shard"):
+        read(tmp_path / "style-00001-of-00002.safetensors", tiny("t2v-1.3B"))
 
 
 def test_strength_is_split_off_at_the_last_equals_sign() -> None:

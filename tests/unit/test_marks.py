@@ -220,6 +220,39 @@ def test_what_is_refused(what: str, tmp_path: Path) -> None:
     assert sentence in str(refused.value) and len(str(refused.value)) < 500
 
 
+JSON: list[Any] = [None, True, 5, 1.5, "", "x", [], [1], {}, {"x": []}]
+
+
+@pytest.mark.parametrize("value", JSON, ids=str)
+def test_marks_of_any_value(value: Any, tmp_path: Path) -> None:
+    """Of the tensor and of the metadata; also of a number that is stored as a weight."""
+    path, weight = tmp_path / "x.safetensors", torch.zeros(8, 8, dtype=torch.int8)
+    whole = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    files: list[tuple[dict[str, Tensor], Any]] = [
+        ({"a.weight": weight, "a.comfy_quant": mark(format=value)}, None),
+        ({"a.weight": weight, "a.comfy_quant": whole}, None),
+        ({"a.weight": weight}, value),
+        ({"a.weight": weight}, {"layers": value}),
+        ({"a.weight": weight}, {"layers": {"a": value}}),
+        ({"a.weight": weight}, {"layers": {"a": {"format": value}}}),
+    ]
+    for tensors, metadata in files:
+        told = {"_quantization_metadata": json.dumps(metadata)}
+        save_file(tensors, path, told)
+        with pytest.raises(InputError) as refused:
+            network_tensors(safetensors_header(path), str)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["int8_tensorwise", "nvfp4", "float8_e4m3fn"])
+def test_a_mark_of_a_number(form: str, tmp_path: Path) -> None:
+    dtype = {"nvfp4": torch.uint8, "int8_tensorwise": torch.int8}.get(form, torch.float8_e4m3fn)
+    tensors = {"a.weight": torch.zeros(()).to(dtype), "a.comfy_quant": mark(format=form)}
+    save_file(tensors | {"a.weight_scale": torch.ones(7)}, tmp_path / "x.safetensors")
+    with pytest.raises(InputError):
+        network_tensors(safetensors_header(tmp_path / "x.safetensors"), str)
+
+
 def test_int8_without_a_mark_is_refused(tiny: Any, tmp_path: Path) -> None:
     """It may be rotated, or an export that `--quant_dit_path` takes."""
     folder = Path(shutil.copytree(tiny("t2v-1.3B"), tmp_path / "t2v-1.3B"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.conftest import slow
 from tests.pipelines import composed, latents
 from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.layout import describe
+from wan.checkpoint.vocabulary import vocabulary
 from wan.pipeline import text
 from wan.planner import report
 from wan.planner.measure import Planner
@@ -345,3 +347,72 @@ def test_a_damaged_tokenizer_is_refused(size: int, spiece: Path, tiny: Any, tmp_
     path = in_safetensors(spiece.read_bytes()[:size], tiny, tmp_path)
     with pytest.raises(InputError, match=r"holds (a damaged|no usable) tokenizer"):
         text.load_tokenizer(path)
+
+
+def field(number: int, value: int | float | bytes) -> bytes:
+    """A field of a protobuf message, by the format's documentation."""
+    if isinstance(value, bytes):
+        return bytes([number << 3 | 2, len(value)]) + value
+    if isinstance(value, float):
+        return bytes([number << 3 | 5]) + struct.pack("<f", value)
+    return bytes([number << 3, value])
+
+
+def piece(text: bytes | float = b"a", score: float | bytes = 0.0, kind: int | bytes = 1) -> bytes:
+    return field(1, field(1, text) + field(2, score) + field(3, kind))
+
+
+FIRST = b"".join(piece(name) for name in (b"<pad>", b"</s>", b"<unk>"))
+ODD: dict[str, bytes] = {
+    "a piece that is a number": field(1, 5),
+    "a text that is a number": piece(text=1.0),
+    "a text that is no text": piece(text=b"\xff"),
+    "a score of bytes": piece(score=b"1"),
+    "a score that is no number": piece(score=float("nan")),
+    "a type of bytes": piece(kind=b"1"),
+    "settings that are a number": field(2, 7),
+    "rules that are a number": field(3, 7),
+    "rules of a number": field(3, field(2, 7)),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_tokenizer_of_other_values(what: str, tmp_path: Path) -> None:
+    model = torch.tensor(list(FIRST + ODD[what]), dtype=torch.uint8)
+    save_file({"spiece_model": model}, tmp_path / "x.safetensors")
+    with pytest.raises(InputError, match="holds a damaged tokenizer") as refused:
+        vocabulary(tmp_path / "x.safetensors")
+    assert "\n" not in str(refused.value)
+
+
+GGML = "tokenizer.ggml"
+STRANGE: list[dict[str, Any]] = [
+    {"tokens": 5},
+    {"tokens": "abc"},
+    {"tokens": [1, 2, 3]},
+    {"scores": ["a", "b", "c"]},
+    {"scores": 1.0},
+    {"scores": [1, 2, 3]},
+    {"token_type": ["a", "b", "c"]},
+    {"token_type": [1]},
+    {"precompiled_charsmap": [0.5]},
+    {"precompiled_charsmap": "abc"},
+    {"precompiled_charsmap": 7},
+]
+
+
+@pytest.mark.parametrize("changed", STRANGE, ids=str)
+def test_a_tokenizer_of_other_values_in_gguf(changed: dict[str, Any], tmp_path: Path) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "t5encoder")
+    values: dict[str, Any] = {"tokens": ["<pad>", "</s>", "<unk>"], "scores": [0.0, 0.0, 0.0]}
+    for name, value in (values | {"token_type": [3, 3, 2]} | changed).items():
+        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds.get(type(value), writer.add_array)(f"{GGML}.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(InputError, match="holds a damaged tokenizer"):
+        vocabulary(tmp_path / "x.gguf")

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, cast
 
 from wan.checkpoint.files import TensorInfo, read_json
 from wan.settings.errors import InputError
-from wan.settings.presets import CONTROL_CHANNELS, Preset
+from wan.settings.presets import CONTROL_CHANNELS, PRESETS, Preset
 from wan.settings.sound import INJECT_LAYERS, STATED
 from wan.settings.values import shown
 
@@ -138,6 +138,8 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
     if said != kind and (said == "vace" or {said, kind} & {"s2v", "animate"}):
         why = f"is {shown(said)}, but the tensors are those of {kind}"
         raise InputError(f"{path}: model_type", None, why, "download config.json and weights again")
+    if not stated:
+        _check_blocks(folder, told)
     heads = max(told["dim"] // 128, 1)  # the published networks' head size
     free = {key: stated[key] for key in _RULES if key in stated}
     config = {**_DEFAULTS, "model_type": kind, "num_heads": heads, **free, **told}
@@ -151,6 +153,16 @@ def dit_config(folder: Path, tensors: Mapping[str, TensorInfo]) -> DitConfig:
         config |= _control_config(path, tensors, config["num_layers"])
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in config.items()}
     return cast(DitConfig, frozen)
+
+
+def _check_blocks(folder: Path, told: Mapping[str, Any]) -> None:
+    """Refuses a network with the sizes of a published one that has fewer blocks."""
+    sizes = told["dim"], told["ffn_dim"]
+    counts = {one.num_layers for one in PRESETS.values() if (one.dim, one.ffn_dim) == sizes}
+    if counts and told["num_layers"] < min(counts):
+        why = f"has {told['num_layers']} blocks, and Wan's networks of these sizes {min(counts)}"
+        remedy = "give all of its files, or its config.json beside it"
+        raise InputError(f"{folder}", None, why, remedy)
 
 
 def kind_of(tensors: Collection[str], in_dim: int) -> str | None:

@@ -10,14 +10,14 @@ import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 from wan.settings.values import shown
 
 FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes of weights that are not quantised
@@ -39,10 +39,12 @@ NVFP4 = "NVFP4"  # ComfyUI's: two values of four bits in a byte, scales for 16 v
 WEIGHT_FILES = (".safetensors", ".gguf")  # suffixes of files that `file_tensors` reads
 _INDEX = ".safetensors.index.json"
 _STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call weight files
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{3,})-of-(?P<count>\d{3,})(?P<suffix>\.\w+)")
 OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone one
 _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}  # dtype -> struct's code
 _SAMPLE = 1 << 16  # bytes
 _AGAIN = "download it again"
+_MOST_SHARDS = 1000
 _MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
 
 
@@ -70,6 +72,7 @@ class TensorInfo:
         first: Its first row, where it is a part of the tensor in the file.
         start: Where its bytes begin in a GGUF file.
         parts: The tensors whose rows it has, one after the other, where it is not one in the file.
+        state: The file's state when its header was read; None where it is not known.
     """
 
     file: Path
@@ -83,6 +86,24 @@ class TensorInfo:
     first: int = 0
     start: int = 0
     parts: tuple[TensorInfo, ...] = ()
+    state: FileState | None = field(default=None, compare=False)
+
+
+FileState = tuple[int, int]
+"""The bytes of a file and the time of its last change."""
+
+
+def file_state(file: Path | int) -> FileState:
+    """Returns the state of a path or of a descriptor."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+def as_bytes(info: TensorInfo) -> TensorInfo:
+    """Returns the tensor whose values are what the file stores: without a scale, GGUF as bytes."""
+    if info.dtype in GGUF:
+        return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
+    return replace(info, scale=None)
 
 
 def is_folder(path: Path) -> bool:
@@ -129,7 +150,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def file_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Returns the tensors of a safetensors or GGUF file by name; InputError if it is not whole."""
+    """Returns the tensors of a safetensors or GGUF file by name; of a shard, those of all shards.
+
+    Raises:
+        InputError: A file is not whole, or a shard of the network is missing.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for shard in list_shards(path):
+        for name, info in _one_files_tensors(shard).items():
+            twin = tensors.setdefault(name, info)
+            if twin is not info:
+                raise InputError(f"{shard}", None, f"has {name}, as {twin.file.name} has", _AGAIN)
+    return tensors
+
+
+def _one_files_tensors(path: Path) -> dict[str, TensorInfo]:
     if path.suffix == ".gguf":
         from wan.checkpoint import gguf
 
@@ -137,16 +172,54 @@ def file_tensors(path: Path) -> dict[str, TensorInfo]:
     return safetensors_header(path)
 
 
+def list_shards(path: Path) -> list[Path]:
+    """Returns the files of the network that a file is a shard of by its name, else the file itself.
+
+    Raises:
+        InputError: One of them is missing.
+    """
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        return [path]
+    number, count = int(named["number"]), int(named["count"])
+    shards = [
+        path.with_name(
+            f"{named['stem']}-{i:0{len(named['number'])}}-of-{named['count']}{named['suffix']}"
+        )
+        for i in range(1, min(count, _MOST_SHARDS) + 1)
+    ]
+    if not 1 <= number <= count <= _MOST_SHARDS:
+        why = f"is called shard {number} of {count}"
+        raise InputError(f"{path}", None, why, "give it the name that it was published with")
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing and path.is_file():
+        why = f"is shard {number} of {count}, and {', '.join(missing[:3])} is missing beside it"
+        raise InputError(f"{path}", None, why, "download all shards into one folder")
+    return shards if path.is_file() else [path]
+
+
+def is_further_shard(path: Path) -> bool:
+    """Returns whether a file is a shard by its name, and an earlier one is beside it."""
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        return False
+    width, rest = len(named["number"]), f"-of-{named['count']}{named['suffix']}"
+    earlier = range(1, min(int(named["number"]), _MOST_SHARDS))
+    return any(path.with_name(f"{named['stem']}-{i:0{width}}{rest}").is_file() for i in earlier)
+
+
 def safetensors_header(path: Path) -> dict[str, TensorInfo]:
     """Returns the tensors of a safetensors file by name; InputError for one that is not whole."""
     found = {}
     with _safetensors(path) as handle:
+        state = file_state(path)
         for name in handle.keys():  # noqa: SIM118
             part = handle.get_slice(name)
             dtype, shape = part.get_dtype(), tuple(part.get_shape())
             digits = re.search(r"\d+", dtype)  # bits of an element: BF16, F8_E4M3; not of BOOL
             bits = int(digits[0]) if digits else 8
-            found[name] = TensorInfo(path, name, dtype, shape, prod(shape) * bits // 8)
+            size = prod(shape) * bits // 8
+            found[name] = TensorInfo(path, name, dtype, shape, size, state=state)
     return found
 
 
@@ -164,12 +237,16 @@ def safetensors_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
     """Returns each tensor's dtype, its shape, and where its bytes begin, of a checked header."""
     with opened(path) as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    return {
-        name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])
-        for name, info in header.items()
-    }
+        try:
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+            header.pop("__metadata__", None)
+            return {
+                name: (info["dtype"], info["shape"], 8 + size + info["data_offsets"][0])
+                for name, info in header.items()
+            }
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            why = "is no whole safetensors file (its header is damaged)"
+            raise InputError(f"{path}", None, why, _AGAIN) from None
 
 
 def safetensors_scalars(path: Path, names: Iterable[str]) -> dict[str, float]:
@@ -221,7 +298,8 @@ def folder_tensors(folder: Path) -> dict[str, TensorInfo] | None:
             why = "is missing, but its shards are there"
             raise InputError(f"{index}", None, why, "download the index")
     for suffix in WEIGHT_FILES:
-        lone = [file for file in folder.glob(f"*{suffix}") if not OTHER_PARTS.search(file.name)]
+        firsts = [file for file in folder.glob(f"*{suffix}") if not is_further_shard(file)]
+        lone = [file for file in firsts if not OTHER_PARTS.search(_SHARD.sub(r"\1", file.name))]
         if lone:
             return file_tensors(lone[0]) if len(lone) == 1 else None
     return None
@@ -280,14 +358,29 @@ def content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def file_gone(path: Path, error: OSError) -> FileChangedError:
+    """Returns the error for a file that was checked and cannot be read any more."""
+    reason = error.strerror or error
+    return FileChangedError(
+        f"{path} cannot be read any more ({reason}); put it back and start again."
+    )
+
+
 def fingerprint(paths: Iterable[Path]) -> str:
-    """Returns a short name for the content of files, of the size and three samples of each."""
+    """Returns a short name for the content of files, of the size and three samples of each.
+
+    Raises:
+        FileChangedError: A file cannot be read, though it was there before.
+    """
     digest = hashlib.sha256()
     for path in paths:
-        size = path.stat().st_size
-        digest.update(str(size).encode())
-        with path.open("rb") as file:
-            for offset in (0, size // 2, max(size - _SAMPLE, 0)):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE))
+        try:
+            with path.open("rb") as file:
+                size, _ = file_state(file.fileno())
+                digest.update(str(size).encode())
+                for offset in (0, size // 2, max(size - _SAMPLE, 0)):
+                    file.seek(offset)
+                    digest.update(file.read(_SAMPLE))
+        except OSError as error:
+            raise file_gone(path, error) from None
     return digest.hexdigest()[:16]

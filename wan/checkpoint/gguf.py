@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wan.checkpoint.files import GGUF, TensorInfo, opened
+from wan.checkpoint.files import GGUF, TensorInfo, file_state, opened
 from wan.settings.errors import InputError
 from wan.settings.values import shown
 
@@ -41,6 +41,8 @@ _ALIGNMENT = "general.alignment"
 _ORIGINAL = "comfy.gguf.orig_shape."  # then a tensor's name: its shape before it was flattened
 _LONGEST = 1 << 25  # bytes of a header; one with a tokenizer of 256 000 words has 10 MB
 _MOST_AXES = 8
+_MOST_KEYS = 1 << 16
+_MOST_VALUES = 1 << 20  # strings of an array; Python passes over so many in half a second
 
 T = TypeVar("T")
 
@@ -88,7 +90,9 @@ class _Header:
         kind, count = self.number("I"), 1
         if is_array := kind == _ARRAY:
             kind, count = self.numbers("IQ")
-        if kind == _STRING:  # each takes eight bytes at least, so that a file's end ends it
+        if count > _MOST_VALUES:
+            raise _DamagedError(f"{count} values of one key")
+        if kind == _STRING:
             found: list[Any] = []
             for _ in range(count):
                 if wanted:
@@ -111,7 +115,9 @@ def header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         InputError: The file is not whole, or has tensors of a kind that is not supported.
     """
-    return _read(path, lambda read: _tensors(path, read))
+    tensors = _read(path, lambda read: _tensors(path, read))
+    state = file_state(path)
+    return {name: replace(info, state=state) for name, info in tensors.items()}
 
 
 def metadata(path: Path, names: Collection[str]) -> dict[str, Any]:
@@ -141,6 +147,8 @@ def _values(read: _Header, wanted: Callable[[str], bool]) -> tuple[int, dict[str
     if (version := read.number("I")) not in (2, 3):
         raise _DamagedError(f"version {version}; 2 and 3 are supported")
     count, keys = read.numbers("QQ")
+    if keys > _MOST_KEYS:
+        raise _DamagedError(f"{keys} keys of metadata")
     found: dict[str, Any] = {}
     for _ in range(keys):
         name = read.text()

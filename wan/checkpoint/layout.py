@@ -23,6 +23,7 @@ from wan.checkpoint.config import (
     kind_of,
     published_config,
 )
+from wan.checkpoint.expert_names import find_experts
 from wan.checkpoint.files import (
     FLOATS,
     OTHER_PARTS,
@@ -33,6 +34,8 @@ from wan.checkpoint.files import (
     folder_tensors,
     has_network,
     is_folder,
+    list_shards,
+    read_json,
 )
 from wan.checkpoint.keymaps import dit_diffusers_name, dit_official_name
 from wan.checkpoint.marks import network_tensors
@@ -41,6 +44,7 @@ from wan.checkpoint.vocabulary import has_vocabulary
 from wan.settings.command import NetworkFiles
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS, Preset
+from wan.settings.values import shown
 
 NO_FILES = NetworkFiles()
 _LATENTS = {"t2v": 16, "i2v": 16, "ti2v": 48, "s2v": 16, "animate": 16, "vace": 16}
@@ -58,6 +62,7 @@ _EXPECTED = {
     "tokenizer": "google/umt5-xxl/, tokenizer/ or a text encoder's file that holds it",
     "sound_encoder": f"the folder {SOUND_ENCODER}",
 }
+PIPELINE_INDEX = "model_index.json"
 _FLAGS = {"text_encoder": ", or give one with `text_encoder`", "vae": ", or give one with `vae`"}
 
 
@@ -87,6 +92,8 @@ class Checkpoint:
         layout: "official" or "diffusers".
         kind: "t2v", "i2v", "ti2v", "s2v", "animate" or "vace".
         experts: "high_noise" and "low_noise", or "dit" -> the network.
+        boundary: The share of the training timesteps from which on the high-noise expert works, of
+            the model_index.json of two experts; None: the task's.
     """
 
     folder: Path | None
@@ -98,6 +105,7 @@ class Checkpoint:
     image_encoder: Path | None = None
     tokenizer: Path | None = None
     sound_encoder: Path | None = None
+    boundary: float | None = None
 
     @property
     def config(self) -> DitConfig:
@@ -115,12 +123,14 @@ class Checkpoint:
         return self.config["dim"] // self.heads
 
     def files(self) -> list[Path]:
-        """Returns every weight file in a fixed order."""
+        """Returns every file that decides what the networks compute, in a fixed order."""
         infos = [info for dit in self.experts.values() for info in dit.tensors.values()]
         found = [part.file for info in infos for part in (info, *info.parts)]
         for part in (self.vae, self.text_encoder, self.image_encoder):
             if part is not None:
-                found += [part] if part.is_file() else part.glob("*.safetensors")
+                found += list_shards(part) if part.is_file() else part.glob("*.safetensors")
+        if self.boundary is not None and self.folder is not None:
+            found.append(self.folder / PIPELINE_INDEX)
         if self.sound_encoder is not None:
             for pattern in ("*.safetensors", "*.bin", "*.json"):
                 found += self.sound_encoder.glob(pattern)
@@ -183,10 +193,12 @@ def describe(
                 "download the checkpoint first, if it is a model hub's name, and give its folder"
             )
         raise InputError("`ckpt_dir`", folder, why, remedy)
-    search, diffusers = Search(folder), (folder / "transformer").is_dir()
+    search, index = Search(folder), _PipelineIndex.read(folder)
+    diffusers = any((folder / name).is_dir() for name in _DIFFUSERS_FOLDERS.values())
     experts = _chosen_experts(chosen, presets)
     if not experts.keys() >= {"dit"} and not experts.keys() >= {*EXPERT_FOLDERS}:
-        experts = {**_find_experts(search, folder, diffusers, presets, experts), **experts}
+        found = _find_experts(search, folder, index if diffusers else None, presets, experts)
+        experts = {**found, **experts}
     first, *others = experts.values()
     if any(files.config != first.config for files in others):
         why = "mixes networks of different tasks or sizes"
@@ -209,8 +221,58 @@ def describe(
         experts=experts,
         tokenizer=_tokenizer(folder, parts["text_encoder"]),
         sound_encoder=_sound_encoder(folder) if kind == "s2v" else None,
+        boundary=index.boundary if len(experts) == 2 else None,
         **parts,
     )
+
+
+@dataclass(frozen=True)
+class _PipelineIndex:
+    """What the model_index.json of a Diffusers folder says.
+
+    Attributes:
+        boundary: Its `boundary_ratio`; None where it has none, or null.
+        is_single: Its `boundary_ratio` is null, so that `transformer` makes all steps.
+        named: The parts that belong to the pipeline.
+    """
+
+    boundary: float | None = None
+    is_single: bool = False
+    named: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, folder: Path) -> _PipelineIndex:
+        """Reads the file of a folder, which may have none; InputError where it is damaged."""
+        path = folder / PIPELINE_INDEX
+        if not path.is_file():
+            return cls()
+        stated = read_json(path)
+        boundary = stated.get("boundary_ratio")
+        number = isinstance(boundary, int | float) and not isinstance(boundary, bool)
+        if boundary is not None and not (number and 0 < boundary < 1):
+            why = f"is {shown(boundary)}, but must be a number between 0 and 1, or null"
+            raise InputError(
+                f"{path}: boundary_ratio", None, why, "download model_index.json again"
+            )
+        parts = {part: stated[part] for part in _PIPELINE_PARTS if part in stated}
+        for part, value in parts.items():
+            if value is not None and not (isinstance(value, list) and len(value) == 2):
+                why = f"is {shown(value)}, but must be a library and a class"
+                raise InputError(f"{path}: {part}", None, why, "download model_index.json again")
+        return cls(
+            None if boundary is None else float(boundary),
+            "boundary_ratio" in stated and boundary is None,
+            frozenset(part for part, value in parts.items() if value not in (None, [None, None])),
+        )
+
+
+_PIPELINE_PARTS = (
+    *_DIFFUSERS_FOLDERS.values(),
+    "vae",
+    "text_encoder",
+    "tokenizer",
+    "image_encoder",
+)
 
 
 def _chosen_experts(chosen: NetworkFiles, presets: tuple[Preset, ...]) -> dict[str, DitFiles]:
@@ -220,6 +282,9 @@ def _chosen_experts(chosen: NetworkFiles, presets: tuple[Preset, ...]) -> dict[s
     if chosen.dit is not None and (chosen.dit_high_noise or chosen.dit_low_noise):
         why = "is a task's only network, and cannot be given with one of two experts"
         raise InputError("`dit`", chosen.dit, why, "give `dit_high_noise` and `dit_low_noise`")
+    if chosen.dit_high_noise is not None and chosen.dit_high_noise == chosen.dit_low_noise:
+        why = "is given for both experts"
+        raise InputError("`dit_high_noise`", chosen.dit_high_noise, why, "give two files")
     found: dict[str, DitFiles] = {}
     for expert, path in given.items():
         if path is None:
@@ -231,11 +296,25 @@ def _chosen_experts(chosen: NetworkFiles, presets: tuple[Preset, ...]) -> dict[s
             tasks = " or ".join(preset.task for preset in presets)
             raise InputError(flag, path, f"does not fit {tasks}, which has {of}", remedy)
         _check_part(flag, path, "dit")
+        _check_name(flag, path, expert)
         found[expert] = _dit_files(path) if path.is_dir() else _dit_files(path.parent, path)
-    if found.keys() == {*EXPERT_FOLDERS} and chosen.dit_high_noise == chosen.dit_low_noise:
-        why = "is given for both experts"
-        raise InputError("`dit_high_noise`", chosen.dit_high_noise, why, "give two files")
     return found
+
+
+def _check_name(flag: str, path: Path, expert: str) -> None:
+    """Refuses a chosen file whose name states another expert, or one of two as the only network."""
+    mark = find_experts([path])[path]
+    if mark is None or mark.expert == expert or not (mark.noise or mark.in_name):
+        return
+    if expert == "dit":
+        if mark.noise:
+            raise InputError(flag, path, f"says {mark.expert} in its name", _HALF)
+        return
+    remedy = f"give it with `dit_{mark.expert}`, or rename it"
+    raise InputError(flag, path, f"says {mark.expert} in its name", remedy)
+
+
+_HALF = "it is one of two experts: give both to a task that has two, or rename it"
 
 
 def _check_part(flag: str, path: Path, part: str) -> Found | None:
@@ -299,6 +378,13 @@ def check_task(checkpoint: Checkpoint, preset: Preset) -> None:
 
     if (checkpoint.kind, {*checkpoint.experts}) != (preset.kind, {*preset.experts}):
         held = networks(checkpoint.kind, checkpoint.experts)
+        folder = checkpoint.folder
+        if (
+            folder is not None
+            and "dit" in checkpoint.experts
+            and (folder / "transformer_2").is_dir()
+        ):
+            held = f"{held} (boundary_ratio is null in {PIPELINE_INDEX})"
         needed = networks(preset.kind, preset.experts)
     elif checkpoint.images != preset.images:
         held = f"a network that looks at {checkpoint.images} images"
@@ -323,15 +409,26 @@ def _library_part(folder: Path) -> Path | None:
 def _find_experts(
     search: Search,
     folder: Path,
-    diffusers: bool,
+    index: _PipelineIndex | None,
     presets: tuple[Preset, ...],
     chosen: Collection[str],
 ) -> dict[str, DitFiles]:
-    """Describes the DiTs that the folder holds, without those that are chosen."""
-    names = _DIFFUSERS_FOLDERS if diffusers else EXPERT_FOLDERS
+    """Describes the DiTs that the folder holds, without those that are chosen.
+
+    Args:
+        search: Of the folder.
+        folder: The folder.
+        index: That of a Diffusers folder; None for other folders.
+        presets: As in `describe`.
+        chosen: The experts that are chosen.
+    """
+    names = EXPERT_FOLDERS if index is None else _DIFFUSERS_FOLDERS
     folders = {expert: folder / sub for expert, sub in names.items() if (folder / sub).is_dir()}
-    if folders.keys() == {"high_noise"} and diffusers and not chosen:
-        return {"dit": _dit_files(folders["high_noise"])}
+    if index is not None and not chosen and "high_noise" in folders:
+        named = "transformer_2" in index.named
+        is_whole = len(folders) == 2 or not (named or index.boundary is not None)
+        if is_whole and (index.is_single or len(folders) == 1):
+            return {"dit": _dit_files(folders["high_noise"])}
     if folders and len(folders.keys() | {*chosen}) == 1:
         missing = folder / names[({"high_noise", "low_noise"} - folders.keys()).pop()]
         remedy = "download the other expert too"
@@ -374,6 +471,8 @@ def _searched_experts(
         own = [one for one in single if (*one.shape("patch_embedding.weight"), 0)[0] in dims]
         single = own or single
     found = search.one("dit", single, "dit")
+    if found is not None and found.mark is not None and found.mark.noise:
+        raise InputError(f"{found.path}", None, f"says {found.expert} in its name", _HALF)
     return {} if found is None else {"dit": files(found)}
 
 

@@ -16,7 +16,7 @@ import mmap
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -32,11 +32,13 @@ from wan.checkpoint.files import (
     GGUF,
     NVFP4,
     TensorInfo,
+    as_bytes,
+    file_state,
     file_tensors,
     folder_tensors,
     safetensors_places,
 )
-from wan.checkpoint.lora import Change, Lora
+from wan.checkpoint.lora import Change, Lora, changes_of
 from wan.checkpoint.marks import network_tensors
 from wan.checkpoint.quantised import FP8_DYNAMIC, Export, QuantisedDit
 from wan.checkpoint.source import (
@@ -252,8 +254,9 @@ def stored(path: Path, rename: Callable[[str], str]) -> dict[str, TensorInfo]:
     if path.suffix in _PICKLED:
         state = in_pth(path)
         dtypes = {name: _FLOATS.get(t.dtype, str(t.dtype)) for name, t in state.items()}
+        at = file_state(path)
         found = {
-            name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes)
+            name: TensorInfo(path, name, dtypes[name], tuple(t.shape), t.nbytes, state=at)
             for name, t in state.items()
         }
     else:
@@ -334,13 +337,18 @@ def mapped(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
             by_file.setdefault(info.file, []).append(name)
     sources: dict[str, Source] = {}
     for file, names in by_file.items():
-        infos, opened = [tensors[name] for name in names], MappedFile.open(file)
-        if file.suffix == ".gguf":
-            views = in_gguf(file, infos)
-        elif file.suffix in _PICKLED:
-            views = in_pth(file)
-        else:
-            views = in_safetensors(file, {info.name for info in infos})
+        infos = [tensors[name] for name in names]
+        opened = MappedFile.open(file, infos[0].state)
+        try:
+            if file.suffix == ".gguf":
+                views = in_gguf(file, infos)
+            elif file.suffix in _PICKLED:
+                views = in_pth(file)
+            else:
+                views = in_safetensors(file, {info.name for info in infos})
+        except (OSError, LookupError, ValueError):
+            opened.check()  # it may have changed since it was opened
+            raise
         for name, info in zip(names, infos, strict=True):
             view = views[info.name]
             if info.dtype in GGUF:
@@ -390,7 +398,9 @@ def _nvfp4(stored: Source, scale: Source, blocks: Source) -> Source:
     one = scale.read(slice(None)).float()
 
     def read(wanted: slice) -> Tensor:
-        return nvfp4(stored.read(wanted), untiled(blocks.read(slice(None)), rows)[wanted], one)
+        return nvfp4(
+            stored.read(wanted), untiled(blocks.read_checked(slice(None)), rows)[wanted], one
+        )
 
     return Source(torch.float32, (rows, columns), read, stored.mapped, stored.file)
 
@@ -423,13 +433,6 @@ def kept_sources(kept: Mapping[str, TensorInfo]) -> dict[str, Source]:
     return sources
 
 
-def as_bytes(info: TensorInfo) -> TensorInfo:
-    """Returns the tensor whose values are what the file stores: without a scale, GGUF as bytes."""
-    if info.dtype in GGUF:
-        return replace(info, dtype="U8", shape=(info.shape[0], info.nbytes // info.shape[0]))
-    return replace(info, scale=None)
-
-
 def lora_sources(pairs: Mapping[str, Sequence[Change]], dtype: torch.dtype) -> dict[str, Source]:
     """Returns the buffers of low-rank changes that are computed beside a kept weight.
 
@@ -450,7 +453,12 @@ def lora_sources(pairs: Mapping[str, Sequence[Change]], dtype: torch.dtype) -> d
         """All ups are columns of one matrix, and all downs rows of another."""
         tensors = []
         for index, change in enumerate(pairs[layer]):
-            one = read[f"{layer}.{index}.{part}"].read(slice(None)).to(torch.float64).flatten(1)
+            one = (
+                read[f"{layer}.{index}.{part}"]
+                .read_checked(slice(None))
+                .to(torch.float64)
+                .flatten(1)
+            )
             tensors.append(one * change.factor if part == "up" else one)
         whole = torch.cat(tensors, dim=1 if part == "up" else 0)[rows].to(dtype)
         _check_finite(whole, pairs[layer])
@@ -471,15 +479,6 @@ def _check_finite(values: Tensor, changes: Sequence[Change]) -> None:
         why = "makes weights NaN or infinite"
         remedy = "it is damaged, or its strength is too large"
         raise InputError("LoRA", ", ".join(sorted(files)), why, remedy)
-
-
-def changes_of(loras: Sequence[Lora]) -> dict[str, list[Change]]:
-    """Returns what all LoRAs of a network add to each parameter."""
-    changes: dict[str, list[Change]] = {}
-    for lora in loras:
-        for name, added in lora.changes.items():
-            changes.setdefault(name, []).extend(added)
-    return changes
 
 
 def merged(sources: Sources, loras: Sequence[Lora], beside: Collection[str] = ()) -> Sources:
@@ -504,7 +503,7 @@ def merged(sources: Sources, loras: Sequence[Lora], beside: Collection[str] = ()
     read = mapped(infos)
 
     def values(info: TensorInfo, rows: slice) -> Tensor:
-        return read[f"{info.file}:{info.name}"].read(rows).to(torch.float64)
+        return read[f"{info.file}:{info.name}"].read_checked(rows).to(torch.float64)
 
     return {
         **sources,
@@ -568,7 +567,8 @@ def int8_sources(export: Export, dtype: torch.dtype) -> dict[str, Source]:
 def _rounded(stored: Source, dtype: torch.dtype) -> Source:
     """Rounds a vector, or a column as a vector, to a dtype."""
     read = stored.read
-    return Source(dtype, stored.shape[:1], lambda rows: read(rows).reshape(-1).to(dtype))
+    shape, file = stored.shape[:1], stored.file
+    return Source(dtype, shape, lambda rows: read(rows).reshape(-1).to(dtype), file=file)
 
 
 Rotation = tuple[Tensor, Tensor]

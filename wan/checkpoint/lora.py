@@ -11,22 +11,23 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from wan.checkpoint.expert_names import EXPERTS, ExpertMark, find_experts, find_marks
 from wan.checkpoint.files import (
     FLOATS,
     TensorInfo,
     fingerprint,
-    read_json,
+    list_shards,
     safetensors_header,
-    safetensors_metadata,
     safetensors_scalars,
 )
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import Checkpoint
+from wan.checkpoint.peft_settings import read_peft_settings
 from wan.settings.command import Loras
 from wan.settings.errors import InputError
 from wan.settings.fields import options
@@ -100,7 +101,6 @@ _UNSUPPORTED = {
     r"\.(vera_\w+|lora_embedding_\w+|reshape_weight|set_weight)$": "not a plain LoRA",
 }
 _TEXT = ("text_encoder.", "lora_te", "conditioner.", "cond_stage_model.")
-_EXPERTS = ("high_noise", "low_noise")
 _FLAGS = {"both": "lora", "high_noise": "lora_high_noise", "low_noise": "lora_low_noise"}
 _RELIGHTING = "use_relighting_lora"
 _RELIGHTING_FILES = ("relighting_lora.ckpt", "relighting_lora/adapter_model.safetensors")
@@ -124,11 +124,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Lora:
-    """A file and what it adds to each parameter of one network."""
+    """A file and what it adds to each parameter of one network.
+
+    Attributes:
+        mark: The part of its name that states the network; "" where a flag does.
+    """
 
     file: Path
     strength: float
     changes: dict[str, tuple[Change, ...]]
+    mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,10 +173,10 @@ def named_files(values: Mapping[str, Any]) -> dict[str, tuple[Named, ...]]:
         network: tuple(named(text) for text in values.get(flag, ()))
         for network, flag in _FLAGS.items()
     }
-    for expert in _EXPERTS if "lora_dir" in values else ():
+    for expert in EXPERTS if "lora_dir" in values else ():
         path = values["lora_dir"] / f"{expert}_model.safetensors"
         if not path.is_file():
-            files = " and ".join(f"{name}_model.safetensors" for name in _EXPERTS)
+            files = " and ".join(f"{name}_model.safetensors" for name in EXPERTS)
             remedy = f"give a folder with {files}, or `lora_high_noise` and `lora_low_noise`"
             raise InputError("`lora_dir`", path.parent, f"has no {path.name}", remedy)
         found[expert] += (Named(path),)
@@ -185,29 +190,62 @@ def _in_folder(one: Named, folder: Path) -> Named:
     return Named(there, one.strength) if not one.file.exists() and there.is_file() else one
 
 
-def _by_name(files: Mapping[str, tuple[Named, ...]]) -> dict[str, tuple[Named, ...]]:
-    """Gives each file whose name says an expert, as published pairs do, to that expert alone."""
-    found: dict[str, tuple[Named, ...]] = dict.fromkeys(files, ())
+def _place_by_name(
+    files: Mapping[str, tuple[Named, ...]],
+) -> tuple[dict[str, tuple[Named, ...]], dict[Path, ExpertMark]]:
+    """Gives each file whose name states an expert, as published pairs do, to that expert alone.
+
+    Returns:
+        The files of each network, and the marks of those of "both" that were given to one expert.
+
+    Raises:
+        InputError: A name contradicts the flag, or only one file of a pair states its expert.
+    """
+    marks = find_experts({one.file for ones in files.values() for one in ones})
+    placed: dict[str, tuple[Named, ...]] = dict.fromkeys(files, ())
+    counted: dict[Path, ExpertMark] = {}
     for network, ones in files.items():
         for one in ones:
-            said = {expert for expert in _EXPERTS if _says(expert, one.file)}
-            if len(said) != 1:
-                found[network] += (one,)
-                continue
-            (expert,) = said
-            if network not in ("both", expert):
-                remedy = f"give it with `{_FLAGS[expert]}`, or rename it"
-                why = f"says {expert} in its name"
-                raise InputError(f"`{_FLAGS[network]}`", one.file, why, remedy)
-            found[expert] += (one,)
-    return found
+            mark = marks[one.file]
+            if mark is None or (network == "both" and _holds_both_experts(one.file)):
+                placed[network] += (one,)
+            elif network == "both":
+                counted[one.file] = mark
+                placed[mark.expert] += (one,)
+            else:
+                if network != mark.expert and (mark.in_name or mark.noise):
+                    remedy = f"give it with `{_FLAGS[mark.expert]}`, or rename it"
+                    why = f"says {mark.expert} in its name"
+                    raise InputError(f"`{_FLAGS[network]}`", one.file, why, remedy)
+                placed[network] += (one,)
+    for one in placed["both"]:
+        _check_twin(one.file, counted)
+    return placed, counted
 
 
-def _says(expert: str, file: Path) -> bool:
-    """Whether a file's name has "high_noise", "HighNoise", or "HIGH" as a word of its own."""
-    word = expert.partition("_")[0].upper()
-    spelt = f"(?i:{word}[-_ ]?noise)|(?<![A-Za-z]){word}(?![A-Za-z])"
-    return re.search(spelt, file.stem) is not None
+def _holds_both_experts(file: Path) -> bool:
+    """Returns whether a file has tensors of each expert, whatever its name states."""
+    if not file.is_file() or file.suffix != ".safetensors":
+        return False
+    return len({name.startswith(_SECOND) for name in safetensors_header(file)}) == 2
+
+
+def _check_twin(file: Path, counted: Mapping[Path, ExpertMark]) -> None:
+    """Refuses a file for both experts whose name is that of one expert's file without the mark."""
+
+    def squeeze(name: str) -> str:
+        return re.sub(r"[\W_]+", "", name.lower())
+
+    halves = {
+        mark.expert: other
+        for other, mark in counted.items()
+        if mark.in_name and squeeze(other.stem.replace(mark.text, "", 1)) == squeeze(file.stem)
+    }
+    if len(halves) == 1:
+        (expert, other) = next(iter(halves.items()))
+        why = f"does not say its expert, and {other.name} says {expert}"
+        remedy = "give each with `lora_high_noise` or `lora_low_noise`"
+        raise InputError("`lora`", file, why, remedy)
 
 
 def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> Iterator[str]:
@@ -222,6 +260,8 @@ def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> 
         for one in ones:
             layers = len({name.rpartition(".")[0] for name in one.changes})
             yield f"LoRA of {network}: {one.file}, strength {one.strength:g}, {layers} layers."
+    if len(loras) == len(EXPERTS):
+        yield from _notices_of_names(loras)
     for file in dict.fromkeys(one.file for ones in loras.values() for one in ones):
         said = re.findall(r"(?<![a-z])(?:ti2v|t2v|i2v|flf2v)(?![a-z])", file.stem.lower())
         kinds = {kind, {"i2v": "flf2v", "vace": "t2v"}.get(kind, kind)}
@@ -233,6 +273,28 @@ def notices(loras: Mapping[str, Sequence[Lora]], kind: str, distilled: bool) -> 
             f"The {without[0]} expert has no LoRA, but the recipe is of a pair; give its file with "
             f"`lora_{without[0]}`."
         )
+
+
+def _notices_of_names(loras: Mapping[str, Sequence[Lora]]) -> Iterator[str]:
+    """Yields which files went to one expert because of their names, and which may belong to one."""
+    files = {network: {one.file for one in ones} for network, ones in loras.items()}
+    shared = files["high_noise"] & files["low_noise"]
+    for network, other in (EXPERTS, EXPERTS[::-1]):
+        if files[other] <= shared:  # otherwise a pair was given
+            for one in loras[network]:
+                if one.mark:
+                    yield (
+                        f'{one.file.name} goes into the {network} expert only, because of "'
+                        f'{one.mark}" in its name; give the file of the other expert too, or '
+                        "rename it if it is for both."
+                    )
+    for file in dict.fromkeys(one.file for one in loras["high_noise"] if one.file in shared):
+        mark = next((mark for mark in find_marks(file.stem) if mark.doubtful), None)
+        if mark is not None:
+            yield (
+                f'{file.name} goes into both experts; if "{mark.text}" in its name means the '
+                f"{mark.expert} one, give it with `{_FLAGS[mark.expert]}`."
+            )
 
 
 def _relighting(folder: Path) -> Path:
@@ -270,9 +332,10 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
         network: tuple(_in_folder(one, checkpoint.folder) for one in ones)
         for network, ones in files.items()
     }
+    marks: dict[Path, ExpertMark] = {}
     if "dit" not in checkpoint.experts:
-        files = _by_name(files)
-    for expert in _EXPERTS:
+        files, marks = _place_by_name(files)
+    for expert in EXPERTS:
         for one in files[expert]:
             reader = _FactorReader(one, checkpoint, expert)
             if len({name.startswith(_SECOND) for name in reader.header}) == 2:
@@ -283,7 +346,10 @@ def resolve(values: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, tupl
                 )
     return {
         expert: tuple(
-            _FactorReader(one, checkpoint, expert).read()
+            replace(
+                _FactorReader(one, checkpoint, expert).read(),
+                mark=marks[one.file].text if one.file in marks else "",
+            )
             for one in (*files["both"], *files.get(expert, ()))
         )
         for expert in checkpoint.experts
@@ -299,6 +365,8 @@ class _FactorReader:
             raise self.refusal("does not exist or is no file", "give a .safetensors file")
         if self.path.suffix not in (".safetensors", ".ckpt"):
             raise self.refusal("is no .safetensors file", "convert it")
+        if len(list_shards(self.path)) > 1:
+            raise self.refusal("is one of several shards", "give a LoRA in one file")
         self.header = _header(self.path)
         tensors = checkpoint.experts[expert].tensors
         self.parameters = {name: info.shape for name, info in tensors.items()}
@@ -316,8 +384,11 @@ class _FactorReader:
         if alphas and self.path.suffix == ".ckpt":
             raise self.refusal("holds alphas, which are read from .safetensors only", "convert it")
         scalars = safetensors_scalars(self.path, [info.name for info in alphas.values()])
-        # PEFT's metadata counts where no layer has an alpha of its own.
-        peft = {} if alphas else self.peft_metadata()
+        # PEFT's settings of the scale count where no layer has an alpha of its own.
+        for_two = any(name.startswith(_SECOND) for name in self.header)
+        prefix = _SECOND if for_two and self.expert == "low_noise" else _FIRST
+        stated = read_peft_settings(self.path, prefix)
+        peft = {} if alphas else stated
         changes: dict[str, list[Change]] = {}
         for layer, tensors in layers.items():
             own = scalars[alphas[layer].name] if layer in alphas else peft.get("lora_alpha")
@@ -364,30 +435,6 @@ class _FactorReader:
         if not found:
             raise self.refusal(f"holds nothing for the {self.expert} network", "give another one")
         return found
-
-    def peft_metadata(self) -> dict[str, Any]:
-        """Returns what PEFT states of this network's adapter: beside it, or as diffusers does."""
-        beside = self.path.with_name("adapter_config.json")
-        if self.path.name == "adapter_model.safetensors" and beside.is_file():
-            stated: Any = read_json(beside)
-        elif self.path.suffix == ".safetensors":
-            stated = safetensors_metadata(self.path, "lora_adapter_metadata")
-        else:
-            return {}
-        if not isinstance(stated, dict):
-            return {}
-        for_two = any(name.startswith(_SECOND) for name in self.header)
-        prefix = _SECOND if for_two and self.expert == "low_noise" else _FIRST
-        own = {
-            key.removeprefix(prefix): value
-            for key, value in stated.items()
-            if key.startswith(prefix) or "." not in key
-        }
-        for key in ("use_dora", "alpha_pattern"):
-            if own.get(key):
-                why = f"has metadata that set {key}, which is not supported"
-                raise self.refusal(why, "merge it with the program it was made with")
-        return own
 
     def changes(
         self, layer: str, tensors: Mapping[str, TensorInfo], alpha: Any, stabilised: bool
@@ -465,6 +512,15 @@ def _spellings(parameters: Mapping[str, Any]) -> dict[str, str]:
         for spelling in names:
             found[spelling] = found[spelling.replace(".", "_")] = official
     return found
+
+
+def changes_of(loras: Sequence[Lora]) -> dict[str, list[Change]]:
+    """Returns what all LoRAs of a network add to each parameter."""
+    changes: dict[str, list[Change]] = {}
+    for lora in loras:
+        for name, added in lora.changes.items():
+            changes.setdefault(name, []).extend(added)
+    return changes
 
 
 def record(loras: Mapping[str, Sequence[Lora]]) -> dict[str, Any]:

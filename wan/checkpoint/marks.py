@@ -74,8 +74,8 @@ def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         if own is None:
             continue  # of a layer that has another name where its mark is in the metadata
         form = mark.get("format")
-        if form not in _FORMATS or mark.get("convrot"):
-            what = "int8 of rotated weights" if form in _FORMATS else shown(form)
+        if not isinstance(form, str) or form not in _FORMATS or mark.get("convrot"):
+            what = "int8 of rotated weights" if form in [*_FORMATS] else shown(form)
             why = f"is marked as {what}, which is not supported"
             remedy = f"get a file of {', '.join(_FORMATS)}"
             raise InputError(f"{own.file}: {layer}", None, why, remedy)
@@ -93,7 +93,7 @@ def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         if own is None or own.scale is not None or not known:
             continue  # refused under its own name
         info = found.pop(name)
-        if prod(info.shape) not in (1, own.shape[0]) or info.dtype not in FLOATS:
+        if prod(info.shape) not in (1, *own.shape[:1]) or info.dtype not in FLOATS:
             what = f"{info.file}: {name} {list(info.shape)} {info.dtype}"
             why = f"is no scale of {layer}.weight {list(own.shape)}"
             raise InputError(what, None, why, _AGAIN)
@@ -104,7 +104,7 @@ def _with_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 def _nvfp4(found: dict[str, TensorInfo], layer: str, own: TensorInfo) -> TensorInfo:
     """Joins two values in each byte, a scale for 16 values in FP8, and one for all."""
     each, whole = (found.pop(f"{layer}.{n}", None) for n in ("weight_scale", "weight_scale_2"))
-    rows, columns = own.shape[0], 2 * prod(own.shape[1:])
+    rows, columns = (*own.shape, 1)[0], 2 * prod(own.shape[1:])
     tiles = -(-rows // 128) * 128 * -(-(columns // 16) // 4) * 4
     fits = each is not None and each.dtype in FP8 and prod(each.shape) == tiles
     one = whole is not None and whole.dtype in FLOATS and prod(whole.shape) == 1

@@ -6,13 +6,19 @@ looked into, and each header is read once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from wan.checkpoint.files import WEIGHT_FILES, TensorInfo, file_tensors, folder_tensors
+from wan.checkpoint.expert_names import ExpertMark, find_experts
+from wan.checkpoint.files import (
+    WEIGHT_FILES,
+    TensorInfo,
+    file_tensors,
+    folder_tensors,
+    is_further_shard,
+)
 from wan.settings.errors import InputError
 
 PARTS = {
@@ -47,10 +53,6 @@ _SIGNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "lora": ((".lora_down.weight",), (".lora_A.weight",), (".lora_A.default.weight",)),
 }
 """Part -> ends of names of tensors; a network has all of one of these tuples."""
-_EXPERT = {
-    "high_noise": re.compile(r"high[-_ ]?noise|(?<![a-z])high(?![a-z])", re.IGNORECASE),
-    "low_noise": re.compile(r"low[-_ ]?noise|(?<![a-z])low(?![a-z])", re.IGNORECASE),
-}
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,18 @@ class Found:
         path: Where it is.
         part: A key of `PARTS`; None where it holds something else.
         tensors: Its tensors by name.
-        expert: "high_noise" or "low_noise", if its name or its folder's says so.
+        mark: What its name or its folder's says about its expert.
     """
 
     path: Path
     part: str | None
     tensors: Mapping[str, TensorInfo]
-    expert: str | None = None
+    mark: ExpertMark | None = None
+
+    @property
+    def expert(self) -> str | None:
+        """Returns "high_noise" or "low_noise", if its name or its folder's says so."""
+        return None if self.mark is None else self.mark.expert
 
     def shape(self, *names: str) -> tuple[int, ...]:
         """Returns the shape of the first tensor of such a name; () where there is none.
@@ -85,14 +92,14 @@ class Found:
         return (*self.shape("post_quant_conv.weight", "conv2.weight"), 0)[0]
 
 
-def look(path: Path, expert: str | None = None) -> Found:
+def look(path: Path) -> Found:
     """Finds out what a file or a folder holds.
 
     Raises:
         InputError: The file is not whole.
     """
     tensors = (file_tensors(path) if path.is_file() else folder_tensors(path)) or {}
-    return Found(path, _part(tensors), tensors, expert)
+    return Found(path, _part(tensors), tensors)
 
 
 def _part(tensors: Mapping[str, TensorInfo]) -> str | None:
@@ -120,16 +127,17 @@ class Search:
             paths += [*self._folder.glob(f"{name}/*"), *self._folder.glob(f"{name}/*/*")]
         found: dict[Path, Found] = {}
         for path in sorted({path for path in paths if path.suffix in WEIGHT_FILES}):
-            if not path.is_file() or "-of-0" in path.name:
+            if not path.is_file() or is_further_shard(path):
                 continue
             try:
-                one = self._look(path, _expert(path.relative_to(self._folder)))
+                one = self._look(path)
             except InputError as error:
                 self.damaged.append(error)
                 continue
             if one.part == part:
                 found[path] = one
-        return list(found.values())
+        marks = find_experts(found, self._folder)
+        return [replace(one, mark=marks[path]) for path, one in found.items()]
 
     def one(self, part: str, among: Collection[Found], flag: str) -> Found | None:
         """Returns the only one, None where there is none.
@@ -145,12 +153,3 @@ class Search:
         if not among and self.damaged:
             raise self.damaged[0]
         return next(iter(among), None)
-
-
-def _expert(path: Path) -> str | None:
-    """Returns the expert that a path within a checkpoint says: its name, else its folder's."""
-    for name in reversed(path.parts):
-        said = [expert for expert, says in _EXPERT.items() if says.search(name)]
-        if len(said) == 1:
-            return said[0]
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wan import host
-from wan.checkpoint.files import alignment
+from wan.checkpoint.files import FileState, alignment, file_gone, file_state
 from wan.settings.errors import FileChangedError
 
 N = TypeVar("N", bound=nn.Module)
@@ -30,31 +29,39 @@ class MappedFile:
     Attributes:
         path: Its name.
         opened: The file itself.
-        state: Its bytes and the time of its last change.
+        state: What it must stay.
     """
 
     path: Path
     opened: BinaryIO
-    state: tuple[int, int]
+    state: FileState
 
     @classmethod
-    def open(cls, path: Path) -> MappedFile:
-        """Opens a file and notes its state."""
-        opened = path.open("rb")
-        return cls(path, opened, _state(opened))
+    def open(cls, path: Path, state: FileState | None = None) -> MappedFile:
+        """Opens a file.
+
+        Args:
+            path: The file.
+            state: What it was when its header was read; None: what it is now.
+
+        Raises:
+            FileChangedError: It has another state, or is not there.
+        """
+        try:
+            opened = path.open("rb")
+        except OSError as error:
+            raise file_gone(path, error) from None
+        file = cls(path, opened, file_state(opened.fileno()) if state is None else state)
+        file.check()
+        return file
 
     def check(self) -> None:
         """Raises FileChangedError if the file was written or truncated; takes microseconds."""
-        if _state(self.opened) != self.state:
+        if file_state(self.opened.fileno()) != self.state:
             raise FileChangedError(
                 f"{self.path} was changed while its weights were used; start again, and give a "
                 "file a new content by moving another one to its name."
             )
-
-
-def _state(opened: BinaryIO) -> tuple[int, int]:
-    found = os.fstat(opened.fileno())
-    return found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,11 @@ class Source:
         """Asks the system to read all of it from the disk soon, and does not wait."""
         if self.mapped is not None:
             host.read_ahead_mapped(self.mapped.data_ptr(), self.mapped.nbytes)
+
+    def read_checked(self, rows: slice) -> Tensor:
+        """Returns rows, after `check`."""
+        self.check()
+        return self.read(rows)
 
     def check(self) -> None:
         """Raises FileChangedError if its file is not what it was when it was mapped."""
@@ -114,10 +126,9 @@ def joined(parts: Sequence[Source], shape: tuple[int, ...]) -> Source:
         start, stop, _ = rows.indices(shape[0])
         found = []
         for i, part in enumerate(parts):
-            part.check()
             first, last = max(start - i * size, 0), min(stop - i * size, size)
             if first < last:
-                found.append(part.read(slice(first, last)))
+                found.append(part.read_checked(slice(first, last)))
         return torch.cat(found)
 
     return Source(parts[0].dtype, shape, read, file=parts[0].file)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from wan.checkpoint import gguf
 from wan.checkpoint.files import opened, safetensors_places
 from wan.settings.errors import InputError
+from wan.settings.values import shown
 
 _TENSOR = "spiece_model"
 _KEYS = {  # of a vocabulary of T5's kind, Unigram
@@ -56,7 +58,7 @@ def vocabulary(path: Path) -> Vocabulary:
     """Reads the vocabulary of a file that has one; InputError where it is damaged."""
     try:
         return _in_gguf(path) if path.suffix == ".gguf" else _in_safetensors(path)
-    except (ValueError, struct.error, KeyError, TypeError) as error:
+    except (ValueError, struct.error, LookupError, TypeError, AttributeError) as error:
         why = f"holds a damaged tokenizer ({error})"
         raise InputError(f"{path}", None, why, "download it again") from None
 
@@ -90,6 +92,12 @@ def _in_safetensors(path: Path) -> Vocabulary:
 
 
 def _checked(pieces: list[tuple[str, float, int]], charsmap: bytes) -> Vocabulary:
+    for piece, score, kind in pieces:
+        number = isinstance(score, float) and isfinite(score)
+        if not (isinstance(piece, str) and number and isinstance(kind, int)):
+            raise ValueError(f"{shown(piece)} with the score {shown(score)}")
+    if not isinstance(charsmap, bytes):
+        raise ValueError("its rules are no bytes")
     first = [piece for piece, _, _ in pieces[:3]]
     if first != ["<pad>", "</s>", "<unk>"]:
         raise ValueError(f"its first tokens are {first}, not T5's")

@@ -23,7 +23,7 @@ from wan.log import logger
 from wan.output_files import VIDEO, remove_output, safetensors_kind, write_output
 from wan.pipeline import video
 from wan.run import Run, without_paths
-from wan.settings.errors import InputError
+from wan.settings.errors import FileChangedError, InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,9 +91,11 @@ class ClipFiles:
 
         try:
             return load_file(self._state(index))["end"]
-        except (SafetensorError, LookupError) as error:
-            why, remedy = "holds no state of a clip", "remove it; the clip is made again"
-            raise InputError(str(self._state(index)), None, why, remedy) from error
+        except (SafetensorError, LookupError, OSError):
+            raise FileChangedError(
+                f"{self._state(index)} does not hold what the next clip begins with; remove it "
+                "and start again."
+            ) from None
 
     def write(self, index: int, clip: Clip) -> None:
         """Writes a clip and then its state."""

@@ -416,6 +416,7 @@ class Video:
                 "vae": pipeline.codec.used,
                 **asdict(run.setup.parallel),
             },
+            **({"boundary": boundary} if (boundary := run.boundary) is not None else {}),
             **({"lora": lora.record(run.setup.loras)} if run.setup.loras else {}),
             **({"step_cache": found} if (found := pipeline.caches.record()) else {}),
             "seconds": {name: round(s, 3) for name, s in pipeline.stages.seconds.items()},

@@ -10,19 +10,17 @@ from torch import nn
 
 from wan.checkpoint.config import IN_BLOCKS
 from wan.checkpoint.dequantise import TO_FLOAT
-from wan.checkpoint.files import FP8, GGUF, TensorInfo
+from wan.checkpoint.files import FP8, GGUF, TensorInfo, as_bytes
 from wan.checkpoint.load import (
     DTYPES,
     Adapt,
-    as_bytes,
     as_stored,
-    changes_of,
     int8_sources,
     kept_sources,
     lora_sources,
     merged,
 )
-from wan.checkpoint.lora import Change
+from wan.checkpoint.lora import Change, changes_of
 from wan.checkpoint.quantised import Export
 from wan.checkpoint.source import Sources
 from wan.device import Device

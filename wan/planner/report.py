@@ -105,6 +105,9 @@ def files(planner: Planner) -> Iterator[str]:
         planner.device.type,
         planner.setup.execution.precision_on(planner.device.type),
     )
+    if checkpoint.boundary is not None:
+        standard = f"the task's is {setup.preset.boundary:g}"
+        yield f"  boundary_ratio of model_index.json: {checkpoint.boundary:g} ({standard})"
     for expert, dit in checkpoint.experts.items():
         infos, becomes = list(dit.tensors.values()), f"becomes {planner.precision}"
         stay = sorted(setup.kept(device) & {info.dtype for info in infos})

@@ -1,0 +1,70 @@
+"""Which of two experts a file's name states: one rule for DiTs and LoRAs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wan.checkpoint.expert_names import find_experts
+
+HIGH, LOW = "high_noise", "low_noise"
+
+
+def experts(*names: str) -> list[str | None]:
+    """Of files that are given together."""
+    found = find_experts([Path("/data", name) for name in names])
+    return [None if mark is None else mark.expert for mark in found.values()]
+
+
+ALONE = {
+    **dict.fromkeys(("style_high", "StyleHigh", "style-HIGH", "T2VHighV2", "WAN22_HIGHv2"), HIGH),
+    **dict.fromkeys(("Instagirlv2.0_hinoise", "wan22highnoise", "high.noise", "W22_i2v_HN"), HIGH),
+    **dict.fromkeys(("style_low", "StyleLow", "style.low.v2", "i2v-LN", "t2vLowNoise_Q4"), LOW),
+    **dict.fromkeys(("low_light_high_noise", "high_noise_for_low_vram"), HIGH),
+    **dict.fromkeys(("highway_style", "slow_motion", "yellow", "below", "yellow_noise"), None),
+    **dict.fromkeys(("lowpoly", "low-poly", "LowPoly", "highres", "HighRes", "high_quality"), None),
+    **dict.fromkeys(("style_l", "style_H", "H264", "wan-Q5_K_L", "i2v_low_rank_64"), None),
+    **dict.fromkeys(("high_low_combo", "high_noise_low_noise", "HIGHWAY", "HighFantasy"), None),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_name_alone(name: str) -> None:
+    assert experts(f"{name}.safetensors") == [ALONE[name]]
+
+
+PAIRS = (
+    ("a/style_h.safetensors", "a/style_l.safetensors"),
+    ("a/style_H-000010.safetensors", "b/style_L-000020.safetensors"),
+    ("a/x_high_quality.safetensors", "a/x_low_quality.safetensors"),
+    ("a/say_hi.safetensors", "a/say_lo.safetensors"),
+    ("high/adapter_model.safetensors", "low/adapter_model.safetensors"),
+    ("a/H/c/x.safetensors", "a/L/c/x.safetensors"),
+    ("fox_H.safetensors", "fox_low.safetensors"),
+)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_doubtful_mark_counts_with_its_counterpart(pair: tuple[str, str]) -> None:
+    assert experts(*pair) == [HIGH, LOW]
+    assert experts(pair[0]) == [None]
+
+
+def test_a_letter_of_another_name_is_no_counterpart() -> None:
+    assert experts("fox_H.safetensors", "wolf_L.safetensors") == [None, None]
+    assert experts(
+        "x_high_noise.safetensors", "x_low_noise.safetensors", "style_l.safetensors"
+    ) == [
+        HIGH,
+        LOW,
+        None,
+    ]
+
+
+def test_the_name_counts_before_the_folder() -> None:
+    assert experts("low_noise/style_high.safetensors") == [HIGH]
+    assert experts("low_noise/style.safetensors") == [LOW]
+    assert experts("low/style.safetensors") == [None], "somebody's folder"
+    inside = find_experts([Path("/low_noise/c/low/wan.gguf")], Path("/low_noise/c"))
+    assert [mark and mark.expert for mark in inside.values()] == [LOW], "of the checkpoint"
