@@ -14,10 +14,10 @@ from urllib.parse import quote
 from wan.checkpoint.files import read_json
 from wan.cli import failures
 from wan.cli.flags import Parser
-from wan.cli.programs import output_path, typed
+from wan.cli.programs import output_path, run_program, typed
 from wan.output_files import check_output, marked_kind, write_output
 from wan.settings import values
-from wan.settings.errors import InputError, exit_code
+from wan.settings.errors import InputError, WriteError
 
 _TITLE = "Wan2.2 videos"
 PAGE = marked_kind("a page of wan.gallery", f"<title>{_TITLE}</title>".encode())
@@ -106,14 +106,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m wan.gallery", description=(__doc__ or "").strip())
     parser.add_argument("folder", type=typed(values.path), help="folder of a prompt file's videos")
     parser.add_argument("--out", type=output_path(PAGE), help="the page; default FOLDER/index.html")
-    try:
+
+    def work() -> None:
         options = parser.parse_args(argv)
-        print(gallery(options.folder, options.out))
-    except (InputError, OSError) as error:
-        sentence = failures.describe(error) or f"{error}; give --out a folder that can be written."
-        failures.say(sentence, "wan.gallery")
-        return exit_code(error)
-    return 0
+        try:
+            print(gallery(options.folder, options.out))
+        except OSError as error:
+            if failures.describe(error) is not None:
+                raise
+            raise WriteError(f"{error}; give --out a folder that can be written.") from error
+
+    return run_program(work, "wan.gallery")
 
 
 if __name__ == "__main__":

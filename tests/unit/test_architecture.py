@@ -243,3 +243,65 @@ def test_nothing_is_left_without_a_use() -> None:
                 used |= {*named.groups()} if named is not None else set()
     unused = {name for name in defined if not {name, name.rpartition(".")[2]} & used}
     assert not unused, sorted(unused)
+
+
+PROGRAMS = sorted(
+    [
+        *FILES,
+        *(p for name in ("tools", "benchmarks", "examples") for p in (REPO / name).rglob("*.py")),
+    ]
+)
+REPLACES = {"unlink", "rename", "rmtree", "removedirs"}
+# Files outside wan/output_files.py -> what they call to remove or replace a file, and why that can
+# only be their own.
+REMOVES = {
+    "tools.check_device": ({"shutil.rmtree"}, "a folder of tempfile.mkdtemp"),
+    "tools.compare_versions": (
+        {"shutil.rmtree", "log.unlink"},
+        "in a folder of which the file `commit` shows that it is its own",
+    ),
+    "tools.demo.outputs": ({"shutil.rmtree"}, "an export that `check_export` has recognised"),
+    "wan.cli.videos": (
+        {"spoken.replace", "spoken.unlink", "found.unlink", "path.unlink"},
+        "temporary files of this run, and files that `is_output` has recognised",
+    ),
+    "wan.pipeline.video": ({"listed.unlink"}, "a list that it has written in a folder of clips"),
+    "wan.serve.group": ({"path.replace"}, "a log in the journal of the service"),
+    "wan.serve.journal": ({"self._reserve.unlink"}, "a file of the journal of the service"),
+    "wan.serve.service": (
+        {"shutil.rmtree", "path.unlink"},
+        "files of jobs in the journal of the service",
+    ),
+}
+
+
+def removals(path: Path) -> set[str]:
+    """What a file calls to remove or replace files, as written."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, owner = node.func.attr, ast.unparse(node.func.value)
+        of_os = owner == "os" and name in ("replace", "remove", "renames", "truncate")
+        of_path = name == "replace" and len(node.args) == 1 and not node.keywords
+        if name in REPLACES or of_os or of_path or (owner == "shutil" and name == "move"):
+            found.add(f"{owner}.{name}")
+    return found
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=module)
+def test_files_are_removed_in_one_place(path: Path) -> None:
+    """Everything else would also remove or replace what is not ours."""
+    if module(path) != "wan.output_files":
+        assert removals(path) == REMOVES.get(module(path), (set(), ""))[0]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=module)
+def test_numbers_of_options_have_ranges(path: Path) -> None:
+    """`type=int` accepts 10**30, and `type=float` nan; a reader of settings.values does not."""
+    if module(path) == "wan.serve.__main__":  # is changed with the service
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        for word in node.keywords if isinstance(node, ast.Call) else ():
+            is_plain = isinstance(word.value, ast.Name) and word.value.id in ("int", "float")
+            assert not (word.arg == "type" and is_plain), f"{path}:{node.lineno}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from wan.cli import failures
 from wan.output_files import OutputKind, check_output
-from wan.settings.errors import InputError, WriteError, exit_code
+from wan.settings.errors import InputError, exit_code
 from wan.settings.values import Reader, path
 
 
@@ -41,14 +41,17 @@ def output_path(kind: OutputKind) -> Callable[[str], Path]:
 
 
 def run_program(main: Callable[[], int | None], name: str | None = None) -> int:
-    """Runs a program and returns its exit code; a refusal is one line on stderr.
+    """Runs a program and returns its exit code; an error that a user can act on is one line.
 
     Args:
         main: The program.
-        name: Its name before the refusal; None: the name of the file that was started.
+        name: Its name before the error; None: the name of the file that was started.
     """
     try:
         return main() or 0
-    except (InputError, WriteError) as error:
-        failures.say(str(error), name or Path(sys.argv[0]).name)
+    except Exception as error:
+        sentence = failures.describe(error)
+        if sentence is None:
+            raise
+        failures.say(sentence, name or Path(sys.argv[0]).name)
         return exit_code(error)

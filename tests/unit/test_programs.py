@@ -1,0 +1,228 @@
+"""Command lines of tools and benchmarks: numbers have ranges, foreign files are kept."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.dist import REPO
+from tools import contact_sheet, make_sound
+from tools.demo import outputs
+from tools.demo.step_caches import read as read_results
+from tools.demo.training import save_atomically
+from wan.cli.programs import output_path, run_program, typed
+from wan.output_files import is_output, marked_kind
+from wan.settings.errors import InputError, WriteError
+from wan.settings.values import integer
+
+BAD = ("-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many", "")
+NUMBERS = {  # module -> options with a number; what else must be given
+    "benchmarks.against": ("--frames --steps --guidance --rounds --size", ""),
+    "benchmarks.attention_modes": (
+        "--ranks --heads --block_heads --head_dim --tokens --repeats",
+        "",
+    ),
+    "benchmarks.changes": ("--prompts", ""),
+    "benchmarks.clip": ("--rounds --load", ""),
+    "benchmarks.diffusers_parallel": ("--ranks --grid --rounds --limit", ""),
+    "benchmarks.dit_forward": ("--heads --ffn --layers --grid --repeats --load", ""),
+    "benchmarks.limited_link": ("--ranks --tokens --heads --head_dim --rounds --rates", ""),
+    "benchmarks.long_videos": ("--rounds --clips --memory", ""),
+    "benchmarks.metering": ("--period --size --products --steps --rounds", ""),
+    "benchmarks.mlperf.__main__": ("--ranks --modes", ""),
+    "benchmarks.powercap_gpu": (
+        "--tokens --heads --head_dim --hidden --link_gbs --seconds --rounds",
+        "",
+    ),
+    "benchmarks.residency": ("--layers --limit --lora", ""),
+    "benchmarks.service": ("--rounds --videos", ""),
+    "benchmarks.service_soak": ("--minutes --jobs --seed --ranks --kill_every", ""),
+    "benchmarks.step_cache": ("--ranks --grid --rounds", ""),
+    "benchmarks.trace_overhead": ("--tokens --heads --layers --rounds", ""),
+    "benchmarks.traffic": ("--ranks", ""),
+    "benchmarks.vace": ("--grid --layers --rounds", ""),
+    "benchmarks.vae": ("--latent --ranks --rounds", ""),
+    "tools.compare_latents": ("--least", "a b"),
+    "tools.compare_versions": ("--jobs", "--base HEAD"),
+    "tools.compare_videos": ("--joins", "a b"),
+    "tools.make_character": ("--size --frames", "moves"),
+    "tools.make_sound": ("--seconds --rate --channels", "sound.wav"),
+    "tools.make_tiny_checkpoint": ("--seed", "--task t2v-A14B --out tiny"),
+    "tools.measure_device": ("--ranks --minutes", ""),
+    "tools.run_demo": ("--processes --comm_type", ""),
+    "tools.test_versions": ("--processes", ""),
+    "tools.demo.autoencoder": ("--steps --threads", "--state s"),
+    "tools.demo.dit": ("--steps --tokens --peak --threads", "--state s --part low_noise"),
+    "tools.demo.evaluate": ("--prompts --steps --guidance --long_prompts", "--checkpoint c"),
+    "tools.demo.step_caches": ("--prompts --steps", "--results r"),
+    "tools.demo.text": ("--steps", "--state s"),
+    "tools.demo.weights": ("--prompts", "--out o"),
+    "wan.power.compare": ("--repeats --modes --chunks --plan --order", "--out o"),
+    "wan.power.predict": ("--tau --f_low --pfa --frame_num --sample_steps --ulysses_size", ""),
+}
+WITH_JSON = (
+    "against",
+    "attention_modes",
+    "changes",
+    "clip",
+    "diffusers_parallel",
+    "dit_forward",
+    "limited_link",
+    "long_videos",
+    "plan_memory",
+    "powercap_gpu",
+    "residency",
+    "service",
+    "service_soak",
+    "step_cache",
+    "trace_overhead",
+    "traffic",
+    "vace",
+    "vae",
+)
+OUTPUTS = {  # module -> options that name a file; what else must be given
+    **{f"benchmarks.{name}": ("--json", "") for name in WITH_JSON},
+    "benchmarks.metering": ("--out", ""),
+    "tools.check_device": ("--json", ""),
+    "tools.compare_latents": ("--json", "a b"),
+    "tools.compare_versions": ("--json", "--base HEAD"),
+    "tools.compare_videos": ("--json --page", "a b"),
+    "tools.contact_sheet": ("--out --gif", "--out sheet.png a.mp4"),
+    "tools.make_sound": ("", ""),
+    "tools.demo.evaluate": ("--report", "--checkpoint c"),
+    "tools.demo.step_caches": ("--results", ""),
+    "tools.calibrate_mag": ("--out", f"--ckpt_dir {REPO}/examples/demo/t2v-A14B"),
+    "wan.gallery": ("--out", "g"),
+}
+
+
+def refuse(module: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Starts a program, which must refuse its arguments in one sentence; returns it."""
+    program = importlib.import_module(module)
+    start = getattr(program, "main", None) or program.run
+    capsys.readouterr()
+    try:
+        code = start(arguments)
+    except InputError as error:
+        sentence = str(error)
+    else:
+        assert code == 2, arguments
+        sentence = capsys.readouterr().err.strip()
+    assert sentence and "\n" not in sentence and len(sentence) < 700
+    return sentence
+
+
+@pytest.mark.parametrize("module", NUMBERS)
+def test_numbers_have_ranges(module: str, capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options, others = NUMBERS[module]
+    for option in options.split():
+        for value in BAD:
+            if (option, value) == ("--chunks", ""):
+                continue  # none
+            refuse(module, [*others.split(), f"{option}={value}"], capsys)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("module", OUTPUTS)
+def test_outputs_that_are_not_ours_are_refused(
+    module: str, capsys, tmp_path: Path, monkeypatch
+) -> None:
+    """A foreign file, a link and a device, before the work."""
+    monkeypatch.chdir(tmp_path)
+    foreign, link = tmp_path / "mine.json", tmp_path / "link.json"
+    foreign.write_text('{"settings": {}}')
+    link.symlink_to(foreign)
+    options, others = OUTPUTS[module]
+    for option in options.split() or [""]:
+        for path in (foreign, link, Path("/dev/null")):
+            given = [f"{option}={path}" if option else str(path)]
+            refuse(module, [*others.split(), *given], capsys)
+    assert foreign.read_text() == '{"settings": {}}' and link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [link, foreign]
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "mine.wav"
+    path.write_text("precious")
+    for arguments in ([str(path)], [str(tmp_path / "new.wav"), "--rate", "1e308"]):
+        command = [sys.executable, str(REPO / "tools" / "make_sound.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.stderr.startswith("make_sound.py: ")
+    assert path.read_text() == "precious" and [*tmp_path.iterdir()] == [path]
+
+
+def test_types_of_options(tmp_path: Path, capsys) -> None:
+    kind = marked_kind("a text", b"ours")
+    assert typed(integer(1, 3))("2") == 2 and output_path(kind)(str(tmp_path / "x")).name == "x"
+
+    def fail() -> None:
+        raise WriteError("x could not be written.")
+
+    assert run_program(lambda: None) == 0 and run_program(lambda: 3) == 3
+    assert run_program(fail, "program") == 1
+    assert capsys.readouterr().err == "program: x could not be written.\n"
+    with pytest.raises(ZeroDivisionError):  # a defect keeps its traceback
+        run_program(lambda: 1 // 0)
+
+
+def test_outputs_are_known_again(tmp_path: Path) -> None:
+    """A second run replaces what the first has written."""
+    sound, state, picture = (tmp_path / name for name in ("a.wav", "a.pt", "a.png"))
+    for _ in range(2):
+        make_sound.write(sound, 0.1)
+        save_atomically({"step": 1}, state)
+        outputs.save_picture(torch.zeros(4, 4, 3, dtype=torch.uint8).numpy(), picture)
+    assert torch.load(state, mmap=True) == {"step": 1}
+    assert is_output(picture, outputs.PICTURE) and not is_output(picture, contact_sheet.SHEET)
+    torch.save({"step": 1}, state)  # somebody else's
+    Image.new("RGB", (4, 4)).save(picture)
+    for path, write in (
+        (state, lambda: save_atomically({}, state)),
+        (picture, lambda: outputs.save_picture(torch.zeros(4, 4, 3).byte().numpy(), picture)),
+    ):
+        before = path.read_bytes()
+        with pytest.raises(WriteError):
+            write()
+        assert path.read_bytes() == before
+
+
+def test_only_an_export_of_the_demo_is_removed(tmp_path: Path) -> None:
+    demo, out = REPO / "examples" / "demo", tmp_path / "out"
+    more = [f"google/umt5-xxl/{name}" for name in ("special_tokens_map.json", "tokenizer.json")]
+    more += ["google/umt5-xxl/tokenizer_config.json"]
+    outputs.check_export(demo / "t2v-A14B", more)
+    outputs.check_export(demo / "i2v-A14B", ["google/umt5-xxl"])
+    out.mkdir()
+    outputs.check_export(out, [])
+    (out / "configuration.json").write_text('{"framework": "Pytorch"}')
+    with pytest.raises(InputError):
+        outputs.remove_export(out, [])
+    for name in outputs.EXPORTED:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("{}")
+    with pytest.raises(InputError):  # with other settings
+        outputs.remove_export(out, [])
+    source = demo / "t2v-A14B" / "generation_config.json"
+    (out / source.name).write_bytes(source.read_bytes())
+    (out / "notes").write_text("mine")
+    with pytest.raises(InputError):
+        outputs.remove_export(out, [])
+    (out / "notes").unlink()
+    outputs.remove_export(out, [])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("line", ["3", '{"kind": "t2v"}', "[]"])
+def test_results_of_another_program(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InputError):
+        read_results(path)
