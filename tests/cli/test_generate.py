@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import imageio
@@ -252,10 +253,29 @@ def test_fixed_latents_stand_for_the_noise(plain: Path, tiny, tmp_path: Path, ca
     assert said in capfd.readouterr().err
 
 
-def test_latents_that_cannot_be_put_away_stay(tiny, tmp_path: Path, capfd) -> None:
+@pytest.fixture
+def before_the_last_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[], object]], None]:
+    """Has something done by another program while a video is written."""
+    finish = video.Mp4Encoder.finish
+
+    def arrange(action: Callable[[], object]) -> None:
+        def finish_late(encoder: video.Mp4Encoder) -> None:
+            action()
+            finish(encoder)
+
+        monkeypatch.setattr(video.Mp4Encoder, "finish", finish_late)
+
+    return arrange
+
+
+def test_latents_that_cannot_be_put_away_stay(
+    tiny, tmp_path: Path, before_the_last_frame, capfd
+) -> None:
     """A folder has their name by then: what the log names is still there."""
     out = tmp_path / "v.mp4"
-    out.with_suffix(".latents.safetensors").mkdir()
+    before_the_last_frame(out.with_suffix(".latents.safetensors").mkdir)
     run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, "--save_latents", "--save_file", out)
     (said,) = (line for line in capfd.readouterr().out.splitlines() if "latents stay in" in line)
     (kept,) = (path for path in tmp_path.glob("v.*safetensors") if path.is_file())
@@ -513,20 +533,18 @@ def test_a_closed_standard_output(tiny, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("existed", [False, True])
 def test_a_video_that_appears_meanwhile_is_kept(
-    existed: bool, tiny, tmp_path: Path, monkeypatch, capfd
+    existed: bool, plain: Path, tiny, tmp_path: Path, before_the_last_frame, capfd
 ) -> None:
-    out, count = tmp_path / "v.mp4", video._frames_in
+    out = tmp_path / "v.mp4"
 
-    def other_run(path: Path) -> int:
+    def write_by_another_run() -> None:
         out.unlink(missing_ok=True)
         out.write_text("another video")
-        return count(path)
 
     if existed:
-        out.write_text("an older video")
-    with monkeypatch.context() as patch:
-        patch.setattr(video, "_frames_in", other_run)
-        run("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
+        shutil.copy(plain, out)
+    before_the_last_frame(write_by_another_run)
+    run("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
     assert out.read_text() == "another video" and not out.with_suffix(".json").exists()
     assert f"{out} appeared during this run and is kept" in "".join(capfd.readouterr())
     record = json.loads((tmp_path / "v-2.json").read_text())
@@ -534,15 +552,16 @@ def test_a_video_that_appears_meanwhile_is_kept(
     assert frames(tmp_path / "v-2.mp4").shape == (1, 32, 32, 3)
 
 
-def test_what_a_killed_run_left_is_removed(tiny, tmp_path: Path) -> None:
+def test_what_a_killed_run_left_is_removed(plain: Path, tiny, tmp_path: Path) -> None:
     """By the run that makes the same video; what a living process has there stays."""
+    whole = plain.with_suffix(".latents.safetensors").read_bytes()
     host = process_name().rpartition("-")[0]
     dead = subprocess.Popen(["true"])
     dead.wait()
     names = [".{}-v.mp4", ".{}-v.json", "v.{}.latents.safetensors", ".{}-other.mp4"]
     owners = [f"{host}-{dead.pid}", f"{host}-{os.getppid()}", f"elsewhere-{dead.pid}"]
     for name in (name.format(owner) for name in names for owner in owners):
-        (tmp_path / name).write_text("unfinished")
+        (tmp_path / name).write_bytes(whole if "latents" in name else b"unfinished")
     out = tmp_path / "v.mp4"
     run("--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *SMALL, "--save_file", out)
     left = {path.name for path in tmp_path.iterdir()} - {"v.mp4", "v.json"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -36,11 +36,11 @@ Make = Callable[..., Outcome]
 @pytest.fixture(scope="module")
 def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     """Makes a video with these flags, whose files are put into a folder of its own."""
-    start, commands = video.Popen, list[list[str]]()
+    start, commands = video.start_ffmpeg, list[Sequence[str]]()
 
-    def started(command: list[str], **more: int) -> object:
-        commands.append(command)
-        return start(command, **more)  # type: ignore[call-overload]
+    def started(args: Sequence[str], *more: str) -> object:
+        commands.append(args)
+        return start(args, *more)
 
     def outcome(*flags: str) -> Outcome:
         folder = tmp_path_factory.mktemp("run")
@@ -58,7 +58,7 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(video, "Popen", started)
+        patch.setattr(video, "start_ffmpeg", started)
         yield cache(outcome)
 
 

@@ -116,8 +116,6 @@ def check_trace(output: Output, compiled: bool, steps: int) -> None:
         check_output(file_of(output.trace, env.rank()), TRACE, "`trace`")
         for path in output.trace.glob(f"rank{env.rank()}.step*.kernels.json"):
             check_output(path, KERNEL_TRACE, "`trace`")
-        for path in output.trace.glob(f"rank{env.rank()}.step*.kernels.json"):
-            check_output(path, KERNEL_TRACE, "`trace`")
 
 
 @contextmanager
