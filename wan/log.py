@@ -53,13 +53,13 @@ def format_prompt(text: str) -> str:
 def progress(total: int | None, description: str, unit: str) -> Any:
     """A tqdm bar on the main rank, silent elsewhere and where nobody set up logging (API use).
 
-    Without a terminal it is a line of the log twice a minute.
+    Without a terminal it is a line of the log twice a minute, and whenever it is refreshed.
     """
     from tqdm import tqdm
 
     lines: dict[str, Any] = {}
     if sys.stderr is None or not sys.stderr.isatty():
-        form = "{desc}: {n_fmt} of {total_fmt} {unit}s, about {remaining} left"
+        form = "{desc}: {n_fmt}/{total_fmt} {unit}s, about {remaining} left"
         lines = {"file": _Lines(), "mininterval": 30, "delay": 30, "bar_format": form}
     return tqdm(
         total=total,

@@ -178,6 +178,8 @@ class Denoising:
                 bar.set_postfix_str(said, refresh=False)
                 self._step(index, experts.get(name), branches, caches, boundary)
                 bar.update()
+                if bar.n == 2:  # the first step is slower: only now the time left can be estimated
+                    bar.refresh()
             boundary.reached(last, total)
         return self.latents if self.experts else own(self.request, self.latents)
 
