@@ -44,6 +44,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{3,})-of-(?P<count>\d{3,})(?P<su
 OTHER_PARTS = re.compile(r"-of-|^Wan2\.\d_VAE|^models_(t5|clip)|(?i:umt5)")  # not a lone one
 _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i"}  # dtype -> struct's code
 _SAMPLE = 1 << 16  # bytes
+_WHOLE = 32 << 20  # bytes up to which a file's whole content is compared
 _AGAIN = "download it again"
 _MOST_SHARDS = 1000
 _MAX_JSON = 16_000_000  # bytes; an index of the largest checkpoint has 0.2 MB
@@ -368,7 +369,7 @@ def file_gone(path: Path, error: OSError) -> FileChangedError:
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """Returns a short name for the content of files, of the size and three samples of each.
+    """Returns a short name for the content of files, of the size and three samples of large ones.
 
     Raises:
         FileChangedError: A file cannot be read, though it was there before.
@@ -379,7 +380,10 @@ def fingerprint(paths: Iterable[Path]) -> str:
             with path.open("rb") as file:
                 size, _ = file_state(file.fileno())
                 digest.update(str(size).encode())
-                for offset in (0, size // 2, max(size - _SAMPLE, 0)):
+                samples = (
+                    (0, size // 2, size - _SAMPLE) if size > _WHOLE else range(0, size, _SAMPLE)
+                )
+                for offset in samples:
                     file.seek(offset)
                     digest.update(file.read(_SAMPLE))
         except OSError as error:

@@ -128,12 +128,12 @@ class Checkpoint:
         found = [part.file for info in infos for part in (info, *info.parts)]
         for part in (self.vae, self.text_encoder, self.image_encoder):
             if part is not None:
-                found += list_shards(part) if part.is_file() else part.glob("*.safetensors")
+                found += list_shards(part) if part.is_file() else _files_in(part)
         if self.boundary is not None and self.folder is not None:
             found.append(self.folder / PIPELINE_INDEX)
-        if self.sound_encoder is not None:
-            for pattern in ("*.safetensors", "*.bin", "*.json"):
-                found += self.sound_encoder.glob(pattern)
+        for folder in (self.sound_encoder, self.tokenizer):
+            if folder is not None:
+                found += [folder] if folder.is_file() else _files_in(folder)
         return sorted(set(found))
 
     @property
@@ -158,6 +158,12 @@ class Checkpoint:
             remedy = f"download the missing files of the checkpoint{_FLAGS.get(part, '')}"
             raise InputError(f"{self.folder}", None, why, remedy)
         return path
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Returns the weights, settings and vocabularies of a folder of transformers or diffusers."""
+    patterns = ("*.safetensors", "*.bin", "*.json", "*.model", "*.txt")
+    return [path for pattern in patterns for path in folder.glob(pattern)]
 
 
 def published(preset: Preset) -> Checkpoint:
