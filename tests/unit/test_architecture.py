@@ -265,13 +265,8 @@ REMOVES = {
         {"spoken.replace", "spoken.unlink", "found.unlink", "path.unlink"},
         "temporary files of this run, and files that `is_output` has recognised",
     ),
-    "wan.pipeline.video": ({"listed.unlink"}, "a list that it has written in a folder of clips"),
     "wan.serve.group": ({"path.replace"}, "a log in the journal of the service"),
-    "wan.serve.journal": ({"self._reserve.unlink"}, "a file of the journal of the service"),
-    "wan.serve.service": (
-        {"shutil.rmtree", "path.unlink"},
-        "files of jobs in the journal of the service",
-    ),
+    "wan.serve.folders": ({"path.unlink"}, "files of a job, by the names that the service gives"),
 }
 
 
