@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -38,9 +38,9 @@ def make(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
     """Makes a video with these flags, whose files are put into a folder of its own."""
     start, commands = video.start_ffmpeg, list[Sequence[str]]()
 
-    def started(args: Sequence[str], *more: str) -> object:
+    def started(args: Sequence[str], **more: Any) -> object:
         commands.append(args)
-        return start(args, *more)
+        return start(args, **more)
 
     def outcome(*flags: str) -> Outcome:
         folder = tmp_path_factory.mktemp("run")

@@ -74,14 +74,27 @@ def run_ffmpeg(
     return subprocess.run(command, cwd=folder, input=stdin, capture_output=True, check=False)
 
 
-def start_ffmpeg(args: Sequence[str], log_level: str = "error") -> subprocess.Popen[bytes]:
-    """Starts ffmpeg with pipes for its stdin, stdout and stderr.
+def start_ffmpeg(
+    args: Sequence[str], log_level: str = "error", *, writes: bool = False, reads: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts ffmpeg with a pipe for its stderr.
+
+    Args:
+        args: Its arguments, without the program.
+        log_level: What it says on stderr.
+        writes: The caller writes to a pipe for its stdin, which is empty otherwise.
+        reads: The caller reads a pipe for its stdout, which is dropped otherwise.
 
     Raises:
         OSError: It cannot be started.
     """
-    pipe = subprocess.PIPE
-    return subprocess.Popen([*_command(log_level), *args], stdin=pipe, stdout=pipe, stderr=pipe)
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(
+        [*_command(log_level), *args],
+        stdin=pipe if writes else nothing,
+        stdout=pipe if reads else nothing,
+        stderr=pipe,
+    )
 
 
 def stop_ffmpeg(process: subprocess.Popen[bytes]) -> None:

@@ -81,7 +81,7 @@ class Mp4Encoder:
         coded += ["-metadata", f"comment={self._comment[:30_000]}"]  # of 128 kB at most
         args = [*raw, "-i", "-", *coded, *build_output_args(self.path)]
         with writing(self._output.save_file):
-            self._process = start_ffmpeg(args)
+            self._process = start_ffmpeg(args, writes=True)
         self._thread = threading.Thread(target=self._feed, args=(self._process,), daemon=True)
         self._thread.start()
 

@@ -107,7 +107,7 @@ class VideoFile:
         width, height = self.size
         args = [*build_input_args(self.path), *(("-vf", self.filters) if self.filters else ())]
         args += [*build_passthrough_args(), "-pix_fmt", "rgb24", "-c:v", "rawvideo"]
-        process = start_ffmpeg([*args, "-f", "image2pipe", "-"], "quiet")
+        process = start_ffmpeg([*args, "-f", "image2pipe", "-"], "quiet", reads=True)
         assert process.stdout is not None
         try:
             while len(frame := process.stdout.read(width * height * 3)) == width * height * 3:
