@@ -24,7 +24,7 @@ from wan.log import logger
 from wan.output_files import write_output
 from wan.pipeline import memory
 from wan.run import Run
-from wan.serve import fields
+from wan.serve import fields, records
 from wan.serve.estimates import Estimates
 from wan.serve.fields import Asked
 from wan.serve.folders import JOB_ID, UPLOAD, UPLOADED, remove_files, remove_orphans
@@ -104,6 +104,7 @@ class Service:
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
+        records.take_up(self._jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout
         self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts, timeout)
         self._running: dict[str, QueuedVideo] = {}
