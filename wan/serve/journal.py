@@ -69,7 +69,8 @@ class Journal:
         self._is_locked = False
         self._has_residue = False
         self._file = JournalFile(path)
-        self._load(self._file.open())
+        self._file.open()
+        self._load(self._file.read_rows())
         self._thread = ThreadPoolExecutor(1, "journal")
 
     def close(self) -> None:
@@ -282,7 +283,7 @@ class Journal:
                 remedy = "move it away; finished videos are taken up again from their records"
                 raise InputError(str(self._path), None, why, remedy) from error
             if job.state != "deleted":
-                self._enter(job)
+                self._enter(job, row)
                 continue
             self._last_number += 1
             self._numbers[job.id] = self._last_number
@@ -297,8 +298,8 @@ class Journal:
         row = self._ended.get(name)
         return self._open.get(name) if row is None else read_row(marshal.loads(row))
 
-    def _enter(self, job: QueuedVideo) -> None:
-        """Has a job that is newer than all others."""
+    def _enter(self, job: QueuedVideo, row: Row | None = None) -> None:
+        """Has a job that is newer than all others. row: Its row, if it was made already."""
         self._last_number += 1
         self._numbers[job.id] = self._last_number
         self._order.append((self._last_number, job.id))
@@ -306,12 +307,12 @@ class Journal:
             self._keys[job.key] = job.id
         elif job.digest:
             self._digests.setdefault(job.digest, []).append(job.id)
-        self._place(job)
+        self._place(job, row)
 
-    def _place(self, job: QueuedVideo) -> None:
-        """Has a job by its state, and counts it."""
+    def _place(self, job: QueuedVideo, row: Row | None = None) -> None:
+        """Has a job by its state, and counts it. row: Its row, if it was made already."""
         if job.state in ENDS:
-            self._ended[job.id] = marshal.dumps(make_row(job))
+            self._ended[job.id] = marshal.dumps(make_row(job) if row is None else row)
             insort(self._ends, (job.ended or 0.0, job.id))
         else:
             self._open[job.id] = job

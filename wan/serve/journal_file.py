@@ -7,7 +7,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
@@ -65,8 +65,8 @@ class JournalFile:
         self._content = (-1, -1)  # bytes of the file, and the time of its last change
         self._stamp = 0
 
-    def open(self) -> list[Row]:
-        """Opens the file, or begins one; returns the rows of all jobs, the oldest first.
+    def open(self) -> None:
+        """Opens the file, or begins one.
 
         Raises:
             InputError: It is damaged, cannot be written, or stays locked by another program.
@@ -74,7 +74,8 @@ class JournalFile:
         deadline, is_told = time.monotonic() + _START, False
         while True:
             try:
-                return self._open()
+                self._open()
+                return
             except (sqlite3.Error, OSError) as error:
                 self._disconnect()
                 if not _is_locked(error):
@@ -87,6 +88,20 @@ class JournalFile:
                 logger.warning("%s is locked by another program; the start waits.", self._path)
                 is_told = True
             time.sleep(0.2)
+
+    def read_rows(self) -> Iterator[Row]:
+        """Yields the rows of all jobs, the oldest first.
+
+        Raises:
+            InputError: The file is damaged.
+        """
+        assert self._connection is not None
+        try:
+            yield from self._connection.execute(
+                f"SELECT {', '.join(COLUMNS)} FROM jobs ORDER BY rowid"
+            )
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
 
     def write(
         self,
@@ -165,7 +180,7 @@ class JournalFile:
                 logger.debug("No reserve was written (%s).", error)
             return True
 
-    def _open(self) -> list[Row]:
+    def _open(self) -> None:
         """Opens the file once."""
         for temporary in self._path.parent.glob(f".*-{self._path.name}*"):  # of a killed process
             if is_left_over(temporary.name[1:].partition(f"-{self._path.name}")[0]):
@@ -190,12 +205,9 @@ class JournalFile:
         connection.execute(_TABLE)
         for name in (one for one in COLUMNS if columns and one not in columns):
             connection.execute(f"ALTER TABLE jobs ADD COLUMN {name}")  # of an earlier version
-        rows = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs ORDER BY rowid")
-        found = rows.fetchall()
         self._write([])
         self._checkpoint("PASSIVE")
         self._remember()
-        return found
 
     def _refusal(self, error: Exception) -> InputError:
         """Returns why the service cannot start with the file."""
