@@ -102,9 +102,7 @@ class Jobs:
 
     def state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one."""
-        rows = self.service.journal._file.execute("SELECT state FROM jobs WHERE id = ?", [name])
-        row = rows.fetchone()
-        return row and str(row["state"])
+        return self.service.journal.state(name)
 
     def files_with(self, text: str) -> list[str]:
         """Returns the files of the service that hold a text."""

@@ -36,6 +36,7 @@ from wan.serve.service import Service, is_over
 from wan.settings.errors import InputError
 
 _POLL = 1.0  # seconds between two looks at a job that a client is told at least
+_RECORDING = 15.0  # seconds in which a deletion is written into the journal
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -114,7 +115,9 @@ class Routes:
     async def delete(self, request: Request) -> Response:
         job = self._service.find(request.path_params["id"])
         self._service.delete(job)
-        return JSONResponse({"id": job.id, "deleted": True, "object": "video.deleted"})
+        is_recorded = await self._service.journal.save(_RECORDING)
+        told = {"id": job.id, "deleted": True, "object": "video.deleted"}
+        return JSONResponse(told, 200 if is_recorded else 202)
 
     async def list(self, request: Request) -> Response:
         given = request.query_params
@@ -213,12 +216,15 @@ class Routes:
         state = "stopping" if service.stopping else "ok" if service.group.ready else "starting"
         if state == "starting" and service.group.is_stalled:
             state = "stalled"
+        problem = service.journal.problem
+        if problem is not None and not service.stopping:
+            state = "journal_unavailable"
         counts = service.journal.counts()
         told = {
             "status": state,
             "queued": counts.get("queued", 0),
             "running": counts.get("in_progress", 0),
-            "reason": None if state == "ok" else service.group.trouble,
+            "reason": None if state == "ok" else problem or service.group.trouble,
             "restarts": service.group.restarts,
             "seconds_ahead": round(service.seconds_ahead(), 1),
         }

@@ -1,242 +1,255 @@
-"""The journal of the jobs: an SQLite file, which tells after a restart what is still to be made."""
+"""The journal of the jobs: in memory for all that reads, and on disk, where a restart finds it."""
 
 from __future__ import annotations
 
-import json
-import sqlite3
-import threading
+import asyncio
+import marshal
 import time
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from wan.log import logger
-from wan.output_files import marked_kind, remove_output, write_output
-from wan.settings.errors import is_disk_full
+from wan.serve.journal_file import BUSY, JournalError, JournalFile
+from wan.serve.rows import QueuedVideo, Row, erase_words, make_row, read_row
+from wan.settings.errors import InputError
 
 ENDS = ("completed", "failed", "deleted")
 ATTEMPTS = 2
 """How often a job is begun before it fails because its ranks were lost."""
-_JSON = ("settings", "names", "error", "guidance")
-_ROOM = marked_kind("room that the journal keeps free", bytes(4096))
-_RESERVE = 8_000_000  # bytes; SQLite writes up to half of it beside its file
-
-
-@dataclass
-class QueuedVideo:
-    """A job as the journal has it; times are seconds since 1970.
-
-    Attributes:
-        id: Its name in the interface.
-        settings: Raw values under flags' names, with the seed.
-        state: queued, in_progress, completed, failed or deleted.
-        priority: Higher ones come first.
-        created, started, ended: Times; None before.
-        attempt: How often it was begun.
-        done, total: Denoising steps.
-        error: {"code": ..., "message": ...} of a failed job.
-        shape: Equal for jobs that take the same time.
-        work: Tokens of the network times steps times branches.
-        seconds: What it took from its start to its end.
-        frames, fps, width, height: Of the video.
-        model: What made it.
-        guidance: Expert -> guidance scale.
-        remixed_from: The job whose settings it has.
-        digest: Of the request's body.
-        key: The request's Idempotency-Key.
-        passed: How many later jobs have come before it.
-        bytes: Of its files.
-    """
-
-    id: str
-    settings: dict[str, Any]
-    state: str = "queued"
-    priority: int = 0
-    created: float = 0.0
-    started: float | None = None
-    ended: float | None = None
-    attempt: int = 0
-    done: int = 0
-    total: int = 0
-    error: dict[str, str] | None = None
-    shape: str = ""
-    work: float = 0.0
-    seconds: float | None = None
-    frames: int = 0
-    fps: float = 0.0
-    width: int = 0
-    height: int = 0
-    model: str = ""
-    remixed_from: str | None = None
-    digest: str = ""
-    key: str | None = None
-    passed: int = 0
-    bytes: int = 0
-    names: dict[str, str] = field(default_factory=dict)
-    guidance: dict[str, float] = field(default_factory=dict)
-
-
-_COLUMNS = [one.name for one in fields(QueuedVideo)]
-_OF_DELETED = ("id", "state", "created", "started", "ended")
-"""What the journal keeps of a deleted job, for a day: the cursor of a list may be its id."""
+PATIENCE = 5.0
+"""Seconds for which another program may lock the journal before new jobs are refused."""
+LOOK = 2.0
+"""Seconds between two looks at whether the journal can be written."""
 _DAY = 86400.0
-_INDEXES = {
-    "by_state": "state, created",
-    "by_end": "state, ended",
-    "by_key": "key",
-    "by_digest": "digest",
-}
+_LAST_WRITE = 5.0  # seconds in which the last changes are written when the service stops
 
 
 class Journal:
-    """Jobs on disk; every change is written before the method returns.
+    """The jobs of a service.
 
-    A file beside it keeps some megabytes free for what becomes of the jobs when the disk is full.
+    All of them are in memory, which answers every question; ended ones as the bytes of their rows.
+    A change is made in memory at once and is written by a thread of its own, so that a slow or
+    locked disk never holds the event loop. A new job exists only once it is on disk.
+
+    All methods but `has_room` and `wipe` belong to one thread, that of the event loop.
 
     Attributes:
         version: Counts the changes of the queue.
+        problem: Why changes cannot be written, as a sentence; None while they can.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the journal, or begins one."""
-        self._path, self._reserve = path, path.with_name("reserve")
-        self._reserving = threading.Lock()
-        self._file = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._file.row_factory = sqlite3.Row
-        self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA secure_delete=ON")
-        columns = ", ".join(f"{name} {_kind(name)}" for name in _COLUMNS)
-        self._file.execute(f"CREATE TABLE IF NOT EXISTS jobs ({columns})")
-        known = {row["name"] for row in self._file.execute("PRAGMA table_info(jobs)")}
-        for name in (one for one in _COLUMNS if one not in known):  # of an earlier version
-            self._file.execute(f"ALTER TABLE jobs ADD COLUMN {name}")
-        for name, indexed in _INDEXES.items():
-            self._file.execute(f"CREATE INDEX IF NOT EXISTS {name} ON jobs ({indexed})")
+        """Opens the journal, or begins one.
+
+        Raises:
+            InputError: It is damaged, cannot be written, or stays locked by another program.
+        """
         self.version = 0
-        self._counts = Counter(dict(self._file.execute(_COUNTS).fetchall()))
-        self._bytes = int(self._file.execute(_BYTES).fetchone()[0])
-        self._has_residue = self._counts["deleted"] > 0  # an earlier version, or a kill, left it
-        if self._has_residue:
-            self._erase("state = 'deleted' AND settings != '{}'", [])
+        self.problem: str | None = None
+        self._path = path
+        self._open: dict[str, QueuedVideo] = {}
+        self._ended: dict[str, bytes] = {}
+        self._deleted: dict[str, QueuedVideo] = {}
+        self._adding: dict[str, QueuedVideo] = {}  # new jobs that are not on disk yet
+        self._numbers: dict[str, int] = {}  # id -> the place of its row, also of deleted jobs
+        self._order: list[tuple[int, str]] = []  # number and id of jobs that are not deleted
+        self._ends: list[tuple[float, str]] = []  # time and id of ended ones, sorted
+        self._keys: dict[str, str] = {}
+        self._digests: dict[str, list[str]] = {}  # of jobs without a key
+        self._counts: Counter[str] = Counter()
+        self._bytes = self._last_number = 0
+        self._unwritten: dict[str, None] = {}  # ids of changed jobs, in the order of the changes
+        self._changed, self._flushing = asyncio.Event(), asyncio.Lock()
+        self._failing_since: float | None = None
+        self._is_locked = False
+        self._has_residue = False
+        self._file = JournalFile(path)
+        self._file.open()
+        self._load(self._file.read_rows())
+        self._thread = ThreadPoolExecutor(1, "journal")
 
     def close(self) -> None:
-        """Ends all writing."""
+        """Writes the last changes and ends all writing."""
+        deadline = time.monotonic() + _LAST_WRITE
+        while self._unwritten:
+            _, rows = self._take_changes()
+            try:
+                self._thread.submit(self._file.write, rows, self._all_rows).result()
+            except JournalError as error:
+                self._unwritten |= dict.fromkeys(name for name, _ in rows)
+                if not error.is_locked or time.monotonic() > deadline:
+                    message = "%s The last changes of %d jobs are lost when the service ends."
+                    logger.error(message, error, len(rows))
+                    break
         self.wipe()
-        self._file.close()
+        self._thread.submit(self._file.close).result()
+        self._thread.shutdown()
 
     def has_room(self) -> bool:
         """Returns whether new jobs can be written; sees to it that they can, if the disk allows."""
-        with self._reserving:
-            if self._reserve.exists():
-                return True
-            try:
-                with write_output(self._reserve, _ROOM) as temporary:
-                    temporary.write_bytes(bytes(_RESERVE))
-            except OSError as error:
-                if not is_disk_full(error):
-                    raise
-                return False
-            return True
+        return self._file.has_room()
 
-    def add(self, job: QueuedVideo) -> None:
-        """Writes a new job."""
-        names, marks = ", ".join(_COLUMNS), ", ".join("?" for _ in _COLUMNS)
-        stored = [_stored(job, name) for name in _COLUMNS]
-        self._write(f"INSERT INTO jobs ({names}) VALUES ({marks})", stored)
-        self._count(job, 1)
+    async def keep(self) -> None:
+        """Writes all changes until it is cancelled, and looks whether the file can be written."""
+        pause = 0.1
+        while True:
+            if await self._flush(looks=True):
+                pause = 0.1
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), LOOK)
+                self._changed.clear()
+            else:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LOOK)
+
+    async def save(self, seconds: float | None = None, looks: bool = False) -> bool:
+        """Waits until all changes so far are on disk; returns whether they are.
+
+        Args:
+            seconds: How long another program may lock the file; None: `PATIENCE`.
+            looks: Where nothing has changed, the file is looked at nevertheless.
+        """
+        wait = PATIENCE if seconds is None else seconds
+        deadline, pause = time.monotonic() + wait, 0.05
+        while not await self._flush(looks):
+            is_hopeless = self.problem is not None and not self._is_locked
+            if is_hopeless or time.monotonic() + pause > deadline:
+                return False
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+        return True
+
+    async def add(self, job: QueuedVideo) -> None:
+        """Writes a new job, and only then has it in the queue.
+
+        Raises:
+            JournalError: It cannot be written; there is no such job.
+        """
+        self._adding[job.id] = job
+        try:
+            self._note(job.id)
+            if not await self.save():
+                raise JournalError(self.problem or "The journal cannot be written.")
+        except BaseException:
+            if job.id in self._open:
+                self.delete(job)
+            elif self._adding.pop(job.id, None) is not None:
+                self._note(job.id)  # its row is removed, if it was written after all
+            raise
+
+    def take_up(self, job: QueuedVideo) -> None:
+        """Has a job again that was made before and is not in the journal."""
+        self._enter(job)
+        self._note(job.id)
 
     def change(self, job: QueuedVideo, **values: Any) -> None:
-        """Sets some of a job's values, here and on disk."""
-        before = replace(job)
-        for name, value in values.items():
-            setattr(job, name, value)
-        sets = ", ".join(f"{name} = ?" for name in values)
-        stored = [_stored(job, name) for name in values]
-        self._write(f"UPDATE jobs SET {sets} WHERE id = ?", [*stored, job.id])
-        self._count(before, -1)
-        self._count(job, 1)
+        """Sets some of a job's values."""
+        entry = self._find(job.id)
+        if entry is not None:
+            self._withdraw(entry)
+        for target in (job, *([] if entry is None or entry is job else [entry])):
+            for name, value in values.items():
+                setattr(target, name, value)
+        if entry is not None:
+            self._place(entry)
+            self._note(entry.id)
 
     def delete(self, job: QueuedVideo) -> None:
-        """Erases a job: its words, its key and its digest; `_OF_DELETED` stays for a day."""
-        self.change(job, state="deleted", ended=time.time(), bytes=0)
-        self._erase("id = ?", [job.id])
+        """Erases a job: its words, its key and its digest; id and times stay for a day."""
+        entry = self._find(job.id)
+        if entry is None:
+            return
+        self._withdraw(entry)
+        del self._order[bisect_left(self._order, (self._numbers[job.id],))]
+        if entry.key is not None and self._keys.get(entry.key) == job.id:
+            del self._keys[entry.key]
+        names = self._digests.get(entry.digest, [])
+        if job.id in names:
+            names.remove(job.id)
+            if not names:
+                del self._digests[entry.digest]
+        job.state, job.ended, job.bytes = "deleted", time.time(), 0
+        self._deleted[job.id] = erase_words(job)
+        self._counts["deleted"] += 1
         self._has_residue = True
-        self._empty_log()
+        self._note(job.id)
 
     def wipe(self) -> None:
         """Rewrites the file, where jobs were deleted since the last time.
 
         SQLite zeroes what is deleted, but may leave copies of it in pages that it has split.
         """
-        if not self._has_residue:
-            return
-        self._has_residue = False
-        try:
-            address = f"{self._path.absolute().as_uri()}?mode=rw"  # makes no new file
-            with closing(
-                sqlite3.connect(address, timeout=0, isolation_level=None, uri=True)
-            ) as other:
-                other.execute("PRAGMA secure_delete=ON")
-                other.execute("VACUUM")
-                busy = other.execute(_CHECKPOINT).fetchone()[0]
-                self._has_residue |= bool(busy)
-        except sqlite3.Error as error:  # another program uses it, or the disk is full
-            self._has_residue = True
-            logger.debug("The journal is rewritten later (%s).", error)
+        if self._has_residue:
+            self._has_residue = False
+            self._has_residue |= not self._thread.submit(self._file.wipe).result()
 
     def forget_deleted(self, has_files: Callable[[str], bool]) -> None:
         """Removes the rows of jobs that were deleted more than a day ago and have no files."""
-        where = "state = 'deleted' AND ended < ?"
-        for row in self._file.execute(
-            f"SELECT id FROM jobs WHERE {where}", [time.time() - _DAY]
-        ).fetchall():
-            if not has_files(row["id"]):
-                self._write("DELETE FROM jobs WHERE id = ?", [row["id"]])
+        before = time.time() - _DAY
+        for name, job in [*self._deleted.items()]:
+            if (job.ended or 0.0) < before and not has_files(name):
+                del self._deleted[name], self._numbers[name]
                 self._counts["deleted"] -= 1
+                self._note(name)
 
     def get(self, name: str) -> QueuedVideo | None:
         """Returns a job that is not deleted."""
-        return self._one("id = ? AND state != 'deleted'", [name])
+        return self._find(name)
 
     def state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one; None if there never was one."""
-        row = self._file.execute("SELECT state FROM jobs WHERE id = ?", [name]).fetchone()
-        return None if row is None else str(row["state"])
+        job = self._deleted.get(name) or self._find(name)
+        return None if job is None else job.state
 
     def find_key(self, key: str) -> QueuedVideo | None:
         """Returns the last job of an Idempotency-Key."""
-        return self._one("key = ? AND state != 'deleted' ORDER BY rowid DESC", [key])
+        return self._find(self._keys.get(key, ""))
 
     def find_digest(self, digest: str, since: float) -> QueuedVideo | None:
         """Returns the last job of the same body and without a key, if it was created since then."""
-        where = "digest = ? AND key IS NULL AND created > ? AND state != 'deleted'"
-        return self._one(f"{where} ORDER BY rowid DESC", [digest, since])
+        job = self._find(self._digests.get(digest, [""])[-1])
+        return job if job is not None and job.created > since else None
 
     def page(self, after: str | None, limit: int, newest_first: bool) -> list[QueuedVideo]:
         """Returns jobs by age, from the one that follows `after`, which may be deleted."""
-        order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
-        since, given = "", []
+        begin, end = 0, len(self._order)
         if after is not None:
-            since, given = f"AND rowid {sign} (SELECT rowid FROM jobs WHERE id = ?)", [after]
-        where = f"state != 'deleted' {since} ORDER BY rowid {order} LIMIT ?"
-        return self._all(where, [*given, limit])
+            number = self._numbers.get(after)
+            if number is None:
+                return []
+            end = bisect_left(self._order, (number,))
+            begin = bisect_left(self._order, (number + 1,))
+        if newest_first:
+            names = self._order[max(end - limit, 0) : end][::-1]
+        else:
+            names = self._order[begin : begin + limit]
+        return [job for _, name in names if (job := self._find(name)) is not None]
 
     def in_state(self, *states: str) -> list[QueuedVideo]:
-        """Returns the jobs of some states in the order in which they are made."""
-        marks = ", ".join("?" for _ in states)
-        return self._all(f"state IN ({marks}) ORDER BY priority DESC, rowid", [*states])
+        """Returns the queued or running jobs of some states in the order in which they are made."""
+        jobs = [job for job in self._open.values() if job.state in states]
+        return sorted(jobs, key=lambda job: (-job.priority, self._numbers[job.id]))
 
     def last(self, count: int) -> list[QueuedVideo]:
         """Returns the last completed jobs, the newest first."""
-        return self._all(f"state = 'completed' ORDER BY ended DESC LIMIT {count}", [])
+        jobs: list[QueuedVideo] = []
+        for _, name in reversed(self._ends):
+            if len(jobs) == count:
+                break
+            job = self._find(name)
+            if job is not None and job.state == "completed":
+                jobs.append(job)
+        return jobs
 
-    def ended_before(self, moment: float, count: int = -1) -> list[QueuedVideo]:
-        """Returns jobs that ended earlier, the oldest end first. count: How many; -1: all."""
-        where = "state IN ('completed', 'failed') AND ended < ? ORDER BY ended LIMIT ?"
-        return self._all(where, [moment, count])
+    def ended_before(self, moment: float, count: int | None = None) -> list[QueuedVideo]:
+        """Returns jobs that ended earlier, the oldest end first. count: How many; None: all."""
+        names = self._ends[: bisect_left(self._ends, (moment,))][:count]
+        return [job for _, name in names if (job := self._find(name)) is not None]
 
     def counts(self) -> dict[str, int]:
         """Returns how many jobs are in each state."""
@@ -258,59 +271,143 @@ class Journal:
                 self.change(job, state="queued", done=0)
         return failed
 
-    def _write(self, statement: str, given: Sequence[Any]) -> None:
-        try:
-            self._file.execute(statement, given)
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_FULL or not self._reserve.exists():
-                raise
-            remove_output(self._reserve, _ROOM)
-            self._file.execute(statement, given)
+    # Jobs in memory.
 
-    def _count(self, job: QueuedVideo, sign: int) -> None:
-        """Adds a job to the counts, or takes it from them."""
-        self._counts[job.state] += sign
-        self._bytes += sign * job.bytes
+    def _load(self, rows: Iterable[Row]) -> None:
+        """Reads the rows of the file."""
+        for row in rows:
+            try:
+                job = read_row(row)
+            except (ValueError, RecursionError) as error:
+                why = f"is damaged: a row is none of a job ({error})"
+                remedy = "move it away; finished videos are taken up again from their records"
+                raise InputError(str(self._path), None, why, remedy) from error
+            if job.state != "deleted":
+                self._enter(job, row)
+                continue
+            self._last_number += 1
+            self._numbers[job.id] = self._last_number
+            self._deleted[job.id] = erase_words(job)
+            self._counts["deleted"] += 1
+            self._has_residue = True  # an earlier version, or a kill, left it
+            if job.settings:
+                self._note(job.id)
+
+    def _find(self, name: str) -> QueuedVideo | None:
+        """Returns a job that is not deleted: an open one itself, a copy of an ended one."""
+        row = self._ended.get(name)
+        return self._open.get(name) if row is None else read_row(marshal.loads(row))
+
+    def _enter(self, job: QueuedVideo, row: Row | None = None) -> None:
+        """Has a job that is newer than all others. row: Its row, if it was made already."""
+        self._last_number += 1
+        self._numbers[job.id] = self._last_number
+        self._order.append((self._last_number, job.id))
+        if job.key is not None:
+            self._keys[job.key] = job.id
+        elif job.digest:
+            self._digests.setdefault(job.digest, []).append(job.id)
+        self._place(job, row)
+
+    def _place(self, job: QueuedVideo, row: Row | None = None) -> None:
+        """Has a job by its state, and counts it. row: Its row, if it was made already."""
+        if job.state in ENDS:
+            self._ended[job.id] = marshal.dumps(make_row(job) if row is None else row)
+            insort(self._ends, (job.ended or 0.0, job.id))
+        else:
+            self._open[job.id] = job
+        self._counts[job.state] += 1
+        self._bytes += job.bytes
         self.version += 1
 
-    def _erase(self, where: str, given: Sequence[Any]) -> None:
-        """Sets all columns but `_OF_DELETED` to what a job has that says nothing."""
-        blank = QueuedVideo("", {})
-        names = [name for name in _COLUMNS if name not in _OF_DELETED]
-        sets = ", ".join(f"{name} = ?" for name in names)
-        stored = [_stored(blank, name) for name in names]
-        self._write(f"UPDATE jobs SET {sets} WHERE {where}", [*stored, *given])
+    def _withdraw(self, job: QueuedVideo) -> None:
+        """Takes back what `_place` did."""
+        if self._ended.pop(job.id, None) is not None:
+            end = (job.ended or 0.0, job.id)
+            del self._ends[bisect_left(self._ends, end)]
+        else:
+            del self._open[job.id]
+        self._counts[job.state] -= 1
+        self._bytes -= job.bytes
+        self.version += 1
 
-    def _empty_log(self) -> None:
-        """Writes the write-ahead log into the file and empties it, unless others use it."""
-        wait = self._file.execute("PRAGMA busy_timeout").fetchone()[0]
-        self._file.execute("PRAGMA busy_timeout=0")
-        with suppress(sqlite3.OperationalError):
-            self._file.execute(_CHECKPOINT).fetchone()
-        self._file.execute(f"PRAGMA busy_timeout={wait}")
+    # What is written.
 
-    def _one(self, where: str, given: Sequence[Any]) -> QueuedVideo | None:
-        return next(iter(self._all(f"{where} LIMIT 1", given)), None)
+    def _note(self, name: str) -> None:
+        """Notes that a job's row has to be written."""
+        self._unwritten[name] = None
+        self._changed.set()
 
-    def _all(self, where: str, given: Sequence[Any]) -> list[QueuedVideo]:
-        return [_job(row) for row in self._file.execute(f"SELECT * FROM jobs WHERE {where}", given)]
+    def _take_changes(self) -> tuple[dict[str, None], list[tuple[str, Row | None]]]:
+        """Returns the ids that have to be written, of which none is left, and their rows."""
+        names, self._unwritten = self._unwritten, {}
+        return names, [(name, self._row(name)) for name in names]
 
+    def _row(self, name: str) -> Row | None:
+        """Returns the row of a job as it is now; None if there is no such job any more."""
+        row = self._ended.get(name)
+        if row is not None:
+            return tuple(marshal.loads(row))
+        job = self._open.get(name) or self._deleted.get(name) or self._adding.get(name)
+        return None if job is None else make_row(job)
 
-_COUNTS = "SELECT state, COUNT(*) FROM jobs GROUP BY state"
-_CHECKPOINT = "PRAGMA wal_checkpoint(TRUNCATE)"
-_BYTES = "SELECT COALESCE(SUM(bytes), 0) FROM jobs"
+    def _all_rows(self) -> Iterator[Row]:
+        """Yields the rows of all jobs by age. The thread that writes calls it."""
+        for name in [*self._numbers, *self._adding]:
+            row = self._row(name)
+            if row is not None:
+                yield row
 
+    async def _flush(self, looks: bool = False) -> bool:
+        """Tries once to write all changes; returns whether all of them are on disk.
 
-def _kind(name: str) -> str:
-    return "TEXT PRIMARY KEY" if name == "id" else ""
+        Args:
+            looks: Where nothing has changed, the file is looked at nevertheless.
+        """
+        async with self._flushing:
+            if not self._unwritten and not looks:
+                return True
+            began, loop = time.monotonic(), asyncio.get_running_loop()
+            names, rows = self._take_changes()
+            has_deleted = any(name in self._deleted for name in names)
+            waits = self.problem is None
+            try:
+                await loop.run_in_executor(
+                    self._thread, self._file.write, rows, self._all_rows, waits
+                )
+                if has_deleted:
+                    await loop.run_in_executor(self._thread, self._file.erase_log)
+            except BaseException as error:
+                self._unwritten = names | self._unwritten
+                if not isinstance(error, Exception):
+                    raise
+                self._fail(error, began)
+                return False
+            for name in names:
+                job = self._adding.pop(name, None)
+                if job is not None:
+                    self._enter(job)
+            if self.problem is not None:
+                logger.warning("The journal can be written again.")
+            self.problem = self._failing_since = None
+            return True
 
+    def _fail(self, error: Exception, began: float) -> None:
+        """Notes that changes could not be written.
 
-def _stored(job: QueuedVideo, name: str) -> Any:
-    value = getattr(job, name)
-    return json.dumps(value, ensure_ascii=False, default=str) if name in _JSON else value
-
-
-def _job(row: sqlite3.Row) -> QueuedVideo:
-    values = {name: row[name] for name in _COLUMNS}
-    given = {name: json.loads(values[name] or "{}") for name in _JSON}
-    return QueuedVideo(**values | given)
+        Args:
+            error: Why.
+            began: When that was tried, by `time.monotonic`.
+        """
+        if not isinstance(error, JournalError):
+            logger.error("The journal could not be written.", exc_info=error)
+            error = JournalError("The journal cannot be written; see the log.")
+        if self._failing_since is None:
+            self._failing_since = began
+        self._is_locked = error.is_locked
+        is_short = time.monotonic() + BUSY - self._failing_since < PATIENCE  # after one more try
+        if error.is_locked and is_short:
+            return
+        if self.problem != str(error):
+            logger.error("%s Changes are kept in memory until it can.", error)
+        self.problem = str(error)

@@ -24,12 +24,13 @@ from wan.log import logger
 from wan.output_files import write_output
 from wan.pipeline import memory
 from wan.run import Run
-from wan.serve import fields
+from wan.serve import fields, records
 from wan.serve.estimates import Estimates
 from wan.serve.fields import Asked
 from wan.serve.folders import JOB_ID, UPLOAD, UPLOADED, remove_files, remove_orphans
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
+from wan.serve.journal_file import JournalError
 from wan.serve.repeats import RefusedError, Repeats, digest_of
 from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, spoken
@@ -103,6 +104,7 @@ class Service:
         self._jobs = folder / "jobs"
         self._jobs.mkdir(parents=True, exist_ok=True)
         self.journal = Journal(folder / "journal.sqlite")
+        records.take_up(self._jobs, self.journal)
         timeout = 60 * run.setup.parallel.dist_timeout
         self.group = RankGroup(argv, ranks, folder, self._told, nodes, limits.texts, timeout)
         self._running: dict[str, QueuedVideo] = {}
@@ -272,6 +274,7 @@ class Service:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.group.run())
                 tasks.create_task(self._clean())
+                tasks.create_task(self.journal.keep())
         finally:
             self.journal.close()
 
@@ -410,6 +413,9 @@ class Service:
         """Writes the files and the job of a request that can be made."""
         if self.stopping:
             raise RefusedError("The service stops.", 503, "stopping", wait=30)
+        wait = None if self.journal.problem is None else 0.0
+        if not await self.journal.save(wait, looks=True):
+            raise self._unrecorded()
         if not await asyncio.to_thread(self.journal.has_room):
             raise self._no_room()
         waiting = self.journal.in_state("queued")
@@ -441,14 +447,20 @@ class Service:
             raise
         _describe(job, run)
         job.bytes = sum(map(len, asked.files.values()))
-        self.journal.add(job)
+        try:
+            await self.journal.add(job)
+        except BaseException as error:
+            self._clear(job, all_files=True)
+            if isinstance(error, JournalError):
+                raise self._unrecorded() from error
+            raise
         self._seen("created", job, {})
         self._next()
         self._wake()
         return job
 
     def _write(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
-        self.folder(job).mkdir(parents=True)
+        self.folder(job).mkdir()
         for name, content in files.items():
             with write_output(self.file(job, name), UPLOADED) as temporary:
                 temporary.write_bytes(content)
@@ -468,6 +480,10 @@ class Service:
             if given > most:
                 raise InputError(f"{given} {what} are too many", remedy=f"give at most {most}")
         return run
+
+    def _unrecorded(self) -> RefusedError:
+        message = self.journal.problem or "The journal cannot be written."
+        return RefusedError(message, 503, "journal_unavailable", wait=5)
 
     def _no_room(self) -> RefusedError:
         return RefusedError("The disk is full; delete videos.", 507, "disk_full", wait=60)
@@ -530,7 +546,8 @@ class Service:
                     break
                 self.delete(oldest[0])
             self.journal.forget_deleted(lambda name: (self._jobs / name).exists())
-            await asyncio.to_thread(self.journal.wipe)
+            if await self.journal.save():
+                await asyncio.to_thread(self.journal.wipe)
             await asyncio.to_thread(self.journal.has_room)
             await asyncio.sleep(10)
 

@@ -1,0 +1,493 @@
+"""The journal that is locked, gone, replaced or damaged; finished videos without a job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serve.jobs import PROMPT, Jobs
+from wan.pipeline.video import save_video
+from wan.serve import journal, journal_file
+from wan.settings.command import Output
+from wan.settings.errors import InputError
+
+NAME = "journal.sqlite"
+WORDS = "zq private zq"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of --journal; waits are short."""
+    for module, name, seconds in (
+        (journal, "PATIENCE", 1.5),
+        (journal, "LOOK", 0.1),
+        (journal, "BUSY", 0.1),
+        (journal_file, "BUSY", 0.1),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+    return tmp_path / "videos"
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+@asynccontextmanager
+async def kept(folder: Path) -> AsyncIterator[Jobs]:
+    """A service whose journal is written as while it runs."""
+    jobs = Jobs(folder)
+    task = asyncio.create_task(jobs.service.journal.keep())
+    try:
+        yield jobs
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        jobs.service.journal.close()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Another program locks the journal."""
+    with closing(sqlite3.connect(folder / NAME, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        yield
+        other.execute("ROLLBACK")
+
+
+async def becomes(jobs: Jobs, status: int) -> dict[str, Any]:
+    """Waits until /health has a status, and returns what it says."""
+    for _ in range(200):
+        answered, _, told = await jobs.ask("/health")
+        # Its ranks never start: else it is 503 for another reason.
+        if (status == 503) == (told["status"] == "journal_unavailable"):
+            assert answered == 503
+            return dict(told)
+        await asyncio.sleep(0.05)
+    raise AssertionError(told)
+
+
+def stored(folder: Path) -> dict[str, str]:
+    """Returns the states that a copy of the file alone has, without its log."""
+    copy = folder.parent / "copy.sqlite"
+    shutil.copy(folder / NAME, copy)
+    with closing(sqlite3.connect(copy)) as file:
+        return dict(file.execute("SELECT id, state FROM jobs").fetchall())
+
+
+async def listed(jobs: Jobs) -> dict[str, str]:
+    """Returns the states of all videos."""
+    data = (await jobs.ask("/v1/videos?limit=100"))[2]["data"]
+    return {video["id"]: video["status"] for video in data}
+
+
+# Locked by another program.
+
+
+def test_a_short_lock_is_waited_for(folder: Path) -> None:
+    """A new job and a deletion are answered when they are on disk, others meanwhile."""
+
+    async def work() -> None:
+        async with kept(folder) as jobs:
+            old = await jobs.create({"prompt": WORDS})
+            with locked(folder):
+                new = asyncio.create_task(jobs.ask("/v1/videos", {"prompt": PROMPT}))
+                gone = asyncio.create_task(jobs.ask(f"/v1/videos/{old}", method="DELETE"))
+                began, longest = time.monotonic(), 0.0
+                while time.monotonic() < began + 0.6:
+                    before = time.monotonic()
+                    assert (await jobs.ask("/health"))[2]["status"] == "starting"
+                    longest = max(longest, time.monotonic() - before)
+                    await asyncio.sleep(0.02)
+                assert longest < 0.2 and not new.done() and not gone.done()
+            status, _, video = await new
+            assert (status, (await gone)[0]) == (200, 200)
+            assert stored(folder) == {old: "deleted", video["id"]: "queued"}
+            assert not jobs.files_with(WORDS)
+
+    run(work())
+
+
+def test_a_long_lock(folder: Path) -> None:
+    """New jobs are refused and leave nothing; what becomes of others is written afterwards."""
+
+    async def work() -> None:
+        async with kept(folder) as jobs:
+            done, deleted, waits = [await jobs.create({"prompt": WORDS}) for _ in range(3)]
+            with locked(folder):
+                told = await becomes(jobs, 503)
+                assert "locked" in told["reason"]
+                for path in ("/v1/videos", f"/v1/videos/{done}/remix", "/v1/videos/sync"):
+                    status, headers, answer = await jobs.ask(path, {"prompt": PROMPT})
+                    assert (status, headers["x-should-retry"]) == (503, "true"), answer
+                    assert int(headers["retry-after"]) > 0
+                jobs.complete(done)
+                gone = asyncio.create_task(jobs.ask(f"/v1/videos/{deleted}", method="DELETE"))
+                await asyncio.sleep(0.3)
+                states = await listed(jobs)
+                assert states == {done: "completed", waits: "queued"}
+            await becomes(jobs, 200)
+            assert (await gone)[0] == 200
+            new = await jobs.create()
+            assert stored(folder) == states | {deleted: "deleted", new: "queued"}
+            assert {path.name for path in (folder / "jobs").iterdir()} == {done, waits, new}
+        assert stored(folder) == states | {deleted: "deleted", new: "queued"}
+
+    run(work())
+
+
+def test_a_lock_during_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is waited for, and said; one that stays is refused in a sentence."""
+    run(leave_a_job(folder))
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked(folder):
+            held.set()
+            free.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    threading.Timer(0.5, free.set).start()
+    assert len(Jobs(folder).service.journal.in_state("queued")) == 1
+    assert "locked" in caplog.text
+    thread.join()
+    monkeypatch.setattr(journal_file, "_START", 0.3)
+    with locked(folder), pytest.raises(InputError, match="locked by another program; end that"):
+        Jobs(folder)
+
+
+async def leave_a_job(folder: Path) -> None:
+    async with kept(folder) as jobs:
+        await jobs.create()
+
+
+# Gone, replaced or damaged while the service runs.
+
+
+def remove(*ends: str) -> Callable[[Path], None]:
+    return lambda file: [file.with_name(file.name + end).unlink() for end in ends] and None
+
+
+def replace_by(content: bytes | None) -> Callable[[Path], None]:
+    """Another file gets the name: with some bytes, or an empty database."""
+
+    def damage(file: Path) -> None:
+        other = file.with_name("other")
+        other.touch()
+        if content is None:
+            with closing(sqlite3.connect(other)) as database:
+                database.execute("CREATE TABLE notes (text)")
+        else:
+            other.write_bytes(content)
+        other.replace(file)
+
+    return damage
+
+
+def replace_by_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def overwrite(start: int, size: int) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        with file.open("r+b") as opened:
+            opened.seek(start)
+            opened.write(b"\xa5" * size)
+
+    return damage
+
+
+def copy_back(file: Path) -> None:
+    """An earlier copy is written over the file."""
+    file.write_bytes(file.with_name("backup").read_bytes())
+
+
+def lock_out(file: Path) -> None:
+    """The tables are dropped."""
+    with closing(sqlite3.connect(file)) as other, other:
+        other.execute("DROP TABLE jobs")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
+    # what is done, and whether what has the name then is put aside
+    "removed": (remove("", "-wal", "-shm"), False),
+    "removed without its log": (remove(""), False),
+    "log removed": (remove("-wal"), False),
+    "logs removed": (remove("-wal", "-shm"), False),
+    "other database": (replace_by(None), True),
+    "other file": (replace_by(b"notes of somebody else" * 999), True),
+    "empty file": (replace_by(b""), True),
+    "folder": (replace_by_folder, True),
+    "emptied": (lambda file: file.write_bytes(b""), True),
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:5000]), True),
+    "head overwritten": (overwrite(0, 100), True),
+    "middle overwritten": (overwrite(4096, 4096), True),
+    "earlier copy": (copy_back, True),
+    "tables dropped": (lock_out, True),
+}
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "at a request"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_journal_that_is_lost_is_written_again(
+    kind: str, is_busy: bool, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From memory, whole, with a line in the log; a file of its name is never removed."""
+    damage, is_put_aside = DAMAGES[kind]
+
+    async def work() -> None:
+        async with kept(folder) as jobs:
+            names = [await jobs.create() for _ in range(3)]
+            jobs.complete(names[0])
+            await jobs.ask(f"/v1/videos/{names[1]}", method="DELETE")
+            shutil.copy(folder / NAME, folder / "backup")
+            names.append(await jobs.create())
+            damage(folder / NAME)
+            if not is_busy:
+                await asyncio.sleep(0.4)
+            new = await jobs.create()
+            states = await listed(jobs)
+            assert states == dict.fromkeys((new, *names[2:]), "queued") | {names[0]: "completed"}
+            assert (await becomes(jobs, 200))["reason"] is None
+            assert stored(folder) == states | {names[1]: "deleted"}
+        assert await listed(Jobs(folder)) == states  # after a restart
+        aside = [path for path in folder.iterdir() if "-aside-" in path.name]
+        assert bool(aside) == is_put_aside
+        lines = [one for one in caplog.messages if "written again from memory" in one]
+        assert len(lines) == ("log" not in kind or kind == "removed without its log")
+
+    run(work())
+
+
+def test_a_folder_that_is_moved_away(folder: Path) -> None:
+    """Nothing is made under its old name, and the service goes on when it is back."""
+
+    async def work() -> None:
+        async with kept(folder) as jobs:
+            first = await jobs.create()
+            folder.rename(folder.with_name("moved"))
+            for _ in range(2):
+                status, headers, _ = await jobs.ask("/v1/videos", {"prompt": PROMPT})
+                assert status == 503 and int(headers["retry-after"]) > 0
+                told = await becomes(jobs, 503)
+                assert "moved" in told["reason"] and str(folder) not in told["reason"]
+            assert not folder.exists()
+            folder.with_name("moved").rename(folder)
+            await becomes(jobs, 200)
+            second = await jobs.create()
+        assert stored(folder) == {first: "queued", second: "queued"}
+
+    run(work())
+
+
+def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
+    """Nothing is lost that was accepted, and all goes on when there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk]).returncode:
+        pytest.skip("a small file system can be mounted by root only")
+
+    async def work() -> None:
+        async with kept(disk / "jobs") as jobs:
+            done = await jobs.create({"prompt": "long " * 1000})
+            (disk / "jobs" / "reserve").unlink()
+            with suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
+                while True:
+                    fill.write(bytes(4096))
+            journal = jobs.service.journal
+            job = journal.get(done)
+            assert job is not None
+            for number in range(2000):  # what SQLite holds already is used up first
+                journal.change(job, state="failed", error={"code": "x", "message": "y" * number})
+                if number % 50 == 0 and not await journal.save(0.1):
+                    break
+            assert "full" in (await becomes(jobs, 503))["reason"]
+            status, headers, _ = await jobs.ask("/v1/videos", {"prompt": PROMPT})
+            assert status == 503 and int(headers["retry-after"]) > 0
+            (disk / "fill").unlink()
+            await becomes(jobs, 200)
+            new = await jobs.create()
+        assert stored(disk / "jobs") == {done: "failed", new: "queued"}
+
+    try:
+        run(work())
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+# The start.
+
+
+def drop_table(file: Path) -> None:
+    with closing(sqlite3.connect(file)) as other, other:
+        other.execute("ALTER TABLE jobs RENAME TO other")
+
+
+def break_row(file: Path) -> None:
+    with closing(sqlite3.connect(file)) as other, other:
+        other.execute("UPDATE jobs SET settings = '[1]'")
+
+
+STARTS: dict[str, Callable[[Path], Any]] = {
+    "no database": lambda file: file.write_bytes(b"no database" * 999),
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:5000]),
+    "head": overwrite(0, 100),
+    "middle": overwrite(4096, 4096),
+    "folder": replace_by_folder,
+    "no table": drop_table,
+    "other database": replace_by(None),
+    "row": break_row,
+}
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_start_with_a_damaged_journal(kind: str, folder: Path) -> None:
+    """One sentence that says what to do; then finished videos are there again."""
+    run(leave_a_job(folder))
+    finished = finish(folder / "jobs" / "video_1")
+    STARTS[kind](folder / NAME)
+    with pytest.raises(InputError, match=r"journal\.sqlite .*; ?.*move it away") as refusal:
+        Jobs(folder)
+    assert "\n" not in str(refusal.value)
+    (folder / NAME).rename(folder / "aside")
+
+    async def work() -> None:
+        assert await listed(Jobs(folder)) == {finished: "completed"}
+
+    run(work())
+
+
+# Finished videos without a job.
+
+RECORD = {
+    "settings": {
+        "prompt": PROMPT,
+        "size": [64, 64],
+        "frame_num": 5,
+        "task": "t2v-A14B",
+        "ckpt_dir": "/elsewhere",
+        "sample_steps": 2,
+        "sample_guide_scale": [3.0, 4.0],
+        "image": "/etc/passwd",
+        "save_file": "/elsewhere/video.mp4",
+    },
+    "seed": 7,
+    "video": {"frames": 5, "width": 64, "height": 64, "fps": 8.0},
+    "boundary": 0.875,
+    "seconds": {"text": 0.5, "denoising": 1.5},
+    "versions": {"wan": "0.4.0"},
+    "run": {"date": "2026-01-02T03:04:05+00:00"},
+}
+
+
+def finish(folder: Path, record: Any = RECORD) -> str:
+    """Writes a video and its record into a job's folder; returns its id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_video(torch.zeros(3, 5, 64, 64), Output(save_file=folder / "video.mp4", fps=8))
+    (folder / "video.json").write_text(json.dumps(record))
+    return folder.name
+
+
+def test_a_finished_video_is_a_job_again(folder: Path) -> None:
+    async def work() -> None:
+        name = finish(folder / "jobs" / "video_1")
+        (folder / "jobs" / "video_2").mkdir()  # an unfinished one
+        async with kept(folder) as jobs:
+            video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+            assert {
+                one: video[one] for one in ("status", "progress", "prompt", "seed", "size")
+            } == {
+                "status": "completed",
+                "progress": 100,
+                "prompt": PROMPT,
+                "seed": 7,
+                "size": "64x64",
+            }
+            assert video["guidance"] == {"high_noise": 4.0, "low_noise": 3.0}
+            assert video["completed_at"] == 1767323045 and video["inference_time_s"] == 2.0
+            assert (await jobs.ask(f"/v1/videos/{name}/content"))[2][4:8] == b"ftyp"
+            assert jobs.service.journal.stored_bytes() > 1000
+            status, _, remix = await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "blue"})
+            assert (status, remix["num_frames"], remix["seed"]) == (200, 5, 7)
+        assert await listed(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
+
+    run(work())
+
+
+def change_record(**values: Any) -> Callable[[Path], None]:
+    return lambda folder: (folder / "video.json").write_text(json.dumps(RECORD | values)) and None
+
+
+def link_away(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).rename(folder.parent.parent / name)
+        (folder / name).symlink_to(folder.parent.parent / name)
+
+    return change
+
+
+ALONE: dict[str, Callable[[Path], Any]] = {
+    "cut video": lambda folder: (folder / "video.mp4").write_bytes(
+        (folder / "video.mp4").read_bytes()[:-100]
+    ),
+    "other video": lambda folder: (folder / "video.mp4").write_bytes(b"x" * 9999),
+    "linked video": link_away("video.mp4"),
+    "linked record": link_away("video.json"),
+    "cut record": lambda folder: (folder / "video.json").write_text('{"settings": {'),
+    "other record": change_record(settings=[1]),
+    "no size": change_record(video={"frames": 5}),
+    "no frames": change_record(video=RECORD["video"] | {"fps": 0}),
+    "no number": change_record(seconds={"text": float("nan")}),
+    "no date": change_record(run={"date": "yesterday"}),
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_what_is_no_finished_video_is_left_alone(kind: str, folder: Path) -> None:
+    name = finish(folder / "jobs" / "video_1")
+    ALONE[kind](folder / "jobs" / name)
+    names = sorted(path.name for path in (folder / "jobs" / name).iterdir())
+
+    async def work() -> None:
+        assert await listed(Jobs(folder)) == {}
+
+    run(work())
+    assert sorted(path.name for path in (folder / "jobs" / name).iterdir()) == names
+
+
+def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
+    """A video that is whole is not made again; one of a deleted job is removed."""
+
+    async def work() -> None:
+        async with kept(folder) as jobs:
+            names = [await jobs.create() for _ in range(3)]
+            for name in names[:2]:
+                job = jobs.service.find(name)
+                jobs.service.journal.change(job, state="in_progress", attempt=1, total=2)
+            await jobs.service.journal.save()
+            await jobs.ask(f"/v1/videos/{names[2]}", method="DELETE")
+        finish(folder / "jobs" / names[0])
+        finish(folder / "jobs" / names[2])
+        again = Jobs(folder)
+        assert await listed(again) == {names[0]: "completed", names[1]: "queued"}
+        assert (await again.ask(f"/v1/videos/{names[0]}/content"))[0] == 200
+        assert not (folder / "jobs" / names[2]).exists()
+
+    run(work())

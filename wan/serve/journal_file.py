@@ -1,0 +1,423 @@
+"""The journal on disk: an SQLite file that is opened, checked, written, and written again whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from itertools import count
+from pathlib import Path
+
+from wan.log import logger
+from wan.output_files import is_left_over, marked_kind, process_name, remove_output, write_output
+from wan.serve.rows import COLUMNS, Row
+from wan.settings.errors import InputError, is_disk_full
+
+BUSY = 1.0
+"""Seconds for which one attempt to write waits for a lock."""
+_START = 60.0  # seconds in which the start waits for a lock
+_ROOM = marked_kind("room that the journal keeps free", bytes(4096))
+_RESERVE = 8_000_000  # bytes; SQLite writes up to half of it beside its file
+_CHECKPOINT = "PRAGMA wal_checkpoint({})"
+_TABLE = f"CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, {', '.join(COLUMNS[1:])})"
+_INSERT = f"INSERT INTO jobs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+_UPSERT = f"{_INSERT} ON CONFLICT (id) DO UPDATE SET " + ", ".join(
+    f"{name} = excluded.{name}" for name in COLUMNS[1:]
+)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+_REMEDY = "move it away; finished videos are taken up again from their records"
+
+
+class JournalError(Exception):
+    """Says in a sentence why the journal cannot be written now.
+
+    Attributes:
+        is_locked: Another program has locked the file, which may end at any time.
+    """
+
+    def __init__(self, sentence: str, is_locked: bool = False) -> None:
+        super().__init__(sentence)
+        self.is_locked = is_locked
+
+
+class JournalFile:
+    """The file of the journal.
+
+    All methods wait for the disk. `write`, `wipe` and `close` are called by one thread at a time.
+
+    Every transaction writes a random number into the file (`user_version`). With it an earlier
+    copy, or another file, is told from what was written last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens nothing yet. path: The file, whose folder exists."""
+        self._path = path.absolute()
+        self._logs = [self._path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm")]
+        self._reserve = path.with_name("reserve")
+        self._reserving = threading.Lock()
+        self._folder = _identify(self._path.parent)
+        self._connection: sqlite3.Connection | None = None
+        self._files: list[tuple[int, int] | None] = []  # identities of the file and its logs
+        self._content = (-1, -1)  # bytes of the file, and the time of its last change
+        self._stamp = 0
+
+    def open(self) -> None:
+        """Opens the file, or begins one.
+
+        Raises:
+            InputError: It is damaged, cannot be written, or stays locked by another program.
+        """
+        deadline, is_told = time.monotonic() + _START, False
+        while True:
+            try:
+                self._open()
+                return
+            except (sqlite3.Error, OSError) as error:
+                self._disconnect()
+                if not _is_locked(error):
+                    raise self._refusal(error) from error
+                if time.monotonic() > deadline:
+                    remedy = "end that program"
+                    why = "is locked by another program"
+                    raise InputError(str(self._path), None, why, remedy) from error
+            if not is_told:
+                logger.warning("%s is locked by another program; the start waits.", self._path)
+                is_told = True
+            time.sleep(0.2)
+
+    def read_rows(self) -> Iterator[Row]:
+        """Yields the rows of all jobs, the oldest first.
+
+        Raises:
+            InputError: The file is damaged.
+        """
+        assert self._connection is not None
+        try:
+            yield from self._connection.execute(
+                f"SELECT {', '.join(COLUMNS)} FROM jobs ORDER BY rowid"
+            )
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+
+    def write(
+        self,
+        rows: Sequence[tuple[str, Row | None]],
+        read_all: Callable[[], Iterable[Row]],
+        waits: bool = True,
+    ) -> None:
+        """Writes rows, after a look at whether the file is still the same.
+
+        A file that is gone, was exchanged or is damaged is written again whole. Where there is one
+        of its name, that is put aside.
+
+        Args:
+            rows: Ids and rows of jobs; a row of None is removed. There may be none.
+            read_all: Returns the rows of all jobs, these included, in the order of the file.
+            waits: A lock of another program is waited for, for `BUSY` seconds.
+
+        Raises:
+            JournalError: The rows could not be written.
+        """
+        try:
+            why = self._find_damage()
+            if why is None:
+                self._set_wait(BUSY if waits else 0.0)
+                why = self._write_or_find_damage(rows)
+            if why is not None:
+                self._write_whole(read_all(), why)
+        except (sqlite3.Error, OSError) as error:
+            raise _describe(error) from error
+
+    def erase_log(self) -> bool:
+        """Writes the write-ahead log into the file and empties it, unless others use it.
+
+        Returns:
+            Whether it is empty.
+        """
+        return self._connection is not None and self._checkpoint("TRUNCATE")
+
+    def wipe(self) -> bool:
+        """Rewrites the file without what deleted rows have left in pages that SQLite has split.
+
+        Returns:
+            Whether nothing is left.
+        """
+        address = f"{self._path.as_uri()}?mode=rw"  # makes no new file
+        try:
+            if self._connection is None or self._find_damage() is not None:
+                return False
+            with closing(
+                sqlite3.connect(address, timeout=0, isolation_level=None, uri=True)
+            ) as other:
+                other.execute("PRAGMA secure_delete=ON")
+                other.execute("VACUUM")
+                is_busy = other.execute(_CHECKPOINT.format("TRUNCATE")).fetchone()[0]
+            self._remember()
+            return not is_busy
+        except (sqlite3.Error, OSError, JournalError) as error:  # it is used, or the disk is full
+            logger.debug("The journal is rewritten later (%s).", error)
+            return False
+
+    def close(self) -> None:
+        """Ends all writing."""
+        self._disconnect()
+
+    def has_room(self) -> bool:
+        """Returns whether new jobs can be written; sees to it that they can, if the disk allows."""
+        with self._reserving:
+            try:
+                if self._reserve.exists() or _identify(self._path.parent) != self._folder:
+                    return True  # `write` says what has become of the folder
+                with write_output(self._reserve, _ROOM) as temporary:
+                    temporary.write_bytes(bytes(_RESERVE))
+            except OSError as error:
+                if is_disk_full(error):
+                    return False
+                logger.debug("No reserve was written (%s).", error)
+            return True
+
+    def _open(self) -> None:
+        """Opens the file once."""
+        for temporary in self._path.parent.glob(f".*-{self._path.name}*"):  # of a killed process
+            if is_left_over(temporary.name[1:].partition(f"-{self._path.name}")[0]):
+                temporary.unlink()
+        is_new = not os.path.lexists(self._path)
+        jobs = self._path.with_name("jobs")
+        if not is_new and not self._path.is_file():
+            raise InputError(str(self._path), None, "is no regular file", "move it away")
+        if not is_new and not self._path.stat().st_size and any(jobs.glob("*")):
+            raise InputError(str(self._path), None, "is empty", _REMEDY)
+        is_new = is_new or not self._path.stat().st_size
+        self._connect()
+        connection = self._connection
+        assert connection is not None
+        if not is_new:
+            (answer,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if answer != "ok":
+                raise sqlite3.DatabaseError(str(answer).replace("\n", " "))
+        columns = {row[1] for row in connection.execute("PRAGMA table_info(jobs)")}
+        if not is_new and not columns >= {"id", "settings", "state"}:
+            raise InputError(str(self._path), None, "holds no table of jobs", _REMEDY)
+        connection.execute(_TABLE)
+        for name in (one for one in COLUMNS if columns and one not in columns):
+            connection.execute(f"ALTER TABLE jobs ADD COLUMN {name}")  # of an earlier version
+        self._write([])
+        self._checkpoint("PASSIVE")
+        self._remember()
+
+    def _refusal(self, error: Exception) -> InputError:
+        """Returns why the service cannot start with the file."""
+        code = _code(error)
+        if code is not None and code not in _DAMAGED:
+            remedy = "see to it that it can be written"
+            return InputError(str(self._path), None, f"cannot be used ({error})", remedy)
+        if isinstance(error, OSError):
+            return InputError(str(self._path), None, f"cannot be used ({error.strerror})")
+        return InputError(str(self._path), None, f"is damaged ({error})", _REMEDY)
+
+    def _connect(self) -> None:
+        """Connects to the file, which is begun where there is none."""
+        self._connection = sqlite3.connect(
+            self._path, BUSY, isolation_level=None, check_same_thread=False
+        )
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.execute("PRAGMA secure_delete=ON")
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+        self._connection = None
+
+    def _remember(self) -> None:
+        """Notes the identities of the files as they are after a write."""
+        self._files = [_identify(path) for path in (self._path, *self._logs)]
+        with suppress(OSError):
+            now = self._path.stat()
+            self._content = now.st_size, now.st_mtime_ns
+
+    def _find_damage(self) -> str | None:
+        """Returns what has become of the file, as a predicate; None if it is as it was written.
+
+        Raises:
+            JournalError: Its folder is not there.
+        """
+        if _identify(self._path.parent) != self._folder:
+            raise JournalError("The folder of the journal was moved or removed; put it back.")
+        files = [_identify(path) for path in (self._path, *self._logs)]
+        if files[0] is None:
+            return "is gone"
+        if self._files and files[0] != self._files[0]:
+            return "was replaced by another file"
+        now = self._path.stat()
+        is_same = files == self._files and (now.st_size, now.st_mtime_ns) == self._content
+        if self._connection is not None and is_same:
+            return None
+        self._disconnect()  # which writes the log into the file, also a log that was removed
+        if not self._has_stamp():
+            return "was changed or damaged by another program"
+        self._connect()
+        self._lock()
+        self._remember()
+        return None
+
+    def _has_stamp(self) -> bool:
+        """Returns whether the file is sound and is what was written last."""
+        address = f"{self._path.as_uri()}?mode=ro"
+        try:
+            with closing(sqlite3.connect(address, BUSY, uri=True)) as other:
+                (stamp,) = other.execute("PRAGMA user_version").fetchone()
+                (answer,) = other.execute("PRAGMA quick_check(1)").fetchone()
+                return bool(stamp == self._stamp and answer == "ok")
+        except sqlite3.DatabaseError as error:
+            if _code(error) in (*_DAMAGED, sqlite3.SQLITE_IOERR):  # it was cut
+                return False
+            raise
+
+    def _write_or_find_damage(self, rows: Sequence[tuple[str, Row | None]]) -> str | None:
+        """Writes rows; returns what has become of the file, None if it has them."""
+        try:
+            if rows:
+                self._write(rows)
+                self._checkpoint("PASSIVE")  # all is in the one file, if its log is lost
+                identity = _identify(self._path)
+                if self._files and identity != self._files[0]:
+                    return "was removed or replaced"
+                self._remember()
+            else:
+                self._lock()
+            return None
+        except sqlite3.DatabaseError as error:
+            if _code(error) in _DAMAGED:
+                return f"is damaged ({error})"
+            self._content = -1, -1  # it is looked at before the next write
+            raise
+
+    def _lock(self) -> None:
+        """Takes the lock of those who write and gives it back."""
+        assert self._connection is not None
+        self._connection.execute("BEGIN IMMEDIATE")
+        self._connection.execute("ROLLBACK")
+
+    def _write(self, rows: Sequence[tuple[str, Row | None]]) -> None:
+        """Writes rows in one transaction; on a full disk with the room of the reserve."""
+        assert self._connection is not None
+        try:
+            self._transact(self._connection, rows)
+        except sqlite3.OperationalError as error:
+            if _code(error) != sqlite3.SQLITE_FULL or not self._reserve.exists():
+                raise
+            remove_output(self._reserve, _ROOM)
+            self._transact(self._connection, rows)
+
+    def _transact(
+        self, connection: sqlite3.Connection, rows: Iterable[tuple[str, Row | None]]
+    ) -> None:
+        """Writes rows and a new stamp."""
+        stamp = random.SystemRandom().randrange(1, 1 << 31)
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for name, row in rows:
+                if row is None:
+                    connection.execute("DELETE FROM jobs WHERE id = ?", [name])
+                else:
+                    connection.execute(_UPSERT, row)
+            connection.execute(f"PRAGMA user_version = {stamp}")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        self._stamp = stamp
+
+    def _checkpoint(self, kind: str) -> bool:
+        """Writes the log into the file; returns False where another program prevents it."""
+        assert self._connection is not None
+        self._set_wait(0.0)
+        try:
+            is_busy = bool(self._connection.execute(_CHECKPOINT.format(kind)).fetchone()[0])
+        except sqlite3.OperationalError:
+            return False
+        self._remember()
+        return not is_busy
+
+    def _set_wait(self, seconds: float) -> None:
+        """Sets how long a statement waits for a lock."""
+        assert self._connection is not None
+        self._connection.execute(f"PRAGMA busy_timeout={int(1000 * seconds)}")
+
+    def _write_whole(self, rows: Iterable[Row], why: str) -> None:
+        """Writes all jobs into a new file, and puts aside what has its name.
+
+        Args:
+            rows: The rows of all jobs.
+            why: What has become of the file, as a predicate.
+        """
+        temporary = self._path.with_name(f".{process_name()}-{self._path.name}")
+        temporary.unlink(missing_ok=True)
+        try:
+            with closing(sqlite3.connect(temporary, isolation_level=None)) as new:
+                new.execute(_TABLE)
+                self._transact(new, ((row[0], row) for row in rows))
+            aside = self._put_aside()
+            self._disconnect()
+            for log in self._logs:  # one of the lost file would be read as that of the new one
+                log.unlink(missing_ok=True)
+            temporary.rename(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._connect()
+        self._lock()
+        self._remember()
+        kept = f"; what was there is now {aside}" if aside else ""
+        logger.error("%s %s. It was written again from memory%s.", self._path, why, kept)
+
+    def _put_aside(self) -> str | None:
+        """Gives what has the journal's name another one, and returns that."""
+        if not os.path.lexists(self._path):
+            return None
+        for number in count(1):
+            aside = self._path.with_name(f"{self._path.stem}-aside-{number}{self._path.suffix}")
+            if not os.path.lexists(aside):
+                break
+        is_ours = self._files and _identify(self._path) == self._files[0]
+        for index, log in enumerate(self._logs, 1):  # a log belongs to its file
+            if os.path.lexists(log) and (is_ours or _identify(log) != self._files[index]):
+                log.rename(aside.with_name(f"{aside.name}{log.name[len(self._path.name) :]}"))
+        self._path.rename(aside)
+        return aside.name
+
+
+def _identify(path: Path) -> tuple[int, int] | None:
+    """Returns what no other file has; None where there is none."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _code(error: BaseException) -> int | None:
+    """Returns SQLite's primary error code; SQLITE_CORRUPT of what is no row; None of others."""
+    if not isinstance(error, sqlite3.Error):
+        return None
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return int(code) & 0xFF
+
+
+def _is_locked(error: BaseException) -> bool:
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _describe(error: Exception) -> JournalError:
+    """Returns why the journal cannot be written, without paths of this machine."""
+    if _is_locked(error):
+        return JournalError("The journal is locked by another program.", is_locked=True)
+    if _code(error) == sqlite3.SQLITE_FULL or is_disk_full(error):
+        return JournalError("The disk is full, and the journal cannot be written; delete videos.")
+    said = error.strerror if isinstance(error, OSError) else str(error)
+    return JournalError(f"The journal cannot be written ({said}).")

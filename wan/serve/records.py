@@ -1,0 +1,131 @@
+"""Takes up finished videos whose jobs the journal does not have, from their records."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from wan.checkpoint.files import read_json
+from wan.log import logger
+from wan.output_files import RECORD, VIDEO, is_output
+from wan.run import PATHS
+from wan.serve.fields import FOLDER, UPLOADS
+from wan.serve.folders import JOB_ID
+from wan.serve.journal import Journal
+from wan.serve.rows import QueuedVideo
+from wan.settings.errors import InputError
+from wan.settings.flags import FLAGS, read
+
+
+def take_up(jobs: Path, journal: Journal) -> None:
+    """Has each finished video of a folder as a completed job in the journal.
+
+    These are videos whose job the journal does not have, because the file is new or an earlier
+    one, and those that were finished when the service was killed, before the journal had it.
+
+    Args:
+        jobs: The folder of the jobs' folders.
+        journal: The journal.
+    """
+    found = []
+    for folder in jobs.iterdir():
+        is_folder = JOB_ID.fullmatch(folder.name) and not folder.is_symlink() and folder.is_dir()
+        state = journal.state(folder.name) if is_folder else "none"
+        if state in (None, "in_progress") and (job := read_job(folder)) is not None:
+            found.append(job)
+    for job in sorted(found, key=lambda job: job.created):
+        open_job = journal.get(job.id)
+        if open_job is None:
+            journal.take_up(job)
+            continue
+        ends = {"state": "completed", "done": open_job.total, "ended": job.ended}
+        journal.change(open_job, **ends, seconds=job.seconds, bytes=job.bytes)
+    if found:
+        message = "%d finished videos were taken up from their records in %s."
+        logger.warning(message, len(found), jobs)
+
+
+def read_job(folder: Path) -> QueuedVideo | None:
+    """Returns the completed job of a folder with a whole video and its record; None of others."""
+    video, record = folder / "video.mp4", folder / "video.json"
+    if not (is_output(video, VIDEO) and _is_whole(video) and is_output(record, RECORD)):
+        return None
+    try:
+        job = _make_job(folder.name, read_json(record))
+        job.bytes = sum(path.stat().st_size for path in folder.rglob("*"))
+        return job
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, OSError):
+        logger.debug("%s is no record that a job can be read from.", record, exc_info=True)
+        return None
+
+
+def _make_job(name: str, record: Mapping[str, Any]) -> QueuedVideo:
+    """Returns the job of a record; any exception if its values are none of ours."""
+    settings, video = record["settings"], record["video"]
+    seconds = sum(_check(value) for value in record["seconds"].values())
+    ended = datetime.fromisoformat(record["run"]["date"]).timestamp()
+    steps = int(settings.get("sample_steps") or 0) * int(settings.get("num_clip") or 1)
+    low, high = map(_check, settings["sample_guide_scale"])
+    has_two = record.get("boundary") is not None
+    return QueuedVideo(
+        name,
+        _select_settings(settings) | {"base_seed": int(record["seed"])},
+        "completed",
+        created=min(ended, time.time()) - seconds,
+        started=min(ended, time.time()) - seconds,
+        ended=min(ended, time.time()),
+        attempt=1,
+        done=steps,
+        total=steps,
+        seconds=seconds,
+        frames=int(_check(video["frames"], 1)),
+        fps=_check(video["fps"], 0.001),
+        width=int(_check(video["width"], 1)),
+        height=int(_check(video["height"], 1)),
+        model=str(settings["task"]),
+        guidance={"high_noise": high, "low_noise": low} if has_two else {"dit": low},
+    )
+
+
+def _check(value: Any, least: float = 0.0) -> float:
+    """Returns a finite number of at least `least`; ValueError of another one."""
+    number = float(value)
+    if not least <= number < 1e12 or not math.isfinite(number):
+        raise ValueError(f"{value} is out of range")
+    return number
+
+
+def _select_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that a request may have; none of them is a path."""
+    selected: dict[str, Any] = {}
+    for name, value in settings.items():
+        is_path = name in PATHS or name in UPLOADS or name == FOLDER
+        if value is None or is_path or name not in FLAGS or not FLAGS[name].line:
+            continue
+        try:
+            read({name: value})
+        except InputError:
+            continue
+        selected[name] = value
+    if isinstance(selected.get("size"), list):
+        selected["size"] = "*".join(map(str, selected["size"]))
+    return selected
+
+
+def _is_whole(video: Path) -> bool:
+    """Returns whether the atoms of an mp4 end where the file ends."""
+    end, start = video.stat().st_size, 0
+    with video.open("rb") as file:
+        while start + 8 <= end:
+            file.seek(start)
+            size, kind = int.from_bytes(file.read(4)), file.read(4)
+            if size == 1:  # a length of 64 bits follows
+                size = int.from_bytes(file.read(8))
+            if size < 8 or not kind.isalnum():
+                return False
+            start += size
+    return start == end

@@ -1,0 +1,115 @@
+"""A job of the service, and the row of the journal that it is stored as."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+Row = tuple[Any, ...]
+"""Values of the columns `COLUMNS`, of types that SQLite has."""
+
+
+@dataclass(slots=True)
+class QueuedVideo:
+    """A job as the journal has it; times are seconds since 1970.
+
+    Attributes:
+        id: Its name in the interface.
+        settings: Raw values under flags' names, with the seed.
+        state: queued, in_progress, completed, failed or deleted.
+        priority: Higher ones come first.
+        created, started, ended: Times; None before.
+        attempt: How often it was begun.
+        done, total: Denoising steps.
+        error: {"code": ..., "message": ...} of a failed job.
+        shape: Equal for jobs that take the same time.
+        work: Tokens of the network times steps times branches.
+        seconds: What it took from its start to its end.
+        frames, fps, width, height: Of the video.
+        model: What made it.
+        guidance: Expert -> guidance scale.
+        remixed_from: The job whose settings it has.
+        digest: Of the request's body.
+        key: The request's Idempotency-Key.
+        passed: How many later jobs have come before it.
+        bytes: Of its files.
+    """
+
+    id: str
+    settings: dict[str, Any]
+    state: str = "queued"
+    priority: int = 0
+    created: float = 0.0
+    started: float | None = None
+    ended: float | None = None
+    attempt: int = 0
+    done: int = 0
+    total: int = 0
+    error: dict[str, str] | None = None
+    shape: str = ""
+    work: float = 0.0
+    seconds: float | None = None
+    frames: int = 0
+    fps: float = 0.0
+    width: int = 0
+    height: int = 0
+    model: str = ""
+    remixed_from: str | None = None
+    digest: str = ""
+    key: str | None = None
+    passed: int = 0
+    bytes: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+    guidance: dict[str, float] = field(default_factory=dict)
+
+
+COLUMNS = tuple(one.name for one in fields(QueuedVideo))
+_JSON = ("settings", "names", "error", "guidance")
+_DEFAULTS = {
+    one.name: one.default
+    for one in fields(QueuedVideo)
+    if one.default is not MISSING and one.default is not None
+}
+
+
+def make_row(job: QueuedVideo) -> Row:
+    """Returns the row of a job; text that UTF-8 cannot encode is escaped."""
+    return tuple(_stored(name, getattr(job, name)) for name in COLUMNS)
+
+
+def read_row(row: Row) -> QueuedVideo:
+    """Returns the job of a row; columns without a value, of earlier versions, have the default.
+
+    Raises:
+        ValueError: The row is none of a job.
+    """
+    values = dict(zip(COLUMNS, row, strict=True))
+    for name in _JSON:
+        values[name] = json.loads(values[name] or "{}") or ({} if name != "error" else None)
+        if not isinstance(values[name], dict | None):
+            raise ValueError(f"{name} is no JSON object")
+    for name, default in _DEFAULTS.items():
+        if values[name] is None:
+            values[name] = default
+    if not isinstance(values["id"], str) or not isinstance(values["state"], str):
+        raise ValueError("a job has no id or no state")
+    return QueuedVideo(**values)
+
+
+def erase_words(job: QueuedVideo) -> QueuedVideo:
+    """Returns what the journal keeps of a deleted job: its id, its state and its times.
+
+    The cursor of a list may be its id.
+    """
+    return QueuedVideo(
+        job.id, {}, "deleted", created=job.created, started=job.started, ended=job.ended
+    )
+
+
+def _stored(name: str, value: Any) -> Any:
+    if name in _JSON:
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):  # half of a surrogate pair would fail in every later write
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value
