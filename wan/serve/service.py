@@ -140,11 +140,10 @@ class Service:
         Raises:
             RefusedError: It is not taken.
         """
-        async with self._admitting:
-            earlier = self._repeats.find(digest, key, repeated)
-            if earlier is not None:
-                return earlier, True
-            return await self._admit_or_note(asked, digest, key), False
+        earlier = self._repeats.find(digest, key, repeated)
+        if earlier is not None:
+            return earlier, True
+        return await self._admit_or_note(asked, digest, key, repeated)
 
     async def remix(
         self, name: str, prompt: str, key: str | None = None, repeated: bool = False
@@ -158,13 +157,16 @@ class Service:
             repeated: The client says that it sent the same before.
         """
         digest = digest_of({"remix": name, "prompt": prompt})
-        async with self._admitting:
-            earlier = self._repeats.find(digest, key, repeated)
-            if earlier is not None:
-                return earlier
-            job = self.find(name)
-            asked = self._remixed(job, prompt)
-            return await self._admit_or_note(asked, digest, key, remixed_from=job.id)
+        earlier = self._repeats.find(digest, key, repeated)
+        if earlier is not None:
+            return earlier
+        job = self.find(name)
+        try:
+            asked = await asyncio.to_thread(self._remixed, job, prompt)
+        except OSError as error:  # it is deleted meanwhile
+            message = f"The files of the video {job.id} are gone."
+            raise RefusedError(message, 404, "not_found", "video_id") from error
+        return (await self._admit_or_note(asked, digest, key, repeated, job.id))[0]
 
     def _remixed(self, job: QueuedVideo, prompt: str) -> Asked:
         """Returns a job's settings, seed and files with another prompt."""
@@ -181,11 +183,16 @@ class Service:
         return Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
 
     async def _admit_or_note(
-        self, asked: Asked, digest: str, key: str | None, remixed_from: str | None = None
-    ) -> QueuedVideo:
-        """Admits a request, or notes that it was refused."""
+        self,
+        asked: Asked,
+        digest: str,
+        key: str | None,
+        repeated: bool,
+        remixed_from: str | None = None,
+    ) -> tuple[QueuedVideo, bool]:
+        """Admits a request, or notes that it was refused; returns as `create` does."""
         try:
-            return await self._admitted(asked, digest, key, remixed_from)
+            return await self._admitted(asked, digest, key, repeated, remixed_from)
         except BaseException:
             self._repeats.refuse(digest)
             raise
@@ -228,9 +235,12 @@ class Service:
         return self.folder(job) / "video.mp4"
 
     def record(self, job: QueuedVideo) -> dict[str, Any]:
-        """Returns the record of a finished video."""
-        path = self.folder(job) / "video.json"
-        return read_json(path) if path.exists() else {}
+        """Returns the record of a finished video; {} where it is gone or damaged."""
+        try:
+            return read_json(self.folder(job) / "video.json")
+        except InputError as error:
+            logger.debug("%s has no record (%s)", job.id, error)
+            return {}
 
     async def changed(self) -> None:
         """Waits until something has happened to a job."""
@@ -403,19 +413,19 @@ class Service:
     async def _admitted(
         self,
         asked: Asked,
-        digest: str = "",
-        key: str | None = None,
-        remixed_from: str | None = None,
-    ) -> QueuedVideo:
-        """Writes the files and the job of a request that can be made."""
-        if self.stopping:
-            raise RefusedError("The service stops.", 503, "stopping", wait=30)
+        digest: str,
+        key: str | None,
+        repeated: bool,
+        remixed_from: str | None,
+    ) -> tuple[QueuedVideo, bool]:
+        """Writes the files and the job of a request that can be made.
+
+        Other requests go on while files are written and checked. One with the same key may have
+        queued its job meanwhile, which is then the job of both.
+        """
+        self._check_queue()
         if not await asyncio.to_thread(self.journal.has_room):
             raise self._no_room()
-        waiting = self.journal.in_state("queued")
-        if len(waiting) >= self.limits.queue:
-            message = f"{len(waiting)} jobs wait already, and no more are taken; try later."
-            raise RefusedError(message, 429, "queue_full", wait=self.seconds_ahead() or 30)
         name = f"video_{self._name}_" if self._name else "video_"
         job = QueuedVideo(
             name + secrets.token_hex(12),
@@ -431,6 +441,14 @@ class Service:
         try:
             await asyncio.to_thread(self._write, job, asked.files)
             run = await asyncio.to_thread(self._checked, job)
+            _describe(job, run)
+            job.bytes = sum(map(len, asked.files.values()))
+            async with self._admitting:
+                earlier = self._repeats.find(digest, key, repeated)
+                if earlier is None:
+                    self._check_queue()
+                    job.created = time.time()
+                    self.journal.add(job)
         except BaseException as error:
             refusal = self._refusal(error, job) if isinstance(error, InputError) else None
             self._clear(job, all_files=True)
@@ -439,13 +457,22 @@ class Service:
             if is_disk_full(error):
                 raise self._no_room() from error
             raise
-        _describe(job, run)
-        job.bytes = sum(map(len, asked.files.values()))
-        self.journal.add(job)
+        if earlier is not None:
+            self._clear(job, all_files=True)
+            return earlier, True
         self._seen("created", job, {})
         self._next()
         self._wake()
-        return job
+        return job, False
+
+    def _check_queue(self) -> None:
+        """Refuses a request where none is taken now."""
+        if self.stopping:
+            raise RefusedError("The service stops.", 503, "stopping", wait=30)
+        waiting = self.journal.counts().get("queued", 0)
+        if waiting >= self.limits.queue:
+            message = f"{waiting} jobs wait already, and no more are taken; try later."
+            raise RefusedError(message, 429, "queue_full", wait=self.seconds_ahead() or 30)
 
     def _write(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
         self.folder(job).mkdir(parents=True)
