@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import secrets
@@ -31,6 +30,7 @@ from wan.serve.folders import JOB_ID, UPLOAD, UPLOADED, remove_files, remove_orp
 from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
 from wan.serve.repeats import RefusedError, Repeats, digest_of
+from wan.serve.shapes import can_group, describe_job, may_share
 from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
@@ -111,7 +111,7 @@ class Service:
         self._estimates = Estimates(self.journal.last(_ESTIMATED))
         self._ahead: tuple[object, dict[str, float], float] = (None, {}, 0.0)
         self._last_shape, self._loading = "", 0.0  # seconds in which a video's weights are read
-        self._most = limits.together if _groups(run) else 1
+        self._most = limits.together if can_group(run) else 1
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
@@ -166,6 +166,7 @@ class Service:
         except OSError as error:  # it is deleted meanwhile
             message = f"The files of the video {job.id} are gone."
             raise RefusedError(message, 404, "not_found", "video_id") from error
+        self.find(name)
         return (await self._admit_or_note(asked, digest, key, repeated, job.id))[0]
 
     def _remixed(self, job: QueuedVideo, prompt: str) -> Asked:
@@ -326,8 +327,8 @@ class Service:
         for one in waiting[: waiting.index(first)]:
             self.journal.change(one, passed=one.passed + 1)
         chosen = [first]
-        if _may_share(first):
-            others = [one for one in equals if one.id != first.id and _may_share(one)]
+        if may_share(first):
+            others = [one for one in equals if one.id != first.id and may_share(one)]
             chosen += others[: self._together(first, 1 + len(others)) - 1]
         self._last_shape, now, wanted = first.shape, time.time(), []
         for job in chosen:
@@ -441,7 +442,7 @@ class Service:
         try:
             await asyncio.to_thread(self._write, job, asked.files)
             run = await asyncio.to_thread(self._checked, job)
-            _describe(job, run)
+            describe_job(job, run)
             job.bytes = sum(map(len, asked.files.values()))
             async with self._admitting:
                 earlier = self._repeats.find(digest, key, repeated)
@@ -560,41 +561,6 @@ class Service:
             await asyncio.to_thread(self.journal.wipe)
             await asyncio.to_thread(self.journal.has_room)
             await asyncio.sleep(10)
-
-
-def _describe(job: QueuedVideo, run: Run) -> None:
-    """Notes what is known of a job's video before it is made."""
-    request = run.request
-    branches, clips = (2 if request.guided else 1), request.num_clip or 1
-    job.frames = request.frame_num
-    if request.clips:
-        job.frames = sum(map(request.clip_frames, range(clips)))
-    job.fps, (job.width, job.height) = float(run.output.fps), request.video_size
-    job.total = request.sample_steps * clips
-    low, high = request.sample_guide_scale
-    has_two = request.boundary is not None
-    job.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
-    job.shape = json.dumps([request.latent_shape, request.sample_steps, branches, clips])
-    job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
-
-
-def _may_share(job: QueuedVideo) -> bool:
-    """Returns whether a video may take the steps of each expert together with others.
-
-    Long videos load their experts for each clip; and what was begun when the ranks were lost may
-    have been the cause.
-    """
-    *_, clips = json.loads(job.shape)
-    return job.attempt == 0 and clips == 1
-
-
-def _groups(run: Run) -> bool:
-    """Returns whether videos can take the steps of each expert together, and may gain by it."""
-    try:
-        run.setup.check_grouping()
-    except InputError:
-        return False
-    return True
 
 
 def is_over(job: QueuedVideo) -> bool:
