@@ -74,7 +74,7 @@ ONLY_IN = {
     "xfuser": "wan.kernels.xfuser",
     "pynvml": "wan.evidence.nvml",
     "starlette": "wan.serve.app",
-    "uvicorn": "wan.serve.__main__ wan.serve.connections",
+    "uvicorn": "wan.serve.connections",
     "prometheus_client": "wan.serve.metrics",
 }
 # Longer than 70 lines, and why.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import signal
 import sqlite3
@@ -188,8 +187,6 @@ def serve(argv: Sequence[str]) -> int:
     """Runs the service until it is told to stop; returns the exit code."""
     options, theirs = _options(argv)
     try:
-        import uvicorn
-
         from wan.serve import app, connections
         from wan.serve.metrics import Metrics
         from wan.serve.service import Service
@@ -225,18 +222,7 @@ def serve(argv: Sequence[str]) -> int:
         signal.signal(number, lambda *_: None)
     port = sockets[0].getsockname()[1]
     logger.info("Serving %s at http://%s:%d", service.model, options.host, port)
-    config = uvicorn.Config(
-        clients.watch(application),
-        http=connections.limited_protocol(clients),
-        ws="none",
-        loop="asyncio",  # which accepts by `LimitedSocket`
-        log_level=logging.WARNING,
-        timeout_keep_alive=connections.IDLE_SECONDS,
-        timeout_graceful_shutdown=5,
-        access_log=False,
-    )
-    connections.limit_messages()
-    server = uvicorn.Server(config)
+    server = connections.make_server(application, clients)
     with lock, suppress(KeyboardInterrupt):
         server.run([*sockets])
     return 0 if server.started else 1

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import Any, ClassVar
 from weakref import WeakSet
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wan.log import logger
@@ -74,9 +75,10 @@ class RareMessages(logging.Filter):
         return True
 
 
-def limit_messages() -> None:
-    """Makes uvicorn and asyncio say once what any client can make them say again and again."""
+def _limit_messages() -> None:
+    """Makes libraries say once, or not at all, what any client can make them say often."""
     logging.getLogger("uvicorn.error").addFilter(RareMessages())
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong is answered
     logging.getLogger("asyncio").addFilter(  # `LimitedSocket` says it
         lambda record: not str(record.msg).startswith("socket.accept() out of system resource")
     )
@@ -289,11 +291,6 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
 
-def limited_protocol(connections: Connections) -> type[LimitedProtocol]:
-    """Returns the protocol class of a listener, as uvicorn's `http` takes it."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"limits": connections})
-
-
 class _AcceptedSocket(socket.socket):
     """A socket that counts until it is closed."""
 
@@ -342,6 +339,27 @@ class LimitedSocket(socket.socket):
 
     def _end_burst(self) -> None:
         self._burst = 0
+
+
+def make_server(app: _App, connections: Connections) -> uvicorn.Server:
+    """Returns the HTTP server of an application.
+
+    Args:
+        app: The application.
+        connections: What limits its connections; `open_sockets` makes the sockets that it serves.
+    """
+    config = uvicorn.Config(
+        connections.watch(app),
+        http=type("Protocol", (LimitedProtocol,), {"limits": connections}),
+        ws="none",
+        loop="asyncio",  # which accepts by `LimitedSocket`
+        log_level=logging.WARNING,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=5,
+        access_log=False,
+    )
+    _limit_messages()
+    return uvicorn.Server(config)
 
 
 def count_connections(ranks: int) -> int:

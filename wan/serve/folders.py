@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from wan.output_files import OutputKind, check_folder
+from wan.output_files import OutputKind, check_folder, check_output, json_kind
 from wan.settings.errors import InputError
 
 NAME_LENGTH = 63
@@ -32,6 +32,10 @@ _OWN_FILES = (
     *(f"journal.sqlite{end}" for end in ("", "-wal", "-shm", "-journal")),
 )
 """Files of the service in the folder of its journal."""
+
+
+FRONT = json_kind("the address of a service", "host", "port", "secret")
+"""Where ranks find their service: front.json in its folder."""
 
 
 def check_journal(folder: Path) -> None:
@@ -56,6 +60,7 @@ def check_journal(folder: Path) -> None:
             raise InputError(what, None, f"has a {name} that is no {kind}", other)
         if not os.access(path, os.R_OK | os.W_OK):
             raise InputError(what, None, f"has a {name} that cannot be written", other)
+    check_output(folder / "front.json", FRONT, "--journal")
 
 
 def lock_journal(folder: Path) -> BinaryIO:

@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 
 from wan import env
 from wan.log import logger
-from wan.output_files import json_kind, write_output
+from wan.output_files import write_output
 from wan.serve.connections import Connections, open_sockets
+from wan.serve.folders import FRONT
 from wan.serve.monitor import GroupMonitor
 
 _GRACE = 15.0  # seconds in which ranks that are told to stop, or have lost one of them, should end
 _RECOVERY = 15.0  # seconds in which ranks that seem to hang may go on
-_FRONT = json_kind("the address of a service", "host", "port", "secret")
 _HELLO = 10.0  # seconds in which a rank that has connected shows that it knows the secret
 _STRANGERS = 32  # connections at most that have not
 _LONGEST = 60.0  # seconds between two starts of a group that does not come up
@@ -128,7 +128,7 @@ class RankGroup:
         port = listening.getsockname()[1]
         server = await asyncio.start_server(self._listen, sock=listening)
         address = self._folder / "front.json"
-        with write_output(address, _FRONT) as temporary:
+        with write_output(address, FRONT) as temporary:
             temporary.chmod(0o600)
             told = {"host": self._nodes.host, "port": port, "secret": self._secret}
             temporary.write_text(json.dumps(told | {"flags": self._argv, "texts": self._texts}))
