@@ -36,6 +36,7 @@ REFUSED = {
 _COMPLAINTS = (  # argparse's words -> ours
     (r"argument (--\S+): ignored explicit argument .*", r"\1 takes no value."),
     (r"argument (--\S+): expected .*", r"\1 needs a value; --help lists the flags."),
+    (r"argument (--\S+): (.* must be .*)", r"\1 \2."),
     (r"unrecognized arguments: (.*)", r"\1 belongs to no flag; --help lists the flags."),
 )
 _ELSEWHERE = {  # names that other tools have

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
-import logging
+import math
 import signal
+import sqlite3
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from wan import env, log
 from wan.checkpoint.files import opened
 from wan.cli import failures, flags, main
 from wan.cli.flags import Parser
+from wan.cli.programs import typed
 from wan.log import logger
+from wan.serve.folders import NAME_LENGTH, check_journal, lock_journal
 from wan.settings.command import Controlled, Driving, Earlier, Images, Many, Planning, Sounds
 from wan.settings.errors import InputError, exit_code
 from wan.settings.fields import options
+from wan.settings.values import integer, path, real, text
 
 if TYPE_CHECKING:
     from wan.run import Run
+    from wan.serve.connections import Connections, LimitedSocket
     from wan.serve.group import Nodes
+    from wan.serve.service import Limits
 
 _OF_ONE = {
     *(
@@ -34,10 +40,6 @@ _OF_ONE = {
     *("trace", "trace_steps", "trace_kernels", "use_prompt_extend", "save_latents"),
 }
 """Flags that say nothing about how a model is loaded."""
-_AT_LEAST_ONE = (
-    *("ranks", "nodes", "queue", "together"),
-    *("max_body", "max_frames", "max_megapixels"),
-)
 _EPILOG = """flags of generate.py that decide loading follow after "--":
   python -m wan.serve --ranks 8 -- --ckpt_dir ./Wan2.2-T2V-A14B --ulysses_size 8 --comm_type 1
 """
@@ -57,40 +59,54 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     number = parser.add_argument
-    number("--host", default="127.0.0.1", help="address to listen to (127.0.0.1)")
-    number("--port", type=int, default=8000, help="port to listen to (8000)")
-    number("--ranks", type=int, default=1, help="processes that share each video (1)")
-    number("--nodes", type=int, default=1, help="machines that share these processes (1)")
-    number("--node_address", help="HOST:PORT of this machine, where the other machines find it")
-    number("--journal", type=Path, default=Path("videos"), help="folder of jobs (videos)")
-    number("--name", default="", help="of this replica; it becomes a part of its jobs' ids")
-    number("--api_key", type=Path, help="file with the key that requests must bring")
-    number("--host_name", action="append", default=[], help="further name of this host; repeatable")
-    number("--queue", type=int, default=100, help="jobs that may wait (100)")
-    number("--together", type=int, default=8, help="jobs at most that share loads of experts (8)")
-    number("--kept_texts", type=int, default=64, help="prompts whose embeddings are kept (64)")
-    number("--max_body", type=int, default=64, help="MB of a request (64)")
-    number("--max_frames", type=int, default=1000, help="frames of a video (1000)")
-    number("--max_megapixels", type=int, default=1000, help="of all frames of a video (1000)")
-    number("--keep_days", type=float, help="delete ended jobs after so many days")
-    number("--quota_gb", type=float, help="delete the oldest ended jobs above so many GB")
+    few, many = typed(integer(1, 10_000)), typed(integer(1, 1_000_000))
+    days, gigabytes = typed(real(0, 36_500, above=True)), typed(real(0, 1e6, above=True))
+    folder, words = typed(path), typed(text)
+    number("--host", type=words, default="127.0.0.1", help="address to listen to (127.0.0.1)")
+    number("--port", type=typed(integer(0, 65_535)), default=8000, help="port to listen to (8000)")
+    number("--ranks", type=few, default=1, help="processes that share each video (1)")
+    number("--nodes", type=few, default=1, help="machines that share these processes (1)")
+    number(
+        "--node_address",
+        type=words,
+        help="HOST:PORT of this machine, where the other machines find it",
+    )
+    number("--journal", type=folder, default=Path("videos"), help="folder of jobs (videos)")
+    number(
+        "--name", type=words, default="", help="of this replica; it becomes a part of its jobs' ids"
+    )
+    number("--api_key", type=folder, help="file with the key that requests must bring")
+    number(
+        "--host_name",
+        type=words,
+        action="append",
+        default=[],
+        help="further name of this host; repeatable",
+    )
+    number("--queue", type=many, default=100, help="jobs that may wait (100)")
+    number("--together", type=few, default=8, help="jobs at most that share loads of experts (8)")
+    texts = typed(integer(0, 1_000_000))
+    number("--kept_texts", type=texts, default=64, help="prompts whose embeddings are kept (64)")
+    number("--max_body", type=few, default=64, help="MB of a request (64)")
+    number("--max_frames", type=many, default=1000, help="frames of a video (1000)")
+    number("--max_megapixels", type=many, default=1000, help="of all frames of a video (1000)")
+    number("--keep_days", type=days, help="delete ended jobs after so many days")
+    number("--quota_gb", type=gigabytes, help="delete the oldest ended jobs above so many GB")
     found = parser.parse_args(own)
-    for name in _AT_LEAST_ONE:
-        if getattr(found, name) < 1:
-            raise InputError(f"--{name} {getattr(found, name)} must be at least 1")
-    if found.kept_texts < 0:
-        raise InputError(f"--kept_texts {found.kept_texts} must be at least 0")
-    if not 0 <= found.port < 1 << 16:
-        raise InputError(f"--port {found.port} must be from 0 to 65535")
     if found.ranks % found.nodes:
         raise InputError(f"--ranks {found.ranks} must be a multiple of --nodes {found.nodes}")
     if found.name and not (found.name.isascii() and found.name.replace("-", "").isalnum()):
         raise InputError(f"--name {found.name} must be of letters, digits and dashes")
+    if len(found.name) > NAME_LENGTH:
+        raise InputError(f"--name {found.name} must have at most {NAME_LENGTH} characters")
+    if not found.host:
+        raise InputError("--host is empty", remedy="give an address of this machine")
     return found, theirs
 
 
 def _nodes(count: int, address: str | None) -> Nodes:
     """Returns the machines of the ranks."""
+    from wan.serve.connections import Connections, open_sockets
     from wan.serve.group import ONE_NODE, Nodes
 
     if count == 1 and address is None:
@@ -99,10 +115,16 @@ def _nodes(count: int, address: str | None) -> Nodes:
         why = "is for several machines, and --nodes is 1"
         raise InputError("--node_address", address, why, "drop it, or give --nodes")
     host, _, port = (address or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    try:
+        nodes = Nodes(count, host, int(integer(1, 65535)("", port)))
+    except InputError:
+        nodes = Nodes()
+    if not host or not nodes.port:
         why = "must be HOST:PORT of this machine, as the other machines reach it, with --nodes"
         raise InputError("--node_address", address, why)
-    return Nodes(count, host, int(port))
+    for one in open_sockets(host, 0, Connections(1), "--node_address"):
+        one.close()  # the host is known and is this machine, where ranks will be listened to
+    return nodes
 
 
 def _run(argv: Sequence[str], ranks: int, nodes: int) -> tuple[Run, dict[str, Any]]:
@@ -131,54 +153,62 @@ def _key(path: Path | None, host: str) -> str | None:
     return key
 
 
-def serve(argv: Sequence[str]) -> int:
-    """Runs the service until it is told to stop; returns the exit code."""
-    options, theirs = _options(argv)
-    try:
-        import uvicorn
+def _limits(options: argparse.Namespace) -> Limits:
+    """Returns what the service takes."""
+    from wan.serve.service import Limits
 
-        from wan.serve import app
-        from wan.serve.metrics import Metrics
-        from wan.serve.service import Limits, Service
-    except ImportError as error:
-        why = f"The service needs {error.name}"
-        raise InputError(why, remedy="pip install -r requirements-serve.txt") from error
-    key = _key(options.api_key, options.host)
-    nodes = _nodes(options.nodes, options.node_address)
-    options.journal.mkdir(parents=True, exist_ok=True)
-    lock = (options.journal / "lock").open("w")  # until the process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        why = "belongs to a service that runs"
-        raise InputError(
-            f"--journal {options.journal}", None, why, "give another folder"
-        ) from error
-    theirs += ["--save_file", str(options.journal.absolute() / "video.mp4")]  # never written
-    run, given = _run(theirs, options.ranks, options.nodes)
-    for notice in run.notices:
-        logger.warning(env.words().render(notice))
-    limits = Limits(
+    return Limits(
         queue=options.queue,
         texts=options.kept_texts,
         together=options.together,
         pixels=options.max_megapixels * 1_000_000,
         frames=options.max_frames,
         keep_days=options.keep_days,
-        quota=None if options.quota_gb is None else int(options.quota_gb * 1e9),
+        quota=None if options.quota_gb is None else math.ceil(options.quota_gb * 1e9),
     )
-    metrics = Metrics()
-    service = Service(
-        theirs,
-        given,
-        run,
-        options.journal,
-        options.ranks,
-        nodes,
-        options.name,
-        limits,
-        metrics.seen,
-    )
+
+
+def _listen(
+    options: argparse.Namespace, connections: Connections
+) -> tuple[list[LimitedSocket], BinaryIO]:
+    """Returns the sockets of the service and the lock of its folder, which is made last."""
+    from wan.serve.connections import open_sockets
+
+    journal: Path = options.journal
+    lock = lock_journal(journal) if journal.exists() else None
+    sockets = open_sockets(options.host, options.port, connections, "--host")
+    if lock is None:
+        journal.mkdir(parents=True, exist_ok=True)
+        lock = lock_journal(journal)
+    return sockets, lock
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Runs the service until it is told to stop; returns the exit code."""
+    options, theirs = _options(argv)
+    try:
+        from wan.serve import app, connections
+        from wan.serve.metrics import Metrics
+        from wan.serve.service import Service
+    except ImportError as error:
+        why = f"The service needs {error.name}"
+        raise InputError(why, remedy="pip install -r requirements-serve.txt") from error
+    key = _key(options.api_key, options.host)
+    nodes = _nodes(options.nodes, options.node_address)
+    check_journal(options.journal)
+    theirs += ["--save_file", str(options.journal.absolute() / "video.mp4")]  # never written
+    run, given = _run(theirs, options.ranks, options.nodes)
+    for notice in run.notices:
+        logger.warning(env.words().render(notice))
+    clients = connections.Connections(connections.count_connections(options.ranks))
+    sockets, lock = _listen(options, clients)
+    metrics, journal, name = Metrics(), options.journal, options.name
+    more = (journal, options.ranks, nodes, name, _limits(options), metrics.seen)
+    try:
+        service = Service(theirs, given, run, *more)
+    except sqlite3.Error as error:
+        why, remedy = f"has a damaged journal.sqlite ({error})", "move it away, or give another one"
+        raise InputError(f"--journal {journal}", None, why, remedy) from error
     application = app.make(
         service,
         metrics,
@@ -186,19 +216,16 @@ def serve(argv: Sequence[str]) -> int:
         names=options.host_name,
         api_key=key,
         most_bytes=options.max_body * 1_000_000,
+        is_busy=lambda: clients.is_busy,
     )
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has stopped
         signal.signal(number, lambda *_: None)
-    logger.info("Serving %s at http://%s:%d", service.model, options.host, options.port)
-    uvicorn.run(
-        application,
-        host=options.host,
-        port=options.port,
-        log_level=logging.WARNING,
-        timeout_graceful_shutdown=5,
-        access_log=False,
-    )
-    return 0
+    port = sockets[0].getsockname()[1]
+    logger.info("Serving %s at http://%s:%d", service.model, options.host, port)
+    server = connections.make_server(application, clients)
+    with lock, suppress(KeyboardInterrupt):
+        server.run([*sockets])
+    return 0 if server.started else 1
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -10,11 +10,13 @@ import json
 import os
 import re
 import signal
+import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import resources
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
@@ -34,7 +36,10 @@ from wan.serve.metrics import Metrics
 from wan.serve.repeats import RefusedError, digest_of
 from wan.serve.service import Service, is_over
 from wan.settings.errors import InputError
+from wan.settings.values import integer, shown
 
+_DEPTH = 8  # levels of a body; an object with lists of references has four
+_TOO_DEEP = f"The body has values inside values; give at most {_DEPTH} levels."
 _POLL = 1.0  # seconds between two looks at a job that a client is told at least
 _RECORDING = 15.0  # seconds in which a deletion is written into the journal
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -56,7 +61,7 @@ def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
         "error": job.error,
         "prompt": job.settings.get("prompt") or "\n".join(prompts) or None,
         "remixed_from_video_id": job.remixed_from,
-        "seconds": f"{job.frames / job.fps:.3f}".rstrip("0").rstrip("."),
+        "seconds": f"{job.frames / (job.fps or 1):.3f}".rstrip("0").rstrip("."),
         "size": f"{job.width}x{job.height}",
         "num_frames": job.frames,
         "fps": job.fps,
@@ -69,13 +74,22 @@ def video_object(service: Service, job: QueuedVideo) -> dict[str, Any]:
     if days is not None and job.ended is not None:
         found["expires_at"] = int(job.ended + 86400 * days)
     if job.state == "completed":
-        record = service.record(job)
-        found |= {"inference_time_s": job.seconds, "stage_durations": record.get("seconds")}
+        found |= {"inference_time_s": job.seconds} | _record_fields(service.record(job))
+    return found
+
+
+def _record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a video's record adds to its object; nothing where the record is damaged."""
+    found: dict[str, Any] = {"stage_durations": record.get("seconds"), "peak_memory_mb": None}
+    try:
         memory = record.get("peak_memory_bytes", {})
         most = memory.get("device") or memory.get("host")
         found["peak_memory_mb"] = most and round(most / 1e6, 1)
         if "power" in record:
             found["power"] = record["power"]
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (AttributeError, TypeError, ValueError, ArithmeticError, RecursionError):
+        return {"stage_durations": None, "peak_memory_mb": None}
     return found
 
 
@@ -124,12 +138,10 @@ class Routes:
         order, limit = given.get("order", "desc"), given.get("limit", "20")
         if order not in ("asc", "desc"):
             raise RefusedError("order must be asc or desc.", param="order")
-        if not limit.isdecimal() or not 0 < int(limit) <= 100:
-            raise RefusedError("limit must be from 1 to 100.", param="limit")
         after = given.get("after")
         if after is not None and self._service.journal.state(after) is None:
             self._service.find(after)
-        most = int(limit)
+        most = integer(1, 100)("limit", limit)
         jobs = self._service.journal.page(after, most + 1, order == "desc")
         data = [video_object(self._service, job) for job in jobs[:most]]
         return JSONResponse(
@@ -152,8 +164,8 @@ class Routes:
             raise RefusedError(f"The video {why}; see its status.", 404, "not_ready", "video_id")
         path, kind = self._service.video(job), "video/mp4"
         if variant != "video":
-            path = await asyncio.to_thread(pictures.picture, path, variant, job.frames)
-            kind = "image/jpeg"
+            path, kind = await self._picture(job, variant), "image/jpeg"
+        status = self._status_of(job, path)
         if not request.headers.get("range", "bytes=").lower().startswith("bytes="):
             request.scope["headers"] = [  # RFC 9110: a unit that is not known is ignored
                 header for header in request.scope["headers"] if header[0] != b"range"
@@ -162,13 +174,34 @@ class Routes:
             path,
             media_type=kind,
             filename=f"{job.id}{path.suffix}",
-            stat_result=path.stat(),
+            stat_result=status,
             content_disposition_type="inline",
         )
         if _is_known(request, answer.headers["etag"]):
             kept = {name: answer.headers[name] for name in ("etag", "last-modified")}
             return Response(status_code=304, headers=kept)
         return answer
+
+    async def _picture(self, job: QueuedVideo, kind: str) -> Path:
+        """Returns a picture of a video, which may be deleted meanwhile or may be damaged."""
+        try:
+            return await asyncio.to_thread(
+                pictures.picture, self._service.video(job), kind, job.frames
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            self._status_of(job, self._service.video(job))
+            raise _lost("cannot be read") from error
+
+    def _status_of(self, job: QueuedVideo, path: Path) -> os.stat_result:
+        """Returns the status of a file of a job, which somebody may have removed."""
+        self._service.find(job.id)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise _lost("is gone") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise _lost("is no file")
+        return status
 
     async def remix(self, request: Request) -> Response:
         body = await _body(request)
@@ -189,7 +222,9 @@ class Routes:
             "X-Model": job.model,
             "X-Inference-Time-S": f"{job.seconds:.3f}",
         }
-        return FileResponse(self._service.video(job), media_type="video/mp4", headers=headers)
+        path = self._service.video(job)
+        status = self._status_of(job, path)
+        return FileResponse(path, media_type="video/mp4", headers=headers, stat_result=status)
 
     async def generations(self, request: Request) -> Response:
         """MLPerf's route: the answer has exactly two keys."""
@@ -202,9 +237,13 @@ class Routes:
             raise RefusedError("output_format must be mp4 or auto.", param="output_format")
         job = await self._waited(request, *await self._created(request, body))
         path = self._service.video(job)
+        self._status_of(job, path)
         if form == "video_path":
             return JSONResponse({"video_id": job.id, "video_path": str(path.absolute())})
-        content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
+        try:
+            content = base64.b64encode(await asyncio.to_thread(path.read_bytes)).decode()
+        except OSError as error:
+            raise _lost("is gone") from error
         return JSONResponse({"video_id": job.id, "video_bytes": content})
 
     async def models(self, _: Request) -> Response:
@@ -273,6 +312,10 @@ class Routes:
         return JSONResponse(video_object(self._service, job), headers=headers)
 
 
+def _lost(why: str) -> RefusedError:
+    return RefusedError(f"The file of this video {why}; delete it.", 410, "gone", "video_id")
+
+
 def _is_known(request: Request, etag: str) -> bool:
     """Returns whether a client has a file already, by RFC 9110's If-None-Match."""
     tags = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
@@ -290,27 +333,72 @@ async def _body(request: Request) -> dict[str, Any]:
     """Returns the fields of a form or of a JSON object; files as bytes."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        found: dict[str, Any] = {}
-        most = 8 + MOST_PICTURES
-        async with request.form(
-            max_files=most, max_fields=100, max_part_size=sys.maxsize
-        ) as form:  # `Guard` limits all parts together
-            for key, value in form.multi_items():
-                part = await value.read() if isinstance(value, UploadFile) else value
-                if (several := key.removesuffix("[]")) == PICTURES:  # the openai client's lists
-                    found.setdefault(several, []).append(part)
-                    continue
-                if key in found:
-                    raise RefusedError(f"{key} is given twice; give it once.", param=key)
-                found[key] = part
-        return found
+        try:
+            body = await _form_fields(request)
+        except ValueError as error:  # of an encoding, or of the form's reader
+            raise RefusedError(f"The form cannot be read ({shown(str(error))}).") from error
+    else:
+        body = _json_fields(await request.body() or b"{}")
+    _check_values(body)
+    return body
+
+
+async def _form_fields(request: Request) -> dict[str, Any]:
+    """Returns the fields of a form."""
+    found: dict[str, Any] = {}
+    most = 8 + MOST_PICTURES
+    async with request.form(
+        max_files=most, max_fields=100, max_part_size=sys.maxsize
+    ) as form:  # `Guard` limits all parts together
+        for key, value in form.multi_items():
+            part = await value.read() if isinstance(value, UploadFile) else value
+            if (several := key.removesuffix("[]")) == PICTURES:  # the openai client's lists
+                found.setdefault(several, []).append(part)
+                continue
+            if key in found:
+                raise RefusedError(f"{key} is given twice; give it once.", param=key)
+            found[key] = part
+    return found
+
+
+def _json_fields(content: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a body."""
+
+    def refuse(word: str) -> NoReturn:
+        raise RefusedError(f"The body has a number that JSON does not know: {word}.")
+
     try:
-        body = json.loads(await request.body() or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"The body is no JSON object ({error}).") from error
+        body = json.loads(content.decode(json.detect_encoding(content)), parse_constant=refuse)
+    except RecursionError as error:
+        raise RefusedError(_TOO_DEEP) from error
+    except ValueError as error:  # Python's words about too many digits are for programmers
+        why = "a number has too many digits" if "digits" in str(error) else shown(str(error))
+        raise RefusedError(f"The body is no JSON object ({why}).") from error
     if not isinstance(body, dict):
         raise RefusedError("The body must be a JSON object or a form.")
     return body
+
+
+def _check_values(body: Mapping[str, Any]) -> None:
+    """Refuses values that could not be written down: deep ones, and text with half a character."""
+    level: list[Any] = [body]
+    for _ in range(_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                try:
+                    value.encode()
+                except UnicodeEncodeError as error:
+                    raise RefusedError(
+                        "The body has text that is no Unicode (half of a pair); send it in UTF-8."
+                    ) from error
+            elif isinstance(value, dict):
+                inner += [*value, *value.values()]
+            elif isinstance(value, list):
+                inner += value
+        level = inner
+    if level:
+        raise RefusedError(_TOO_DEEP)
 
 
 def _allowed_methods(request: Request) -> str:
@@ -345,17 +433,30 @@ def _refused(request: Request, error: Exception) -> Response:
         status, code, param, message, again = 400, "invalid_form", None, error.message, False
     else:
         status, code, param, message, again = 500, "internal_error", None, "A defect.", False
+    message = message.encode(errors="replace").decode()
+    param = None if param is None else param.encode(errors="replace").decode()
     headers["x-should-retry"] = "true" if again else "false"
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return JSONResponse(body, status, headers)
 
 
+def _leave(request: Request, _: Exception) -> Response:
+    """Answers a client that has left, which is no error and no line of the log."""
+    logger.debug("A client left %s.", request.url.path)
+    return Response(status_code=499)
+
+
 class Guard:
     """Refuses foreign hosts and origins, wrong keys and bodies that are too large."""
 
     def __init__(
-        self, app: ASGIApp, hosts: Sequence[str], api_key: str | None, most_bytes: int
+        self,
+        app: ASGIApp,
+        hosts: Sequence[str],
+        api_key: str | None,
+        most_bytes: int,
+        is_busy: Callable[[], bool],
     ) -> None:
         """Wraps an application.
 
@@ -364,8 +465,10 @@ class Guard:
             hosts: Names, without ports, under which the service may be asked for.
             api_key: What `Authorization: Bearer` must say; None: nothing.
             most_bytes: Of a body.
+            is_busy: Returns whether only health may be asked for.
         """
         self._app, self._hosts, self._key, self._most = app, hosts, api_key, most_bytes
+        self._is_busy = is_busy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -386,7 +489,19 @@ class Guard:
                 raise self._too_large()
             return message
 
-        await self._app(scope, counted, send)
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, noted)
+        except FileNotFoundError:
+            if not has_begun:
+                raise
+            logger.info("A file was deleted before it was sent.")  # uvicorn ends the connection
 
     def _refusal(self, request: Request) -> RefusedError | None:
         host = request.headers.get("host", "")
@@ -397,8 +512,11 @@ class Guard:
         if origin is not None and origin.partition("://")[2] != host:
             return RefusedError("Pages of other sites may not ask this service.", 403)
         length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._most:
+        if not length.isdecimal() or len(length) > 18 or int(length) > self._most:
             return self._too_large()
+        if request.url.path not in ("/health", "/liveness") and self._is_busy():
+            message = "Too many requests are worked on; try again."
+            return RefusedError(message, 503, "busy", wait=5)
         if self._key is not None and request.url.path not in ("/", "/health", "/liveness"):
             scheme, _, told = request.headers.get("authorization", "").partition(" ")
             told = told.strip() if scheme.lower() == "bearer" else ""
@@ -438,6 +556,7 @@ def make(
     names: Sequence[str] = (),
     api_key: str | None = None,
     most_bytes: int = 64_000_000,
+    is_busy: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
     """Returns the application.
 
@@ -448,6 +567,7 @@ def make(
         names: Further names under which it may be asked for.
         api_key: What requests must bring; None: nothing.
         most_bytes: Of a request's body.
+        is_busy: Returns whether so many requests are worked on that only health may be asked for.
     """
 
     @asynccontextmanager
@@ -465,7 +585,9 @@ def make(
     handlers: dict[Any, Any] = dict.fromkeys(
         (RefusedError, InputError, HTTPException, MultiPartException, Exception), _refused
     )
+    handlers[ClientDisconnect] = _leave
     app = Starlette(
         routes=Routes(service, metrics).routes(), exception_handlers=handlers, lifespan=lifespan
     )
-    return Guard(app, [*_LOCAL, host.lower(), *(n.lower() for n in names)], api_key, most_bytes)
+    hosts = [*_LOCAL, host.lower(), *(n.lower() for n in names)]
+    return Guard(app, hosts, api_key, most_bytes, is_busy)

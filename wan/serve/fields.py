@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wan.pipeline import driving
+from wan.pipeline.sources import MOST_PICTURES
 from wan.run import PATHS, Run
 from wan.settings.errors import InputError, Words
 from wan.settings.flags import ALIASES, FLAGS, check_given, read
@@ -103,6 +104,9 @@ def asked(body: Mapping[str, Any], run: Run, model: str) -> Asked:
         if key in _OWN:
             own[key] = value
         elif name == PICTURES and isinstance(value, list):
+            if len(value) > MOST_PICTURES:  # before any is decoded or written
+                why = f"has {len(value)} pictures, and at most {MOST_PICTURES} are taken"
+                raise InputError(key, why=why, remedy="choose some of them")
             for index, one in enumerate(value):
                 files[f"{PICTURES}/{index:03}"] = _content(*_part(key, one))
         elif name in UPLOADS or name in in_folder:

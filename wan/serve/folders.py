@@ -1,15 +1,22 @@
-"""The folders of jobs: their names, and those that no job needs any more."""
+"""The folder of a service and those of its jobs: their names, and what no job needs any more."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from wan.output_files import OutputKind
+from wan.output_files import OutputKind, check_folder, check_output, json_kind
+from wan.settings.errors import InputError
 
-JOB_ID = re.compile(r"video_[\w-]{1,80}", re.ASCII)
+NAME_LENGTH = 63
+"""Characters of a replica's name, as Kubernetes allows them."""
+JOB_ID = re.compile(r"video_[\w-]{1,100}", re.ASCII)
 UPLOAD = "upload-"
 """What the names of a request's files begin with."""
 UPLOADED = OutputKind("a file of this request", lambda _: False)  # its folder is new
@@ -18,6 +25,61 @@ _OUR_FILES = re.compile(
     rf"{_TEMPORARY}(({UPLOAD}\w+|video[.-][^/]*)(/{_TEMPORARY}[\w.]+)?|(thumbnail|spritesheet)\.jpg)"
 )
 """Paths in a job's folder that the service writes."""
+
+
+_OWN_FILES = (
+    *("lock", "front.json", "ranks.log", "ranks.1.log", "reserve"),
+    *(f"journal.sqlite{end}" for end in ("", "-wal", "-shm", "-journal")),
+)
+"""Files of the service in the folder of its journal."""
+
+
+FRONT = json_kind("the address of a service", "host", "port", "secret")
+"""Where ranks find their service: front.json in its folder."""
+
+
+def check_journal(folder: Path) -> None:
+    """Refuses a folder in which the service could not keep its jobs. Makes nothing.
+
+    Raises:
+        InputError: It is no folder, cannot be written, or has something else under a name of ours.
+    """
+    other = "give another folder"
+    check_folder(folder.absolute(), "--journal", folder, other)
+    for name in ("jobs", *_OWN_FILES):
+        path = folder / name
+        try:
+            mode = path.lstat().st_mode
+        except OSError:
+            continue  # it is not there
+        what = f"--journal {folder}"
+        if stat.S_ISLNK(mode) and name != "jobs":
+            raise InputError(what, None, f"has a symbolic link as its {name}", other)
+        if not (path.is_dir() if name == "jobs" else stat.S_ISREG(mode)):
+            kind = "folder" if name == "jobs" else "file"
+            raise InputError(what, None, f"has a {name} that is no {kind}", other)
+        if not os.access(path, os.R_OK | os.W_OK):
+            raise InputError(what, None, f"has a {name} that cannot be written", other)
+    check_output(folder / "front.json", FRONT, "--journal")
+
+
+def lock_journal(folder: Path) -> BinaryIO:
+    """Returns a file that keeps other services from a folder until it is closed.
+
+    Raises:
+        InputError: Another service has it, or its file cannot be used.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        lock = os.fdopen(os.open(folder / "lock", flags, 0o644), "rb+", buffering=0)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        why = "belongs to a service that runs"
+        raise InputError(f"--journal {folder}", None, why, "give another folder") from error
+    except OSError as error:
+        why = f"cannot be locked ({error.strerror})"
+        raise InputError(f"--journal {folder}", None, why, "give another folder") from error
+    return lock
 
 
 def remove_files(folder: Path, keep: Callable[[str], bool] | None = None) -> None:

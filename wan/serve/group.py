@@ -17,12 +17,15 @@ from typing import Any, BinaryIO
 
 from wan import env
 from wan.log import logger
-from wan.output_files import json_kind, write_output
+from wan.output_files import write_output
+from wan.serve.connections import Connections, open_sockets
+from wan.serve.folders import FRONT
 from wan.serve.monitor import GroupMonitor
 
 _GRACE = 15.0  # seconds in which ranks that are told to stop, or have lost one of them, should end
 _RECOVERY = 15.0  # seconds in which ranks that seem to hang may go on
-_FRONT = json_kind("the address of a service", "host", "port", "secret")
+_HELLO = 10.0  # seconds in which a rank that has connected shows that it knows the secret
+_STRANGERS = 32  # connections at most that have not
 _LONGEST = 60.0  # seconds between two starts of a group that does not come up
 _LOG = 10_000_000  # bytes from which on the ranks' log is begun anew
 
@@ -95,6 +98,7 @@ class RankGroup:
         self._stopping = False
         self._reason: tuple[str, str] | None = None
         self._monitor = GroupMonitor(timeout)
+        self._callers = Connections(ranks + _STRANGERS, _HELLO)
         self._came_up = False
         self._suspected: float | None = None  # since when the group seems to hang
         self.trouble: str | None = None
@@ -118,10 +122,13 @@ class RankGroup:
 
     async def run(self) -> None:
         """Keeps a group running until `stop` is called."""
-        server = await asyncio.start_server(self._listen, self._nodes.host, 0)
-        port = server.sockets[0].getsockname()[1]
+        listening, *others = open_sockets(self._nodes.host, 0, self._callers)
+        for one in others:  # they have other ports, and ranks are told one
+            one.close()
+        port = listening.getsockname()[1]
+        server = await asyncio.start_server(self._listen, sock=listening)
         address = self._folder / "front.json"
-        with write_output(address, _FRONT) as temporary:
+        with write_output(address, FRONT) as temporary:
             temporary.chmod(0o600)
             told = {"host": self._nodes.host, "port": port, "secret": self._secret}
             temporary.write_text(json.dumps(told | {"flags": self._argv, "texts": self._texts}))
@@ -245,35 +252,52 @@ class RankGroup:
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hears one rank until its connection ends."""
+        connection = self._callers.add(writer.transport)
         rank = None
-        with suppress(OSError, ValueError, asyncio.IncompleteReadError):
+        try:
             while line := await reader.readline():
-                said = json.loads(line)
                 if rank is None:
-                    if not secrets.compare_digest(str(said.get("secret")), self._secret):
+                    told = self._read_hello(line)
+                    if told is None:
                         break
-                    rank = int(said["rank"])
+                    connection.trust()
+                    rank = int(told["rank"])
                     self._links[rank] = writer
-                    if said["node"] == 0:
-                        self._pids[rank] = int(said["pid"])
-                    self._monitor.receive(rank, said, time.monotonic())
+                    if told["node"] == 0:
+                        self._pids[rank] = int(told["pid"])
+                    self._monitor.receive(rank, told, time.monotonic())
                     continue
                 if self._links.get(rank) is not writer:  # of a group that was ended
                     break
-                self._monitor.receive(rank, said, time.monotonic())
-                if said["is"] == "ready":
-                    self._ready.add(rank)
-                    if self.ready:
-                        self.trouble = None
-                        self._monitor.end_start()
-                        self._told(said)
-                elif said["is"] == "alive":
-                    continue
-                elif said["is"] == "lost":
-                    self._reason = self._reason or (said["code"], said["message"])
-                else:
-                    self._told(said)
-        writer.close()
+                self._hear(rank, json.loads(line))
+        except (OSError, ValueError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._callers.remove(connection)
+            writer.close()
+
+    def _read_hello(self, line: bytes) -> dict[str, Any] | None:
+        """Returns the first line of a rank; None of a caller that does not know the secret."""
+        try:
+            told = json.loads(line)
+            secret = str(told["secret"]).encode()
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return None
+        return told if secrets.compare_digest(secret, self._secret.encode()) else None
+
+    def _hear(self, rank: int, said: dict[str, Any]) -> None:
+        """Takes what a rank says after its first line."""
+        self._monitor.receive(rank, said, time.monotonic())
+        if said["is"] == "ready":
+            self._ready.add(rank)
+            if self.ready:
+                self.trouble = None
+                self._monitor.end_start()
+                self._told(said)
+        elif said["is"] == "lost":
+            self._reason = self._reason or (said["code"], said["message"])
+        elif said["is"] != "alive":
+            self._told(said)
 
     def _say(self, **command: Any) -> None:
         writer = self._links.get(0)

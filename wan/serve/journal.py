@@ -133,7 +133,7 @@ class Journal:
         self._adding[job.id] = job
         try:
             self._note(job.id)
-            if not await self.save():
+            if not await self.save(None if self.problem is None else 0.0):
                 raise JournalError(self.problem or "The journal cannot be written.")
         except BaseException:
             if job.id in self._open:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from PIL import Image
 
 from wan.output_files import marked_kind, write_output
 from wan.pipeline.video_reader import read_video
+from wan.serve.folders import remove_files
 
 _COLUMNS, _ROWS, _WIDTH = 4, 2, 320
 _JPEG = marked_kind("a JPEG", b"\xff\xd8\xff")
@@ -23,11 +25,19 @@ def picture(video: Path, kind: str, frames: int) -> Path:
         video: An mp4.
         kind: "thumbnail" for the first frame, "spritesheet" for several.
         frames: Of the video.
+
+    Raises:
+        OSError, ValueError: The video is deleted, or cannot be read.
     """
     path = video.with_name(f"{kind}.jpg")
     with _DRAWING:  # two requests for the same picture draw it once
         if not path.exists():
             _draw(video, path, kind, frames)
+        if not video.exists():  # it was deleted meanwhile, and its folder may have been made anew
+            remove_files(video.parent, lambda name: name != path.name)
+            with suppress(OSError):
+                video.parent.rmdir()
+            raise FileNotFoundError(video)
     return path
 
 
@@ -35,6 +45,8 @@ def _draw(video: Path, path: Path, kind: str, frames: int) -> None:
     count = 1 if kind == "thumbnail" else _COLUMNS * _ROWS
     every = read_video(video, "save_file").every(max(frames // count, 1))
     small = [_small(Image.fromarray(frame)) for frame in islice(every, count)]
+    if not small:
+        raise ValueError(f"{video} has no frame")
     width, height = small[0].size
     columns = min(count, _COLUMNS)
     sheet = Image.new("RGB", (width * columns, height * -(-count // columns)))

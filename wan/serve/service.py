@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import secrets
@@ -32,6 +31,7 @@ from wan.serve.group import ONE_NODE, Nodes, RankGroup
 from wan.serve.journal import ATTEMPTS, ENDS, Journal, QueuedVideo
 from wan.serve.journal_file import JournalError
 from wan.serve.repeats import RefusedError, Repeats, digest_of
+from wan.serve.shapes import can_group, describe_job, may_share
 from wan.serve.waiters import Waiters
 from wan.settings.errors import InputError, is_disk_full, spoken
 from wan.settings.flags import read
@@ -113,7 +113,7 @@ class Service:
         self._estimates = Estimates(self.journal.last(_ESTIMATED))
         self._ahead: tuple[object, dict[str, float], float] = (None, {}, 0.0)
         self._last_shape, self._loading = "", 0.0  # seconds in which a video's weights are read
-        self._most = limits.together if _groups(run) else 1
+        self._most = limits.together if can_group(run) else 1
         self._changed, self._admitting = asyncio.Event(), asyncio.Lock()
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
@@ -142,11 +142,10 @@ class Service:
         Raises:
             RefusedError: It is not taken.
         """
-        async with self._admitting:
-            earlier = self._repeats.find(digest, key, repeated)
-            if earlier is not None:
-                return earlier, True
-            return await self._admit_or_note(asked, digest, key), False
+        earlier = self._repeats.find(digest, key, repeated)
+        if earlier is not None:
+            return earlier, True
+        return await self._admit_or_note(asked, digest, key, repeated)
 
     async def remix(
         self, name: str, prompt: str, key: str | None = None, repeated: bool = False
@@ -160,13 +159,17 @@ class Service:
             repeated: The client says that it sent the same before.
         """
         digest = digest_of({"remix": name, "prompt": prompt})
-        async with self._admitting:
-            earlier = self._repeats.find(digest, key, repeated)
-            if earlier is not None:
-                return earlier
-            job = self.find(name)
-            asked = self._remixed(job, prompt)
-            return await self._admit_or_note(asked, digest, key, remixed_from=job.id)
+        earlier = self._repeats.find(digest, key, repeated)
+        if earlier is not None:
+            return earlier
+        job = self.find(name)
+        try:
+            asked = await asyncio.to_thread(self._remixed, job, prompt)
+        except OSError as error:  # it is deleted meanwhile
+            message = f"The files of the video {job.id} are gone."
+            raise RefusedError(message, 404, "not_found", "video_id") from error
+        self.find(name)
+        return (await self._admit_or_note(asked, digest, key, repeated, job.id))[0]
 
     def _remixed(self, job: QueuedVideo, prompt: str) -> Asked:
         """Returns a job's settings, seed and files with another prompt."""
@@ -183,11 +186,16 @@ class Service:
         return Asked(settings | {"prompt": prompt}, files, job.priority, job.names)
 
     async def _admit_or_note(
-        self, asked: Asked, digest: str, key: str | None, remixed_from: str | None = None
-    ) -> QueuedVideo:
-        """Admits a request, or notes that it was refused."""
+        self,
+        asked: Asked,
+        digest: str,
+        key: str | None,
+        repeated: bool,
+        remixed_from: str | None = None,
+    ) -> tuple[QueuedVideo, bool]:
+        """Admits a request, or notes that it was refused; returns as `create` does."""
         try:
-            return await self._admitted(asked, digest, key, remixed_from)
+            return await self._admitted(asked, digest, key, repeated, remixed_from)
         except BaseException:
             self._repeats.refuse(digest)
             raise
@@ -230,9 +238,12 @@ class Service:
         return self.folder(job) / "video.mp4"
 
     def record(self, job: QueuedVideo) -> dict[str, Any]:
-        """Returns the record of a finished video."""
-        path = self.folder(job) / "video.json"
-        return read_json(path) if path.exists() else {}
+        """Returns the record of a finished video; {} where it is gone or damaged."""
+        try:
+            return read_json(self.folder(job) / "video.json")
+        except InputError as error:
+            logger.debug("%s has no record (%s)", job.id, error)
+            return {}
 
     async def changed(self) -> None:
         """Waits until something has happened to a job."""
@@ -319,8 +330,8 @@ class Service:
         for one in waiting[: waiting.index(first)]:
             self.journal.change(one, passed=one.passed + 1)
         chosen = [first]
-        if _may_share(first):
-            others = [one for one in equals if one.id != first.id and _may_share(one)]
+        if may_share(first):
+            others = [one for one in equals if one.id != first.id and may_share(one)]
             chosen += others[: self._together(first, 1 + len(others)) - 1]
         self._last_shape, now, wanted = first.shape, time.time(), []
         for job in chosen:
@@ -406,22 +417,22 @@ class Service:
     async def _admitted(
         self,
         asked: Asked,
-        digest: str = "",
-        key: str | None = None,
-        remixed_from: str | None = None,
-    ) -> QueuedVideo:
-        """Writes the files and the job of a request that can be made."""
-        if self.stopping:
-            raise RefusedError("The service stops.", 503, "stopping", wait=30)
+        digest: str,
+        key: str | None,
+        repeated: bool,
+        remixed_from: str | None,
+    ) -> tuple[QueuedVideo, bool]:
+        """Writes the files and the job of a request that can be made.
+
+        Other requests go on while files are written and checked. One with the same key may have
+        queued its job meanwhile, which is then the job of both.
+        """
+        self._check_queue()
         wait = None if self.journal.problem is None else 0.0
         if not await self.journal.save(wait, looks=True):
             raise self._unrecorded()
         if not await asyncio.to_thread(self.journal.has_room):
             raise self._no_room()
-        waiting = self.journal.in_state("queued")
-        if len(waiting) >= self.limits.queue:
-            message = f"{len(waiting)} jobs wait already, and no more are taken; try later."
-            raise RefusedError(message, 429, "queue_full", wait=self.seconds_ahead() or 30)
         name = f"video_{self._name}_" if self._name else "video_"
         job = QueuedVideo(
             name + secrets.token_hex(12),
@@ -437,27 +448,40 @@ class Service:
         try:
             await asyncio.to_thread(self._write, job, asked.files)
             run = await asyncio.to_thread(self._checked, job)
+            describe_job(job, run)
+            job.bytes = sum(map(len, asked.files.values()))
+            async with self._admitting:
+                earlier = self._repeats.find(digest, key, repeated)
+                if earlier is None:
+                    self._check_queue()
+                    job.created = time.time()
+                    await self.journal.add(job)
         except BaseException as error:
             refusal = self._refusal(error, job) if isinstance(error, InputError) else None
             self._clear(job, all_files=True)
             if refusal is not None:
                 raise refusal from error
+            if isinstance(error, JournalError):
+                raise self._unrecorded() from error
             if is_disk_full(error):
                 raise self._no_room() from error
             raise
-        _describe(job, run)
-        job.bytes = sum(map(len, asked.files.values()))
-        try:
-            await self.journal.add(job)
-        except BaseException as error:
+        if earlier is not None:
             self._clear(job, all_files=True)
-            if isinstance(error, JournalError):
-                raise self._unrecorded() from error
-            raise
+            return earlier, True
         self._seen("created", job, {})
         self._next()
         self._wake()
-        return job
+        return job, False
+
+    def _check_queue(self) -> None:
+        """Refuses a request where none is taken now."""
+        if self.stopping:
+            raise RefusedError("The service stops.", 503, "stopping", wait=30)
+        waiting = self.journal.counts().get("queued", 0)
+        if waiting >= self.limits.queue:
+            message = f"{waiting} jobs wait already, and no more are taken; try later."
+            raise RefusedError(message, 429, "queue_full", wait=self.seconds_ahead() or 30)
 
     def _write(self, job: QueuedVideo, files: Mapping[str, bytes]) -> None:
         self.folder(job).mkdir()
@@ -550,41 +574,6 @@ class Service:
                 await asyncio.to_thread(self.journal.wipe)
             await asyncio.to_thread(self.journal.has_room)
             await asyncio.sleep(10)
-
-
-def _describe(job: QueuedVideo, run: Run) -> None:
-    """Notes what is known of a job's video before it is made."""
-    request = run.request
-    branches, clips = (2 if request.guided else 1), request.num_clip or 1
-    job.frames = request.frame_num
-    if request.clips:
-        job.frames = sum(map(request.clip_frames, range(clips)))
-    job.fps, (job.width, job.height) = float(run.output.fps), request.video_size
-    job.total = request.sample_steps * clips
-    low, high = request.sample_guide_scale
-    has_two = request.boundary is not None
-    job.guidance = {"high_noise": high, "low_noise": low} if has_two else {"dit": low}
-    job.shape = json.dumps([request.latent_shape, request.sample_steps, branches, clips])
-    job.work = float(prod(request.grid) * request.sample_steps * branches * clips)
-
-
-def _may_share(job: QueuedVideo) -> bool:
-    """Returns whether a video may take the steps of each expert together with others.
-
-    Long videos load their experts for each clip; and what was begun when the ranks were lost may
-    have been the cause.
-    """
-    *_, clips = json.loads(job.shape)
-    return job.attempt == 0 and clips == 1
-
-
-def _groups(run: Run) -> bool:
-    """Returns whether videos can take the steps of each expert together, and may gain by it."""
-    try:
-        run.setup.check_grouping()
-    except InputError:
-        return False
-    return True
 
 
 def is_over(job: QueuedVideo) -> bool:

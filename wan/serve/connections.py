@@ -1,0 +1,431 @@
+"""Limits of connections: how many are open, and how long each may stay unfinished.
+
+Every connection has a deadline that follows from what it does: for its request's headers, for the
+body at a least rate, for an answer that is not read. A connection whose job is worked on has none.
+When as many are open as may be, the one whose deadline comes first makes room for a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+import resource
+import socket
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from wan.log import logger
+from wan.settings.errors import InputError
+
+HEADER_SECONDS = 10.0
+"""Seconds from a connection, or from the first byte of a later request, to the headers' end."""
+IDLE_SECONDS = 5
+"""Seconds that a connection without a request is kept after an answer."""
+BODY_SECONDS = 20.0
+"""Seconds in which a body may come at any rate."""
+BODY_RATE = 1000
+"""Bytes per second that a body has to come with on average after that."""
+BODY_PAUSE = 30.0
+"""Seconds without a byte of a body after which it is given up."""
+UNREAD_SECONDS = 120.0
+"""Seconds in which a client may read nothing of an answer."""
+_MOST = 1000  # connections
+_RESERVE = 96  # file descriptors of the service itself: the journal, logs, ranks, temporary files
+_LEAST = 8  # connections
+_BURST = 32  # connections accepted before requests are read again
+_SWEEP = 1.0  # seconds between two looks at all deadlines
+_RETRY = 1.0  # seconds in which asyncio accepts nothing after it had no file descriptor
+_NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_ANSWER = "HTTP/1.1 {}\r\nconnection: close\r\ncontent-length: 0\r\n{}\r\n"
+_TOO_SLOW = _ANSWER.format("408 Request Timeout", "").encode()
+_TOO_MANY = _ANSWER.format("503 Service Unavailable", "retry-after: 5\r\n").encode()
+
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
+
+
+class RareMessages(logging.Filter):
+    """Lets a message that is no traceback pass once a minute."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._last: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether the message, without its arguments, is written."""
+        if record.exc_info:
+            return True
+        now, key = time.monotonic(), str(record.msg)
+        if now - self._last.get(key, -math.inf) < self._seconds:
+            return False
+        if len(self._last) > 1000:
+            self._last.clear()
+        self._last[key] = now
+        return True
+
+
+def _limit_messages() -> None:
+    """Makes libraries say once, or not at all, what any client can make them say often."""
+    logging.getLogger("uvicorn.error").addFilter(RareMessages())
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong is answered
+    logging.getLogger("asyncio").addFilter(  # `LimitedSocket` says it
+        lambda record: not str(record.msg).startswith("socket.accept() out of system resource")
+    )
+
+
+_log = logger.getChild("connections")
+_log.addFilter(RareMessages())
+
+
+class Connection:
+    """What one client does, as far as its deadline follows from it.
+
+    Attributes:
+        transport: Of asyncio.
+    """
+
+    def __init__(self, transport: asyncio.WriteTransport, seconds: float) -> None:
+        """Begins to wait for headers. seconds: how long they may take."""
+        self.transport = transport
+        now = time.monotonic()
+        self._begun, self._seconds = now, seconds  # of the present wait for headers or body
+        self._received, self._received_at = 0, now  # bytes of the body
+        self._unread, self._unread_at = 0, now  # bytes of answers; when they became fewer
+        self._requests, self._is_reading, self._is_idle = 0, False, False
+        self._is_trusted = False
+
+    def receive(self, count: int) -> None:
+        """Notes that bytes have come."""
+        self._received_at = time.monotonic()
+        self._received += count
+        if self._is_idle:  # the first ones of another request
+            self._is_idle = False
+            self._begun, self._seconds = self._received_at, HEADER_SECONDS
+
+    def begin_request(self) -> None:
+        """Notes that headers are complete."""
+        self._requests += 1
+        self._is_reading, self._is_idle = True, False
+        self._received, self._begun = 0, time.monotonic()
+        self._received_at = self._begun
+
+    def end_body(self) -> None:
+        """Notes that the body of the request is complete."""
+        self._is_reading = False
+
+    def end_request(self) -> None:
+        """Notes that a request is answered."""
+        self._requests -= 1
+        if not self._requests:
+            self._is_reading, self._is_idle = False, True
+            # uvicorn closes an idle connection; this counts where bytes come that are no request.
+            self._begun, self._seconds = time.monotonic(), IDLE_SECONDS + 1
+
+    def trust(self) -> None:
+        """Lets the connection stay open for as long as it likes."""
+        self._is_trusted = True
+
+    def look(self) -> None:
+        """Notes how much of the answers the client has not read."""
+        unread = self.transport.get_write_buffer_size()
+        if unread != self._unread or not unread:
+            self._unread, self._unread_at = unread, time.monotonic()
+
+    @property
+    def deadline(self) -> float:
+        """When the connection has to be closed, by `time.monotonic`; inf: it may stay."""
+        if self._is_trusted:
+            return math.inf
+        if self.transport.get_write_buffer_size():
+            return self._unread_at + UNREAD_SECONDS
+        if self._is_reading:
+            at_rate = self._begun + BODY_SECONDS + self._received / BODY_RATE
+            return min(at_rate, self._received_at + BODY_PAUSE)
+        return math.inf if self._requests else self._begun + self._seconds
+
+    def close(self, answer: bytes) -> None:
+        """Closes the connection. answer: what a client gets that has begun a request."""
+        has_begun = self._is_reading or not (self._requests or self._is_idle)
+        has_unread = self.transport.get_write_buffer_size() > 0
+        if has_begun and self._received and not has_unread and not self.transport.is_closing():
+            self.transport.write(answer)
+        self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
+
+
+class Connections:
+    """The open connections of one listener."""
+
+    def __init__(self, most: int, seconds: float = HEADER_SECONDS) -> None:
+        """Begins without any.
+
+        Args:
+            most: How many may be open.
+            seconds: How long headers, or whatever shows who a client is, may take.
+        """
+        self.most, self._seconds = most, seconds
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._known: set[Connection] = set()
+        self._working = 0
+        self._is_sweeping = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many connections are open as may be."""
+        return len(self._sockets) >= self.most
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the requests that are worked on leave little room for others."""
+        return self._working > 3 * self.most // 4
+
+    def keep(self, accepted: socket.socket) -> None:
+        """Counts an accepted socket until `forget`."""
+        self._sockets.add(accepted)
+
+    def forget(self, accepted: socket.socket) -> None:
+        """Counts a socket no more."""
+        self._sockets.discard(accepted)
+
+    def add(self, transport: asyncio.WriteTransport) -> Connection:
+        """Returns the connection of a transport; it is closed when its deadline is over."""
+        connection = Connection(transport, self._seconds)
+        self._known.add(connection)
+        if not self._is_sweeping:
+            self._is_sweeping = True
+            asyncio.get_running_loop().call_later(_SWEEP, self._sweep)
+        return connection
+
+    def remove(self, connection: Connection) -> None:
+        """Forgets a connection that is closed."""
+        self._known.discard(connection)
+
+    def make_room(self) -> bool:
+        """Closes the connection whose deadline comes first; returns whether there was one."""
+        first = min(self._known, key=lambda one: one.deadline, default=None)
+        if first is None or first.deadline == math.inf:
+            return False
+        _log.warning(
+            "%d connections are open, as many as may be; those that send or read nothing are "
+            "closed for new ones. A higher `ulimit -n` allows more.",
+            len(self._sockets),
+        )
+        self._known.discard(first)
+        first.close(_TOO_MANY)
+        return True
+
+    def _sweep(self) -> None:
+        """Closes the connections whose time is over, now and every second."""
+        now = time.monotonic()
+        for connection in [*self._known]:
+            connection.look()
+            if connection.deadline < now:
+                self._known.discard(connection)
+                connection.close(_TOO_SLOW)
+        self._is_sweeping = bool(self._known)
+        if self._is_sweeping:
+            asyncio.get_running_loop().call_later(_SWEEP, self._sweep)
+
+    def watch(self, app: _App) -> _App:
+        """Returns an ASGI application with which the requests of connections are noted."""
+
+        async def watched(scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
+            connection = _CURRENT.get()
+            if connection is None or scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+
+            async def noted() -> _Message:
+                message = await receive()
+                if message["type"] == "http.request" and not message.get("more_body", False):
+                    connection.end_body()
+                return message
+
+            connection.begin_request()
+            self._working += 1
+            try:
+                await app(scope, noted, send)
+            finally:
+                self._working -= 1
+                connection.end_request()
+
+        return watched
+
+
+_CURRENT: ContextVar[Connection | None] = ContextVar("connection", default=None)
+"""The connection whose bytes begin a request; the request's task has it, too."""
+
+
+class LimitedProtocol(H11Protocol):
+    """HTTP/1.1 of uvicorn, of which a connection's deadline follows."""
+
+    limits: ClassVar[Connections]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins the wait for headers."""
+        self._connection = self.limits.add(transport)
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Notes the bytes before they are read."""
+        self._connection.receive(len(data))
+        token = _CURRENT.set(self._connection)
+        try:
+            super().data_received(data)
+        finally:
+            _CURRENT.reset(token)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection."""
+        self.limits.remove(self._connection)
+        super().connection_lost(exc)
+
+
+class _AcceptedSocket(socket.socket):
+    """A socket that counts until it is closed."""
+
+    limits: Connections
+
+    def close(self) -> None:
+        self.limits.forget(self)
+        super().close()
+
+
+class LimitedSocket(socket.socket):
+    """A listening socket that accepts no more connections than may be open."""
+
+    limits: Connections
+    _burst = 0
+    _resting = -math.inf  # until when nothing is accepted
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection.
+
+        Raises:
+            BlockingIOError: None is accepted now. asyncio asks again in the loop's next turn.
+        """
+        if self._burst >= _BURST or time.monotonic() < self._resting:
+            raise BlockingIOError
+        if not self._burst:
+            asyncio.get_running_loop().call_soon(self._end_burst)
+        self._burst += 1
+        if self.limits.is_full and self.limits.make_room():
+            raise BlockingIOError  # the place is free when the loop has closed the socket
+        try:
+            plain, address = super().accept()
+        except OSError as error:
+            if error.errno in _NO_RESOURCE:
+                _log.warning("No connection can be accepted (%s).", error.strerror)
+                self._resting = time.monotonic() + _RETRY / 2
+            raise
+        if self.limits.is_full:
+            _log.warning("%d requests are worked on; more are not taken.", self.limits.most)
+            plain.close()
+            raise BlockingIOError
+        accepted = _AcceptedSocket(plain.family, plain.type, plain.proto, plain.detach())
+        accepted.limits = self.limits
+        self.limits.keep(accepted)
+        return accepted, address
+
+    def _end_burst(self) -> None:
+        self._burst = 0
+
+
+def make_server(app: _App, connections: Connections) -> uvicorn.Server:
+    """Returns the HTTP server of an application.
+
+    Args:
+        app: The application.
+        connections: What limits its connections; `open_sockets` makes the sockets that it serves.
+    """
+    config = uvicorn.Config(
+        connections.watch(app),
+        http=type("Protocol", (LimitedProtocol,), {"limits": connections}),
+        ws="none",
+        loop="asyncio",  # which accepts by `LimitedSocket`
+        log_level=logging.WARNING,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=5,
+        access_log=False,
+    )
+    _limit_messages()
+    return uvicorn.Server(config)
+
+
+def count_connections(ranks: int) -> int:
+    """Returns how many clients may be connected: each has a descriptor, and may have a file's."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most == resource.RLIM_INFINITY:
+        return _MOST
+    return max(min(_MOST, (most - _RESERVE - ranks) // 2), _LEAST)
+
+
+def open_sockets(
+    host: str, port: int, connections: Connections, setting: str = "`host`"
+) -> list[LimitedSocket]:
+    """Binds a socket to each address of a host; they do not listen yet.
+
+    Args:
+        host: A name or an address.
+        port: A number, or 0 for a free one.
+        connections: What limits the sockets.
+        setting: What names the host, for refusals.
+
+    Raises:
+        InputError: The host is not known or not here, or the port is in use or not allowed.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if host else 0
+        )
+    except (OSError, UnicodeError, ValueError) as error:
+        why = f"is no host that is known here ({getattr(error, 'strerror', None) or error})"
+        raise InputError(setting, host, why, "give a name or an address of this machine") from None
+    sockets: list[LimitedSocket] = []
+    failed: OSError | None = None
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            one = LimitedSocket(family, kind, protocol)
+        except OSError as error:  # a kernel without IPv6
+            failed = error
+            continue
+        one.limits = connections
+        try:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+            one.listen()  # until then another service could bind the port, too
+            sockets.append(one)
+        except OSError as error:
+            one.close()
+            failed = error
+            if error.errno != errno.EADDRNOTAVAIL:
+                break
+    is_partial = failed is not None and failed.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    if failed is None or (sockets and is_partial):
+        return sockets
+    for one in sockets:
+        one.close()
+    raise _describe_bind(failed, host, port, setting) from None
+
+
+def _describe_bind(error: OSError, host: str, port: int, setting: str) -> InputError:
+    """Returns why an address cannot be listened to."""
+    if error.errno == errno.EADDRINUSE:
+        return InputError(f"port {port} of {host}", None, "is in use", "give another `port`")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "give a `port` of 1024 or more"
+        return InputError(f"port {port} of {host}", None, "is not allowed for this user", remedy)
+    why = f"cannot be listened to ({error.strerror})"
+    return InputError(setting, host, why, "give an address of this machine")
