@@ -92,6 +92,25 @@ async def listed(jobs: Jobs) -> dict[str, str]:
     return {video["id"]: video["status"] for video in data}
 
 
+def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
+    """A stop queues again what runs, and cancels the writer in the same moment."""
+
+    async def work() -> None:
+        jobs = Jobs(folder)
+        book = jobs.service.journal
+        writer = asyncio.create_task(book.keep())
+        job = await jobs.create()
+        await asyncio.sleep(0.05)  # it waits for a change
+        book.change(jobs.service.find(job), done=1)
+        writer.cancel()
+        done, _ = await asyncio.wait([writer], timeout=5)
+        assert done and writer.cancelled()
+        book.close()
+        assert stored(folder) == {job: "queued"}
+
+    run(work())
+
+
 # Locked by another program.
 
 

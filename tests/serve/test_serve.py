@@ -224,7 +224,7 @@ def test_foreign_pages_and_hosts(served: Served) -> None:
         (["--nodes", "2", "--ranks", "3"], "--ranks 3 must be a multiple of --nodes 2"),
         (["--journal", "JOBS"], "belongs to a service that runs; give another folder."),
         (["--host", "0.0.0.0"], "is reachable from other machines; add --api_key FILE."),
-        (["--ranks", "0"], "--ranks 0 must be at least 1."),
+        (["--ranks", "0"], "--ranks 0 must be from 1 to"),
         (["--name", "a/b"], "--name a/b must be of letters, digits and dashes."),
         (["--api_key", "none"], "none cannot be read (No such file or directory)"),
         (["--", "--image", "x.png"], "--image is about one video; drop it."),

@@ -265,6 +265,11 @@ REMOVES = {
         {"spoken.replace", "spoken.unlink", "found.unlink", "path.unlink"},
         "temporary files of this run, and files that `is_output` has recognised",
     ),
+    "wan.serve.journal_file": (
+        {"log.rename", "log.unlink", "self._path.rename", "temporary.rename", "temporary.unlink"},
+        "the journal, which `--journal` locks and `check_journal` has found to be a regular file; "
+        "a file that has taken its place is renamed, not removed",
+    ),
     "wan.serve.group": ({"path.replace"}, "a log in the journal of the service"),
     "wan.serve.folders": ({"path.unlink"}, "files of a job, by the names that the service gives"),
 }

@@ -295,7 +295,8 @@ class Routes:
                 if is_over(found):
                     break
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._service.changed(), _POLL)
+                    async with asyncio.timeout(_POLL):
+                        await self._service.changed()
                 if await request.is_disconnected():
                     leave()
                     raise ClientDisconnect

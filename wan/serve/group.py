@@ -151,7 +151,8 @@ class RankGroup:
         if process is None:
             return
         try:
-            await asyncio.wait_for(process.wait(), _GRACE)
+            async with asyncio.timeout(_GRACE):
+                await process.wait()
         except TimeoutError:
             await self._end(process)
 

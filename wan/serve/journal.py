@@ -101,7 +101,8 @@ class Journal:
             if await self._flush(looks=True):
                 pause = 0.1
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), LOOK)
+                    async with asyncio.timeout(LOOK):  # `wait_for` of 3.11 may lose a cancellation
+                        await self._changed.wait()
                 self._changed.clear()
             else:
                 await asyncio.sleep(pause)
