@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from wan.device import Device
 from wan.kernels.base import AttendRows, Payload, StepInfo, Target
@@ -377,6 +378,21 @@ def test_flex(queries: int, keys: int, k_rows: int) -> None:
     kernel = FlexBlocks(CPU)
     found = kernel(Payload(q), Payload(k), Payload(v), mask, k_rows)
     assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_with_small_heads() -> None:
+    """The compiled kernel takes heads of 16 channels or more; on an H100, 8 were refused."""
+
+    def compiled(q: Tensor, *others: Tensor, **how: object) -> Tensor:
+        assert q.shape[-1] >= 16
+        return flex_attention(q, *others, **how)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 256, 2, 8, generator=generator) for _ in range(3))
+    mask = torch.tensor([[True, False], [True, True]]).expand(1, 2, 2, 2)
+    found = FlexBlocks(CPU, compiled)(Payload(q), Payload(k), Payload(v), mask, 128)
+    assert (found - masked(q, k, v, mask, 128)).abs().max() <= 2e-6
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -134,6 +134,15 @@ class Payload:
         return (self.values.float() * scale).to(dtype)
 
 
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device.
+
+    Where a GPU's tensor is divided by a number, PyTorch multiplies by the reciprocal instead. A
+    scale that differs in its last bit rounds some values to another code.
+    """
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 QKV = tuple[Payload, Payload, Payload]
 
 AttendRows = Callable[[Payload, int], Tensor]

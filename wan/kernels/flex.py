@@ -1,7 +1,7 @@
 """Block-sparse attention on CUDA, through PyTorch's FlexAttention.
 
-Written for CUDA, tested on CPUs only, where FlexAttention runs eagerly over all pairs of tokens:
-what comes out is tested there, the compiled kernel and its speed are not.
+The tests run on CPUs, where FlexAttention runs eagerly over all pairs of tokens; the compiled
+kernel is checked by `tools/check_device.py`.
 
 Legend: B batch, S tokens, N heads, D head size; q, k in block masks: blocks of queries, of keys.
 """
@@ -13,6 +13,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -21,6 +22,7 @@ from wan.kernels.base import Payload, Target
 from wan.kernels.rainfusion_masks import kept_first
 from wan.settings.numerics import Q_ROWS
 
+_SMALLEST_HEAD = 16  # channels of a head that the compiled kernel takes
 _SHAPES = 256  # more than any process has
 # torch 2.8 cannot leave out the blocks that only gradients need.
 _CAN_LEAVE_OUT = "compute_q_blocks" in signature(BlockMask.from_kv_blocks).parameters
@@ -48,7 +50,12 @@ class FlexBlocks:
     ) -> Tensor:
         q_BNSD, k_BNSD, v_BNSD = (x.dequantised(self._dtype).transpose(1, 2) for x in (q, k, v))
         blocks = flex_mask(mask_BNqk, q_BNSD.shape[2], k_BNSD.shape[2], k_rows)
-        return self._attend(q_BNSD, k_BNSD, v_BNSD, block_mask=blocks).transpose(1, 2)
+        head = q_BNSD.shape[3]
+        if head < _SMALLEST_HEAD:
+            more = 0, _SMALLEST_HEAD - head
+            q_BNSD, k_BNSD, v_BNSD = (F.pad(x, more) for x in (q_BNSD, k_BNSD, v_BNSD))
+        out_BNSD = self._attend(q_BNSD, k_BNSD, v_BNSD, block_mask=blocks, scale=head**-0.5)
+        return out_BNSD[..., :head].transpose(1, 2)
 
 
 def compiled_for_each_shape(

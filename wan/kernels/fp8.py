@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan import trace
-from wan.kernels.base import QKV, AttendRows, Payload, StepInfo, Target
+from wan.kernels.base import QKV, AttendRows, Payload, StepInfo, Target, divide
 from wan.kernels.reference import tiled_attention
 from wan.settings.numerics import KV_ROWS, Q_ROWS
 
@@ -75,7 +75,7 @@ def quantise(x_BSND: Tensor, rows: int) -> Payload:
     """
     tokens = x_BSND.shape[1]
     x_BkrND = pad_rows(x_BSND.float(), -tokens % rows).unflatten(1, (-1, rows))
-    scale = x_BkrND.abs().amax(dim=(2, 4), keepdim=True) / E4M3_MAX
+    scale = divide(x_BkrND.abs().amax(dim=(2, 4), keepdim=True), E4M3_MAX)
     scale = torch.where(scale > 0, scale, 1.0)
     # A subnormal scale is rounded so much that values exceed 448, of which torch 2.8 makes NaN.
     values = (x_BkrND / scale).clamp_(-E4M3_MAX, E4M3_MAX)

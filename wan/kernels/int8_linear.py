@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan import torch_private
+from wan.kernels.base import divide
 from wan.settings.numerics import int8_slice_elements
 
 _CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # the int8 product of CUDA takes 17 rows or more, sizes 8n
@@ -86,7 +87,7 @@ class W8A8Linear(nn.Module):
 def per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [L,I] and float32 scales [L,1], so that x is about payload * scale; zeros stay zeros."""
     x_LI = x_LI.float()
-    scale_L1 = x_LI.abs().amax(-1, keepdim=True) / 127
+    scale_L1 = divide(x_LI.abs().amax(-1, keepdim=True), 127)
     scale_L1 = torch.where(scale_L1 > 0, scale_L1, 1.0)
     return (x_LI / scale_L1).round_().to(torch.int8), scale_L1
 

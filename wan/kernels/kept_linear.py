@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan import torch_private
+from wan.kernels.base import divide
 from wan.kernels.fp8 import E4M3_MAX
 from wan.kernels.int8_linear import padded_product
 from wan.settings.errors import InputError
@@ -112,7 +113,7 @@ class FP8Linear(KeptLinear):
 
     def _of_tokens(self, x_LI: Tensor) -> Tensor:
         values_LI = x_LI.float()
-        scale_L1 = values_LI.abs().amax(-1, keepdim=True) / E4M3_MAX
+        scale_L1 = divide(values_LI.abs().amax(-1, keepdim=True), E4M3_MAX)
         scale_L1 = torch.where(scale_L1 > 0, scale_L1, 1.0)
         values_LI = (values_LI / scale_L1).clamp_(-E4M3_MAX, E4M3_MAX)
         out_LO = fp8_product(values_LI.to(self.weight.dtype), self.weight)

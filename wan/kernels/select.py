@@ -145,7 +145,7 @@ def _rainfusion(attention: Attention, target: Target, exported: Exported) -> tup
     kind, start = attention.rainfusion_type, attention.sparse_start_step
     quantiser = None
     if attention.fp8:
-        quantiser = _quantiser(target, Rotations(target.head_dim, sylvester, exported))
+        quantiser = fp8_quantiser(target, Rotations(target.head_dim, sylvester, exported))
     method = RainFusionAttention(
         kind,
         attention.sparsity,
@@ -161,12 +161,13 @@ def _rainfusion(attention: Attention, target: Target, exported: Exported) -> tup
 def _fp8(attention: Attention, target: Target, exported: Exported) -> tuple[Method, ...]:
     if not attention.fp8:
         return ()
-    quantiser = _quantiser(target, Rotations(target.head_dim, hadamard, exported))
+    quantiser = fp8_quantiser(target, Rotations(target.head_dim, hadamard, exported))
     kernel, before = _made(FP8, target), attention.quant_alltoall
     return (Fp8Attention(quantiser, target.dtype, kernel, before, _place(target)),)
 
 
-def _quantiser(target: Target, rotations: Rotations) -> Fp8Quantiser:
+def fp8_quantiser(target: Target, rotations: Rotations) -> Fp8Quantiser:
+    """What quantises queries, keys and values on this target."""
     where = target.device.type
     if where in FP8.quantise:
         return Fp8Quantiser(rotations, target.load(FP8.quantise[where])(target), where)
