@@ -89,6 +89,7 @@ def _check(options: argparse.Namespace, steps: list[Step]) -> int:
     peers = Alone() if world == 1 else Ranks(env.rank(), world)
     folder = Path(tempfile.mkdtemp(prefix="wan-check-"))
     done: list[report.Done] = []
+    about: dict[str, Any] = {}
     try:
         with Bed(options.device, local, world) as bed:
             facts, about = _opened(bed, peers)
@@ -106,16 +107,26 @@ def _check(options: argparse.Namespace, steps: list[Step]) -> int:
                 done.append((step, joined(outcomes), outcomes))
                 if peers.rank == 0:
                     print(report.row(step, done[-1][1]), flush=True)
+    except (KeyboardInterrupt, Terminated):
+        if peers.rank == 0 and done:
+            about |= {"seconds": round(time.monotonic() - start, 1), "full": options.full}
+            _report(options.json, done, {"verdict": "interrupted", **about})
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if peers.rank:
         return peers.same_code(None)
     code = int(any(outcome.verdict == WRONG for _, outcome, _ in done))
     about |= {"seconds": round(time.monotonic() - start, 1), "full": options.full}
-    report.write(options.json, done, {"verdict": WRONG if code else OK, **about})
-    print(f"\n{report.table(done)}\n\n{report.summary(done)}; {about['seconds']:.0f} s.")
-    print(f"Attach {options.json} to a report.", flush=True)
+    _report(options.json, done, {"verdict": WRONG if code else OK, **about})
     return peers.same_code(code)
+
+
+def _report(path: Path, done: list[report.Done], about: dict[str, Any]) -> None:
+    """Write the file and print the table."""
+    report.write(path, done, about)
+    print(f"\n{report.table(done)}\n\n{report.summary(done)}; {about['seconds']:.0f} s.")
+    print(f"Attach {path} to a report.", flush=True)
 
 
 def _opened(bed: Bed, peers: Alone) -> tuple[Facts, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,31 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     wrong = "raises, hangs, crashes, stops, nan, measurement_fails"
     assert "is 1 GB/s" in said and f"wrong: {wrong}" in said
+
+
+INTERRUPTED = """
+import sys
+from tests.check_steps import good, hangs, step
+from tools.check_device import main
+sys.exit(main(["--device", "cpu", "--json", sys.argv[1]], (step(good), step(hangs))))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
+def test_what_was_measured_before_an_interruption_is_kept(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-u", "-c", INTERRUPTED, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPO) as check:
+        assert check.stdout is not None
+        while not (line := check.stdout.readline()).startswith("good"):
+            assert line, "the check ended"
+        check.send_signal(number)
+        words, _ = check.communicate(timeout=60)
+    assert check.returncode in (130, 143) and "is 1 GB/s" in words
+    assert json.loads(file.read_text())["verdict"] == "interrupted"
+    assert verdicts(file) == {"good": OK}
 
 
 @pytest.mark.slow

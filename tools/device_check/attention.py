@@ -16,7 +16,6 @@ from math import prod
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import common
 from tools.device_check.bench import HEAD, LIMITS, Bench, Exact, distance, exact, sampled
@@ -37,7 +36,7 @@ from wan.kernels.fp8 import Fp8Quantiser, Rotations, hadamard, sylvester
 from wan.kernels.int8_linear import W8A8Linear
 from wan.kernels.npu import linear as npu_linear
 from wan.kernels.rainfusion_masks import plan
-from wan.kernels.sdpa import SdpaKernel
+from wan.kernels.sdpa import CUDNN, EFFICIENT, FLASH, CudaKernel, CudaOperator
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings import devices
 from wan.settings.attention import Attention
@@ -55,8 +54,8 @@ TEXT = 512  # keys of cross-attention
 LSE_LIMIT = 5e-3
 LEAST_SHARE = 0.35  # of the rate of a matrix product, for a large call
 LONG = (75_600, 37_800, 32_760)  # 720p, the half of it on each of a ring of two, 480p
-_PYTORCH = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-QUANTISED = 3e-2  # queries are rotated in 16 bits there and here, and then rounded to 3 bits
+QUANTISED = 5e-2  # of a row: dequantised values are rounded to 16 bits, and logits are large
+ROUNDED = 1.0  # percent of values in FP8 that may be rounded otherwise than on the host
 FROM_EXACT = 0.2  # what FP8 may cost, in relative rms
 MASKS = 1.0  # percent of blocks that may be chosen otherwise, close to the threshold
 INT8 = 8e-3  # of a row: one rounding of the result to bfloat16
@@ -154,8 +153,9 @@ def _name(bench: Bench, run: common.Run) -> str:
 def dense(bench: Bench) -> Measured:
     """Every kernel and PyTorch backend on every shape: error, time, name of the kernel.
 
-    A large call far below the rate of a matrix product is slow. PyTorch's backends are measured
-    even where a run would not use them, and their rate is not judged.
+    A large call far below the rate of a matrix product is slow; one head alone may not fill a
+    device. PyTorch's operators are measured even where a run would not use them, and their rate is
+    not judged.
     """
 
     def measure(call: Call, name: str) -> list[Figure]:
@@ -164,18 +164,18 @@ def dense(bench: Bench) -> Measured:
             raise UnavailableError(f"it takes {row.min_rows} rows or more")
         if q.dtype == torch.float32 and "fp32" not in row.precisions:
             raise UnavailableError("it takes 16-bit tensors")
-        least = LEAST_SHARE if bench.large and k.shape[1] > TEXT else None
+        is_large = bench.large and k.shape[1] > TEXT and q.shape[2] > 1
+        least = LEAST_SHARE if is_large else None
         return call.time_and_kernel(call.kernels[name](), least)
 
-    def by_backend(call: Call, backend: SDPBackend) -> list[Figure]:
-        with sdpa_kernel(backend):
-            return call.time_and_kernel(SdpaKernel(), None)
+    def by_operator(call: Call, operator: CudaOperator) -> list[Figure]:
+        return call.time_and_kernel(CudaKernel(operator), None)
 
     for call in calls(bench, _shapes(bench)):
         for name in call.kernels:
             yield f"{call.what}, {name}", partial(measure, call, name)
-        for backend in _PYTORCH if bench.device.type == "cuda" else ():
-            yield f"{call.what}, {backend.name.lower()}", partial(by_backend, call, backend)
+        for operator in (CUDNN, FLASH, EFFICIENT) if bench.device.type == "cuda" else ():
+            yield f"{call.what}, {operator.name}", partial(by_operator, call, operator)
 
 
 def _returning_lse(make: Callable[[], Kernel]) -> Kernel:
@@ -278,7 +278,8 @@ def _method(
     dtype = q.dtype
     precision = "fp32" if dtype == torch.float32 else "bf16"
     devices.check((bench.device.can,), attention, Execution(precision=precision), HEAD)
-    chosen = select.select(attention, Target(bench.device, HEAD, dtype), {})
+    target = Target(bench.device, HEAD, dtype)
+    chosen = select.select(attention, target, {})
     step = StepInfo(0, 4, "cond", "dit", grid, prod(grid), layer=0)
 
     def attend() -> Tensor:
@@ -299,16 +300,30 @@ def _method(
             return here[0, head, row // Q_ROWS].repeat_interleave(k_rows)[: k.shape[1]]
 
     limit, rounded = LIMITS[dtype], qkv
-    if attention.fp8:  # what FP8 leaves of q, k, v, by our reference on the host
+    if attention.fp8:
         limit = limit if dtype == torch.float32 else QUANTISED
-        fp8 = Fp8Quantiser(Rotations(HEAD, sylvester if attention.use_rainfusion else hadamard))
-        parts = fp8.q(q.cpu(), None), fp8.k(k.cpu(), None), fp8.v(v.cpu())
-        q_fp8, k_fp8, v_fp8 = (x.dequantised(torch.float32) for x in parts)
+        rotations = Rotations(HEAD, sylvester if attention.use_rainfusion else hadamard)
+        fp8 = _in_fp8(select.fp8_quantiser(target, rotations), qkv)
+        q_fp8, k_fp8, v_fp8 = (x.dequantised(torch.float32) for x in fp8)
         rounded = q_fp8, k_fp8, v_fp8
+        want = _in_fp8(Fp8Quantiser(rotations), (q.cpu(), k.cpu(), v.cpu()))
+        otherwise = max(_share_differing(*pair) for pair in zip(fp8, want, strict=True))
         far = exact(*qkv, seen).rms(out)
         figures.append(error(far, FROM_EXACT, "distance from unquantised"))
+        figures.append(Figure("rounded otherwise than on the CPU", otherwise, "%", ROUNDED))
     figures.insert(0, error(exact(*rounded, seen).error(out), limit))
     return [*figures, bench.time(attend), Figure("kernel", chosen.describe())]
+
+
+def _in_fp8(quantiser: Fp8Quantiser, qkv: QKV) -> tuple[Payload, Payload, Payload]:
+    q, k, v = qkv
+    return quantiser.q(q, None), quantiser.k(k, None), quantiser.v(v)
+
+
+def _share_differing(found: Payload, want: Payload) -> float:
+    """The percent of quantised values that stand for others, beyond the rounding of a scale."""
+    a, b = (x.dequantised(torch.float32).cpu() for x in (found, want))
+    return 100 * float((~torch.isclose(a, b, rtol=1e-5, atol=0)).float().mean())
 
 
 def int8(bench: Bench) -> Measured:
