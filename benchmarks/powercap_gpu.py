@@ -9,8 +9,9 @@ One device has nobody to exchange with. An exchange is therefore its packing and
 and between them a rest, as long as its bytes would take over a link of --link_gbs (given, not
 measured). Blocks of --seconds run in random order. There are two controls: the baseline's exchanges
 first and then chunks with rests of the same length between them, and the baseline with its clock
-locked, where that is permitted. The program prints milliseconds, power and clock of each block and
-the ratios to the baseline; the JSON file also has the raw series of power and clock.
+locked, where that is permitted (--keep_clock leaves it out). The program prints milliseconds, power
+and clock of each block and the ratios to the baseline; the JSON file also has the raw series of
+power and clock.
 """
 
 from __future__ import annotations
@@ -160,14 +161,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rounds", type=typed(integer(1, 10_000)), default=3, help="blocks of each variant"
     )
+    parser.add_argument("--keep_clock", action="store_true", help="lock no clock")
     options = parser.parse_args(argv)
     share, order = make_share(options), random.Random(0)
     _, warm = block(share, LAYERS[MODES[0].name], options.seconds / 4)
     names, lock = list(LAYERS), None
     try:
-        with Lock(share.device, warm.mean_mhz) as lock:
-            pass
-        names.append(LOCKED)
+        if not options.keep_clock:
+            with Lock(share.device, warm.mean_mhz) as lock:
+                pass
+            names.append(LOCKED)
     except MeterError as reason:
         print(f"No locked clock: {reason}.")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -186,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ratios = common.ratios(_settled(found[name]), base)
         spread = f"{ratios['median']:.4f} ({ratios['min']:.4f} to {ratios['max']:.4f})"
         print(f"{name} / baseline: {spread}")
-    results = [{"options": vars(options), "variants": found}]
+    how = {name: value for name, value in vars(options).items() if name != "json"}
+    results = [{"options": how, "variants": found}]
     common.write_json(options.json, share.device.torch_device, results)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks import powercap_gpu
 from tests.dist import REPO
 from tools import contact_sheet, make_sound
 from tools.demo import outputs
@@ -19,6 +21,7 @@ from tools.demo.training import save_atomically
 from wan.cli.programs import output_path, run_program, typed
 from wan.output_files import is_output, marked_kind
 from wan.settings.errors import InputError, WriteError
+from wan.settings.schedule import MODES
 from wan.settings.values import integer
 
 BAD = ("-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many", "")
@@ -128,6 +131,15 @@ def test_numbers_have_ranges(module: str, capsys, tmp_path: Path, monkeypatch) -
                 continue  # none
             refuse(module, [*others.split(), f"{option}={value}"], capsys)
     assert not [*tmp_path.iterdir()]
+
+
+def test_powercap_gpu_writes_what_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    sizes = "--tokens 64 --heads 2 --head_dim 16 --hidden 64 --seconds 0.02 --rounds 1"
+    powercap_gpu.main([*f"--device cpu --keep_clock {sizes} --json".split(), str(path)])
+    [result] = json.loads(path.read_text())["results"]
+    assert {row.name for row in MODES.values()} < result["variants"].keys()
+    assert result["options"]["tokens"] == 64
 
 
 @pytest.mark.parametrize("module", OUTPUTS)
