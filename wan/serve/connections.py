@@ -113,10 +113,10 @@ class Connection:
             self._is_idle = False
             self._begun, self._seconds = self._received_at, HEADER_SECONDS
 
-    def begin_request(self) -> None:
-        """Notes that headers are complete."""
+    def begin_request(self, has_body: bool) -> None:
+        """Notes that headers are complete, and whether a body follows."""
         self._requests += 1
-        self._is_reading, self._is_idle = True, False
+        self._is_reading, self._is_idle = has_body, False
         self._received, self._begun = 0, time.monotonic()
         self._received_at = self._begun
 
@@ -156,9 +156,10 @@ class Connection:
 
     def close(self, answer: bytes) -> None:
         """Closes the connection. answer: what a client gets that has begun a request."""
-        has_begun = self._is_reading or not (self._requests or self._is_idle)
+        in_headers = not (self._requests or self._is_idle)
+        has_begun = self._is_reading or (in_headers and self._received > 0)
         has_unread = self.transport.get_write_buffer_size() > 0
-        if has_begun and self._received and not has_unread and not self.transport.is_closing():
+        if has_begun and not has_unread and not self.transport.is_closing():
             self.transport.write(answer)
         self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
 
@@ -251,7 +252,8 @@ class Connections:
                     connection.end_body()
                 return message
 
-            connection.begin_request()
+            names = {name for name, value in scope["headers"] if value != b"0"}
+            connection.begin_request(bool(names & {b"content-length", b"transfer-encoding"}))
             self._working += 1
             try:
                 await app(scope, noted, send)
