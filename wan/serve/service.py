@@ -500,6 +500,7 @@ class Service:
             ("frames", frames, self.limits.frames),
             ("pixels", frames * prod(request.video_size), self.limits.pixels),
             ("characters of the prompt", len("".join(prompts)), self.limits.prompt),
+            ("characters of the negative prompt", len(request.negative_prompt), self.limits.prompt),
         ):
             if given > most:
                 raise InputError(f"{given} {what} are too many", remedy=f"give at most {most}")
