@@ -82,9 +82,9 @@ def polls(rounds: int, work: Path) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     try:
         os.sched_setaffinity(0, cores[:1])
-        _pin(served.front.pid, cores[0])
+        pin(served.front.pid, cores[0])
         for pid in served.ranks():
-            _pin(pid, cores[-1])
+            pin(pid, cores[-1])
         spent, count = 0.0, 0
         for number in range(2 * rounds):
             kind = ("alone", "polled")[(number + number // 2) % 2]
@@ -111,7 +111,8 @@ def polls(rounds: int, work: Path) -> dict[str, Any]:
     return found
 
 
-def _pin(pid: int, core: int) -> None:
+def pin(pid: int, core: int) -> None:
+    """Lets a process run on one core only."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(task.name), [core])
 

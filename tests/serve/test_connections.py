@@ -317,6 +317,29 @@ STRANGE = (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b'{"secret": "no"}\n', b
 
 @pytest.mark.dist
 @pytest.mark.xdist_group("serve")
+def test_unfinished_requests_leave_room_for_jobs(tmp_path: Path) -> None:
+    """Bodies that do not come, and answers that are not read, as many as may be connected."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))
+    try:
+        served = Served(tmp_path / "jobs")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    page = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
+    slow = [opened(served.port, post(1000).replace(b"upload", b"v1/videos")) for _ in range(40)]
+    try:
+        for _ in range(40):
+            with suppress(OSError):
+                slow.append(opened(served.port, page))
+        assert served.ended(served.create())["status"] == "completed"
+    finally:
+        for one in slow:
+            one.close()
+        assert served.stop() == 0
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("serve")
 def test_strangers_at_the_port_of_the_ranks(tmp_path: Path) -> None:
     """They are closed, ranks of another group can come, and jobs are made meanwhile."""
     served = Served(tmp_path / "jobs")

@@ -2,7 +2,7 @@
 
 Every connection has a deadline that follows from what it does: for its request's headers, for the
 body at a least rate, for an answer that is not read. A connection whose job is worked on has none.
-When as many are open as may be, the one whose deadline comes first makes room for a new one.
+When as many are open as may be, the one that is waited for longest makes room for a new one.
 """
 
 from __future__ import annotations
@@ -143,16 +143,27 @@ class Connection:
             self._unread, self._unread_at = unread, time.monotonic()
 
     @property
-    def deadline(self) -> float:
-        """When the connection has to be closed, by `time.monotonic`; inf: it may stay."""
+    def waiting_since(self) -> float:
+        """Since when the service waits for the client, by `time.monotonic`; inf: it does not."""
         if self._is_trusted:
             return math.inf
         if self.transport.get_write_buffer_size():
-            return self._unread_at + UNREAD_SECONDS
+            return self._unread_at
         if self._is_reading:
-            at_rate = self._begun + BODY_SECONDS + self._received / BODY_RATE
-            return min(at_rate, self._received_at + BODY_PAUSE)
-        return math.inf if self._requests else self._begun + self._seconds
+            return self._begun + self._received / BODY_RATE
+        return math.inf if self._requests else self._begun
+
+    @property
+    def deadline(self) -> float:
+        """When the connection has to be closed, by `time.monotonic`; inf: it may stay."""
+        since = self.waiting_since
+        if since == math.inf:
+            return math.inf
+        if self.transport.get_write_buffer_size():
+            return since + UNREAD_SECONDS
+        if self._is_reading:
+            return min(since + BODY_SECONDS, self._received_at + BODY_PAUSE)
+        return since + self._seconds
 
     def close(self, answer: bytes) -> None:
         """Closes the connection. answer: what a client gets that has begun a request."""
@@ -177,7 +188,6 @@ class Connections:
         self.most, self._seconds = most, seconds
         self._sockets: WeakSet[socket.socket] = WeakSet()
         self._known: set[Connection] = set()
-        self._working = 0
         self._is_sweeping = False
 
     @property
@@ -187,8 +197,9 @@ class Connections:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the requests that are worked on leave little room for others."""
-        return self._working > 3 * self.most // 4
+        """Whether connections that may not be closed leave little room for others."""
+        working = sum(one.waiting_since == math.inf for one in self._known)
+        return working > 3 * self.most // 4
 
     def keep(self, accepted: socket.socket) -> None:
         """Counts an accepted socket until `forget`."""
@@ -212,9 +223,9 @@ class Connections:
         self._known.discard(connection)
 
     def make_room(self) -> bool:
-        """Closes the connection whose deadline comes first; returns whether there was one."""
-        first = min(self._known, key=lambda one: one.deadline, default=None)
-        if first is None or first.deadline == math.inf:
+        """Closes the connection that is waited for longest; returns whether there was one."""
+        first = min(self._known, key=lambda one: one.waiting_since, default=None)
+        if first is None or first.waiting_since == math.inf:
             return False
         _log.warning(
             "%d connections are open, as many as may be; those that send or read nothing are "
@@ -254,11 +265,9 @@ class Connections:
 
             names = {name for name, value in scope["headers"] if value != b"0"}
             connection.begin_request(bool(names & {b"content-length", b"transfer-encoding"}))
-            self._working += 1
             try:
                 await app(scope, noted, send)
             finally:
-                self._working -= 1
                 connection.end_request()
 
         return watched
@@ -321,8 +330,8 @@ class LimitedSocket(socket.socket):
         if not self._burst:
             asyncio.get_running_loop().call_soon(self._end_burst)
         self._burst += 1
-        if self.limits.is_full and self.limits.make_room():
-            raise BlockingIOError  # the place is free when the loop has closed the socket
+        # What makes room is closed in the loop's next turn; until then there are a few more.
+        has_room = not self.limits.is_full or self.limits.make_room()
         try:
             plain, address = super().accept()
         except OSError as error:
@@ -330,7 +339,7 @@ class LimitedSocket(socket.socket):
                 _log.warning("No connection can be accepted (%s).", error.strerror)
                 self._resting = time.monotonic() + _RETRY / 2
             raise
-        if self.limits.is_full:
+        if not has_room:
             _log.warning("%d requests are worked on; more are not taken.", self.limits.most)
             plain.close()
             raise BlockingIOError

@@ -1,0 +1,165 @@
+"""What 2 000 clients that say nothing, little or slowly cost `python -m wan.serve`.
+
+    python -m benchmarks.service_connections --json results/service_connections.json
+
+The service runs with 1 024 file descriptors. A process keeps the connections open, and opens each
+one again that the service closes: silent ones, half a request's headers, a body that comes byte by
+byte, and an answer that is never read. Meanwhile another client asks for /health on connections of
+its own, and videos are made. Front and clients share one core, the rank has the other. The program
+prints the seconds of /health and of a step, alone and meanwhile, and the size of the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+import resource
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import CPU, results_file, write_json
+from benchmarks.service import pin
+from tests.serve.serving import Served
+from wan.cli.flags import Parser
+from wan.cli.programs import run_program, typed
+from wan.settings.values import integer, real
+
+_DESCRIPTORS = 1024
+_TIMEOUT = 10.0  # seconds after which /health counts as failed
+_GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+_POST = b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n"
+_PAGES = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
+_KINDS = (*([b""] * 10), *([_GET] * 5), *([_POST] * 4), _PAGES)
+
+
+def hold(port: int, count: int, opened: Any) -> None:
+    """Keeps so many connections open until the process is ended; opened: counts them."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2 * count + 100, hard), hard))
+    asyncio.run(_hold(port, count, opened))
+
+
+async def _hold(port: int, count: int, opened: Any) -> None:
+    async def one(number: int) -> None:
+        loop, sent = asyncio.get_running_loop(), _KINDS[number % len(_KINDS)]
+        while True:
+            with suppress(OSError), socket.socket() as client:
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", port))
+                opened.value += 1
+                await loop.sock_sendall(client, sent)
+                while True:  # a body and headers byte by byte; the others only wait
+                    await asyncio.sleep(1)
+                    if sent in (_GET, _POST):
+                        await loop.sock_sendall(client, b"x")
+                    elif not sent and not await loop.sock_recv(client, 1):
+                        break
+            await asyncio.sleep(1)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(count):
+            group.create_task(one(number))
+            await asyncio.sleep(0.001)
+
+
+def ask_health(served: Served, until: float) -> list[float | None]:
+    """Returns the seconds of each answer of /health, None for one that did not come."""
+    found: list[float | None] = []
+    while time.monotonic() < until:
+        begun = time.monotonic()
+        try:
+            with socket.create_connection(("127.0.0.1", served.port), timeout=_TIMEOUT) as client:
+                client.sendall(_GET + b"connection: close\r\n\r\n")
+                answer = b""
+                while part := client.recv(1 << 16):
+                    answer += part
+            found.append(time.monotonic() - begun if b" 200 OK" in answer[:20] else None)
+        except OSError:
+            found.append(None)
+        time.sleep(max(0.2 - (time.monotonic() - begun), 0))
+    return found
+
+
+def watch(served: Served, seconds: float) -> dict[str, Any]:
+    """Makes videos and asks for /health for so long; returns seconds of a step and of answers."""
+    end, steps, answers = time.monotonic() + seconds, list[float](), list[float | None]()
+    while time.monotonic() < end:
+        video = served.create(num_inference_steps=30, num_frames=17)
+        while served.status(video) != "completed":
+            answers += ask_health(served, min(end, time.monotonic() + 1))
+            time.sleep(0.05)
+        record = json.loads((served.folder / "jobs" / video / "video.json").read_text())
+        steps.append(record["seconds"]["denoising"] / 30)
+    return {"step": steps, "health": answers}
+
+
+def measure(connections: int, seconds: float, work: Path) -> dict[str, Any]:
+    """Returns what `watch` finds alone, meanwhile and alone again, and what was logged."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, hard))
+    served = Served(work / "jobs")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    cores, log = sorted(os.sched_getaffinity(0)), work / "jobs.log"
+    opened = multiprocessing.Value("L", 0)
+    holding = multiprocessing.Process(target=hold, args=(served.port, connections, opened))
+    try:
+        os.sched_setaffinity(0, cores[:1])
+        pin(served.front.pid, cores[0])
+        for pid in served.ranks():
+            pin(pid, cores[-1])
+        served.ended(served.create())
+        before = watch(served, seconds / 2)
+        size = log.stat().st_size
+        holding.start()
+        time.sleep(5)
+        meanwhile = watch(served, seconds)
+        holding.kill()
+        holding.join()
+        said = log.read_bytes()[size:]
+        after = watch(served, seconds / 2)
+    finally:
+        holding.kill() if holding.is_alive() else None
+        os.sched_setaffinity(0, cores)
+        served.stop()
+    alone = {name: before[name] + after[name] for name in before}
+    logged = {"bytes": len(said), "lines": said.count(b"\n"), "text": said.decode(errors="replace")}
+    return {"alone": alone, "meanwhile": meanwhile, "log": logged, "opened": opened.value}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--connections", type=typed(integer(1, 100_000)), default=2000)
+    parser.add_argument("--seconds", type=typed(real(1, 1e6)), default=60.0)
+    parser.add_argument("--json", type=results_file)
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(options.connections, options.seconds, Path(folder))
+    for name in ("alone", "meanwhile"):
+        told = [seconds for seconds in found[name]["health"] if seconds is not None]
+        failed = len(found[name]["health"]) - len(told)
+        told = told or [math.nan]
+        print(
+            f"{name}: /health {1e3 * statistics.median(told):.1f} ms, worst "
+            f"{1e3 * max(told):.1f} ms, {failed} of {len(told) + failed} failed; a step "
+            f"{1e3 * statistics.median(found[name]['step']):.1f} ms"
+        )
+    alone, meanwhile = (statistics.median(found[name]["step"]) for name in ("alone", "meanwhile"))
+    print(f"a step: meanwhile / alone {meanwhile / alone:.3f}")
+    log = found["log"]
+    print(f"{found['opened']} connections; log {log['bytes']} bytes, {log['lines']} lines")
+    sizes = {"connections": options.connections, "seconds": options.seconds}
+    write_json(options.json, CPU, [sizes | {"descriptors": _DESCRIPTORS} | found])
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main))
