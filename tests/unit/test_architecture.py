@@ -6,9 +6,9 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 REPO = Path(__file__).parents[2]
 FILES = sorted([REPO / "generate.py", *(REPO / "wan").rglob("*.py")])
@@ -94,19 +94,48 @@ def module(path: Path) -> str:
     return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(tree_of(path))]
+
+
+def for_each(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Makes one test of a check of one file; it names every file that fails."""
+
+    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            failed = []
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    failed.append(f"{module(path)}: {error}")
+            assert not failed, "\n".join(failed)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
+
+
+@cache
 def imports(path: Path, *, at_once: bool = False) -> set[str]:
     """Modules imported in a file, type-checking blocks excepted; at_once: by its own import."""
-    tree = ast.parse(path.read_text())
     apart = (ast.FunctionDef,) if at_once else ()
     skipped = {
         id(child)
-        for node in ast.walk(tree)
+        for node in nodes_of(path)
         if isinstance(node, apart)
         or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
         for child in ast.walk(node)
     }
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -123,7 +152,7 @@ def under(name: str, prefixes: str) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes.split())
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
+@for_each(FILES)
 def test_imports(path: Path) -> None:
     name, imported = module(path), imports(path)
     own = {other for other in imported if other.startswith("wan.")}
@@ -142,7 +171,7 @@ def test_imports(path: Path) -> None:
         assert not {i for i in imports(path, at_once=True) if under(i, "torch numpy")}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
+@for_each(FILES)
 def test_where_things_are_asked_for(path: Path) -> None:
     """The environment, the vendor's runtimes, private names of PyTorch."""
     name, text = module(path), path.read_text()
@@ -168,13 +197,11 @@ def test_one_module_starts_ffmpeg() -> None:
     assert users == {"wan/pipeline/ffmpeg.py"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
+@for_each(FILES)
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 600
-    parents = {
-        child: node for node in ast.walk(ast.parse(text)) for child in ast.iter_child_nodes(node)
-    }
+    parents = {child: node for node in nodes_of(path) for child in ast.iter_child_nodes(node)}
     for node in parents:
         if isinstance(node, ast.FunctionDef):
             parent = parents[node]
@@ -193,8 +220,8 @@ def _lines(function: ast.FunctionDef) -> int:
 
 def _types(path: Path) -> list[str]:
     """The classes and type aliases of a file, without leading underscores."""
-    tree = ast.parse(path.read_text())
-    classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    tree = tree_of(path)
+    classes = [node.name for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
     names = [t.id.lstrip("_") for t in targets if isinstance(t, ast.Name)]
     return [name.lstrip("_") for name in classes] + [
@@ -225,13 +252,13 @@ def test_nothing_is_left_without_a_use() -> None:
     """
     defined, used = set[str](), {"generate", "wan", "wan.__main__", "wan.power.__main__"}
     for path in FILES:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         if path.name != "__init__.py":  # which defines what users call
             kinds = (ast.ClassDef, ast.FunctionDef)
             names = [node.name for node in tree.body if isinstance(node, kinds)]
             defined |= {module(path), *(f"{module(path)}.{name}" for name in names)}
         used |= imports(path)
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 used.add(node.id)
             elif isinstance(node, ast.Attribute):
@@ -278,7 +305,7 @@ REMOVES = {
 def removals(path: Path) -> set[str]:
     """What a file calls to remove or replace files, as written."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         name, owner = node.func.attr, ast.unparse(node.func.value)
@@ -289,17 +316,17 @@ def removals(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=module)
+@for_each(PROGRAMS)
 def test_files_are_removed_in_one_place(path: Path) -> None:
     """Everything else would also remove or replace what is not ours."""
     if module(path) != "wan.output_files":
         assert removals(path) == REMOVES.get(module(path), (set(), ""))[0]
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=module)
+@for_each(PROGRAMS)
 def test_numbers_of_options_have_ranges(path: Path) -> None:
     """`type=int` accepts 10**30, and `type=float` nan; a reader of settings.values does not."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         for word in node.keywords if isinstance(node, ast.Call) else ():
             is_plain = isinstance(word.value, ast.Name) and word.value.id in ("int", "float")
             assert not (word.arg == "type" and is_plain), f"{path}:{node.lineno}"
