@@ -36,7 +36,20 @@ GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 Start = Callable[..., int]
 
 
-def application(stop: threading.Event) -> Starlette:
+class Work(threading.Event):
+    """Set when /work is to answer. begun: how many requests wait for that."""
+
+    begun = 0
+
+    def wait_for(self, count: int) -> None:
+        """Waits until so many requests are worked on."""
+        deadline = time.monotonic() + 10
+        while self.begun < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def application(stop: Work) -> Starlette:
     """Answers at once, after a body, with a large answer, or when the test says so."""
 
     async def health(_: Request) -> Response:
@@ -51,6 +64,7 @@ def application(stop: threading.Event) -> Starlette:
         return Response(bytes(BIG))
 
     async def work(_: Request) -> Response:
+        stop.begun += 1
         while not stop.is_set():
             await asyncio.sleep(0.02)
         return PlainTextResponse("done")
@@ -60,13 +74,13 @@ def application(stop: threading.Event) -> Starlette:
 
 
 @pytest.fixture
-def done() -> threading.Event:
+def done() -> Work:
     """Set when /work is to answer."""
-    return threading.Event()
+    return Work()
 
 
 @pytest.fixture
-def start(done: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts a server with short limits in a thread; returns its port."""
     values = {"HEADER_SECONDS": HEADER, "IDLE_SECONDS": 1, "BODY_SECONDS": 1.0}
     values |= {"BODY_PAUSE": 1.0, "UNREAD_SECONDS": 1.0}
@@ -200,11 +214,11 @@ def test_silent_connections_keep_nobody_out(start: Start) -> None:
             one.close()
 
 
-def test_work_is_never_closed_for_others(start: Start, done: threading.Event) -> None:
+def test_work_is_never_closed_for_others(start: Start, done: Work) -> None:
     """Jobs outlast every limit of time, while silent clients come and go."""
     port = start(12)
     working = [opened(port, GET.replace(b"health", b"work")) for _ in range(8)]
-    time.sleep(0.3)
+    done.wait_for(8)
     silent = [opened(port) for _ in range(40)]
     assert b" 200 OK" in answer(port)
     time.sleep(HEADER + 1.5)
@@ -217,10 +231,10 @@ def test_work_is_never_closed_for_others(start: Start, done: threading.Event) ->
         one.close()
 
 
-def test_when_all_work_others_are_turned_away(start: Start, done: threading.Event) -> None:
+def test_when_all_work_others_are_turned_away(start: Start, done: Work) -> None:
     port = start(8)
     working = [opened(port, GET.replace(b"health", b"work")) for _ in range(8)]
-    time.sleep(0.3)
+    done.wait_for(8)
     with opened(port, GET) as more:
         assert b" 200 OK" not in received(more)
     done.set()

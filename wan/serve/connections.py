@@ -196,6 +196,11 @@ class Connections:
         return len(self._sockets) >= self.most
 
     @property
+    def is_changing(self) -> bool:
+        """Whether sockets were just accepted, or are just being closed."""
+        return len(self._sockets) > len(self._known)
+
+    @property
     def is_busy(self) -> bool:
         """Whether connections that may not be closed leave little room for others."""
         working = sum(one.waiting_since == math.inf for one in self._known)
@@ -332,6 +337,8 @@ class LimitedSocket(socket.socket):
         self._burst += 1
         # What makes room is closed in the loop's next turn; until then there are a few more.
         has_room = not self.limits.is_full or self.limits.make_room()
+        if not has_room and self.limits.is_changing:
+            raise BlockingIOError
         try:
             plain, address = super().accept()
         except OSError as error:
@@ -434,9 +441,9 @@ def open_sockets(
 def _describe_bind(error: OSError, host: str, port: int, setting: str) -> InputError:
     """Returns why an address cannot be listened to."""
     if error.errno == errno.EADDRINUSE:
-        return InputError(f"port {port} of {host}", None, "is in use", "give another `port`")
+        return InputError(f"port {port} of {host}", None, "is in use", "give another port")
     if error.errno in (errno.EACCES, errno.EPERM):
-        remedy = "give a `port` of 1024 or more"
+        remedy = "give a port of 1024 or more"
         return InputError(f"port {port} of {host}", None, "is not allowed for this user", remedy)
     why = f"cannot be listened to ({error.strerror})"
     return InputError(setting, host, why, "give an address of this machine")
