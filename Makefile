@@ -12,7 +12,7 @@ demo: $(VENV)/.run
 	$(BIN)/python tools/run_demo.py
 
 # On each core; tensors are small, and threads would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)

@@ -19,12 +19,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 Tiny = Callable[..., Path]
 
 
+LONG = ("serve", "ranks", "test_long_videos.py", "test_s2v.py", "test_plan.py", "test_animate.py")
+"""Groups of tests that take longest: they begin first, so that no worker waits for another."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files stay with a worker; all that need ranks with one, which starts pools of them once."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             together = "ranks" if item.get_closest_marker("dist") else item.path.name
             item.add_marker(pytest.mark.xdist_group(together))
+
+    def place(item: pytest.Item) -> int:
+        marker = item.get_closest_marker("xdist_group")
+        assert marker is not None
+        return LONG.index(marker.args[0]) if marker.args[0] in LONG else len(LONG)
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:

@@ -24,8 +24,9 @@ import pytest
 from PIL import Image
 
 from tests.cli.test_vace import write
-from tests.dist import GENERATE, REPO, TORCHRUN
+from tests.dist import REPO, TORCHRUN, Ranks, launcher
 from tests.serve.serving import PROMPT, Served, breaking
+from wan.cli.main import main
 from wan.serve import __main__ as command
 
 pytestmark = [
@@ -41,12 +42,10 @@ def frames(path: Path) -> np.ndarray:
 
 def generated(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
     """What generate.py makes of the same settings."""
-    start = [sys.executable]
-    if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     given = ["--frame_num", 5, "--sample_steps", 2, "--base_seed", 7, "--prompt", PROMPT]
-    given += [*flags, "--save_file", path]
-    subprocess.run([*start, GENERATE, *map(str, given)], check=True, timeout=300)
+    argv = [*map(str, [*given, *flags, "--save_file", path])]
+    with Ranks(launcher(ranks) if ranks > 1 else [{}], main, argv) as processes:
+        assert processes.ended(300) == [0] * ranks, processes.said()
     return frames(path)
 
 
