@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sqlite3
 import threading
 import time
@@ -21,6 +22,7 @@ BUSY = 1.0
 """Seconds for which one attempt to write waits for a lock."""
 _START = 60.0  # seconds in which the start waits for a lock
 _ROOM = marked_kind("room that the journal keeps free", bytes(4096))
+_LEAST_FREE = 1_000_000  # bytes without which a job's own files cannot be written
 _RESERVE = 8_000_000  # bytes; SQLite writes up to half of it beside its file
 _CHECKPOINT = "PRAGMA wal_checkpoint({})"
 _TABLE = f"CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, {', '.join(COLUMNS[1:])})"
@@ -170,6 +172,8 @@ class JournalFile:
         """Returns whether new jobs can be written; sees to it that they can, if the disk allows."""
         with self._reserving:
             try:
+                if shutil.disk_usage(self._path.parent).free < _LEAST_FREE:
+                    return False
                 if self._reserve.exists() or _identify(self._path.parent) != self._folder:
                     return True  # `write` says what has become of the folder
                 with write_output(self._reserve, _ROOM) as temporary:
