@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import Coroutine
 from io import BytesIO
 from pathlib import Path
@@ -16,9 +17,9 @@ from tests.serve.jobs import PROMPT, IdleRanks, Jobs
 from wan.serve.repeats import digest_of
 from wan.serve.service import Limits
 
-AGAIN = {"x_stainless_retry_count": "1"}
+AGAIN: dict[str, Any] = {"x_stainless_retry_count": "1"}
 ALONE = Limits(together=1)
-LOST = {"code": "ranks_lost", "message": "The ranks have ended."}
+LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
 
 
 @pytest.fixture
@@ -77,6 +78,20 @@ def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
             assert jobs.service.seconds_ahead(until) == pytest.approx(seconds, abs=1)
         job.started = (job.started or 0) - 60  # it takes longer than was thought
         assert jobs.service.seconds_ahead(jobs.service.find(last)) == pytest.approx(10)
+
+    run(work())
+
+
+def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> None:
+    """The median of the last five: of 1, ..., 8 s it is 6."""
+
+    async def work() -> None:
+        for seconds in range(1, 9):
+            jobs.complete(await jobs.create(), float(seconds), ended=1e9 + seconds)
+        jobs.service.journal.close()
+        again = Jobs(jobs.folder, ALONE)
+        job = again.service.find(await again.create())
+        assert again.service.planned_seconds(job) == 6.0
 
     run(work())
 
@@ -333,7 +348,23 @@ def test_who_may_have_been_the_cause_is_made_alone(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_remix_has_the_priority_and_the_clips_of_the_other(jobs: Jobs) -> None:
+def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None:
+    """And begins with the same picture."""
+
+    async def work() -> None:
+        jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "i2v-A14B"])
+        url = f"data:image/png;base64,{b64encode(picture(200)).decode()}"
+        name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": url})
+        remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
+        assert remix["num_frames"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["num_frames"]
+        job = jobs.service.find(remix["id"])
+        assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
+        assert jobs.service.file(job, "image").read_bytes() == picture(200)
+
+    run(work())
+
+
+def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs) -> None:
     async def work() -> None:
         name = await jobs.create({"priority": 7, "seed": 5, "guidance_scale": 2})
         remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "a blue star"}))[2]
