@@ -169,6 +169,23 @@ def test_python_classes(tiny, one_thread: None) -> None:
     assert torch.equal(drawn, other), "ranks have drawn different seeds"
 
 
+def drawn_latents(folder: str) -> list[torch.Tensor]:
+    """Latents of two calls whose seeds are drawn."""
+    import wan
+
+    model = wan.WanT2V(wan.configs.WAN_CONFIGS["t2v-A14B"], folder, use_sp=True)
+    call = {"size": (32, 32), "frame_num": 1, "sampling_steps": 1, "output_type": "latent"}
+    return [model.generate("a cat", **call, guide_scale=1.0, seed=-1) for _ in range(2)]
+
+
+def test_ranks_of_a_python_class_draw_one_seed(tiny) -> None:
+    """And another one for each call; ranks with noise of their own would mix two videos."""
+    first, second = dist.run(2, drawn_latents, str(tiny("t2v-1.3B")))
+    for own, others in zip(first, second, strict=True):
+        assert torch.equal(own, others)
+    assert not torch.equal(first[0], first[1])
+
+
 def refused_keyword(folder: str, name: str) -> str:
     with pytest.raises(ValueError) as refused:
         python_class(folder, {"use_sp": True, name: 2})

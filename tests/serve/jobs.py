@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,29 @@ from wan.serve.service import Limits, Service
 PROMPT = "a red star"
 
 
+class IdleRanks:
+    """Implements what a service asks of its ranks: they take jobs, and make nothing.
+
+    Attributes:
+        given: What each group of jobs that they were given consists of.
+        cancelled: The jobs that were cancelled while they had them.
+    """
+
+    ready, is_stalled, trouble, down_since, restarts = True, False, None, None, 0
+
+    def __init__(self) -> None:
+        self.given: list[list[dict[str, Any]]] = []
+        self.cancelled: list[str] = []
+
+    def make(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
+        self.given.append([*jobs])
+
+    def cancel(self, job: str) -> None:
+        self.cancelled.append(job)
+
+    async def stop(self) -> None: ...
+
+
 class Jobs:
     """A service whose ranks are never started: jobs wait, unless `complete` is called.
 
@@ -26,8 +49,14 @@ class Jobs:
         service: The service.
     """
 
-    def __init__(self, folder: Path, limits: Limits | None = None, key: str | None = None) -> None:
-        argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2"]
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits | None = None,
+        key: str | None = None,
+        flags: Sequence[str] = (),
+    ) -> None:
+        argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
         argv += ["--save_file", str(folder / "video.mp4")]
         folder.mkdir(exist_ok=True)
         run, given = command._run(argv, 1, 1)
@@ -99,6 +128,17 @@ class Jobs:
         )
         if ended is not None:
             self.service.journal.change(job, ended=ended)
+
+    def have_ranks(self) -> IdleRanks:
+        """Lets ranks take the jobs that wait; what becomes of them is up to the test."""
+        ranks = IdleRanks()
+        self.service.group = ranks  # type: ignore[assignment]
+        self.service._told({"is": "ready"})
+        return ranks
+
+    def tell(self, what: str, **more: Any) -> None:
+        """Tells the service what ranks would."""
+        self.service._told({"is": what, **more})
 
     def state(self, name: str) -> str | None:
         """Returns the state of a job, also of a deleted one."""

@@ -397,9 +397,11 @@ def test_guidance_of_each_expert(jobs: Jobs) -> None:
 # Lists, estimates, HTTP.
 
 
-def test_a_page_goes_on_after_a_deleted_video(jobs: Jobs) -> None:
+def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs) -> None:
     async def work() -> None:
         made = [await jobs.create() for _ in range(3)]
+        page = (await jobs.ask(f"/v1/videos?after={made[0]}&order=asc"))[2]
+        assert [video["id"] for video in page["data"]] == made[1:]
         await jobs.ask(f"/v1/videos/{made[1]}", method="DELETE")
         for order, rest in (("desc", made[0]), ("asc", made[2])):
             page = (await jobs.ask(f"/v1/videos?after={made[1]}&order={order}"))[2]

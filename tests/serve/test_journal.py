@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import sqlite3
+import struct
 import subprocess
 import threading
 import time
@@ -446,6 +447,18 @@ def test_a_finished_video_is_a_job_again(folder: Path) -> None:
             status, _, remix = await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "blue"})
             assert (status, remix["num_frames"], remix["seed"]) == (200, 5, 7)
         assert await listed(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
+
+    run(work())
+
+
+def test_a_video_with_a_length_of_64_bits_is_whole(folder: Path) -> None:
+    """As ISO/IEC 14496-12 writes it: the size 1, the type, then eight bytes of length."""
+    name = finish(folder / "jobs" / "video_1")
+    with (folder / "jobs" / name / "video.mp4").open("ab") as file:
+        file.write(struct.pack(">I4sQ", 1, b"free", 24) + bytes(8))
+
+    async def work() -> None:
+        assert await listed(Jobs(folder)) == {name: "completed"}
 
     run(work())
 

@@ -68,3 +68,6 @@ def test_the_name_counts_before_the_folder() -> None:
     assert experts("low/style.safetensors") == [None], "somebody's folder"
     inside = find_experts([Path("/low_noise/c/low/wan.gguf")], Path("/low_noise/c"))
     assert [mark and mark.expert for mark in inside.values()] == [LOW], "of the checkpoint"
+    for name, expert in (("low/b/x_high.gguf", HIGH), ("high_noise/low/x.gguf", LOW)):
+        (mark,) = find_experts([Path("/c") / name], Path("/c")).values()
+        assert mark and mark.expert == expert, "the nearest to the file counts"

@@ -27,6 +27,7 @@ from tests.gguf_files import KINDS, kind_of, meant, quantise, with_gguf
 from tests.pipelines import composed, held, latents
 from wan.checkpoint.dequantise import TO_FLOAT, dequantise
 from wan.checkpoint.files import file_tensors
+from wan.checkpoint.gguf import metadata
 from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import mapped
@@ -82,6 +83,54 @@ def test_headers_are_those_of_the_package(file: Path) -> None:
         assert info.dtype == tensor.tensor_type.name
         assert info.start == tensor.data_offset and info.nbytes == tensor.n_bytes
         assert info.shape == tuple(tensors()[tensor.name].shape)  # also where it was flattened
+
+
+NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("alignment", [None, 8, 64, 4096])
+def test_headers_with_any_legal_metadata(
+    alignment: int | None, version: int, tmp_path: Path
+) -> None:
+    """Values of every type and arrays of them before the tensors; any alignment; version 2."""
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "wan")
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
+    for kind in NUMBERS:
+        getattr(writer, f"add_{kind}")(f"x.{kind}", 100)
+    writer.add_bool("x.bool", True)
+    writer.add_float32("x.float32", 0.5)
+    writer.add_float64("x.float64", 0.5)
+    writer.add_string("x.text", "Übergröße")
+    arrays: list[list[Any]] = [[1, 2, 3], [0.5], [True, False, True], ["a", "", "数"]]
+    for index, values in enumerate(arrays):
+        writer.add_array(f"x.array.{index}", values)
+    for name, tensor in tensors().items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    content = bytearray(path.read_bytes())
+    content[4:8] = version.to_bytes(4, "little")  # their layouts are the same
+    path.write_bytes(content)
+    found, expected = file_tensors(path), gguf.GGUFReader(path).tensors
+    assert {name: info.start for name, info in found.items()} == {
+        tensor.name: tensor.data_offset for tensor in expected
+    }
+    for name, tensor in tensors().items():
+        assert torch.equal(mapped(found)[name].read(slice(None)), tensor)
+    asked = metadata(path, ["x.bool", "x.float64", "x.int64", "x.text", "x.array.2", "x.array.3"])
+    assert asked == {
+        "x.bool": True,
+        "x.float64": 0.5,
+        "x.int64": 100,
+        "x.text": "Übergröße",
+        "x.array.2": (True, False, True),
+        "x.array.3": ("a", "", "数"),
+    }
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(1, 2), slice(7, 40), slice(60, 64)])

@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -554,3 +555,13 @@ def test_experts_of_files_by_letters(
     (tmp_path / "a_H.safetensors").rename(tmp_path / "a_high_noise.safetensors")
     with pytest.raises(InputError, match="says high_noise in its name"):
         describe(tmp_path, presets=(PRESETS["t2v-14B"],))
+
+
+def test_files_of_tensors_that_are_joined_are_of_the_checkpoint(tmp_path: Path) -> None:
+    """Animate's keys and values, of which a shard may hold the one and not the other."""
+    parts = [TensorInfo(tmp_path / name, name, "F32", (2,), 8) for name in ("k", "v")]
+    both = TensorInfo(tmp_path / "k", "k", "F32", (4,), 16, parts=(parts[0], parts[1]))
+    plain = published(PRESETS["animate-14B"])
+    (expert,) = plain.experts
+    files = replace(plain.experts[expert], tensors={"kv": both})
+    assert replace(plain, experts={expert: files}).files() == [tmp_path / "k", tmp_path / "v"]

@@ -51,6 +51,16 @@ def test_what_nothing_tells_apart_is_the_simpler_one() -> None:
     assert chosen == FEW and chosen.flags == "--comm_type 1 --chunks 5"
 
 
+def test_a_mode_whose_interval_overlaps_the_fastest_ones_is_as_good() -> None:
+    """By hand: medians of 0.92 and 0.91 of the baseline's 10 s, and rounds that differ by more."""
+    seconds = {BASE: [10.0] * 5, INSERT: [9.0, 9.1, 9.2, 9.3, 9.4]}
+    seconds |= {BLOCK: [8.9, 9.0, 9.1, 9.2, 9.3]}
+    results = [Result(variant, each) for variant, each in seconds.items()]
+    assert recommend(results)[0] == INSERT
+    results[2].seconds = [each - 1 for each in results[2].seconds]
+    assert recommend(results)[0] == BLOCK
+
+
 @pytest.mark.parametrize(
     ("rests", "words"),
     [

@@ -241,6 +241,29 @@ def tree(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_files_name_says_its_expert_before_its_folders(
+    swapped: bool, tree: Path, tmp_path: Path
+) -> None:
+    """Each expert in a folder that is named after it, or after the other one."""
+    root = tmp_path / "models"
+    root.mkdir()
+    for path in tree.iterdir():
+        (root / path.name).symlink_to(path)
+    (root / "diffusion_models").unlink()
+    for expert, pattern in (("high_noise", HIGH), ("low_noise", LOW)):
+        (file,) = (tree / "diffusion_models").glob(pattern)
+        other = "low_noise" if expert == "high_noise" else "high_noise"
+        inside = root / "diffusion_models" / (other if swapped else expert)
+        inside.mkdir(parents=True)
+        (inside / file.name).symlink_to(file)
+        shutil.copy(tree / "diffusion_models" / "config.json", inside)
+    experts = describe(root).experts
+    files = {name: {x.file.name for x in dit.tensors.values()} for name, dit in experts.items()}
+    for name, (file_name,) in files.items():
+        assert name in file_name
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_mixtures(what: str, tree: Path, tmp_path: Path) -> None:
     change, words = WRONG[what]

@@ -1,0 +1,209 @@
+"""What counts as done of what is on disk: kept clips, and the videos of a prompt file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from wan.cli import main as generate
+from wan.cli import many
+from wan.cli.clip_files import ClipFiles
+from wan.pipeline.clips import Clip
+
+# Clips. Those of a run count as done for another run where it would make the same.
+
+
+class Chain:
+    """Two clips of a run whose picture and LoRA are files of a folder."""
+
+    def __init__(self, folder: Path, value: float = 1.0) -> None:
+        """Makes the files. value: that of the LoRA's factors."""
+        folder.mkdir()
+        self.folder, self.image, self.lora = folder, folder / "x.png", folder / "x.safetensors"
+        Image.new("RGB", (32, 32), "red").save(self.image)
+        self.tune(value)
+
+    def tune(self, value: float) -> None:
+        """Writes the LoRA again, with as many bytes."""
+        name = "blocks.0.self_attn.q.lora_{}.weight"
+        up, down = torch.full((192, 1), value), torch.ones(1, 192)
+        save_file({name.format("up"): up, name.format("down"): down}, self.lora)
+
+    def files(self, *flags: object, strength: float = 0.5) -> ClipFiles:
+        """The clips of the run; a flag that comes again wins."""
+        argv = ["--task", "i2v-A14B", "--size", "32*32", "--frame_num", "9", "--num_clip", "2"]
+        argv += ["--sample_steps", "2", "--chain", "latent", "--base_seed", "7", "--prompt", "x"]
+        argv += ["--lora", f"{self.lora}={strength}", "--image", str(self.image)]
+        argv += ["--save_file", str(self.folder / "v.mp4")]
+        return ClipFiles(generate.resolved([*argv, *map(str, flags)]))
+
+    def write(self, *flags: object, end: float = 1.0) -> None:
+        """Writes the clips. end: what the first one hands on."""
+        files = self.files(*flags)
+        files.folder.mkdir(exist_ok=True)
+        for index, value in enumerate((end, 2.0)):
+            frames = torch.full((3, 9 if index == 0 else 4, 32, 32), index / 2)
+            latent = torch.full((16, 1, 4, 4), value)
+            files.write(index, Clip(latent.expand(16, 3, 4, 4), frames, latent))
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(tmp_path / "here")
+
+
+OTHER_SETTINGS = [
+    "--base_seed 8",
+    "--sample_steps 3",
+    "--boundary_step 1",
+    "--prompt y",
+    "--negative_prompt y",
+    "--sample_solver euler",
+    "--fps 24",
+]
+
+
+@pytest.mark.parametrize("flags", OTHER_SETTINGS)
+def test_a_setting_that_one_of_two_runs_has_makes_clips_again(flags: str, chain: Chain) -> None:
+    """Whichever of them has it."""
+    chain.write()
+    assert chain.files().count_done() == 2
+    assert chain.files(*flags.split()).count_done() == 0
+    chain.write(*flags.split())
+    assert chain.files(*flags.split()).count_done() == 2
+    assert chain.files().count_done() == 0
+
+
+def test_what_leaves_clips_as_they_are(chain: Chain, tmp_path: Path) -> None:
+    """More of them, where weights lie, what is kept; and files of the same content elsewhere."""
+    chain.write()
+    assert chain.files("--num_clip", 3).count_done() == 2
+    assert chain.files("--num_clip", 1).count_done() == 1
+    assert chain.files("--offload_model", "block", "--save_latents").count_done() == 2
+    there = Chain(tmp_path / "there")
+    shutil.copytree(chain.files().folder, there.files().folder)
+    assert there.files().count_done() == 2
+
+
+def test_another_file_of_a_lora_makes_clips_again(chain: Chain) -> None:
+    """Also one of the same name and size, and the same one with another strength."""
+    chain.write()
+    assert chain.files(strength=0.6).count_done() == 0
+    chain.tune(2.0)
+    assert chain.files().count_done() == 0
+    chain.tune(1.0)
+    assert chain.files().count_done() == 2
+    assert chain.files("--lora_high_noise", chain.lora).count_done() == 0
+
+
+@pytest.mark.parametrize("name", ["0002.mp4", "0002.safetensors"])
+def test_a_clip_of_another_run_in_the_place_of_one(name: str, chain: Chain, tmp_path: Path) -> None:
+    """Both runs have the same settings, but the other's first clip has handed on another end."""
+    other = Chain(tmp_path / "other")
+    chain.write()
+    other.write(end=5.0)
+    if name == "0002.safetensors":  # which then belongs to its own video
+        shutil.copy(other.files().folder / "0002.mp4", chain.files().folder)
+    else:
+        (other.files().folder / name).write_bytes((other.files().folder / "0001.mp4").read_bytes())
+    shutil.copy(other.files().folder / name, chain.files().folder)
+    assert chain.files().count_done() == 1
+
+
+# Videos of a prompt file. With --skip_existing a line whose video is there is left out.
+
+LINES: dict[str, dict[str, Any]] = {
+    "plain": {"prompt": "a", "seed": 1},
+    "more": {"prompt": "a", "seed": 1, "boundary_step": 1, "negative_prompt": "b"},
+    "drawn": {"prompt": "a"},
+}
+COMMON = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5", "--sample_steps", "2"]
+
+
+def make(folder: Path, lines: dict[str, dict[str, Any]], *flags: str) -> dict[str, Any]:
+    """Makes a video of each line; returns the summary, which has the lines' numbers."""
+    text = [json.dumps(line | {"save_file": f"{name}.mp4"}) for name, line in lines.items()]
+    (folder / "lines.jsonl").write_text("\n".join(text))
+    argv = [*COMMON, *flags, "--prompt_file", str(folder / "lines.jsonl"), "--save_file"]
+    assert generate.main([*argv, str(folder)]) == 0
+    return dict(json.loads((folder / "lines.summary.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The videos of all lines, which a run has made."""
+    folder = tmp_path_factory.mktemp("made")
+    make(folder, LINES)
+    return folder
+
+
+class Unmade:
+    """In place of a video of `wan.cli.videos` that is not there: none is made."""
+
+    def __init__(self, run: Any, *_: Any) -> None:
+        self.run = run
+
+    def inputs(self) -> Any:
+        return self.run.inputs()
+
+    def make(self, latents: Any) -> None: ...
+
+
+@pytest.fixture
+def again(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, bool]]:
+    """Asks for one video again, with other settings and flags; returns whether it is there."""
+    monkeypatch.setattr(many, "Video", Unmade)
+    shutil.copytree(made, tmp_path / "out")
+
+    def is_there(name: str, settings: dict[str, Any], *flags: str) -> bool:
+        found = make(tmp_path / "out", {name: settings}, "--skip_existing", *flags)
+        return list(found["there already"]) == ["1"]
+
+    return is_there
+
+
+def test_videos_that_are_there(again: Callable[..., bool]) -> None:
+    """A seed that is drawn, and what a run decides by itself, are no difference."""
+    for name, line in LINES.items():
+        assert again(name, line)
+    assert again("drawn", LINES["drawn"] | {"seed": -1})
+    assert again("plain", LINES["plain"] | {"sample_steps": 2})
+    assert again("plain", LINES["plain"], "--save_latents") is False
+    assert not again("none", LINES["plain"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("plain", {"seed": 2}),
+        ("plain", {"sample_steps": 3}),
+        ("plain", {"boundary_step": 1}),
+        ("drawn", {"prompt": "b"}),
+        ("more", {"boundary_step": None}),
+        ("more", {"negative_prompt": None}),
+        ("more", {"boundary_step": 0}),
+    ],
+    ids=str,
+)
+def test_a_video_of_other_settings_is_made_again(
+    name: str, change: dict[str, Any], again: Callable[..., bool]
+) -> None:
+    """Whether the line has a setting that the video was made without, or the other way round."""
+    line = {key: value for key, value in (LINES[name] | change).items() if value is not None}
+    assert not again(name, line)
+
+
+def test_a_video_of_another_precision_is_made_again(again: Callable[..., bool]) -> None:
+    """The CPU has float32 where nothing is said."""
+    assert again("plain", LINES["plain"], "--precision", "fp32")
+    assert not again("plain", LINES["plain"], "--precision", "bf16")

@@ -1,0 +1,86 @@
+"""The lines of a prompt file before any is made: seeds, names of files, settings of all lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wan.cli import main as generate
+from wan.run import Run
+
+SIZE = ["--task", "t2v-A14B", "--size", "32*32", "--frame_num", "5"]
+
+
+def resolved(folder: Path, lines: list[str | dict[str, Any]], *flags: str) -> Run:
+    """The run of a prompt file's lines with the demo checkpoint."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (folder / "lines.txt").write_text("\n".join(texts))
+    argv = [*SIZE, *flags, "--prompt_file", str(folder / "lines.txt")]
+    return generate.resolved([*argv, "--save_file", str(folder / "out")])
+
+
+def test_each_line_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    """Of one that is drawn for all; a line that names its seed keeps it, also in its record."""
+    lines = ["a", "a", {"prompt": "a", "seed": 5}, {"prompt": "a", "seed": -1}]
+    run = resolved(tmp_path, [*lines, {"prompt": "a", "seeds": [8, 9]}])
+    assert len({line.run.request.base_seed for line in run.lines if line.run}) == 6
+    for seed in (100, 2**63 - 1):
+        made = [line.run for line in run.with_seed(seed).lines if line.run is not None]
+        seeds = [one.request.base_seed for one in made]
+        assert len({*seeds}) == 6 and all(0 <= one < 2**63 for one in seeds)
+        assert (seeds[2], *seeds[4:]) == (5, 8, 9)
+        assert [one.settings["base_seed"] for one in made] == seeds
+
+
+def test_ranks_may_draw_other_seeds_and_name_no_other(tmp_path: Path) -> None:
+    """What they compare is equal where no seed is named, and differs where another one is."""
+    lines: list[str | dict[str, Any]] = ["a", {"prompt": "b", "seed": 5}]
+    drawn = [resolved(tmp_path, lines) for _ in range(2)]
+    seeds = [run.lines[0].run.request.base_seed for run in drawn if run.lines[0].run]
+    assert seeds[0] != seeds[1]
+    first, second = (run.facts("cpu") for run in drawn)
+    assert first == second
+    for other in (["a", {"prompt": "b", "seed": 6}], ["a", {"prompt": "c", "seed": 5}]):
+        found = resolved(tmp_path, other).facts("cpu")
+        assert {name for name in first if first[name] != found[name]} == {"line 2 of --prompt_file"}
+
+
+SCHEDULE = ["--sample_solver", "euler"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "wanted"),
+    [
+        (["--sample_steps", "4"], {"timesteps": [900, 300]}, {"sample_steps": 2}),
+        (["--timesteps", "900,300"], {"timesteps": [900, 500, 300]}, {"sample_steps": 3}),
+        (
+            ["--sample_steps", "4", "--boundary_step", "3"],
+            {"timesteps": [900, 300]},
+            {"boundary_step": None},
+        ),
+        (["--sample_steps", "4"], {}, {"sample_steps": 4}),
+        (["--sample_steps", "4"], {"sample_steps": 3}, {"sample_steps": 3}),
+        (["--negative_prompt", "x"], {"negative_prompt": "y"}, {"negative_prompt": "y"}),
+    ],
+    ids=str,
+)
+def test_a_line_wins_over_the_command(
+    flags: list[str], line: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    """Timesteps say all of the schedule."""
+    run = resolved(tmp_path, [{"prompt": "a", **line}], *SCHEDULE, *flags)
+    request = run.lines[0].run.request if run.lines[0].run else None
+    assert {name: getattr(request, name) for name in wanted} == wanted
+
+
+def test_two_lines_of_one_record(tmp_path: Path) -> None:
+    """Names that differ in the case of .mp4, or by a link, are of one video or one record."""
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    (tmp_path / "out" / "b").symlink_to(tmp_path / "out" / "a")
+    names = ["x.mp4", "x.MP4", "./x.mp4", "a/y.mp4", "b/y.mp4", "b/z.mp4", "y.mp4"]
+    run = resolved(tmp_path, [{"prompt": "a", "save_file": name} for name in names])
+    refused = {names[line.number - 1] for line in run.lines if line.error}
+    assert refused == {"x.MP4", "./x.mp4", "b/y.mp4"}

@@ -1,0 +1,111 @@
+"""Which settings of a LoRA count: alphas, those of PEFT, strengths; and what ranks compare."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.unit.test_lora import Q, pair, peft_folder, read
+from wan.checkpoint import lora
+from wan.checkpoint.layout import describe
+from wan.checkpoint.load import mapped, merged
+from wan.cli import main as generate
+
+V = "blocks.0.self_attn.v"
+
+
+@pytest.fixture(scope="module")
+def weights(tiny: Any) -> dict[str, Tensor]:
+    """Of the tiny dense checkpoint."""
+    return load_file(tiny("t2v-1.3B") / "diffusion_pytorch_model.safetensors")
+
+
+def diffusers(
+    layer: str, down: Tensor, up: Tensor, whose: str = "transformer"
+) -> dict[str, Tensor]:
+    name = layer.replace("self_attn.", "attn1.to_")
+    ends = {"A": down, "B": up}
+    return {f"{whose}.{name}.lora_{end}.weight": x.clone() for end, x in ends.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_alphas_of_layers_count_and_then_nothing_of_peft(
+    dtype: torch.dtype, weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    """By hand: an alpha of 6 over the rank 4; 1 for a layer that has none."""
+    down, up = pair(weights[f"{Q}.weight"].shape, 4, 0, torch.float32)
+    tensors = diffusers(Q, down, up) | diffusers(V, down, up)
+    tensors["transformer.blocks.0.attn1.to_q.alpha"] = torch.tensor(6, dtype=dtype)
+    told = {"transformer.r": 4, "transformer.lora_alpha": 32, "transformer.use_rslora": True}
+    path = tmp_path / "x.safetensors"
+    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(told)})
+    found = read(path, tiny("t2v-1.3B"))
+    for layer, factor in ((Q, 1.5), (V, 1.0)):
+        exact = weights[f"{layer}.weight"].double() + factor * up.double() @ down.double()
+        torch.testing.assert_close(found[f"{layer}.weight"].double(), exact, atol=1e-9, rtol=1.2e-7)
+
+
+@pytest.mark.parametrize(("stabilised", "factor"), [(False, 8 / 4), (True, 8 / 2), (None, 8 / 4)])
+def test_the_metadata_of_each_expert_is_its_own(
+    stabilised: bool | None, factor: float, tiny: Any, tmp_path: Path
+) -> None:
+    """By hand: alpha / rank, and alpha / sqrt(rank) with rsLoRA, of the low-noise expert."""
+    checkpoint = describe(tiny("t2v-A14B"))
+    shape = checkpoint.experts["low_noise"].tensors[f"{Q}.weight"].shape
+    down, up = pair(torch.Size(shape), 4, 0, torch.float32)
+    told = {"transformer.lora_alpha": 2, "transformer.use_rslora": False}
+    told |= {"transformer_2.lora_alpha": 8, "transformer_2.use_rslora": stabilised}  # type: ignore[dict-item]
+    tensors = diffusers(Q, down, up) | diffusers(Q, down, up, "transformer_2")
+    path = tmp_path / "x.safetensors"
+    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(told)})
+    loras = lora.resolve({"lora": (str(path),)}, checkpoint)
+    for expert, wanted in (("high_noise", 2 / 4), ("low_noise", factor)):
+        plain = mapped(checkpoint.experts[expert].tensors)
+        exact = plain[f"{Q}.weight"].read(slice(None)).double() + wanted * up.double() @ (
+            down.double()
+        )
+        found = merged(plain, loras[expert])[f"{Q}.weight"].read(slice(None))
+        torch.testing.assert_close(found.double(), exact, atol=1e-9, rtol=1.2e-7)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapter_config_counts_before_the_metadata(
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+) -> None:
+    """As PEFT reads it, whose own result is the oracle."""
+    path, wanted = peft_folder(tmp_path / "peft", weights[f"{Q}.weight"].float(), lora_alpha=3)
+    told = {"lora_alpha": 50, "use_rslora": True}
+    save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(told)})
+    found = read(path, tiny("t2v-1.3B"))[f"{Q}.weight"]
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_ranks_compare_content_and_strength_and_no_folders(tiny: Any, tmp_path: Path) -> None:
+    """What differs between ranks with the same file elsewhere, another strength, other values."""
+    folder = tiny("t2v-1.3B")
+    shape = describe(folder).experts["dit"].tensors[f"{Q}.weight"].shape
+    down, up = pair(torch.Size(shape), 2, 0, torch.float32)
+    here, there = tmp_path / "here.safetensors", tmp_path / "other" / "there.safetensors"
+    save_file(diffusers(Q, down, up), here)
+    there.parent.mkdir()
+    shutil.copy(here, there)
+
+    def facts(one: str) -> dict[str, Any]:
+        argv = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--base_seed", "1"]
+        return generate.resolved([*argv, "--save_file", "v.mp4", "--lora", one]).facts("cpu")
+
+    def differ(one: str) -> set[str]:
+        before, after = facts(f"{here}=0.5"), facts(one)
+        return {name for name in before | after if before.get(name) != after.get(name)}
+
+    assert differ(f"{there}=0.5") == set()
+    assert differ(f"{there}=0.6") == {"the content of --lora"}
+    save_file(diffusers(Q, down, 2 * up), there)  # of the same size
+    assert differ(f"{there}=0.5") == {"the content of --lora"}
