@@ -57,6 +57,7 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any
     [
         ([0], 1.0),
         ([0, 2, 4], [1.0, 0.5, 0.25]),
+        ([4, 0, 2], [1.0, 0.5, 0.25]),  # whatever their order, hints go from the first on
         slow([0, 5], 0.7),
         slow([0, 1, 2, 3, 4, 5], 1.0),
     ],
