@@ -10,8 +10,11 @@ import pytest
 
 from wan import host
 from wan.checkpoint.layout import published
+from wan.cli import flags
+from wan.cli.resolve import resolve
 from wan.pipeline import memory
 from wan.pipeline.setup import Setup
+from wan.planner.measure import Planner
 from wan.run import make_setup
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -165,3 +168,25 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     command = [sys.executable, "-c", TRIMMED]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert int(said) > 80_000_000
+
+
+def test_the_largest_block_of_vace_has_two_buffers() -> None:
+    """By hand: 8 of the 40 blocks move with a control block, so a buffer must hold both."""
+    c, f, layers, controls = 5120, 13824, 40, 8
+    norms, modulation = 6 * c, 6 * c  # of q and k in both attentions, and norm3
+    block = 8 * (c * c + c) + 2 * c * f + f + c + norms + modulation
+    control, first = block + c * c + c, c * c + c
+    whole = layers * block + controls * control + first
+    outside = (4096 * c + c) + (c * c + c) + (256 * c + c) + (c * c + c) + 6 * (c * c + c)
+    outside += 64 * (c + 1) + 2 * c + 64 * c + c + 384 * c + c  # head and patches
+    average, largest = whole / layers, block + control + first
+    words = ("--task", "vace-14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda")
+    words += ("--offload_model", "block", "--convert_model_dtype", "--resident_blocks")
+    for held in (0, 4):
+        run = resolve(flags.parse(["--plan", *words, str(held)]), lambda *_: None, plan=True)
+        expected = 2 * (outside + held * average + 2 * largest)
+        sizes = memory.estimate(run.setup, run.request)
+        estimated = memory.stages(run.setup, run.request, sizes)["denoising"]["DiT weights"]
+        assert 0.95 * expected <= estimated <= expected
+    measured = Planner(run.setup, run.request).stages()["denoising"]["DiT weights"]
+    assert measured == pytest.approx(expected, rel=0.01)
