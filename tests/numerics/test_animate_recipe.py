@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.numerics.plain import Plain, Weights, attention, normed, raster, rms, silu, tiny
+from tests.numerics.recorded import STEP, Samples
 from wan.modules.animate import MotionEncoder, WanAnimateModel
 from wan.modules.interfaces import Collaborators
 
@@ -34,8 +35,8 @@ def network(**collaborators: Any) -> Any:
 class PlainAnimate(Plain):
     """The official forward, sections 3 and 4 of its description."""
 
-    def __init__(self) -> None:
-        super().__init__(network(), HEADS, TEXT_LEN)
+    def __init__(self, model: Any = None) -> None:
+        super().__init__(model or network(), HEADS, TEXT_LEN)
 
     def image(self, features: Tensor) -> Tensor:
         w, name = self.weights, "img_emb.proj"
@@ -135,7 +136,8 @@ def test_one_input_changes() -> None:
 @torch.no_grad()
 def test_two_samples_of_one_forward() -> None:
     """Each has its own pose and face, also where what these become is kept."""
-    model, plain, t = network(text_kv_cache=True), PlainAnimate(), torch.tensor([300, 900])
+    samples, plain, t = Samples(), PlainAnimate(), torch.tensor([300, 900])
+    model = network(text_kv_cache=True, attention=samples)
     pair = [scene(2, (4, 4), seed) for seed in (3, 4)]
     pair[1][2]["clip_fea"] = pair[0][2]["clip_fea"]
     given = {"clip_fea": pair[0][2]["clip_fea"], "y": [one[2]["y"][0] for one in pair]}
@@ -143,9 +145,23 @@ def test_two_samples_of_one_forward() -> None:
         given[name] = torch.cat([one[2][name] for one in pair])
     x, texts = [one[0] for one in pair], [one[1] for one in pair]
     for _ in range(2):
-        found = model(x, t, context=texts, seq_len=99, **given)
+        found = model(x, t, context=texts, seq_len=99, **given, step=STEP)
         for ours, (latents, text, own), when in zip(found, pair, t.tolist(), strict=True):
             assert (ours - plain(latents, when, text, own)).abs().max() <= 2e-5
+    assert samples.seen == [*[0] * LAYERS, *[1] * LAYERS] * 2
+
+
+@torch.no_grad()
+def test_other_weights_for_the_same_inputs() -> None:
+    """What is kept of a clip is forgotten with what is kept of the text."""
+    model = network(text_kv_cache=True)
+    x, text, given = scene(2, (4, 4))
+    model([x], torch.tensor([500]), context=[text], seq_len=99, **given)
+    for weight in model.parameters():
+        weight.mul_(0.8)
+    model.forget_text()
+    found = model([x], torch.tensor([500]), context=[text], seq_len=99, **given)[0]
+    assert (found - PlainAnimate(model)(x, 500, text, given)).abs().max() <= 2e-5
 
 
 def scaled(w: Weights, name: str, x: Tensor, stride: int = 1, pad: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.numerics.plain import Plain, attention, normed, raster, silu, tiny
+from tests.numerics.recorded import STEP, Samples
 from wan.modules.interfaces import Collaborators
 from wan.modules.s2v import WanModel_S2V
 
@@ -26,8 +27,8 @@ def network(**collaborators: Any) -> Any:
 class PlainS2V(Plain):
     """The official forward, sections 3.1 to 3.5 of its description."""
 
-    def __init__(self) -> None:
-        super().__init__(network(), HEADS, TEXT_LEN)
+    def __init__(self, model: Any = None) -> None:
+        super().__init__(model or network(), HEADS, TEXT_LEN)
 
     def sound(self, features_SCT: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [F,3,C] and a vector [F,C] of each latent frame."""
@@ -165,12 +166,27 @@ def test_one_input_changes() -> None:
 @torch.no_grad()
 def test_two_samples_of_one_forward() -> None:
     """Each has its own picture, history, pose and sound, also where these are kept."""
-    model, plain, t = network(text_kv_cache=True), PlainS2V(), torch.tensor([300, 900])
+    samples, plain, t = Samples(), PlainS2V(), torch.tensor([300, 900])
+    model = network(text_kv_cache=True, attention=samples)
     pair = [scene(1, (8, 8), 19, True, False, seed) for seed in (3, 4)]
     lists = ("ref_latents", "motion_latents", "cond_states")
     given: dict[str, Any] = {name: [one[2][name][0] for one in pair] for name in lists}
     given["audio_input"] = torch.cat([one[2]["audio_input"] for one in pair])
     for _ in range(2):
-        found = model([one[0] for one in pair], t, [one[1] for one in pair], 0, **given)
+        found = model([one[0] for one in pair], t, [one[1] for one in pair], 0, **given, step=STEP)
         for ours, (x, text, own), when in zip(found, pair, t.tolist(), strict=True):
             assert (ours - plain(x, when, text, own)).abs().max() <= 2e-5
+    assert samples.seen == [0, 0, 0, 1, 1, 1] * 2
+
+
+@torch.no_grad()
+def test_other_weights_for_the_same_inputs() -> None:
+    """What is kept of a clip is forgotten with what is kept of the text."""
+    model = network(text_kv_cache=True)
+    x, text, given = scene(1, (8, 8), 19, True, False)
+    model([x], torch.tensor([500]), [text], 0, **given)
+    for weight in model.parameters():
+        weight.mul_(0.8)
+    model.forget_text()
+    found = model([x], torch.tensor([500]), [text], 0, **given)[0]
+    assert (found - PlainS2V(model)(x, 500, text, given)).abs().max() <= 2e-5
