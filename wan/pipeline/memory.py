@@ -145,9 +145,9 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
     resident = dit.kept + Usage({"DiT weights": dit.weights - absent * dit.block + more})
     resident = Usage({name: networks * size for name, size in resident.items()})
     before = _clip_before(request) if device == "cpu" else Usage()
-    if overlaps(setup, request):
-        before += vae - stays + sizes.decoding
-    stage("denoising", resident, dit.activations + _latents(request) + _faces(request) + before)
+    beside = vae - stays + sizes.decoding if overlaps(setup, request) else Usage()
+    denoising = dit.activations + _latents(request) + _faces(request) + before
+    stage("denoising", resident, denoising + beside)
     stage("decoding", vae - stays, sizes.decoding + before)
     return found
 
