@@ -190,3 +190,19 @@ def test_other_weights_for_the_same_inputs() -> None:
     model.forget_text()
     found = model([x], torch.tensor([500]), [text], 0, **given)[0]
     assert (found - PlainS2V(model)(x, 500, text, given)).abs().max() <= 2e-5
+
+
+@torch.no_grad()
+def test_a_step_cache_looks_at_the_video_alone() -> None:
+    """What stands behind it has the same modulation in every step."""
+    seen: list[tuple[int, int]] = []
+
+    def cache(x: Tensor, blocks: Any, _: object, valid: int, __: object) -> Tensor:
+        seen.append((x.shape[1], valid))
+        return blocks(x, 0, None)
+
+    model = network(step_cache=cache)
+    for frames, known, dropped in ((2, 19, True), (2, 19, False)):
+        x, text, given = scene(frames, (8, 8), known, False, dropped)
+        model([x], torch.tensor([500]), [text], 0, **given)
+    assert seen == [(32 + 16, 32), (32 + 16 + 16 + 4 + 4, 32)]

@@ -229,6 +229,9 @@ def test_rope_tables_are_built_once_per_grid() -> None:
         assert first is second
         for found, expected in zip(first, rope_table(grid, 24), strict=True):
             assert torch.equal(found, expected)
+    half = tables.get((1, 3, 4), torch.device("cpu"), lambda x, _: x[:, 6:])
+    for found, expected in zip(half, rope_table((1, 3, 4), 24), strict=True):
+        assert torch.equal(found, expected[6:]), "another device's rows"
 
 
 def test_axis_sizes() -> None:
