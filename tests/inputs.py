@@ -11,6 +11,16 @@ from wan.cli import main as generate
 _FREE_ATOM = b"\0\0\0\x0cfreemore"  # read over at the end of pictures, sounds and videos
 
 
+def changed_file(source: Path, copy: Path, inner: str = "") -> Path:
+    """Copies a folder or file; where `inner` names a file of the folder, that has 12 bytes more."""
+    copy.parent.mkdir(exist_ok=True)
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
+    if inner:
+        with (copy / inner).open("ab") as file:
+            file.write(_FREE_ATOM)
+    return copy
+
+
 def changed_contents(argv: Sequence[str], flag: str, tmp_path: Path, inner: str = "") -> set[str]:
     """Returns what differs between a run and the same one whose input has 12 bytes more.
 
@@ -24,9 +34,7 @@ def changed_contents(argv: Sequence[str], flag: str, tmp_path: Path, inner: str 
     """
     place = [*argv].index(flag) + 1
     source = Path(argv[place])
-    copy = tmp_path / "copy" / source.name
-    copy.parent.mkdir()
-    (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
+    copy = changed_file(source, tmp_path / "copy" / source.name)
     moved = [*argv[:place], str(copy), *argv[place + 1 :]]
     before = generate.resolved([str(one) for one in argv]).facts("cpu")
     assert generate.resolved(moved).facts("cpu") == before

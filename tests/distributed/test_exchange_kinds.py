@@ -20,6 +20,9 @@ from tests.distributed.methods import HEAD_DIM, KINDS, Kind, make_methods
 from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
+from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
+from wan.modules.interfaces import Collaborators
+from wan.modules.rope import rope_table
 from wan.settings.schedule import TokenPlan
 
 pytestmark = pytest.mark.dist
@@ -119,3 +122,23 @@ def test_heads_that_ranks_do_not_divide(sizes: tuple[int, int]) -> None:
         parts = [found[way][:, :valid] for found, _, _, valid in shares]
         assert (torch.cat(parts, 1) - expected).abs().max() <= 2e-5
         assert all(torch.equal(found[way], found["0", "split"]) for found, *_ in shares)
+
+
+def with_gradients(exchange: str) -> list[Tensor]:
+    """What a block returns where gradients are on, and those of its weights."""
+    torch.manual_seed(0)
+    layer = attention_layer(Topology(2, 1), "1", exchange=exchange)
+    given = Collaborators(attention=lambda _: layer)
+    block = WanAttentionBlock(BlockSizes(32, 48, 4, text_len=3), 0, given)
+    info = ForwardInfo((6,), rope_table((1, 2, 3), 8), 12)
+    assert layer.begin(torch.randn(1, 6, 32), 4, None) is None, "nothing is written in place"
+    x, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
+    out, _ = block(x, torch.randn(1, 1, 6, 32), text, None, info)
+    weights = [weight for name, weight in block.named_parameters() if "self_attn" not in name]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), weights)]
+
+
+def test_gradients_take_the_same_path() -> None:
+    """Where they are on, q, k and v are no parts of a piece of memory that is written in place."""
+    split, fused = (run(2, with_gradients, exchange)[0] for exchange in ("split", "fused"))
+    assert len(split) > 10 and all(map(torch.equal, split, fused))

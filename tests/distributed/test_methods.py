@@ -7,6 +7,7 @@ whatever is computed from it would be seen.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
 from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
 from wan.checkpoint.layout import describe
 from wan.device import resolve
-from wan.kernels.base import StepInfo
+from wan.kernels.base import AttendRows, Payload, StepInfo
 from wan.pipeline import build
 from wan.pipeline.setup import Setup
 from wan.settings.attention import Attention
@@ -163,3 +164,67 @@ def compute_alone(folder: Path) -> bool:
 
 def test_a_process_that_shares_nothing_exchanges_nothing(tiny: Tiny) -> None:
     assert run(2, compute_alone, tiny("t2v-1.3B")) == [True] * 2
+
+
+class Places:
+    """A method that looks at values which say where they are: row + 1 / 64 of the head.
+
+    Attributes:
+        seen: Of each call whether it was told the head, rows and layer that it has got.
+    """
+
+    name, q_multiple, is_total, packs = "places", 1, False, True
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def applies(self, step: StepInfo | None) -> bool:
+        return step is not None and step.index == 3
+
+    def pack(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: int, step: StepInfo | None
+    ) -> tuple[Payload, Payload, Payload]:
+        """The valid rows come first, and what is padding is not seen as more than that."""
+        for x in (q, k, v):
+            self.seen.append(not x[:, :valid].isnan().any() and bool(x[:, valid:].isnan().all()))
+        return Payload(q), Payload(k), Payload(v)
+
+    def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
+        assert step is not None
+        heads, rows = q.values.shape[2], q.values.shape[1]
+        own = torch.arange(step.first_head, step.first_head + heads)
+        expected = torch.arange(step.first_row, step.first_row + rows)[:, None] + own / 64
+        self.seen += [step.layer == 5, torch.equal(q.values[0, ..., 0], expected)]
+        expected = torch.arange(step.valid_len)[:, None] + own / 64
+        self.seen += [torch.equal(x.values[0, ..., 0], expected) for x in (k, v)]
+        return lambda block, first: (
+            block.values
+            + torch.equal(
+                block.values[0, :, 0, 0] - own[0] / 64,
+                torch.arange(first, first + block.values.shape[1]) + float(step.first_row),
+            )
+        )
+
+
+def told(topology: Topology, tokens: int) -> list[bool]:
+    heads, known = 5, StepInfo(3, 8, "cond", "dit", (1, 1, 1), tokens)
+    rows = torch.arange(tokens)[:, None] + torch.arange(heads) / 64
+    plan = TokenPlan(tokens, topology.world, 1)
+    own = shard(rows[None, ..., None].expand(1, -1, -1, 4), plan, torch.nan)
+    found, valid = list[bool](), plan.valid(dist.get_rank())
+    for mode, exchange in product(ROWS, ("split", "fused")):
+        method = Places()
+        layer = attention_layer(topology, mode, methods=[method], exchange=exchange)
+        layer.layer = 5
+        out = layer(own, own, own, valid_len=tokens, step=known)
+        found += [*method.seen, torch.equal(out[:, :valid], own[:, :valid] + 1)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(2, 1), Topology(1, 2), slow(Topology(2, 2))], ids=str
+)
+def test_a_method_is_told_what_it_gets(topology: Topology) -> None:
+    """Rows and heads of each piece of attention, of every mode, with padding on the last rank."""
+    for found in run(topology.world, told, topology, 13):
+        assert len(found) > 40 and all(found)

@@ -18,8 +18,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.conftest import slow
 from tests.dist import Ranks, launcher, run
+from tests.pipelines import on_cpu
+from wan.checkpoint.layout import describe
 from wan.cli import main as generate
-from wan.pipeline.vae import blueprint, published
+from wan.device import resolve
+from wan.distributed.exchange import ALONE
+from wan.pipeline.decoding import Codec
+from wan.pipeline.vae import Collected, blueprint, published
+from wan.run import make_setup
+from wan.settings.presets import PRESETS
 from wan.vae.layers import Downsample, ResidualBlock, Upsample, padded
 from wan.vae.network import Autoencoder
 from wan.vae.rows import WHOLE, Rows, State
@@ -278,3 +285,34 @@ def test_less_memory_than_it_takes(
     assert sorted(path.name for path in tmp_path.glob("*latents*")) == (
         ["v.latents.safetensors"] if ranks > 1 else []
     )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_an_idle_rank_waits_as_often_as_the_others_agree(
+    shared: bool, frames: int, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted on one process, since ranks that miss an agreement wait for a minute.
+
+    shared: The second rank has no row because there is one row; else the main rank has all.
+    """
+    agreed: list[object] = []
+    monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: agreed.append(None))
+    vae, asked = on_cpu("t2v-1.3B", tiny("t2v-1.3B")).vae, {"vae_parallel": shared}
+    setup = make_setup(asked, PRESETS["t2v-1.3B"], describe(tiny("t2v-1.3B")), world=2)[0]
+    counts: dict[str, list[int]] = {"encode": [], "decode": []}
+    for rank in (0, 1):
+
+        def rows(height: int, _: bool, rank: int = rank) -> ShardedRows:
+            made = ShardedRows(ALONE, (height, 0), CPU)
+            made.rank = rank
+            return made
+
+        codec, latents = Codec(setup, resolve("cpu"), vae.get, rows), random(16, frames, 1, 2)
+        codec.encode(random(3, 4 * frames - 3, 8, 16).tanh())
+        counts["encode"].append(len(agreed))
+        codec.decode(latents, Collected(CPU), lambda: None)
+        counts["decode"].append(len(agreed) - counts["encode"][-1])
+        agreed.clear()
+    for main, idle in counts.values():
+        assert main == idle > frames

@@ -17,6 +17,7 @@ from PIL import Image
 
 import wan
 from tests.conftest import slow
+from tests.numerics.recorded import STEP, Samples
 from tests.numerics.test_diffusers import TOLERANCE, official_scheduler
 from wan.checkpoint.keymaps import dit_diffusers_name, dit_official_name
 from wan.diffusers import apply_cache_on_pipe
@@ -57,6 +58,7 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any
     [
         ([0], 1.0),
         ([0, 2, 4], [1.0, 0.5, 0.25]),
+        ([4, 0, 2], [1.0, 0.5, 0.25]),  # whatever their order, hints go from the first on
         slow([0, 5], 0.7),
         slow([0, 1, 2, 3, 4, 5], 1.0),
     ],
@@ -86,6 +88,22 @@ def test_network(layers: list[int], scales: Any, heads: int, head_dim: int) -> N
     both = ours([x, -x], t, [control, -control], [context, -context], 105, scales)
     for together, one in zip(both, alone, strict=True):
         assert (together - one).abs().max() <= 2e-5
+
+
+@torch.no_grad()
+def test_samples_of_different_sizes() -> None:
+    """Each is computed by itself, and self-attention is told which of them it is."""
+    samples = Samples()
+    network, _ = twins([0, 3], 4, 8, attention=samples)
+    pair = [
+        (torch.randn(16, f, 4, 6), torch.randn(96, f, 4, 6), torch.randn(7, 48)) for f in (2, 1)
+    ]
+    t, (x, control, texts) = torch.tensor([1.0]), map(list, zip(*pair, strict=True))
+    both = network(x, t, control, texts, 12, [1.0, 0.5], step=STEP)
+    assert samples.seen == [0] * 8 + [1] * 8
+    for together, (latents, own, text) in zip(both, pair, strict=True):
+        alone = network([latents], t, [own], [text], 12, [1.0, 0.5], step=STEP)[0]
+        assert torch.equal(together, alone)
 
 
 @torch.no_grad()

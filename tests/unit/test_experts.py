@@ -9,7 +9,9 @@ import os
 import re
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +88,34 @@ def test_a_paused_video_leaves_its_device(solver: str) -> None:
     assert here() > others
     video.to(torch.device("meta"))
     assert here() == others
+
+
+def test_a_video_goes_on_where_its_network_is() -> None:
+    """What waited on the host is on the device again: all that either branch is given."""
+
+    here = torch.device("meta")
+    request, plain = six(sample_guide_scale=(2.0, 2.0))
+    control = {"vace_context": [torch.zeros(5, 1)], "vace_context_scale": 1.0}
+    more = {"y": torch.zeros(4, 1), "clip_fea": torch.zeros(1, 2, 3)}
+    given = {"cond": control, "uncond": control}
+    video = Denoising(request, replace(plain, given=given, **more))
+    video.advance(Recorder(), phases=1)
+    video.rest()
+    video.to(here)
+    calls: list[dict[str, Any]] = []
+
+    def forward(x: list[torch.Tensor], _: object, **given: Any) -> list[torch.Tensor]:
+        calls.append({"x": x, **given})
+        if len(calls) == 2:
+            raise InterruptedError  # latents without data cannot be looked at
+        return x
+
+    with pytest.raises(InterruptedError):
+        video.advance(SimpleNamespace(get=lambda _: forward))  # type: ignore[arg-type]
+    for call in calls:
+        listed = [one if isinstance(one, list) else [one] for one in call.values()]
+        tensors = [one for many in listed for one in many if isinstance(one, torch.Tensor)]
+        assert len(tensors) == 5 and {one.device for one in tensors} == {here}
 
 
 class Network(torch.nn.Module):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import wan
 from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.pipeline.conditioning import chained_channels
+from wan.pipeline.pipeline import Inputs
+from wan.pipeline.text import TextEncoder
 from wan.run import Run
 from wan.settings import recipes
 from wan.settings.errors import InputError
@@ -240,3 +244,34 @@ def test_overlap_changes_no_bit_and_survives_a_failure(
     monkeypatch.setattr(type(beside._pipeline.codec), "decode_alone", full)
     assert torch.equal(beside.generate("a", **args), plain)
     assert "decoded again, without overlap (no room)" in caplog.text
+
+
+def test_texts_are_embedded_once_and_not_kept(
+    model: Any, image_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long video among others loses none of theirs, and its own are gone with it."""
+    said, embed = list[str](), TextEncoder.__call__
+
+    def counted(self: TextEncoder, prompt: str) -> torch.Tensor:
+        said.append(prompt)
+        return embed(self, prompt)
+
+    monkeypatch.setattr(TextEncoder, "__call__", counted)
+    args: dict[str, Any] = {**QUICK, "img": str(image_path), "seed": 7, "n_prompt": "no"}
+    args |= {"sampling_steps": 1, "frame_num": 5, "output_type": "latent"}
+    long = {"input_prompt": "", "clip_prompts": ["b", "c"]}
+    list(model.generate_many([long, "a"], **args))
+    assert sorted(said) == ["a", "b", "c", "no"]
+    pipeline = model._pipeline
+    pipeline.keep_texts(["d"], request())
+    before, embeddings = {**pipeline.kept}, list[weakref.ref[torch.Tensor]]()
+    asked = request(clip_prompts=("b", "c"), num_clip=2, sample_steps=1, chain="latent")
+    with Image.open(image_path) as image:
+        clips = pipeline.clips(asked, Inputs(image.resize((48, 32))))
+        next(clips)
+        embeddings += [weakref.ref(x) for text, x in pipeline.kept.items() if text != "d"]
+        assert len(embeddings) == 3 and pipeline.kept["d"] is before["d"]
+        clips.close()  # as where a video is ended
+    assert pipeline.kept.keys() == before.keys() and not any(
+        one() is not None for one in embeddings
+    )

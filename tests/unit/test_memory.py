@@ -10,8 +10,11 @@ import pytest
 
 from wan import host
 from wan.checkpoint.layout import published
+from wan.cli import flags
+from wan.cli.resolve import resolve
 from wan.pipeline import memory
 from wan.pipeline.setup import Setup
+from wan.planner.measure import Planner
 from wan.run import make_setup
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
@@ -165,3 +168,83 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     command = [sys.executable, "-c", TRIMMED]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert int(said) > 80_000_000
+
+
+def test_the_largest_block_of_vace_has_two_buffers() -> None:
+    """By hand: 8 of the 40 blocks move with a control block, so a buffer must hold both."""
+    c, f, layers, controls = 5120, 13824, 40, 8
+    norms, modulation = 6 * c, 6 * c  # of q and k in both attentions, and norm3
+    block = 8 * (c * c + c) + 2 * c * f + f + c + norms + modulation
+    control, first = block + c * c + c, c * c + c
+    whole = layers * block + controls * control + first
+    outside = (4096 * c + c) + (c * c + c) + (256 * c + c) + (c * c + c) + 6 * (c * c + c)
+    outside += 64 * (c + 1) + 2 * c + 64 * c + c + 384 * c + c  # head and patches
+    average, largest = whole / layers, block + control + first
+    words = ("--task", "vace-14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda")
+    words += ("--offload_model", "block", "--convert_model_dtype", "--resident_blocks")
+    for held in (0, 4):
+        run = resolve(flags.parse(["--plan", *words, str(held)]), lambda *_: None, plan=True)
+        expected = 2 * (outside + held * average + 2 * largest)
+        sizes = memory.estimate(run.setup, run.request)
+        estimated = memory.stages(run.setup, run.request, sizes)["denoising"]["DiT weights"]
+        assert 0.95 * expected <= estimated <= expected
+    measured = Planner(run.setup, run.request).stages()["denoising"]["DiT weights"]
+    assert measured == pytest.approx(expected, rel=0.01)
+
+
+def needed(*words: object) -> dict[str, memory.Usage]:
+    """What a plan of 320 x 192 pixels on one GPU is estimated to take, in bfloat16."""
+    given = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
+    asked = flags.parse(["--plan", *given, *map(str, words)])
+    run = resolve(asked, lambda *_: None, plan=True)
+    return memory.stages(run.setup, run.request, memory.estimate(run.setup, run.request))
+
+
+PARAMETERS = {  # of the published files
+    "t2v-A14B": 14_288_491_584,
+    "i2v-A14B": 14_288_901_184,
+    "s2v-14B": 16_295_755_609,
+    "animate-14B": 17_274_816_884,
+}
+
+
+@pytest.mark.parametrize("task", PARAMETERS)
+def test_weights_are_estimated_a_little_below(task: str) -> None:
+    for offload, networks in (("true", 1), ("false", len(PRESETS[task].experts))):
+        found = needed("--task", task, "--offload_model", offload)["denoising"]["DiT weights"]
+        assert 0.98 <= found / (2 * networks * PARAMETERS[task]) <= 1
+
+
+def test_what_is_kept_beside_the_weights() -> None:
+    """By hand: keys and values of the text, streams, faces, and frames of a clip before."""
+    plain, vace = (needed("--task", t, "--frame_num", 9) for t in ("t2v-A14B", "vace-14B"))
+    tokens, each = 3 * 12 * 20, 2 * 2 * 512 * 5120 * 2  # of a layer: branches, and K and V
+    assert plain["denoising"]["text K/V"] == 40 * each
+    assert vace["denoising"]["text K/V"] == (40 + 8) * each
+    stream = vace["denoising"]["activations"] - plain["denoising"]["activations"]
+    assert stream == tokens * 5120 * 4, "the control has a residual stream of its own"
+    both = needed("--task", "t2v-A14B", "--frame_num", 9, "--offload_model", "false")
+    assert both["denoising"]["text K/V"] == 2 * 40 * each, "of each network that stays"
+    animate = needed("--task", "animate-14B", "--vae_tiling")
+    assert animate["denoising"]["pictures of the face"] == 3 * 77 * 512 * 512 * 4
+    assert animate["decoding"]["activations"] == 3 * 77 * 320 * 192 * 4
+    s2v = needed("--task", "s2v-14B", "--vae_tiling")  # 19 latent frames stand before its 20
+    assert s2v["decoding"]["activations"] == 3 * (4 * (19 + 20) - 3) * 320 * 192 * 4
+    before = needed("--task", "s2v-14B", "--device", "cpu")
+    for stage in ("denoising", "decoding"):
+        assert before[stage]["frames of the clip before"] == 3 * 73 * 320 * 192 * 4
+
+
+def test_a_clip_is_decoded_beside_the_next_one() -> None:
+    """The last one has no next one, and there is one VAE."""
+    chain = ("--task", "i2v-A14B", "--chain", "latent", "--num_clip", 3, "--frame_num", 9)
+    apart, beside = needed(*chain), needed(*chain, "--overlap_decoding")
+    assert beside["decoding"] == apart["decoding"]
+    assert beside["denoising"] == apart["denoising"] + apart["decoding"]
+
+
+@pytest.mark.parametrize("task", ["s2v-14B", "animate-14B"])
+def test_weights_that_are_used_where_they_are_mapped_take_nothing(task: str, tiny) -> None:
+    """Those of attention to the sound or the face, too, which are not named as blocks."""
+    words = ("--task", task, "--ckpt_dir", tiny(task), "--device", "cpu", "--precision", "bf16")
+    assert not needed(*words)["denoising"]["DiT weights"]

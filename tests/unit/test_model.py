@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.numerics.recorded import STEP, Samples
 from wan.kernels.base import StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import Collaborators, LocalAttention
@@ -78,9 +79,12 @@ def test_a_batch_equals_its_samples() -> None:
 
 @torch.no_grad()
 def test_samples_of_different_sizes() -> None:
-    net = model()
+    samples = Samples()
+    net = model(collaborators=Collaborators(samples))
     (a, text_a), (b, text_b) = inputs(0), inputs(1, (2, 2, 4))
-    both = net([a, b], torch.tensor([500]), [text_a, text_b], 18)
+    both = net([a, b], torch.tensor([500]), [text_a, text_b], 18, step=STEP)
+    assert samples.seen == [0, 0, 1, 1]
+    net = model()
     assert torch.equal(both[0], net([a], torch.tensor([500]), [text_a], 18)[0])
     assert torch.equal(both[1], net([b], torch.tensor([500]), [text_b], 18)[0])
 
@@ -225,6 +229,9 @@ def test_rope_tables_are_built_once_per_grid() -> None:
         assert first is second
         for found, expected in zip(first, rope_table(grid, 24), strict=True):
             assert torch.equal(found, expected)
+    half = tables.get((1, 3, 4), torch.device("cpu"), lambda x, _: x[:, 6:])
+    for found, expected in zip(half, rope_table((1, 3, 4), 24), strict=True):
+        assert torch.equal(found, expected[6:]), "another device's rows"
 
 
 def test_axis_sizes() -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,10 @@ from wan.checkpoint.source import Source
 from wan.cli import flags
 from wan.cli import main as generate
 from wan.cli.resolve import resolve
-from wan.pipeline import memory
+from wan.modules.animate import WanAnimateModel
+from wan.modules.s2v import WanModel_S2V
+from wan.modules.vace import VaceWanModel
+from wan.pipeline import memory, residency
 from wan.pipeline.residency import streamed
 from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
@@ -289,6 +293,153 @@ def test_rows_of_a_table_come_from_its_file(dtype: torch.dtype) -> None:
     assert torch.equal(found, counted.plain.table(ids).to(dtype)) and found.dtype == dtype
     assert counted.read["table.weight"] == 2
     assert network.table.weight.untyped_storage().nbytes() == dtype.itemsize
+
+
+class Beside(nn.Module):
+    """Blocks, behind every second of which something runs that moves with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(LAYERS))
+        self.early, self.late = (
+            nn.ModuleList(nn.Linear(3, 3) for _ in range(LAYERS // 2)) for _ in range(2)
+        )
+
+    def behind(self, layer: int) -> tuple[nn.Module, ...]:
+        return () if layer % 2 else (self.early[layer // 2], self.late[layer // 2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, block in enumerate(self.blocks):
+            x = block(x)
+            for module in self.behind(layer):
+                x = module(x)
+        return x
+
+
+class Ordered:
+    """Stands for an accelerator's two streams, and writes down what they are asked for."""
+
+    log: list[str]
+
+    def __init__(self, _: object) -> None: ...
+
+    def event(self) -> list[str]:
+        return []
+
+    def uses(self, memory: Tensor) -> None: ...
+
+    def copied(self, event: object) -> None: ...
+
+    def compute_after(self, event: object) -> None: ...
+
+    def computed(self, event: list[str]) -> None:
+        event[:] = self.log[-1:]
+
+    def copy(self, target: Tensor, parts: object, after: list[str]) -> None:
+        self.log.append(f"copy after {''.join(after)}")
+
+
+class Unpinned:
+    """Stands for page-locked memory, which only an accelerator has."""
+
+    def __init__(self, size: int) -> None: ...
+
+    def parts(self, start: int, size: int) -> list[object]:
+        return []
+
+    def keep(self, start: int, values: Tensor) -> None: ...
+
+
+def test_a_buffer_is_free_when_all_that_moves_with_a_block_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an accelerator a copy into it waits for the last module that was behind its block."""
+    monkeypatch.setattr(residency, "CopyStream", Ordered)
+    monkeypatch.setattr(residency, "Pinned", Unpinned)
+    meta, Ordered.log = torch.device("meta"), []
+    with meta:
+        network = Beside().requires_grad_(False)
+    sources = {
+        name: Source(x.dtype, tuple(x.shape), lambda rows, x=x: x[rows])
+        for name, x in Beside().named_parameters()
+    }
+    adapt = streamed(
+        *(as_stored, "blocks", meta, lambda *_: torch.float32),
+        behind=lambda network, layer: network.behind(layer),
+    )
+    fill(
+        network,
+        adapt(network, sources),
+        device=meta,
+        dtype_of=lambda *_: torch.float32,
+        label="sum",
+    )
+    for kind in ("blocks", "early", "late"):
+        for index, module in enumerate(network.get_submodule(kind)):
+            name = f"{kind} {index}"
+            module.register_forward_pre_hook(lambda *_, name=name: Ordered.log.append(name))
+    for _ in range(2):
+        network(torch.empty(2, 3, device=meta))
+    first, second = ["blocks 0", "early 0", "late 0"], ["blocks 2", "early 1", "late 1"]
+    after_late, after_plain = ("copy after late 1", "copy after blocks 1"), "copy after blocks 3"
+    assert Ordered.log == [
+        *("copy after ", "copy after ", *first, "copy after late 0", "blocks 1"),
+        *(after_late[1], *second, after_late[0], "blocks 3"),
+        *(after_plain, *first, "copy after late 0", "blocks 1"),
+        *(after_late[1], *second, after_late[0], "blocks 3"),
+    ]
+
+
+NETWORKS: dict[str, Callable[[], Any]] = {
+    "vace": partial(VaceWanModel, (0, 2), 4),
+    "s2v": partial(WanModel_S2V, audio_dim=4, audio_inject_layers=(3, 0)),
+    "animate": partial(WanAnimateModel, image_dim=6),
+}
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+@torch.no_grad()
+def test_the_last_module_that_moves_with_a_block_is_called_last(kind: str) -> None:
+    """Of each network that has some; and every module of it that is called moves with a block."""
+    small = {"dim": 24, "num_heads": 2, "ffn_dim": 16, "freq_dim": 8, "text_dim": 4, "text_len": 3}
+    with mock.patch("wan.modules.animate.MotionEncoder", lambda _: Flat()):
+        network = NETWORKS[kind](num_layers=5, **small)
+    order: list[nn.Module] = []
+    for one in network.modules():
+        one.register_forward_hook(lambda module, *_: order.append(module))
+    given = {
+        "vace": {"vace_context": [torch.zeros(4, 2, 8, 8)]},
+        "s2v": {
+            "ref_latents": [torch.zeros(16, 1, 8, 8)],
+            "motion_latents": [torch.zeros(16, 19, 8, 8)],
+            "cond_states": None,
+            "audio_input": torch.zeros(1, 25, 4, 8),
+        },
+        "animate": {
+            "clip_fea": torch.zeros(1, 2, 6),
+            "y": [torch.zeros(20, 2, 8, 8)],
+            "pose_latents": torch.zeros(1, 16, 1, 8, 8),
+            "face_pixel_values": torch.zeros(1, 3, 1, 512, 512),
+        },
+    }[kind]
+    x, text = torch.zeros(16, 2, 8, 8), torch.zeros(2, 4)
+    network([x], torch.tensor([1]), context=[text], seq_len=99, **given)
+    groups = [(block, *network.behind(layer)) for layer, block in enumerate(network.blocks)]
+    assert {len(group) > 1 for group in groups} == {False, True}
+    places = {module: place for place, module in enumerate(order)}
+    ends = [places[group[-1]] for group in groups]
+    begin = -1
+    for group, end in zip(groups, ends, strict=True):
+        inside = {part for module in group for part in module.modules() if part in places}
+        assert all(begin < places[part] <= end for part in inside)
+        begin = end
+
+
+class Flat(nn.Module):
+    """Stands for the motion encoder, which takes seconds."""
+
+    def forward(self, faces_P3HW: Tensor) -> Tensor:
+        return faces_P3HW.flatten(1)[:, :512]
 
 
 def test_a_network_that_is_kept_is_whole(deep: Any, one_thread: None) -> None:

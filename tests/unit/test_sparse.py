@@ -260,6 +260,20 @@ def test_refresh(name: str) -> None:
     assert cache.get(here, (1, 1, 2, 3)) is None
 
 
+def test_each_call_of_a_step_has_a_mask_of_its_own() -> None:
+    """Samples, branches, layers and parts of the heads take turns, step by step."""
+    cache, made = MaskCache(lambda steps: 3, refresh=4), dict[object, torch.Tensor]()
+    turns = [*product((0, 1), ("cond", "uncond"), (0, 1), (0, 2))]
+    for index, turn in product((3, 4, 5), turns):
+        names = ("sample", "branch", "layer", "first_head")
+        here = call((1, 1, 1), index=index, **dict(zip(names, turn, strict=True)))
+        found = cache.get(here, (1, 1, 2, 2))
+        assert found is made.get(turn), (index, turn)
+        if found is None:
+            made[turn] = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+            cache.put(here, made[turn])
+
+
 def test_masks_in_memory() -> None:
     """Those of one expert; none where each step makes its own, or after their last use."""
     for refresh, kept in ((2, 3), (1, 0)):

@@ -5,11 +5,13 @@ Legend: B batch, L tokens, C channels.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +357,60 @@ def test_branches_samples_and_runs_have_their_own() -> None:
     cache.begin(listed(False, False))
     through(cache, blocks, x, step(1))
     assert blocks.calls == [3]
+
+
+TURNS = [(branch, sample) for branch in policy.BRANCHES for sample in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["tea", "attention"])
+def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
+    """They take turns in a step."""
+    cache, added = kept(name), {turn: torch.randn(1, 6, 4) for turn in TURNS}
+    cache.begin(listed(True, False, True))
+    for index, (branch, sample) in product((0, 1), TURNS):
+        at = replace(step(index, branch=branch), sample=sample)
+        own = added[branch, sample] + index
+        with torch.inference_mode():
+            if name == "attention":
+                found = cache(lambda own=own: own, at, 0)
+            else:
+                blocks = lambda x, *_, own=own: x.add_(own)  # noqa: E731
+                found = cache(torch.zeros(1, 6, 4), blocks, at, 6, torch.float32)
+        assert torch.equal(found, added[branch, sample]), (index, branch, sample)
+    assert cache.skipped == {"cond": [1], "uncond": [1]}
+
+
+@pytest.mark.parametrize("name", ["tea", "attention", "cfg"])
+def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
+    """Also where it ends before a step that would have used it."""
+    cache, shape = kept(name), (1, 6, 4)
+    cache.begin(listed(True, False))
+
+    def alive() -> int:
+        gc.collect()
+        tensors = [x for x in gc.get_objects() if isinstance(x, Tensor)]
+        return sum(x.shape == shape or x.dtype == torch.complex64 for x in tensors)
+
+    before = alive()
+    with torch.inference_mode():
+        if name == "tea":
+            cache(torch.ones(shape), Blocks(1.0), step(0), 6, torch.float32)
+        elif name == "attention":
+            cache(lambda: torch.ones(shape), step(0), 0)
+        else:
+            cache(0, both_here, lambda branch: torch.ones(1, 1, 6, 4))
+    assert alive() > before, "it is kept for the next step"
+    cache.end()
+    assert alive() == before
+
+
+def test_small_changes_add_up() -> None:
+    """A step is compared with the last one that was computed, not with the last one."""
+    cache, x = kept("first_block", step_cache_threshold=0.2), torch.randn(1, 6, 4)
+    cache.begin(listed(*[False] * 4))
+    for index in range(4):
+        through(cache, Blocks(1.0, 1.0), 1.15**index * x, step(index))
+    assert cache.computed == {"cond": [0, 2]} and cache.skipped == {"cond": [1, 3]}
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3])

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wan.distributed.exchange import ALONE
 from wan.distributed.ring import RING_TYPES, Merged, hops
+from wan.distributed.tokens import ShardedTokens
 from wan.settings.schedule import TokenPlan
 
 CALM = settings(deadline=None)  # the machine may be busy
@@ -68,6 +70,28 @@ def test_runs_follow_their_tokens(lengths: list[int], ranks: int, multiple: int)
         counts = plan.runs(lengths, rank)
         assert list(counts) == [mine.count(run) for run in range(len(lengths))]
         assert sum(counts) == plan.shard_len
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_shard_has_memory_of_its_own(ranks: int, multiple: int, ordered: bool) -> None:
+    """Blocks update it in place, and the whole sequence may be used again."""
+    order = (lambda _: torch.arange(5, -1, -1)) if ordered else None
+    whole = torch.arange(1.0, 13).view(1, 6, 2)
+    arranged, before = whole.flip(1) if ordered else whole.clone(), whole.clone()
+    tokens, found = ShardedTokens(ALONE, multiple, order), []
+    for rank in range(ranks):
+        tokens.ranks, tokens.rank = ranks, rank
+        found.append(tokens.shard(whole, (1, 2, 3)))
+        assert torch.equal(
+            torch.cat(found, dim=1)[:, :6], arranged[:, : len(found[0][0]) * (rank + 1)]
+        )
+        kept = found[-1].clone()
+        found[-1].zero_()
+        assert torch.equal(whole, before)
+        assert found[-1].untyped_storage().nbytes() == found[-1].nbytes, "nothing else is held"
+        found[-1] = kept
 
 
 @pytest.mark.parametrize(("ring_type", "size"), RINGS)

@@ -33,10 +33,9 @@ from wan.modules.framewise import (
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import After, Conditioning, WanModel, embedded, patches
 from wan.modules.textcache import KeptByInput
-from wan.settings.presets import FACE_SIDE
+from wan.settings.presets import FACE_EVERY, FACE_SIDE
 from wan.settings.schedule import Grid
 
-EVERY = 5  # blocks: behind the first of so many comes a face adapter
 _BLUR = (1.0, 3.0, 3.0, 1.0)  # rows and columns of the motion encoder's blurs, times 8
 _MOTIONS = 20  # directions that a face's motion is made of
 _WIDTHS = (32, 64, 128, 256, 512, 512, 512, 512)  # channels of the motion encoder, by halvings
@@ -80,15 +79,17 @@ class WanAnimateModel(WanModel):
             image_dim=image_dim,
             collaborators=given,
         )
-        if self.num_layers % EVERY:
-            raise ValueError(f"num_layers is {self.num_layers}; it must be a multiple of {EVERY}.")
+        if self.num_layers % FACE_EVERY:
+            raise ValueError(
+                f"num_layers is {self.num_layers}; it must be a multiple of {FACE_EVERY}."
+            )
         dim = self.dim
         self.pose_patch_embedding = nn.Conv3d(16, dim, self.patch_size, self.patch_size)
         self.motion_encoder = MotionEncoder(motion_encoder_dim)
         self.face_encoder = FaceEncoder(motion_encoder_dim, dim)
         self.face_adapter = nn.Module()
         self.face_adapter.fuser_blocks = nn.ModuleList(
-            FaceAttention(dim, self.num_heads, given) for _ in range(self.num_layers // EVERY)
+            FaceAttention(dim, self.num_heads, given) for _ in range(self.num_layers // FACE_EVERY)
         )
         self._faces = KeptByInput[_Seen](2) if given.text_kv_cache else None
 
@@ -136,7 +137,7 @@ class WanAnimateModel(WanModel):
 
     def behind(self, layer: int) -> Sequence[nn.Module]:
         blocks: Any = self.face_adapter.fuser_blocks
-        return () if layer % EVERY else (blocks[layer // EVERY],)
+        return () if layer % FACE_EVERY else (blocks[layer // FACE_EVERY],)
 
     def _conditioning(self, seen: _Seen, pose: Tensor, grid: Grid) -> Conditioning:
         tokens, frame = math.prod(grid), math.prod(grid[1:])
@@ -152,7 +153,7 @@ class WanAnimateModel(WanModel):
         def after(layer: int) -> After:
             return lambda x_BLC, _: self._attend_to_face(x_BLC, layer, seen, frames, runs)
 
-        layers = range(0, self.num_layers, EVERY)
+        layers = range(0, self.num_layers, FACE_EVERY)
         return Conditioning(
             rope, first, own, video, after={layer: after(layer) for layer in layers}
         )

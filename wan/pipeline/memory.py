@@ -28,7 +28,7 @@ from wan.settings.devices import Capabilities
 from wan.settings.errors import InputError
 from wan.settings.execution import buffers
 from wan.settings.numerics import keeps_fp32
-from wan.settings.presets import FACE_SIDE
+from wan.settings.presets import FACE_EVERY, FACE_SIDE
 from wan.settings.request import Request
 from wan.settings.sound import MOTION_FRAMES, MOTION_LATENTS
 
@@ -145,9 +145,9 @@ def stages(setup: Setup, request: Request, sizes: Sizes) -> dict[str, Usage]:
     resident = dit.kept + Usage({"DiT weights": dit.weights - absent * dit.block + more})
     resident = Usage({name: networks * size for name, size in resident.items()})
     before = _clip_before(request) if device == "cpu" else Usage()
-    if overlaps(setup, request):
-        before += vae - stays + sizes.decoding
-    stage("denoising", resident, dit.activations + _latents(request) + _faces(request) + before)
+    beside = vae - stays + sizes.decoding if overlaps(setup, request) else Usage()
+    denoising = dit.activations + _latents(request) + _faces(request) + before
+    stage("denoising", resident, denoising + beside)
     stage("decoding", vae - stays, sizes.decoding + before)
     return found
 
@@ -282,7 +282,8 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
     e = _ITEMSIZE[execution.dit_precision_on(device)]
     fp32 = e if execution.convert_model_dtype else 4
     control = setup.checkpoint.control_blocks  # of VACE; each moves with a block
-    one, largest = (8 * c + 2 * f) * c * e, 0
+    image = 2 * c if config["image_dim"] else 0  # keys and values of an image's tokens
+    one, largest = (8 * c + 2 * f + image) * c * e, 0
     block = (one * (layers + control) + c * c * e * control) // layers
     if control and device != "cpu" and setup.quantised is None and not setup.kept(device):
         largest = 2 * one + c * c * e
@@ -299,9 +300,12 @@ def _transformer(setup: Setup, request: Request) -> NetworkSize:
     if "audio_inject_layers" in config:  # of S2V; each moves with a block
         injected = len(cast(SoundConfig, config)["audio_inject_layers"])
         block += injected * 6 * c * c * e // layers
+    if setup.preset.kind == "animate":  # every fifth block attends to the face
+        block += -(-layers // FACE_EVERY) * 4 * c * c * e // layers
     outside = (config["text_dim"] + c) * c * e + (config["freq_dim"] + 7 * c) * c * fp32
     if device == "cpu" and not parallel.dit_fsdp:
         in_blocks, elsewhere = _mapped_dit(setup)
+        in_blocks += max(0, elsewhere - outside)  # of what moves with blocks under other names
         block, outside = max(0, block - in_blocks // layers), max(0, outside - elsewhere)
     branches = 2 if request.guided and parallel.cfg_size == 1 else 1
     text = branches * execution.text_kv_cache * config["text_len"] * c * e

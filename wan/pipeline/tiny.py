@@ -33,12 +33,11 @@ from transformers import (
 
 from wan.checkpoint import keymaps
 from wan.checkpoint.layout import SOUND_ENCODER, published
-from wan.modules.animate import EVERY
 from wan.modules.networks import network
 from wan.output_files import write_folder
 from wan.pipeline.vae import STATISTICS
 from wan.settings.errors import InputError
-from wan.settings.presets import PRESETS, Preset
+from wan.settings.presets import FACE_EVERY, PRESETS, Preset
 from wan.settings.sound import CONVOLUTIONS, SOUND_LAYERS, STATED
 
 NamedTensors = OrderedDict[str, Tensor]
@@ -149,7 +148,7 @@ class RandomNetworks:
             layers = sizes.get("num_layers", small["num_layers"])
             small |= {"audio_dim": SOUND_DIM, "audio_inject_layers": tuple(range(layers))[:2]}
         if task.kind == "animate":
-            small["num_layers"] = EVERY
+            small["num_layers"] = FACE_EVERY
         if task.kind == "vace":  # control blocks behind the first and the last of three
             layers = sizes.get("num_layers", 3)
             small |= {"num_layers": layers, "vace_layers": tuple(sorted({0, layers - 1}))}

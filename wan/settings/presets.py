@@ -23,6 +23,7 @@ SPEAKING = (
 """Likewise, of videos that follow a sound."""
 
 TRAIN_TIMESTEPS = 1000
+FACE_EVERY = 5  # blocks: behind the first of so many a face is attended to
 FACE_SIDE = 512  # pixels of the faces that move a character
 CONTROL_CHANNELS = 96  # of VACE: what is kept, what is changed (16 each), and the mask (64)
 MAX_POSITIONS = 1024  # rotary positions per axis the networks were built for

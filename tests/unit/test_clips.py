@@ -1,0 +1,304 @@
+"""Clips of S2V and Animate: what each is given and hands on, by the official recipe, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from transformers import Wav2Vec2FeatureExtractor, Wav2Vec2Model
+
+from wan.log import Stages
+from wan.pipeline import characters, clips, sound
+from wan.pipeline.driving import DrivingVideos, padded, places
+from wan.pipeline.driving import clips as count_clips
+from wan.pipeline.media import PoseVideo, Sound
+from wan.pipeline.pipeline import Inputs, Sharing
+from wan.settings.presets import PRESETS
+from wan.settings.request import make_request
+
+TEXTS = torch.full((2, 4), 1.0), torch.full((3, 4), -1.0)
+SAMPLING = {"prompt": "", "base_seed": 7, "sample_steps": 2, "sample_guide_scale": (2.0, 2.0)}
+
+
+def encoded(video_3FHW: Tensor) -> Tensor:
+    """Stands for the VAE: means over time, first frame apart, and over cells of 8 x 8 pixels."""
+    ends = range(1, video_3FHW.shape[1] + 1, 4)
+    means = torch.stack([video_3FHW[:, max(0, i - 4) : i].mean(dim=1) for i in ends], dim=1)
+    return F.pad(F.avg_pool2d(means, 8), (0, 0) * 3 + (0, 13))
+
+
+class Loop:
+    """Stands for a pipeline; its network says nothing, and keeps what it is given.
+
+    Attributes:
+        calls: Of each forward its branch and what it is given by name; "x": the latents.
+        decoded: Latents and frames of each decoding; the frames are random.
+        looked: What CLIP has seen.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.decoded: list[tuple[Tensor, Tensor]] = []
+        self.looked: list[Tensor] = []
+        self.stages, self.sharing, self.vae = Stages(lambda: None), Sharing(), object()
+        self.device, self.experts = SimpleNamespace(torch_device=torch.device("cpu")), self
+        self.encode = encoded
+
+    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
+        return TEXTS
+
+    def sound_rows(self, sound: Tensor, count: int) -> Tensor:
+        return sound[..., :count]
+
+    def look(self, images: list[Tensor]) -> Tensor:
+        self.looked += images
+        return torch.ones(1, 5, 6)
+
+    def advanced(self, video: Any) -> Tensor:
+        return video.advance(self)
+
+    def get(self, _: str) -> Any:
+        return self._forward
+
+    def _forward(self, x: list[Tensor], t: Tensor, *, step: Any, **more: Any) -> list[Tensor]:
+        self.calls.append((step.branch, {**more, "x": x[0].clone()}))
+        return [torch.zeros_like(x[0])]
+
+    def prefetch(self, _: str) -> None: ...
+
+    def done(self, _: object) -> None: ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        draw = torch.Generator().manual_seed(len(self.decoded))
+        _, f, h, w = latents.shape
+        frames = torch.rand(3, 4 * f - 3, 8 * h, 8 * w, generator=draw) * 2 - 1
+        self.decoded.append((latents.clone(), frames))
+        return frames.clone()
+
+    def of_clip(self, index: int, branch: str) -> list[dict[str, Any]]:
+        """What the network was given in both steps of a clip."""
+        own = self.calls[4 * index : 4 * index + 4]
+        return [given for name, given in own if name == branch]
+
+
+def same(found: Tensor, expected: Tensor, what: str = "") -> None:
+    assert found.shape == expected.shape, what
+    assert (found - expected).abs().max() <= 1e-5, what
+
+
+def picture(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def levels(pixels: Any) -> Tensor:
+    """Bytes [...,3] as [3,...] in [-1, 1]."""
+    return torch.from_numpy(np.array(pixels)).movedim(-1, 0).float().div(127.5).sub(1)
+
+
+def antialiased(frame: np.ndarray, side: int) -> Tensor:
+    """A square frame scaled by Pillow in floats, [3,side,side] in [-1, 1]."""
+    planes = [Image.fromarray(plane.astype(np.float32)) for plane in np.moveaxis(frame, -1, 0)]
+    made = [plane.resize((side, side), Image.Resampling.BILINEAR) for plane in planes]
+    return torch.from_numpy(np.stack([np.asarray(plane) for plane in made])) / 127.5 - 1
+
+
+@pytest.mark.parametrize("from_picture", [False, True])
+@pytest.mark.parametrize("posed", [False, True])
+def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
+    """Three clips of 8 frames; the poses end in the second one, and leave columns empty."""
+    image, poses = picture(128, 64), np.random.default_rng(2).integers(0, 256, (11, 96, 96, 3))
+    poses = poses.astype(np.uint8)
+    values = {**SAMPLING, "infer_frames": 8, "num_clip": 3, "start_from_ref": from_picture}
+    request = make_request(PRESETS["s2v-14B"], {**values, "max_area": 128 * 64}, (128, 64))
+    rows = torch.randn(1, 25, 6, 24)
+    pose = SimpleNamespace(frames=lambda: iter(poses)) if posed else None
+    loop: Any = Loop()
+    done = list(clips.made(loop, request, Inputs(image, sound=rows, pose=pose)))  # type: ignore[arg-type]
+    assert len(done) == 3 and len(loop.calls) == 3 * 2 * 2
+    reference, history = encoded(levels(image)[:, None]), torch.zeros(3, 73, 64, 128)
+    if from_picture:
+        history[:, -6:] = levels(image)[:, None]
+    scaled = torch.stack([antialiased(frame, 64) for frame in poses], dim=1)
+    shown = torch.cat((F.pad(scaled, (32, 32)), torch.full((3, 13, 64, 128), -1.0)), dim=1)
+    for index, clip in enumerate(done):
+        alone = index == 0 and not from_picture
+        noise = torch.randn(16, 2, 8, 16, generator=torch.Generator().manual_seed(7 + index))
+        same(loop.of_clip(index, "cond")[0]["x"], noise, "noise")
+        motion, own = encoded(history), slice(8 * index, 8 * index + 8)
+        for branch, text, heard in (
+            ("cond", TEXTS[0], rows[..., own]),
+            ("uncond", TEXTS[1], torch.zeros(1, 25, 6, 8)),
+        ):
+            for given in loop.of_clip(index, branch):
+                assert given["context"][0] is text and given["drop_motion_frames"] == alone
+                same(given["audio_input"], heard, branch)
+                same(given["ref_latents"][0], reference)
+                if not alone:
+                    same(given["motion_latents"][0], motion, "end of the clip before")
+                if not posed:
+                    assert given["cond_states"] is None
+                    continue
+                frames = shown[:, own]
+                repeated = torch.cat((frames[:, :1], frames), dim=1)
+                same(given["cond_states"][0], encoded(repeated)[:, 1:], "poses")
+        latents, frames = loop.decoded[index]
+        same(latents, torch.cat((reference if alone else motion, clip.latents), dim=1))
+        new = frames[:, -5 if alone else -8 :]
+        assert clip.frames is not None and torch.equal(clip.frames, new)
+        history = torch.cat((history, new), dim=1)[:, -73:]
+
+
+@pytest.mark.parametrize(("replaces", "again"), [(False, 1), (True, 1), (False, 5), (True, 5)])
+def test_clips_of_a_character(replaces: bool, again: int) -> None:
+    """Poses of 23 frames, in clips of 13; behind their end they run back."""
+    random, size = np.random.default_rng(3), (64, 48)
+    sides = {"pose": (48, 64), "face": (512, 1), "background": (48, 64), "mask": (48, 64)}
+    videos = {n: random.integers(0, 256, (23, *s, 3), dtype=np.uint8) for n, s in sides.items()}
+    videos["face"] = np.broadcast_to(videos["face"], (23, 512, 512, 3))
+    takes: Any = {name: lambda at, x=x: x[list(at)] for name, x in videos.items()}
+    driving = DrivingVideos(picture(31, 48), size, 23, 30.0, takes)
+    count = count_clips(23, 13, again)
+    values = {**SAMPLING, "frame_num": 13, "refert_num": again, "replace_flag": replaces}
+    values |= {"size": size, "source_frames": 23, "num_clip": count}
+    request, loop = make_request(PRESETS["animate-14B"], values), Loop()
+    assert count == {1: 2, 5: 3}[again]
+    made: Any = characters.made(loop, request, Inputs(driving=driving))  # type: ignore[arg-type]
+    done, draw = list(made), torch.Generator().manual_seed(7)
+    order = [*range(23), *range(21, 0, -1)]
+    shown = F.pad(levels(driving.picture), (16, 17), value=-1)
+    same(loop.looked[0], shown)
+    before: Tensor | None = None
+    for index, clip in enumerate(done):
+        start = index * (13 - again)
+        taken = order[start : start + 13]
+        own = {name: levels(x[taken]) for name, x in videos.items()}
+        noise = torch.randn(16, 5, 6, 8, generator=draw)
+        same(loop.of_clip(index, "cond")[0]["x"], noise, "noise")
+        known, keep = torch.zeros(3, 13, 48, 64), torch.zeros(13, 6, 8)
+        if replaces:
+            known = own["background"].clone()
+            keep = 1 - torch.from_numpy(videos["mask"][taken, ::8, ::8, 0] / 255).float()
+        if before is not None:
+            known[:, :again], keep[:again] = before, 1
+        folded = torch.empty(4, 4, 6, 8)
+        for channel in range(4):
+            folded[channel, 0] = keep[0]
+            for frame in (1, 2, 3):
+                folded[channel, frame] = keep[4 * frame - 3 + channel]
+        reference = torch.cat((torch.ones(4, 1, 6, 8), encoded(shown[:, None])))
+        y = torch.cat((reference, torch.cat((folded, encoded(known)))), dim=1)
+        faces = {"cond": own["face"], "uncond": torch.full((3, 13, 512, 512), -1.0)}
+        for (branch, face), text in zip(faces.items(), TEXTS, strict=True):
+            for given in loop.of_clip(index, branch):
+                assert given["context"][0] is text
+                same(given["face_pixel_values"][0], face, branch)
+                same(given["pose_latents"][0], encoded(own["pose"]))
+                same(given["y"][0], y, "what is known")
+                same(given["clip_fea"], torch.ones(1, 5, 6))
+        latents, frames = loop.decoded[index]
+        same(latents, clip.latents[:, 1:])
+        frames = frames[:, again if index else 0 :]
+        before = frames[:, -again:]
+        last = 23 - start - again if index + 1 == count else 13
+        assert clip.frames is not None and torch.equal(clip.frames, frames[:, :last])
+    assert sum(clip.frames.shape[1] for clip in done) == 23
+
+
+def test_frames_behind_the_end_of_a_video() -> None:
+    """It runs back and forth, and neither its last nor its first frame comes twice."""
+    assert places(0, 4, 4) == [0, 1, 2, 3]
+    assert places(2, 11, 4) == [2, 3, 2, 1, 0, 1, 2, 3, 2, 1, 0]
+    assert places(5, 4, 2) == [1, 0, 1, 0]
+    table = {(9, 9, 1): 1, (10, 9, 1): 2, (17, 9, 1): 2, (18, 9, 1): 3, (13, 9, 5): 2, (3, 9, 1): 1}
+    assert {given: count_clips(*given) for given in table} == table
+
+
+@pytest.mark.parametrize("size", [(24, 10), (7, 30), (9, 5), (20, 10)])
+def test_a_character_between_bars(size: tuple[int, int]) -> None:
+    """OpenCV's bilinear interpolation pixel by pixel, in whole numbers, between black bars."""
+    (columns, rows), (width, height) = size, (12, 6)
+    source = np.asarray(picture(width, height)).astype(int)
+    scale = rows / height if height / width > rows / columns else columns / width
+    inner = int(width * scale), int(height * scale)
+    expected = np.zeros((rows, columns, 3), int)
+    left, top = (columns - inner[0]) // 2, (rows - inner[1]) // 2
+
+    def weights(place: int, own: int, side: int) -> tuple[int, int, int]:
+        centre = np.float32((place + 0.5) * own / side - 0.5)
+        first = int(np.floor(centre))
+        return first, round(2048 * (1 - (centre - first))), round(2048 * (centre - first))
+
+    for row in range(inner[1]):
+        y, b0, b1 = weights(row, height, inner[1])
+        upper, lower = source[max(y, 0)], source[min(y + 1, height - 1)]
+        for column in range(inner[0]):
+            x, a0, a1 = weights(column, width, inner[0])
+            if x < 0 or x >= width - 1:
+                x, a0, a1 = min(max(x, 0), width - 1), 2048, 0
+            after = min(x + 1, width - 1)
+            above, below = (a0 * line[x] + a1 * line[after] for line in (upper, lower))
+            value = ((b0 * (above >> 4)) >> 16) + ((b1 * (below >> 4)) >> 16) + 2 >> 2
+            expected[top + row, left + column] = value
+    if inner == (width, height):
+        expected[top : top + height, left : left + width] = source
+    assert (padded(source.astype(np.uint8), size) == expected).all()
+
+
+def test_the_picture_of_a_speaker() -> None:
+    """Its shorter side becomes the video's, its middle is taken, and black is beside it."""
+    wide = clips.framed(Image.new("RGB", (832, 480), "white"), (832, 448))
+    lit = np.asarray(wide)[..., 0] > 0
+    assert lit.shape == (448, 832) and lit[:, 28:-28].all()
+    assert not lit[:, :28].any() and not lit[:, -28:].any()
+    shown = picture(100, 64)
+    assert (np.asarray(clips.framed(shown, (64, 64))) == np.asarray(shown)[:, 18:82]).all()
+    high = clips.framed(shown.transpose(Image.Transpose.ROTATE_90), (128, 64)).convert("L")
+    assert (np.asarray(high)[:, 31:97] > 0).mean() > 0.95 and not np.asarray(high)[:, :30].any()
+
+
+def test_every_how_many_frames_a_pose_is_taken() -> None:
+    """Halves are rounded to even numbers, as officially."""
+    table = {8: 1, 16: 1, 24: 2, 25: 2, 30: 2, 40: 2, 56: 4, 60: 4}
+    found = {fps: PoseVideo(Path("x"), (8, 8), fps, [], []).step for fps in table}
+    assert found == table
+
+
+def test_the_sound_of_each_frame() -> None:
+    """The nearest of 30 features a second for 16 frames; halves to even; zeros behind the end."""
+    heard = torch.arange(1.0, 25).expand(2, 3, 24)
+    found = sound.rows(heard, 16)
+    assert found.shape == (1, 2, 3, 16)
+    expected = [0, 2, 4, 6, 8, 9, 11, 13, 15, 17, 19, 21, 22]
+    assert found[0, 1, 2].tolist() == [place + 1.0 for place in expected] + [0.0] * 3
+
+
+@torch.no_grad()
+def test_the_features_of_a_sound(tiny) -> None:
+    """Of transformers' network: normed at the end, and between 50 and 30 a second on a line."""
+    folder = tiny("s2v-14B") / "wav2vec2-large-xlsr-53-english"
+    samples = np.random.default_rng(4).standard_normal(9000).astype(np.float32) * 0.02 + 0.1
+    heard = Sound(Path("x"), samples)
+    network: Any = Wav2Vec2Model.from_pretrained(folder, attn_implementation="eager").eval()
+    raw: list[Tensor] = []
+    network.encoder.layers[-1].register_forward_hook(
+        lambda _, __, out: raw.append(out[0] if isinstance(out, tuple) else out)
+    )
+    prepared = Wav2Vec2FeatureExtractor(do_normalize=True)(samples, sampling_rate=16000)
+    values = torch.from_numpy(np.array(prepared["input_values"]))
+    states = network(values, output_hidden_states=True).hidden_states[:-1]
+    states = torch.cat((*states, network.encoder.layer_norm(raw[0])))
+    count = int(states.shape[1] / 50 * 30)
+    at = np.linspace(0, states.shape[1] - 1, count)
+    found = sound.features(folder, heard)
+    assert found.shape == (25, states.shape[2], count) and heard.frames == count
+    for layer, channel in ((0, 0), (12, 3), (24, 1), (24, 7)):
+        line = np.interp(at, np.arange(states.shape[1]), states[layer, :, channel].numpy())
+        assert np.abs(found[layer, channel].numpy() - line).max() <= 1e-4

@@ -1,0 +1,83 @@
+"""What a video is made from, as ranks compare it: whatever is another input is told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.inputs import changed_file
+from tools import make_character, make_sound
+from wan.pipeline import driving, media, sources
+from wan.pipeline.pipeline import NO_INPUTS, Inputs
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the preprocessing, with a sound and two pictures beside it."""
+    folder = tmp_path_factory.mktemp("inputs") / "files"
+    make_character.write(folder, (48, 32), 5)
+    make_sound.write(folder / "voice.wav", 1.3)
+    for name, grey in (("a.png", 60), ("b.png", 200)):
+        Image.new("RGB", (20, 30), (grey,) * 3).save(folder / name)
+    return folder
+
+
+def control(folder: Path) -> Inputs:
+    video, mask = folder / "src_bg.mp4", folder / "src_mask.mp4"
+    return Inputs(sources=sources.read(video, mask, [folder / "a.png", folder / "b.png"]))
+
+
+MADE: dict[str, tuple[Callable[[Path], Inputs], tuple[str, ...]]] = {
+    "sources": (control, ("src_bg.mp4", "src_mask.mp4", "a.png", "b.png")),
+    "driving": (
+        lambda folder: Inputs(driving=driving.read(folder, replaces=True)),
+        driving.FILES,
+    ),
+    "pose": (
+        lambda folder: Inputs(pose=media.read_pose(folder / "src_pose.mp4")),
+        ("src_pose.mp4",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_each_file_counts(name: str, files: Path, tmp_path: Path) -> None:
+    """A byte more in any of them is another input; another folder is not."""
+    make, parts = MADE[name]
+    found = [make(files).digests()[name]]
+    assert make(changed_file(files, tmp_path / "copy")).digests()[name] == found[0]
+    for part in parts:
+        found.append(make(changed_file(files, tmp_path / part, part)).digests()[name])
+    assert None not in found and len({*found}) == 1 + len(parts)
+    assert {*make(files).digests().items()} ^ {*NO_INPUTS.digests().items()} == {
+        (name, None),
+        (name, found[0]),
+    }
+
+
+def test_what_is_no_file_counts_too(files: Path) -> None:
+    """Samples, pixels and values; pictures of VACE that are in memory; their order."""
+    pictures = [Image.open(files / name).convert("RGB") for name in ("a.png", "b.png")]
+    values = torch.zeros(2, 3)
+    heard = media.read_sound(files / "voice.wav")
+    louder = media.Sound(heard.path, heard.samples * np.float32(1.5))
+    pairs: list[tuple[str, Any, Any]] = [
+        ("sources", sources.read(None, None, pictures), sources.read(None, None, pictures[::-1])),
+        ("sources", sources.read(None, None, pictures), sources.read(None, None, pictures[:1])),
+        ("sound", heard, louder),
+        *((name, *pictures) for name in ("image", "last_image")),
+    ]
+    tensors = ("prompt_embeds", "negative_prompt_embeds", "start", "end")
+    pairs += [(name, values, values + 1) for name in tensors]
+    pairs += [(name, values, values.T.contiguous()) for name in tensors]
+    pairs += [(name, values, values.double()) for name in tensors]
+    for name, one, other in pairs:
+        digests = [Inputs(**{name: value}).digests()[name] for value in (one, one, other, None)]
+        assert digests[0] == digests[1] and len({*digests}) == 3, name
+        assert digests[3] is None
