@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 
 from wan import device, host
 from wan.checkpoint.load import mapped, merged, stored
+from wan.pipeline.batch import Batch, Job
 from wan.pipeline.conditioning import prepare
 from wan.pipeline.denoise import Conditions, Denoising
-from wan.pipeline.pipeline import Experts, Lazy
+from wan.pipeline.pipeline import NO_INPUTS, Experts, Lazy
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
@@ -116,6 +117,40 @@ def test_a_video_goes_on_where_its_network_is() -> None:
         listed = [one if isinstance(one, list) else [one] for one in call.values()]
         tensors = [one for many in listed for one in many if isinstance(one, torch.Tensor)]
         assert len(tensors) == 5 and {one.device for one in tensors} == {here}
+
+
+def test_of_grouped_videos_the_latents_alone_wait() -> None:
+    """What a video was denoised with is gone before any is decoded; each expert comes once."""
+    source, loops = Recorder(), list[weakref.ref[Denoising]]()
+
+    def prepared(*_: object) -> Denoising:
+        video = Denoising(*six(base_seed=len(loops)))
+        loops.append(weakref.ref(video))
+        return video
+
+    here = SimpleNamespace(torch_device=torch.device("cpu"), empty_cache=lambda: None)
+    pipeline: Any = SimpleNamespace(
+        residency=SimpleNamespace(offload=True),
+        stages=SimpleNamespace(seconds={}),
+        device=here,
+        experts=source,
+        prepared=prepared,
+        advanced=lambda video, phases: video.advance(source, phases=phases),
+        keep_texts=lambda *_: None,
+        set_offload=lambda _: None,
+        done=lambda _: None,
+    )
+    jobs = [Job(f"Line {seed}", six(base_seed=seed)[0], NO_INPUTS) for seed in (0, 1)]
+    batch = Batch(pipeline, jobs, group_by_expert=True)
+
+    def make(_: Job, latents: Any) -> torch.Tensor:
+        assert len(loops) == 2 and not any(loop() is not None for loop in loops)
+        return latents()
+
+    for seed, found in enumerate(batch.made(make)):
+        assert torch.equal(found, Denoising(*six(base_seed=seed)).advance(Recorder()))
+    assert list(dict.fromkeys(source.calls)) == ["high_noise", "low_noise"]
+    assert source.calls == sorted(source.calls), "no expert comes back"
 
 
 class Network(torch.nn.Module):
