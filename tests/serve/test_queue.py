@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from base64 import b64encode
 from collections.abc import Coroutine
 from io import BytesIO
@@ -96,6 +97,20 @@ def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> None:
     run(work())
 
 
+def test_an_estimate_of_other_work(jobs: Jobs) -> None:
+    """Half as long without guidance; and where more steps took less time, by the median rate."""
+
+    async def work() -> None:
+        jobs.complete(await jobs.create({"num_inference_steps": 2}), 10.0)
+        halved = jobs.service.find(await jobs.create({"guidance_scale": 1}))
+        assert jobs.service.planned_seconds(halved) == pytest.approx(5)
+        jobs.complete(await jobs.create({"num_inference_steps": 1}), 20.0)
+        longer = jobs.service.find(await jobs.create({"num_inference_steps": 4}))
+        assert jobs.service.planned_seconds(longer) == pytest.approx(4 * (20 / 1 + 10 / 2) / 2)
+
+    run(work())
+
+
 def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:
     async def work() -> None:
         begun = await jobs.create()
@@ -141,6 +156,59 @@ def test_as_many_jobs_wait_as_the_limit_says(tmp_path: Path) -> None:
     run(work())
 
 
+LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [
+    (Limits(frames=5), {"num_frames": 5}, True),
+    (Limits(frames=8), {"num_frames": 9}, False),
+    (Limits(pixels=5 * 64 * 64), {"num_frames": 5}, True),
+    (Limits(pixels=5 * 64 * 64 - 1), {"num_frames": 5}, False),
+    (Limits(frames=10), {"num_frames": 5, "prompt": ["a", "b"]}, True),
+    (Limits(frames=9), {"num_frames": 5, "prompt": ["a", "b"]}, False),
+    (Limits(prompt=10), {"prompt": "a" * 10, "negative_prompt": "b" * 10}, True),
+    (Limits(prompt=10), {"prompt": "a" * 11, "negative_prompt": "b"}, False),
+    (Limits(prompt=10), {"prompt": "a", "negative_prompt": "b" * 11}, False),
+    (Limits(prompt=10), {"prompt": ["a" * 6, "b" * 5], "negative_prompt": "b"}, False),
+]
+
+
+@pytest.mark.parametrize(("limits", "body", "is_taken"), LIMITS, ids=str)
+def test_what_a_request_may_ask_for(
+    limits: Limits, body: dict[str, Any], is_taken: bool, tmp_path: Path
+) -> None:
+    """Of a long video all clips count, their frames and their prompts."""
+
+    async def work() -> None:
+        jobs = Jobs(tmp_path / "jobs", limits, flags=["--task", "i2v-A14B"])
+        asked = {"prompt": PROMPT, "input_reference": data_url(picture(1)), **body}
+        status, _, told = await jobs.ask("/v1/videos", asked)
+        assert (status == 200) == is_taken, told
+        stored = len(picture(1)) if is_taken else 0
+        assert jobs.service.journal.stored_bytes() == stored
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("body", "frames"),
+    [
+        ({"seconds": 1}, 9),
+        ({"seconds": 0.6}, 5),
+        ({"seconds": 1, "fps": 16}, 17),
+        ({"seconds": 0.5, "fps": 24}, 13),
+        ({"seconds": 0.01}, 1),
+    ],
+    ids=str,
+)
+def test_seconds_are_the_nearest_number_of_frames(
+    body: dict[str, Any], frames: int, jobs: Jobs
+) -> None:
+    """Of 1, 5, 9, ...; the demo has 8 a second where the request has no others."""
+
+    async def work() -> None:
+        assert (await jobs.ask("/v1/videos", {"prompt": PROMPT, **body}))[2]["num_frames"] == frames
+
+    run(work())
+
+
 @pytest.mark.parametrize("waiting", [2, 3])
 def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_path: Path) -> None:
     """Where loading takes all the time, all that are allowed to share it do."""
@@ -171,6 +239,11 @@ def picture(number: int) -> bytes:
     file = BytesIO()
     Image.new("RGB", (64, 64), (number, 0, 0)).save(file, "PNG")
     return file.getvalue()
+
+
+def data_url(content: bytes) -> str:
+    """A PNG as a field of JSON."""
+    return f"data:image/png;base64,{b64encode(content).decode()}"
 
 
 def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
@@ -269,6 +342,7 @@ def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -> None
         jobs.have_ranks()
         name = await begun(jobs)
         kept = leave(jobs, name)
+        jobs.service.find(name).started = 1.0  # long ago
         jobs.tell("ended", **LOST)
         video = (await jobs.ask(f"/v1/videos/{name}"))[2]
         assert (video["status"], video["progress"]) == ("queued", 0)
@@ -276,6 +350,7 @@ def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -> None
         jobs.tell("ready")
         video = (await jobs.ask(f"/v1/videos/{name}"))[2]
         assert (video["status"], video["progress"], video["attempt"]) == ("in_progress", 0, 2)
+        assert jobs.service.find(name).started == pytest.approx(time.time(), abs=60)
         jobs.tell("ended", **LOST)
         video = (await jobs.ask(f"/v1/videos/{name}"))[2]
         assert (video["status"], video["error"]["code"]) == ("failed", "ranks_lost")
@@ -297,10 +372,32 @@ def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
         assert (video["status"], video["progress"]) == ("queued", 0)
         assert files(jobs, name) == kept
         again.have_ranks()
+        leave(again, name)
         await again.service.journal.save()
         last = Jobs(jobs.folder, ALONE)
         video = (await last.ask(f"/v1/videos/{name}"))[2]
         assert (video["status"], video["error"]["code"]) == ("failed", "interrupted")
+        assert files(jobs, name) == {"upload-image"}
+
+    run(work())
+
+
+def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
+    """The next one begins, and its files are gone, when the ranks have ended it."""
+
+    async def work() -> None:
+        ranks = jobs.have_ranks()
+        name = await begun(jobs)
+        following = await jobs.create()
+        leave(jobs, name)
+        await jobs.ask(f"/v1/videos/{name}", method="DELETE")
+        assert (ranks.cancelled, names(ranks)) == ([name], [[name]])
+        jobs.tell("failed", job=name, code="cancelled", message="The video was cancelled.")
+        assert names(ranks) == [[name], [following]]
+        assert not (jobs.folder / "jobs" / name).exists()
+        jobs.tell("step", job=name, done=5, total=10, follows=True)  # of what is over
+        jobs.tell("done", job=name, texts=[0, 1], seconds=1.0, loading=0.0)
+        assert jobs.state(name) == "deleted" and jobs.state(following) == "in_progress"
 
     run(work())
 
@@ -353,7 +450,7 @@ def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None:
 
     async def work() -> None:
         jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "i2v-A14B"])
-        url = f"data:image/png;base64,{b64encode(picture(200)).decode()}"
+        url = data_url(picture(200))
         name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": url})
         remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
         assert remix["num_frames"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["num_frames"]

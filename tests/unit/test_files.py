@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from wan.checkpoint.files import TensorInfo, safetensors_header
+from wan.checkpoint.files import (
+    TensorInfo,
+    fingerprint,
+    is_further_shard,
+    list_shards,
+    safetensors_header,
+)
 from wan.settings.errors import InputError
 
 Header = dict[str, Any]
@@ -61,3 +67,28 @@ def test_damaged_headers(case: str, tmp_path: Path) -> None:
     said = str(caught.value)
     assert said.startswith(f"{path} is no whole safetensors file (")
     assert said.endswith("; download it again.") and len(said) < 400 and "\n" not in said
+
+
+@pytest.mark.parametrize("place", [0, 20_000_000, 39_999_999])
+def test_a_large_file_that_differs_in_a_byte(place: int, tmp_path: Path) -> None:
+    """At its beginning, in its middle, at its end."""
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as file:
+        file.truncate(40_000_000)
+    before = fingerprint([path])
+    with path.open("rb+") as file:
+        file.seek(place)
+        file.write(b"x")
+    assert fingerprint([path]) != before
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_shards_are_numbered_with_as_many_digits_as_they_were(width: int, tmp_path: Path) -> None:
+    paths = [tmp_path / f"x-{n:0{width}}-of-{2:0{width}}.safetensors" for n in (1, 2)]
+    for path in paths:
+        small_file(path)
+    assert list_shards(paths[0]) == list_shards(paths[1]) == paths
+    assert [is_further_shard(path) for path in paths] == [False, True]
+    paths[1].unlink()
+    with pytest.raises(InputError, match=rf"{paths[1].name} is missing beside it"):
+        list_shards(paths[0])

@@ -118,7 +118,7 @@ class Service:
         make_demo = partial(main.make_demo, lambda make: make())
         self._resolve = partial(resolve, make_demo=make_demo, describe=cache(describe))
         for job in self.journal.recover():
-            self._clear(job)
+            self._clear(job, goes_on=False)
         for job in self.journal.in_state("queued"):
             self._clear(job)
         remove_orphans(self._jobs, self.journal.state)
