@@ -214,6 +214,18 @@ def test_silent_connections_keep_nobody_out(start: Start) -> None:
             one.close()
 
 
+def test_nobody_is_closed_where_nobody_comes(start: Start) -> None:
+    """As many connections as may be open are open, and no more want to be."""
+    port = start(4)
+    clients = [opened(port) for _ in range(4)]
+    for client in clients:
+        client.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+    for client in clients:
+        client.close()
+
+
 def test_work_is_never_closed_for_others(start: Start, done: Work) -> None:
     """Jobs outlast every limit of time, while silent clients come and go."""
     port = start(12)

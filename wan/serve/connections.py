@@ -335,10 +335,6 @@ class LimitedSocket(socket.socket):
         if not self._burst:
             asyncio.get_running_loop().call_soon(self._end_burst)
         self._burst += 1
-        # What makes room is closed in the loop's next turn; until then there are a few more.
-        has_room = not self.limits.is_full or self.limits.make_room()
-        if not has_room and self.limits.is_changing:
-            raise BlockingIOError
         try:
             plain, address = super().accept()
         except OSError as error:
@@ -346,7 +342,9 @@ class LimitedSocket(socket.socket):
                 _log.warning("No connection can be accepted (%s).", error.strerror)
                 self._resting = time.monotonic() + _RETRY / 2
             raise
-        if not has_room:
+        # What makes room, or may soon, is closed in a next turn; until then there are a few more.
+        limits = self.limits
+        if limits.is_full and not limits.make_room() and not limits.is_changing:
             _log.warning("%d requests are worked on; more are not taken.", self.limits.most)
             plain.close()
             raise BlockingIOError
