@@ -2,11 +2,12 @@
 
     python -m benchmarks.service_connections --json results/service_connections.json
 
-The service runs with 1 024 file descriptors. A process keeps the connections open, and opens each
-one again that the service closes: silent ones, half a request's headers, a body that comes byte by
-byte, and an answer that is never read. Meanwhile another client asks for /health on connections of
-its own, and videos are made. Front and clients share one core, the rank has the other. The program
-prints the seconds of /health and of a step, alone and meanwhile, and the size of the log.
+The service runs with 1 024 file descriptors. A process keeps the connections open: silent ones,
+half a request's headers, a body that comes byte by byte, and an answer that is never read. It opens
+each one again that the service closes, but for the last kind, which never notices. Meanwhile
+another client asks for /health on connections of its own, and videos are made. Front and clients
+share one core, the rank has the other. The program prints the seconds of /health and of a step,
+alone and meanwhile, and the size of the log.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def measure(connections: int, seconds: float, work: Path) -> dict[str, Any]:
         said = log.read_bytes()[size:]
         after = watch(served, seconds / 2)
     finally:
-        holding.kill() if holding.is_alive() else None
+        if holding.is_alive():
+            holding.kill()
         os.sched_setaffinity(0, cores)
         served.stop()
     alone = {name: before[name] + after[name] for name in before}

@@ -345,12 +345,12 @@ class LimitedSocket(socket.socket):
         # What makes room, or may soon, is closed in a next turn; until then there are a few more.
         limits = self.limits
         if limits.is_full and not limits.make_room() and not limits.is_changing:
-            _log.warning("%d requests are worked on; more are not taken.", self.limits.most)
+            _log.warning("%d requests are worked on; more are not taken.", limits.most)
             plain.close()
             raise BlockingIOError
         accepted = _AcceptedSocket(plain.family, plain.type, plain.proto, plain.detach())
-        accepted.limits = self.limits
-        self.limits.keep(accepted)
+        accepted.limits = limits
+        limits.keep(accepted)
         return accepted, address
 
     def _end_burst(self) -> None:
