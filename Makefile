@@ -3,6 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Compiled modules are kept: tests start many interpreters, and hundreds of files are read by each.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test test-all test-versions test-npu test-xfuser check clean
 
 setup: $(VENV)/.run

@@ -38,8 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # a run collects garbage often: it need not look through all that is imported
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.items:  # the process that hands tests to the workers
+        return
+    import tests.preload  # noqa: F401
+
+    # Each video collects garbage, 0.2 s where all that is imported is looked through.
+    gc.collect()
+    gc.freeze()
 
 
 def slow(*case: object) -> Any:

@@ -1,0 +1,69 @@
+"""Sentences of refusals: each case is refused, in one sentence, and `refusals.txt` has them all.
+
+Tests say what is refused; the sentences are read as prose, in one file. After a change of words,
+`WRITE_REFUSALS=1 python -m pytest FILE` writes those of FILE anew: read the difference.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+FILE = Path(__file__).with_suffix(".txt")
+_REPO = str(Path(__file__).parents[1])
+# What differs from machine to machine: folders of pytest, of this repository, and free memory.
+_LOCAL = {
+    r"/\S*/pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?": "TMP/",
+    re.escape(_REPO): "REPO",
+    r"[\d.]+ [GM]B free": "N GB free",
+}
+_SENTENCE = re.compile(r".*[^\s.][.?]")
+
+
+def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str] = ()) -> None:
+    """Raises AssertionError unless each case has one sentence, that of its table in the file.
+
+    Args:
+        table: Heading in `refusals.txt`, unique among all tests.
+        sentences: By case: all that was written. An empty text is a case that was not refused.
+        hide: Patterns of what differs from run to run; written as "...".
+    """
+    patterns = _LOCAL | dict.fromkeys(hide, "...")
+    found = {}
+    for case, text in sentences.items():
+        for pattern, word in patterns.items():
+            text = re.sub(pattern, word, text)
+        found[case] = text.strip()
+    wrong = {case: text for case, text in found.items() if not _SENTENCE.fullmatch(text)}
+    assert not wrong, f"not one sentence in {table}: {wrong}"
+    tables = _read()
+    if os.environ.get("WRITE_REFUSALS"):
+        _write(tables | {table: found})
+        return
+    known = tables.get(table, {})
+    changed = difflib.unified_diff(_lines(known), _lines(found), FILE.name, "said now", "", "", 0)
+    difference = "\n".join(changed)
+    assert not difference, f"{table}; see tests/refusals.py\n{difference}"
+
+
+def _lines(cases: Mapping[str, str]) -> list[str]:
+    return [f"{case}: {text}" for case, text in sorted(cases.items())]
+
+
+def _read() -> dict[str, dict[str, str]]:
+    tables: dict[str, dict[str, str]] = {}
+    for part in FILE.read_text().split("\n\n") if FILE.exists() else []:
+        head, *lines = part.strip().splitlines()
+        pairs = zip(lines[::2], lines[1::2], strict=True)
+        tables[head.strip("[]")] = {case.strip(): text.strip() for case, text in pairs}
+    return tables
+
+
+def _write(tables: Mapping[str, Mapping[str, str]]) -> None:
+    parts = []
+    for head, cases in sorted(tables.items()):
+        parts.append(f"[{head}]\n" + "".join(f"  {c}\n    {t}\n" for c, t in cases.items()))
+    FILE.write_text("\n".join(parts))
