@@ -5,12 +5,13 @@ Torch is imported where it is used: the process that hands tests to the workers 
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -75,18 +76,80 @@ def reference() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """tiny(task, layout="official"): a complete random checkpoint folder. Do not write into it."""
+    """tiny(task, layout="official"): a complete random checkpoint folder. Do not write into it.
+
+    Each is made once: all workers of a run share one folder.
+    """
     from wan.pipeline.tiny import make_checkpoint
 
-    base = tmp_path_factory.mktemp("checkpoints")
-    made: dict[tuple[str, str], Path] = {}
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
 
     def make(task: str, layout: str = "official") -> Path:
-        if (task, layout) not in made:
-            made[task, layout] = make_checkpoint(task, base / f"{task}-{layout}", layout=layout)
-        return made[task, layout]
+        folder = base / "checkpoints" / f"{task}-{layout}"
+        folder.parent.mkdir(exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return folder if folder.exists() else make_checkpoint(task, folder, layout=layout)
 
     return make
+
+
+class Refusals(Protocol):
+    """The type of the fixture `refusals`."""
+
+    def __call__(
+        self,
+        table: str,
+        cases: Mapping[str, Sequence[object]],
+        folders: Mapping[str, Path] | None = None,
+    ) -> None: ...
+
+
+@pytest.fixture
+def refusals(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Refusals:
+    """refusals(table, {case: argv}): generate.py refuses each case, as `refusals.txt` has it.
+
+    In one sentence, with exit code 2, before a weight is read or the demo checkpoint is made, and
+    nothing is written. folders: By case, where it is started.
+    """
+    from tests.refusals import check_refusals
+    from wan.cli import main
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    for name in (
+        "checkpoint.load.fill",
+        "checkpoint.load.in_safetensors",
+        "pipeline.tiny.make_checkpoint",
+    ):
+        monkeypatch.setattr(f"wan.{name}", fail)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def check(
+        table: str,
+        cases: Mapping[str, Sequence[object]],
+        folders: Mapping[str, Path] | None = None,
+    ) -> None:
+        before = sorted(tmp_path.rglob("*"))
+        codes, said = {}, {}
+        for case, argv in cases.items():
+            if folders:
+                monkeypatch.chdir(folders[case])
+            capfd.readouterr()  # of what came before
+            codes[case] = main.main([str(word) for word in argv])
+            said[case] = capfd.readouterr().err
+            assert said[case].startswith("generate.py: "), (case, said[case])
+            said[case] = said[case].removeprefix("generate.py: ")
+        assert {case: code for case, code in codes.items() if code != 2} == {}, said
+        check_refusals(table, said)
+        assert sorted(tmp_path.rglob("*")) == before, "something was written"
+
+    return check
 
 
 @pytest.fixture(scope="session")

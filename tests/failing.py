@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from wan.cli import main as generate
+from wan.modules.model import WanModel
 
 
 def fail(kind: str) -> None:
@@ -36,7 +37,7 @@ def main(kind: str, rank: str, *arguments: str) -> int:
 
     def count(module: torch.nn.Module, _: object) -> None:
         nonlocal forwards
-        if type(module).__name__ == "WanModel":
+        if isinstance(module, WanModel):
             forwards += 1
             if forwards == 3:
                 fail(kind)

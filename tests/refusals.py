@@ -14,11 +14,12 @@ from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".txt")
 _REPO = str(Path(__file__).parents[1])
-# What differs from machine to machine: folders of pytest, of this repository, and free memory.
+# What differs from machine to machine.
 _LOCAL = {
     r"/\S*/pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?": "TMP/",
     re.escape(_REPO): "REPO",
     r"[\d.]+ [GM]B free": "N GB free",
+    r"\(Error opening [^)]*\)": "(what ffmpeg says)",
 }
 _SENTENCE = re.compile(r".*[^\s.][.?]")
 

@@ -52,34 +52,17 @@ def latents(path: Path) -> torch.Tensor:
     return load_file(path.with_suffix(".latents.safetensors"))["latents"]
 
 
-@pytest.mark.parametrize(
-    ("task", "with_image", "size"),
-    [
-        ("t2v-A14B", False, (64, 32)),
-        slow("t2v-14B", False, (64, 32)),
-        ("i2v-A14B", True, (48, 32)),
-        slow("i2v-14B", True, (48, 32)),
-        slow("ti2v-5B", False, (64, 32)),
-        ("ti2v-5B", True, (64, 32)),
-        ("t2v-1.3B", False, (64, 32)),
-    ],
-)
-def test_mp4_of_each_task(
-    task: str, with_image: bool, size: tuple[int, int], tiny, image_path: Path, tmp_path: Path
-) -> None:
-    folder = tiny(task.replace("-14B", "-A14B"))
+@pytest.mark.parametrize("task", ["ti2v-5B", *map(slow, ("t2v-14B", "i2v-14B"))])
+def test_further_ways_into_a_task(task: str, tiny, image_path: Path, tmp_path: Path) -> None:
+    """5B without an image, and the names of Wan 2.1 for folders of two experts."""
     out = tmp_path / "new" / "folder" / "video.mp4"
-    image = ["--image", image_path] if with_image else []
+    image = ["--image", image_path] if task == "i2v-14B" else []
+    folder = tiny(task.replace("-14B", "-A14B"))
     run("--task", task, *image, "--ckpt_dir", folder, "--save_file", out, *QUICK)
-    reader = imageio.get_reader(out)
-    assert reader.get_meta_data()["size"] == size
-    assert reader.get_meta_data()["fps"] == (24 if task == "ti2v-5B" else 16)
-    assert frames(out).shape == (5, size[1], size[0], 3)
-    assert sorted(p.name for p in out.parent.iterdir()) == ["video.json", "video.mp4"]
-    record = json.loads(out.with_suffix(".json").read_text())
-    assert record["seed"] == 7 and record["video"]["frames"] == 5
-    assert record["settings"]["base_seed"] == 7 and record["settings"]["task"] == task
-    assert {"text", "conditioning", "denoising", "decoding", "writing"} <= set(record["seconds"])
+    assert imageio.get_reader(out).get_meta_data()["fps"] == (24 if task == "ti2v-5B" else 16)
+    assert len(frames(out)) == 5
+    assert sorted(path.name for path in out.parent.iterdir()) == ["video.json", "video.mp4"]
+    assert json.loads(out.with_suffix(".json").read_text())["settings"]["task"] == task
 
 
 def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
@@ -92,24 +75,6 @@ def test_dense_folder_under_t2v_14b(tiny, tmp_path: Path) -> None:
         assert settings["sample_guide_scale"] == [5.0, 5.0]
         assert settings["sample_shift"] == 5.0
     assert (frames(tmp_path / "t2v-14B.mp4") == frames(tmp_path / "t2v-1.3B.mp4")).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["i2v-A14B", "ti2v-5B", "i2v-14B", "flf2v-14B"])
-def test_both_layouts_give_one_video(task: str, tiny, image_path: Path, tmp_path: Path) -> None:
-    files = []
-    for layout in ("official", "diffusers"):
-        files.append(tmp_path / f"{layout}.mp4")
-        args = ["--task", task, "--image", image_path, "--ckpt_dir", tiny(task, layout)]
-        args += ["--last_image", image_path] if task == "flf2v-14B" else []
-        run(*args, "--save_file", files[-1], *QUICK)
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_both_layouts_of_two_experts(plain: Path, tiny, tmp_path: Path) -> None:
-    out = tmp_path / "v.mp4"
-    run("--ckpt_dir", tiny("t2v-A14B", "diffusers"), "--save_file", out, *QUICK)
-    assert out.read_bytes() == plain.read_bytes()
 
 
 def test_single_files_without_config(tiny, tmp_path: Path) -> None:
@@ -292,22 +257,6 @@ def test_generated_name_and_notices(
     said = capfd.readouterr().out
     assert "64*32 is not a size t2v-A14B was trained on" in said
     assert "Seed 7, noise drawn on the cpu" in said and "Peak memory: host" in said
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        slow(["--offload_model", "false"]),
-        slow(["--text_kv_cache", "false"]),
-        ["--offload_model", "false", "--text_kv_cache", "false"],
-    ],
-)
-def test_flags_that_do_not_change_the_video(
-    flags: list[str], plain: Path, tiny, tmp_path: Path
-) -> None:
-    out = tmp_path / "v.mp4"
-    run("--ckpt_dir", tiny("t2v-A14B"), *QUICK, *flags, "--save_file", out)
-    assert out.read_bytes() == plain.read_bytes()
 
 
 @pytest.mark.parametrize("flags", [["--precision", "bf16"], slow(["--convert_model_dtype"])])
@@ -505,7 +454,7 @@ def test_a_lora_that_breaks_weights(broken: str, tiny, tmp_path: Path, capfd) ->
     one = f"{tmp_path}/x.safetensors{broken if broken[0] == '=' else ''}"
     argv = ["--task", "t2v-1.3B", "--ckpt_dir", tiny("t2v-1.3B"), *QUICK, "--lora", one]
     assert generate.main([str(word) for word in (*argv, "--save_file", tmp_path / "v.mp4")]) == 2
-    assert "x.safetensors makes weights NaN or infinite" in capfd.readouterr().err
+    assert "weights NaN or infinite" in capfd.readouterr().err
     assert os.listdir(tmp_path) == ["x.safetensors"]
 
 

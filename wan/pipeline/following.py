@@ -108,7 +108,7 @@ def moves(
         why, own = "is not that of src_pose.mp4", "*".join(map(str, moving.size))
         raise InputError("`size`", "*".join(map(str, size)), why, f"drop it; the video is {own}")
     if moving.frames <= again:
-        why = f"has videos of {moving.frames}, and more frames than `refert_num` {again} are needed"
+        why = f"has {moving.frames} frame(s), and more than `refert_num` {again} are needed"
         remedy = "give a longer pose video"
         raise InputError("`src_root_path`", values["src_root_path"], why, remedy)
     if again >= asked["frame_num"]:

@@ -1,17 +1,13 @@
-"""Whole runs of videos of clips: files, stops that are gone on after, ranks, prompt files."""
+"""What is peculiar to videos of clips: clips on disk, and runs that go on after a stop."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import imageio
 import numpy as np
 import pytest
 import torch
@@ -19,25 +15,26 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.conftest import slow
-from tests.dist import GENERATE, torchrun
-from tests.inputs import changed_contents
+from tests.conftest import Tiny, slow
+from tests.dist import Ranks, torchrun
+from tests.tasks.conftest import frames, run
+from tests.tasks.tasks import QUICK
 from wan.cli import main as generate
 
-
-def run(*argv: object) -> int:
-    return generate.main([str(argument) for argument in argv])
-
-
-def frames(path: Path) -> np.ndarray:
-    return np.stack(list(imageio.get_reader(path).iter_data()))
+PROMPTS = ["one", "two", "three", "four"]
 
 
 @pytest.fixture(scope="module")
-def asked(tiny, image_path: Path) -> list[str]:
-    flags = ["--task", "i2v-A14B", "--ckpt_dir", tiny("i2v-A14B"), "--image", image_path]
-    flags += ["--size", "48*32", "--frame_num", "9", "--sample_steps", "2", "--base_seed", "7"]
-    return [*map(str, flags), "--chain", "latent", "--clip_prompts", "one", "two", "three", "four"]
+def start(tiny: Tiny, image_path: Path) -> list[str]:
+    """The command line without prompts."""
+    argv = ["--task", "i2v-A14B", "--ckpt_dir", tiny("i2v-A14B"), "--image", image_path]
+    argv += ["--size", "48*32", "--frame_num", "9", "--chain", "latent", *QUICK]
+    return [*map(str, argv)]
+
+
+@pytest.fixture(scope="module")
+def asked(start: list[str]) -> list[str]:
+    return [*start, "--clip_prompts", *PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -56,68 +53,60 @@ def kept(asked: list[str], whole: Path, tmp_path_factory: pytest.TempPathFactory
     return out
 
 
-def test_a_video_of_clips(whole: Path, tmp_path: Path) -> None:
+def test_a_video_of_clips(whole: Path) -> None:
+    """9 frames, and 4 more of each further clip."""
     assert frames(whole).shape == (9 + 3 * 4, 32, 48, 3)
     assert sorted(path.name for path in whole.parent.iterdir()) == ["v.json", "v.mp4"]
     record = json.loads(whole.with_suffix(".json").read_text())
     assert record["video"]["frames"] == 21 and record["seed"] == 7
-    assert record["settings"]["clip_prompts"] == ["one", "two", "three", "four"]
+    assert record["settings"]["clip_prompts"] == PROMPTS
     assert (record["settings"]["num_clip"], record["settings"]["chain"]) == (4, "latent")
-    again = tmp_path / "again.mp4"
-    assert run("--from_json", whole.with_suffix(".json"), "--save_file", again) == 0
-    assert (frames(again) == frames(whole)).all()
 
 
 def test_a_killed_run_goes_on_where_it_was(asked: list[str], whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"
-    command = [sys.executable, GENERATE, *asked, "--save_file", out]
-    process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
-    second = out.with_suffix(".clips") / "0002.safetensors"
-    end = time.monotonic() + 100
-    while not second.exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert second.exists() and not out.exists()
-    made = {p.name: p.stat().st_mtime_ns for p in second.parent.glob("000[12].*")}
-    assert len(made) == 4
-    assert run(*asked, "--save_file", out, "--save_latents") == 0
+    argv, clips = [*asked, "--save_file", str(out)], out.with_suffix(".clips")
+    with Ranks([{}], generate.main, argv) as killed:
+        killed.until(0, "Clip 3 of 4")
+        killed.processes[0].kill()
+        assert killed.ended() == [-signal.SIGKILL]
+    made = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
+    assert len(made) == 4 and not out.exists()
+    assert run(*argv, "--save_latents") == 0
     assert out.read_bytes() == whole.read_bytes()
-    after = {p.name: p.stat().st_mtime_ns for p in second.parent.glob("000[12].*")}
+    after = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
     assert after == made  # those were not made again
 
 
 def test_more_clips_of_a_video_that_is_there(
-    asked: list[str], whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    start: list[str], whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out, start = (
-        tmp_path / "v.mp4",
-        [*asked[:-5], "--save_latents", "--save_file", tmp_path / "v.mp4"],
-    )
-    assert run(*start, "--clip_prompts", "one", "two") == 0
+    out = tmp_path / "v.mp4"
+    argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
+    assert run(*argv, *PROMPTS[:2]) == 0
     assert frames(out).shape[0] == 13
-    assert run(*start, "--clip_prompts", "one", "two", "three", "four") == 0
+    assert run(*argv, *PROMPTS) == 0
     assert "2 of 4 clips are in" in capfd.readouterr().out
     assert (frames(out) == frames(whole)).all()
-    assert run(*start, "--clip_prompts", "one", "other", "three") == 0
+    assert run(*argv, "one", "other", "three") == 0
     assert "clip 2 is made again: it differs in prompt" in capfd.readouterr().out
     assert (frames(out)[:9] == frames(whole)[:9]).all()
     assert (frames(out)[9:] != frames(whole)[9:17]).any()
 
 
 def test_what_makes_clips_again(
-    asked: list[str], image_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    start: list[str], image_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Another picture under the same name does; where weights lie meanwhile does not."""
     image = tmp_path / "picture.png"
     shutil.copy(image_path, image)
-    start = [*asked[:-5], "--image", image, "--save_latents", "--save_file", tmp_path / "v.mp4"]
-    start += ["--clip_prompts", "one", "two"]
-    assert run(*start) == 0
-    assert run(*start, "--offload_model", "block") == 0
+    argv = [*start, "--image", image, "--save_latents", "--save_file", tmp_path / "v.mp4"]
+    argv += ["--clip_prompts", *PROMPTS[:2]]
+    assert run(*argv) == 0
+    assert run(*argv, "--offload_model", "block") == 0
     assert "2 of 2 clips are in" in capfd.readouterr().out
     Image.new("RGB", (96, 64), (200, 40, 40)).save(image)
-    assert run(*start) == 0
+    assert run(*argv) == 0
     assert "clip 1 is made again: it differs in the content of --image" in capfd.readouterr().out
 
 
@@ -141,7 +130,6 @@ def _alter(how: str) -> Callable[[Path], None]:
             "shape": {"end": torch.zeros(1, 2, 3)},
             "dtype": {"end": end.int()},
             "values": {"end": end + 1e-3},
-            "nothing": {"end": torch.zeros(0)},
         }
         save_file(tensors[how], path, metadata=metadata)
 
@@ -150,17 +138,17 @@ def _alter(how: str) -> Callable[[Path], None]:
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "half a state": ("0002.safetensors", _halve),
-    "no state": ("0002.safetensors", Path.unlink),
     "no clip": ("0002.mp4", Path.unlink),
+    "values": ("0002.safetensors", _alter("values")),
+    "no state": ("0002.safetensors", Path.unlink),
     "another state": ("0002.safetensors", _exchange),
     "another clip": ("0002.mp4", _exchange),
-    **{how: ("0002.safetensors", _alter(how)) for how in ("no end", "shape", "dtype", "values")},
+    **{how: ("0002.safetensors", _alter(how)) for how in ("no end", "shape", "dtype")},
 }
+DEFAULT = {"half a state", "no clip", "values", "another clip"}
 
 
-@pytest.mark.parametrize(
-    "change", [*list(CHANGES)[:3], "another clip", "values", *map(slow, ("shape", "dtype"))]
-)
+@pytest.mark.parametrize("change", [name if name in DEFAULT else slow(name) for name in CHANGES])
 def test_changed_clips_are_made_again(
     change: str, asked: list[str], whole: Path, kept: Path, tmp_path: Path
 ) -> None:
@@ -211,78 +199,40 @@ def test_other_files_in_the_folder_of_clips_stay(
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--offload_model", "block"],
-        ["--overlap_decoding", "--offload_model", "false"],
-        slow(["--overlap_decoding"]),
-        slow(["--offload_model", "false"]),
-        slow(["--text_kv_cache", "false"]),
-    ],
-    ids=str,
+    "flags", [["--offload_model", "false"], slow([]), slow(["--offload_model", "block"])], ids=str
 )
-def test_what_changes_no_bit(
+def test_decoding_beside_the_next_clip_changes_no_bit(
     flags: list[str], asked: list[str], whole: Path, tmp_path: Path
 ) -> None:
-    assert run(*asked, *flags, "--save_file", tmp_path / "v.mp4") == 0
-    assert (frames(tmp_path / "v.mp4") == frames(whole)).all()
+    out = tmp_path / "v.mp4"
+    assert run(*asked, "--overlap_decoding", *flags, "--save_file", out) == 0
+    assert (frames(out) == frames(whole)).all()
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_ranks_make_one_video(asked: list[str], whole: Path, tmp_path: Path) -> None:
-    """In every mode and with FSDP; a stopped group's video is continued by another one."""
-    ways = {
-        "0": [],
-        "1": ["--comm_type", "1"],
-        "2": ["--comm_type", "2", "--vae_parallel"],
-        "beside": ["--overlap_decoding", "--offload_model", "false"],
-        "fsdp": ["--dit_fsdp", "--t5_fsdp"],
-    }
-    made = {}
-    for name, flags in ways.items():
-        out = tmp_path / f"{name}.mp4"
-        done = torchrun(2, *asked, "--ulysses_size", "2", *flags, "--save_file", out)
-        assert done.returncode == 0, done.stdout + done.stderr
-        made[name] = frames(out)
-    for name in ("1", "beside"):
-        assert (made[name] == made["0"]).all()
-    for name in ("2", "fsdp"):
-        assert np.abs(made[name].astype(int) - made["0"]).mean() < 0.05
-    assert np.abs(made["0"].astype(int) - frames(whole)).mean() < 0.05
-    out = tmp_path / "continued.mp4"
-    start = [*asked[:-5], "--save_latents", "--save_file", out]
-    assert run(*start, "--clip_prompts", "one", "two") == 0
-    both = ["--ulysses_size", "2", "--clip_prompts", "one", "two", "three", "four"]
-    done = torchrun(2, *start, *both)
+def test_ranks_go_on_with_a_video_of_one_process(
+    start: list[str], whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "v.mp4"
+    argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
+    assert run(*argv, *PROMPTS[:2]) == 0
+    done = torchrun(2, *argv, *PROMPTS, "--ulysses_size", "2")
     assert done.returncode == 0 and "2 of 4 clips are in" in done.stdout + done.stderr
     assert np.abs(frames(out).astype(int) - frames(whole)).mean() < 0.05
 
 
-@pytest.mark.slow
-def test_a_step_cache_begins_anew_with_each_clip(asked: list[str], tmp_path: Path) -> None:
-    flags = ["--step_cache", "steps:1,3", "--sample_steps", "6", "--step_cache_force"]
-    assert run(*asked, *flags, "--save_file", tmp_path / "v.mp4") == 0
-    cache = json.loads((tmp_path / "v.json").read_text())["step_cache"]
-    assert cache["computed"]["cond"] == [0, 1, 3]
-
-
-def test_a_prompt_file(asked: list[str], whole: Path, tmp_path: Path) -> None:
+def test_a_prompt_file(start: list[str], whole: Path, tmp_path: Path) -> None:
+    """Lines of several clips and of repeated ones; one that cannot be is left out."""
     lines = [
-        {"prompt": ["one", "two", "three", "four"], "save_file": "long.mp4"},
+        {"prompt": PROMPTS, "save_file": "long.mp4"},
         {"prompt": "one", "clips": 2, "save_file": "two.mp4"},
         {"prompt": ["one", "two"], "clips": 3},
     ]
     (tmp_path / "l.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shared = [*asked[:-5], "--prompt_file", tmp_path / "l.jsonl", "--save_file", tmp_path / "out"]
-    assert run(*shared) == 1  # the third line
-    assert (frames(tmp_path / "out" / "long.mp4") == frames(whole)).all()
-    assert frames(tmp_path / "out" / "two.mp4").shape[0] == 13
-    summary = json.loads((tmp_path / "out" / "l.summary.json").read_text())
-    assert "The number of clip_prompts and num_clip 3 differ" in summary["refused"]["3"].replace(
-        "--", ""
-    )
-
-
-def test_ranks_compare_the_image(asked: list[str], tmp_path: Path) -> None:
-    assert changed_contents(asked, "--image", tmp_path) == {"the content of --image"}
+    out = tmp_path / "out"
+    assert run(*start, "--prompt_file", tmp_path / "l.jsonl", "--save_file", out) == 1
+    assert (frames(out / "long.mp4") == frames(whole)).all()
+    assert frames(out / "two.mp4").shape[0] == 13
+    refused = json.loads((out / "l.summary.json").read_text())["refused"]
+    assert list(refused) == ["3"] and "num_clip" in refused["3"]

@@ -1,0 +1,72 @@
+"""The video of each task, made once; other tests compare theirs with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import imageio
+import numpy as np
+import pytest
+
+from tests.conftest import Tiny
+from tests.tasks.tasks import QUICK, TASKS, Inputs, Task
+from wan.cli import main as generate
+
+
+def frames(path: Path) -> np.ndarray:
+    return np.stack(list(imageio.get_reader(path).iter_data()))
+
+
+def run(*argv: object) -> int:
+    return generate.main([str(argument) for argument in argv])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task with its checkpoint, its inputs, and the video that one process makes of them."""
+
+    task: Task
+    folder: Path
+    inputs: Inputs
+    video: Path
+
+    @property
+    def start(self) -> list[str]:
+        """The command line without prompts."""
+        given = [str(word) for pair in self.inputs.items() for word in pair]
+        task = ["--task", self.task.checkpoint, "--ckpt_dir", str(self.folder)]
+        return [*task, *self.task.flags, *given, *QUICK]
+
+    @property
+    def argv(self) -> list[str]:
+        return [*self.start, *self.task.prompt]
+
+    @property
+    def frames(self) -> np.ndarray:
+        return frames(self.video)
+
+    def made(self, out: Path, *flags: object) -> np.ndarray:
+        """The frames of the same run with more flags."""
+        assert run(*self.argv, *flags, "--save_file", out) == 0
+        return frames(out)
+
+
+@pytest.fixture(scope="session")
+def asked(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
+    """asked(task): its video is made when it is first asked for."""
+    known: dict[str, Asked] = {}
+
+    def ask(name: str) -> Asked:
+        if name not in known:
+            task, folder = TASKS[name], tmp_path_factory.mktemp("task")
+            inputs = task.inputs(folder)
+            video = folder / "out" / "plain.mp4"
+            one = Asked(task, tiny(task.checkpoint), inputs, video)
+            latents = ["--save_latents"] if task.latents else []
+            assert run(*one.argv, *latents, "--save_file", video) == 0
+            known[name] = one
+        return known[name]
+
+    return ask

@@ -1,0 +1,189 @@
+"""What is peculiar to s2v-14B: sound in the mp4, clips, poses, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import imageio
+import imageio_ffmpeg
+import numpy as np
+import pytest
+import torch
+
+import wan
+from tests.conftest import Refusals, Tiny
+from tests.tasks.conftest import Asked, frames, run
+from tools.make_sound import write
+from wan.modules.s2v import WanModel_S2V
+
+pytestmark = pytest.mark.xdist_group("tasks")
+FFMPEG = imageio_ffmpeg.get_ffmpeg_exe()
+
+
+@pytest.fixture
+def one(asked: Callable[[str], Asked]) -> Asked:
+    return asked("s2v")
+
+
+def streams(path: Path) -> str:
+    return subprocess.run([FFMPEG, "-i", str(path)], capture_output=True, text=True).stderr
+
+
+def samples(path: Path) -> np.ndarray:
+    """The sound of a file at 16 kHz."""
+    command = [FFMPEG, "-v", "error", "-i", str(path), "-ac", "1", "-ar", "16000", "-f", "s16le"]
+    done = subprocess.run([*command, "-"], capture_output=True, check=True)
+    return np.frombuffer(done.stdout, "<i2").astype(float)
+
+
+def alike(ours: np.ndarray, theirs: np.ndarray, later: int, length: int) -> float:
+    """Correlation of our sound with theirs from a sample on."""
+    return abs(np.corrcoef(ours[:length], theirs[later : later + length])[0, 1])
+
+
+def test_a_video_with_its_sound(one: Asked) -> None:
+    """At 16 frames a second; the shorter of picture and sound ends it."""
+    said, sound = streams(one.video), samples(one.inputs["--audio"])
+    assert "16 fps" in said and "Audio: aac" in said
+    ours = samples(one.video)
+    length = min(len(ours), len(sound)) - 4000
+    assert alike(ours, sound, 0, length) > 0.9 > alike(sound, ours, 3000, length)
+    record = json.loads(one.video.with_suffix(".json").read_text())
+    settings = record["settings"]
+    assert (settings["num_clip"], settings["infer_frames"]) == (2, 12)
+    assert "frame_num" not in settings and "sound" in record["seconds"]
+
+
+def test_the_sound_can_be_cut_to_the_picture(one: Asked, tmp_path: Path) -> None:
+    """The first three frames, 3/16 s, are not shown."""
+    out = tmp_path / "sync.mp4"
+    assert one.made(out, "--num_clip", "1", "--audio_sync").shape[0] == 9
+    ours, sound = samples(out), samples(one.inputs["--audio"])
+    assert alike(ours, sound, 3000, 6000) > 0.9 > alike(ours, sound, 0, 6000)
+
+
+def test_poses_and_the_picture_as_first_frame(one: Asked, tmp_path: Path) -> None:
+    pose = tmp_path / "pose.mp4"
+    drawn = np.zeros((10, 64, 96, 3), np.uint8)
+    for i, frame in enumerate(drawn):
+        frame[20:40, 6 * i : 6 * i + 20] = 255
+    imageio.mimwrite(pose, [*drawn], fps=16)
+    flags = ["--pose_video", pose, "--num_clip", "1"]
+    assert one.made(tmp_path / "v.mp4", *flags, "--start_from_ref").shape[0] == 12
+    posed = one.made(tmp_path / "w.mp4", *flags)
+    assert np.abs(posed.astype(int) - one.frames[:9]).max() > 20
+
+
+def test_clips_before_a_failure_are_kept(
+    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second clip fails; the first is there, with its sound, and nothing else is."""
+    calls, forward = [0], WanModel_S2V.forward
+
+    def failing(self: Any, *args: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 2 * 2:
+            raise OSError(28, "No space left on device")
+        return forward(self, *args, **more)
+
+    monkeypatch.setattr(WanModel_S2V, "forward", failing)
+    assert run(*one.argv, "--save_file", tmp_path / "v.mp4") == 1
+    (kept,) = tmp_path.iterdir()
+    assert kept.name == "v.clips-1-1.mp4" and "Audio: aac" in streams(kept)
+    assert frames(kept).shape[0] == 12 - 3
+
+
+BAD: dict[str, list[str]] = {
+    "no sound at all": [],
+    "no such file": ["--audio", "nowhere.wav"],
+    "an address": ["--audio", "https://x.org/a.wav"],
+    "a folder": ["--audio", "."],
+    "an empty file": ["--audio", "empty.wav"],
+    "a text": ["--audio", "text.wav"],
+    "a truncated wav": ["--audio", "short.wav"],
+    "a video without sound": ["--audio", "mute.mp4"],
+    "silence": ["--audio", "silent.wav"],
+    "11 minutes": ["--audio", "long.wav"],
+    "no clip": ["--audio", "a.wav", "--num_clip", "0"],
+    "clips of 10": ["--audio", "a.wav", "--infer_frames", "10"],
+    "frame_num": ["--audio", "a.wav", "--frame_num", "81"],
+    "fps": ["--audio", "a.wav", "--fps", "24"],
+    "a pose that is a wav": ["--audio", "a.wav", "--pose_video", "a.wav"],
+    "a pose that is missing": ["--audio", "a.wav", "--pose_video", "x.mp4"],
+    "latents": ["--audio", "a.wav", "--save_latents"],
+    "a last image": ["--audio", "a.wav", "--last_image", "cat.png"],
+    "sync": ["--audio", "a.wav", "--audio_sync", "--start_from_ref"],
+    "masks": ["--audio", "a.wav", "--use_rainfusion"],
+    "a published curve": ["--audio", "a.wav", "--step_cache", "mag"],
+    "speech": ["--enable_tts"],
+}
+OF_OTHERS = {flag: [flag, value] for flag, value in (("--audio", "a.wav"), ("--num_clip", "2"))} | {
+    "--infer_frames": ["--infer_frames", "8"]
+}
+
+
+def mute_video(path: Path, fps: int) -> None:
+    imageio.mimwrite(path, [np.zeros((64, 64, 3), np.uint8)] * 4, fps=fps)
+
+
+def test_what_is_refused(
+    tiny: Tiny,
+    image_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusals: Refusals,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sound = write(tmp_path / "a.wav", 1.3)
+    (tmp_path / "empty.wav").touch()
+    (tmp_path / "text.wav").write_text("no sound")
+    (tmp_path / "short.wav").write_bytes(sound.read_bytes()[:46])
+    shutil.copy(image_path, tmp_path / "cat.png")
+    for name, seconds in (("silent", 1), ("long", 660)):
+        with wave.open(f"{name}.wav", "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(8000)
+            file.writeframes(bytes(2 * 8000 * seconds))
+    mute_video(tmp_path / "mute.mp4", 16)
+    start = ["--task", "s2v-14B", "--ckpt_dir", tiny("s2v-14B"), "--image", "cat.png"]
+    start += ["--prompt", "a cat speaks", "--base_seed", "7", "--save_file", "v.mp4"]
+    refusals("s2v", {case: [*start, *flags] for case, flags in BAD.items()})
+    other = ["--ckpt_dir", tiny("t2v-A14B"), "--size", "64*64"]
+    refusals("s2v: with other tasks", {case: [*other, *more] for case, more in OF_OTHERS.items()})
+
+
+def test_notices_about_rates(one: Asked, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """8 kHz is telephone quality; a pose video of 25 frames a second gives 12.5."""
+    sound = write(tmp_path / "telephone.wav", 1.3, rate=8000)
+    mute_video(tmp_path / "pose25.mp4", 25)
+    poses = ["--pose_video", tmp_path / "pose25.mp4"]
+    assert run(*one.argv, "--audio", sound, *poses, "--plan") == 0
+    said = capfd.readouterr()
+    assert "8000 samples a second" in said.out and "1.28 times" in said.out
+    assert "2 clips of 12 frames" in said.out
+    assert "sound encoder: wav2vec2-large-xlsr-53-english; runs in fp32 on the CPU" in said.out
+
+
+@torch.no_grad()
+def test_the_official_class(one: Asked) -> None:
+    """Latents instead of frames, several calls, and what it refuses."""
+    model = wan.WanS2V("s2v-14B", one.folder, precision="fp32")
+    files = {"ref_image_path": one.inputs["--image"], "audio_path": one.inputs["--audio"]}
+    shared: dict[str, Any] = {name: str(path) for name, path in files.items()}
+    shared |= {"input_prompt": "a", "max_area": 96 * 64, "num_repeat": 1, "infer_frames": 12}
+    shared |= {"sampling_steps": 1}
+    latents = model.generate(**shared, seed=7, output_type="latent")
+    assert latents is not None and latents.shape == (16, 3, 8, 8)
+    first, other = model.generate_many([{"seed": 7}, {"seed": 8}], **shared)
+    assert first is not None and other is not None and first.shape == (3, 9, 64, 64)
+    assert not torch.equal(first, other)
+    for missing in ({"ref_image_path": None}, {"enable_tts": True}):
+        with pytest.raises(ValueError):
+            model.generate(**{**shared, **missing})

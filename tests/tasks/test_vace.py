@@ -1,0 +1,135 @@
+"""What is peculiar to VACE: subsets of what a video is made from, scales, and bad inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Refusals, Tiny, slow
+from tests.tasks.conftest import Asked, frames, run
+from tests.tasks.tasks import QUICK, moving_box, picture
+
+pytestmark = pytest.mark.xdist_group("tasks")
+
+
+@pytest.fixture
+def one(asked: Callable[[str], Asked]) -> Asked:
+    return asked("vace")
+
+
+def without(one: Asked, *flags: str) -> list[str]:
+    """Its command line without some inputs."""
+    argv = one.argv
+    for flag in flags:
+        at = argv.index(flag)
+        argv = [*argv[:at], *argv[at + 2 :]]
+    return argv
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        ["--src_mask"],
+        slow(["--src_ref_images"]),
+        slow(["--src_mask", "--src_ref_images"]),
+        ["--src_video", "--src_mask"],
+    ],
+    ids=str,
+)
+def test_subsets(left_out: list[str], one: Asked, tmp_path: Path) -> None:
+    assert run(*without(one, *left_out), "--save_file", tmp_path / "v.mp4") == 0
+    found = frames(tmp_path / "v.mp4")
+    assert found.shape == (5, 48, 64, 3) and (found != one.frames).any()
+
+
+@pytest.mark.parametrize(("scale", "same"), [("0.5", False), ("1,1", True)])
+def test_scales_of_the_control(scale: str, same: bool, one: Asked, tmp_path: Path) -> None:
+    made = one.made(tmp_path / "v.mp4", "--conditioning_scale", scale)
+    assert (made == one.frames).all() == same
+
+
+def test_repeated_pictures(one: Asked, tmp_path: Path) -> None:
+    """Each use of the flag adds to the pictures; their latent frames are not decoded."""
+    more = ["--src_ref_images", picture(tmp_path / "b.png", 1)]
+    made = one.made(tmp_path / "v.mp4", *more)
+    assert made.shape == one.frames.shape and (made != one.frames).any()
+    record = json.loads((tmp_path / "v.json").read_text())
+    given = record["settings"]["src_ref_images"]
+    assert given == [str(one.inputs["--src_ref_images"]), str(tmp_path / "b.png")]
+
+
+def test_a_shorter_and_larger_video_than_the_default(one: Asked, tmp_path: Path) -> None:
+    """Without `frame_num` the video is as long as its source, within the area of `size`."""
+    source = moving_box(tmp_path / "s.mp4", (128, 96), 7, fps=24)
+    argv = without(one, "--frame_num", "--src_mask", "--src_ref_images")
+    assert run(*argv, "--src_video", source, "--save_file", tmp_path / "v.mp4") == 0
+    record = json.loads((tmp_path / "v.json").read_text())
+    assert record["video"] == {"frames": 5, "width": 64, "height": 48, "fps": 24}
+
+
+@pytest.mark.slow
+def test_two_experts_of_a_prompt_file(one: Asked, tiny: Tiny, tmp_path: Path) -> None:
+    """Grouped by expert: a paused video's control waits in host memory."""
+    lines = [
+        {"prompt": name, flag[2:]: str(one.inputs[flag])}
+        for name, flag in (("a", "--src_ref_images"), ("b", "--src_video"))
+    ]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["--task", "vace-A14B", "--ckpt_dir", tiny("vace-A14B"), *one.task.flags, *QUICK]
+    argv += ["--prompt_file", tmp_path / "lines.jsonl"]
+    assert run(*argv, "--group_by_expert", "--save_file", tmp_path / "grouped") == 0
+    assert run(*argv, "--save_file", tmp_path / "single") == 0
+    grouped, single = (sorted((tmp_path / name).glob("*.mp4")) for name in ("grouped", "single"))
+    for made, wanted in zip(grouped, single, strict=True):
+        assert (frames(made) == frames(wanted)).all()
+
+
+def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the published sizes, without anything that the video is made from."""
+    assert run("--task", "vace-1.3B", "--plan", "--device", "cpu") == 0
+    assert "denoising" in capsys.readouterr().out.lower()
+
+
+VIDEO = ["--src_video", "v.mp4"]
+BAD: dict[str, list[str]] = {
+    "nothing": [],
+    "small mask": [*VIDEO, "--src_mask", "small.mp4"],
+    "long mask": [*VIDEO, "--src_mask", "eight.mp4"],
+    "mask alone": ["--src_mask", "eight.mp4"],
+    "short video": ["--src_video", "four.mp4"],
+    "fast video": ["--src_video", "fast.mp4"],
+    "no video": ["--src_video", "absent.mp4"],
+    "text": ["--src_video", "text.mp4"],
+    "text as mask": [*VIDEO, "--src_mask", "text.mp4"],
+    "picture of text": ["--src_ref_images", "text.png"],
+    "no picture": ["--src_ref_images", "absent.png"],
+    "40 pictures": ["--src_ref_images", ",".join(["absent.png"] * 40)],
+    "three scales": [*VIDEO, "--conditioning_scale", "1,0.5,0.2"],
+    "a word as scale": [*VIDEO, "--conditioning_scale", "much"],
+    "image": ["--image", "a.png"],
+}
+OF_OTHERS = {
+    "a video": VIDEO,
+    "pictures": ["--src_ref_images", "a.png"],
+    "a scale": ["--conditioning_scale", "2"],
+}
+
+
+def test_what_is_refused(
+    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    moving_box(tmp_path / "v.mp4")
+    moving_box(tmp_path / "small.mp4", (48, 48))
+    moving_box(tmp_path / "eight.mp4", count=8)
+    moving_box(tmp_path / "four.mp4", count=4)
+    moving_box(tmp_path / "fast.mp4", fps=300)
+    for name in ("text.mp4", "text.png"):
+        (tmp_path / name).write_bytes(b"x" * 999)
+    start = without(one, *one.inputs)
+    refusals("vace", {case: [*start, *flags] for case, flags in BAD.items()})
+    others = {case: ["--task", "t2v-1.3B", *flags] for case, flags in OF_OTHERS.items()}
+    refusals("vace: with other tasks", others)
