@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import slow
+from tests.conftest import Refusals, Tiny, slow
 from tests.dist import GENERATE, TORCHRUN, Ranks, launcher
+from tests.refusals import check_refusals
 from wan.checkpoint.layout import describe
 from wan.cli import main as generate
 from wan.cli import prompt_file
@@ -52,7 +53,7 @@ def latents(video: Path) -> torch.Tensor:
     return load_file(video.with_suffix(".latents.safetensors"))["latents"]
 
 
-def test_lines(tiny: Any, tmp_path: Path) -> None:
+def test_lines(tiny: Tiny, tmp_path: Path) -> None:
     common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B", *QUICK]
     found = resolved(write(tmp_path, *LINES), *common, "--save_file", str(tmp_path / "out"))
     assert [line.number for line in found.lines] == [1, 3, 4, 5, 6]
@@ -71,36 +72,38 @@ def test_lines(tiny: Any, tmp_path: Path) -> None:
     assert seeds == {1: 101, 3: 5, 5: 105, 6: 9}
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ('{"prompt": "x"', "it is no JSON object"),
-        ('{"prompt": 3}', "prompt"),
-        ('{"prompt": null}', "prompt has no value"),
-        ('{"seed": null}', "seed has no value"),
-        ('{"seeds": null}', "seeds has no value"),
-        ('{"seeds": [null]}', "seeds [null] must be a list of different whole numbers"),
-        ('{"seeds": [[1]]}', "must be a whole number"),
-        ('{"task": "t2v-A14B"}', "task holds for all lines; give --task on the command line"),
-        ('{"ulysses_size": 2}', "ulysses_size holds for all lines"),
-        ('{"offload_model": false}', "offload_model holds for all lines"),
-        ('{"lora": ["x"]}', "lora holds for all lines"),
-        ('{"colour": "red"}', "colour is not a known setting"),
-        ('{"seed": 1, "base_seed": 2}', "say the same; give one of them"),
-        ('{"size": "17*17"}', "size"),
-        ('{"image": "none.png"}', "image"),
-        ('{"save_file": "x.avi"}', "must end in .mp4"),
-    ],
-)
-def test_what_a_line_may_not_say(line: str, sentence: str, tiny: Any, tmp_path: Path) -> None:
+BAD_LINES = [
+    '{"prompt": "x"',
+    '{"prompt": 3}',
+    '{"prompt": null}',
+    '{"seed": null}',
+    '{"seeds": null}',
+    '{"seeds": [null]}',
+    '{"seeds": [[1]]}',
+    '{"task": "t2v-A14B"}',
+    '{"ulysses_size": 2}',
+    '{"offload_model": false}',
+    '{"lora": ["x"]}',
+    '{"colour": "red"}',
+    '{"seed": 1, "base_seed": 2}',
+    '{"size": "17*17"}',
+    '{"image": "none.png"}',
+    '{"save_file": "x.avi"}',
+]
+
+
+def test_what_a_line_may_not_say(tiny: Tiny, tmp_path: Path) -> None:
     common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B"]
-    found = resolved(write(tmp_path, line, "good"), *common)
-    assert sentence in found.lines[0].error and not found.lines[1].error
+    found = resolved(write(tmp_path, *BAD_LINES, "good"), *common).lines
+    check_refusals(
+        "prompt file: lines", {text: one.error for text, one in zip(BAD_LINES, found, strict=False)}
+    )
+    assert len(found) == len(BAD_LINES) + 1 and not found[-1].error
     with pytest.raises(InputError, match="has no line that can be carried out; line 1: "):
-        resolved(write(tmp_path, line), *common)
+        resolved(write(tmp_path, *BAD_LINES), *common)
 
 
-def test_a_line_that_the_system_refuses(tiny: Any, tmp_path: Path) -> None:
+def test_a_line_that_the_system_refuses(tiny: Tiny, tmp_path: Path) -> None:
     common = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--task", "t2v-1.3B"]
     lines = [{"prompt": "a", "save_file": f"{tmp_path}/{'n' * 300}.mp4"}]
     lines += [{"prompt": "a", "sample_shift": 5e-324, "sample_solver": "euler"}]
@@ -112,7 +115,7 @@ def test_a_line_that_the_system_refuses(tiny: Any, tmp_path: Path) -> None:
         assert part in line.error and bool(part) == bool(line.error)
 
 
-def test_two_lines_do_not_write_one_file(tiny: Any, tmp_path: Path) -> None:
+def test_two_lines_do_not_write_one_file(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     same, linked = (str(tmp_path / name / "same.mp4") for name in ("folder", "link"))
@@ -125,45 +128,45 @@ def test_two_lines_do_not_write_one_file(tiny: Any, tmp_path: Path) -> None:
     assert all("is the video of line 1 already" in line.error for line in found.lines[1:])
 
 
-def test_lines_end_where_editors_end_them(tiny: Any, tmp_path: Path) -> None:
+def test_lines_end_where_editors_end_them(tiny: Tiny, tmp_path: Path) -> None:
     text = json.dumps({"prompt": "a red\u2028star\x85"}, ensure_ascii=False)
     found = resolved(write(tmp_path, f"one\r\n{text}"), "--ckpt_dir", str(tiny("t2v-A14B")))
     assert [line.run.request.prompt for line in found.lines] == ["one", "a red\u2028star\x85"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["--prompt", "x"], "--prompt is about one video"),
-        (["--trace", "x"], "--trace is about one video"),
-        (["--plan"], "--plan is about one video"),
-        (["--group_by_expert", "--task", "t2v-1.3B"], "--group_by_expert has no effect on t2v-1.3"),
-        (["--group_by_expert", "--offload_model", "false"], "no effect with --offload_model false"),
-        (["--group_by_expert", "--power"], "--power is about whole videos"),
-        (["--group_by_expert", "--log_level", "debug"], "--log_level debug is about whole videos"),
-        (
-            ["--group_by_expert", "--step_cache", "first_block"],
-            "--group_by_expert pauses videos, and --step_cache",
-        ),
-    ],
-)
+OF_ONE_VIDEO = [
+    ["--prompt", "x"],
+    ["--trace", "x"],
+    ["--plan"],
+    ["--group_by_expert", "--task", "t2v-1.3B"],
+    ["--group_by_expert", "--offload_model", "false"],
+    ["--group_by_expert", "--power"],
+    ["--group_by_expert", "--log_level", "debug"],
+    ["--group_by_expert", "--step_cache", "first_block"],
+]
+
+
 def test_what_goes_with_one_video_only(
-    argv: list[str], sentence: str, tiny: Any, tmp_path: Path, capfd
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
-    path, task = write(tmp_path, "good"), argv[-1] if "--task" in argv else "t2v-A14B"
-    asked = ["--prompt_file", str(path), "--ckpt_dir", str(tiny(task)), "--sample_steps", "9"]
-    assert generate.main([*asked, *argv]) == 2
-    assert sentence in capfd.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    cases: dict[str, list[object]] = {}
+    for argv in OF_ONE_VIDEO:
+        task = argv[-1] if "--task" in argv else "t2v-A14B"
+        start = ["--prompt_file", write(tmp_path, "good").name, "--ckpt_dir", tiny(task)]
+        cases[" ".join(argv)] = [*start, "--sample_steps", "9", *argv]
+    refusals("prompt file: flags of one video", cases)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00"])
-def test_files_without_lines(content: bytes, tmp_path: Path, capfd) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(content)
-    assert generate.main(["--prompt_file", str(path)]) == 2
-    assert f"--prompt_file {path} " in capfd.readouterr().err
-    assert generate.main(["--prompt_file", str(tmp_path / "none")]) == 2
-    assert generate.main(["--skip_existing"]) == 2
+def test_files_without_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: Refusals
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"empty": b"", "blank": b"\n \n", "not text": b"\xff\xfe\x00"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    cases = {name: ["--prompt_file", name] for name in (*files, "none")}
+    refusals("prompt file: without lines", {**cases, "no file": ["--skip_existing"]})
 
 
 def check_against_single_runs(out: Path, common: list[str], tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def check_against_single_runs(out: Path, common: list[str], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "offload", ["true", slow("false"), slow("block")], ids=lambda value: f"offload {value}"
 )
-def test_videos_are_those_of_single_runs(offload: str, tiny: Any, tmp_path: Path, caplog) -> None:
+def test_videos_are_those_of_single_runs(offload: str, tiny: Tiny, tmp_path: Path, caplog) -> None:
     out = tmp_path / "out"
     common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK, "--offload_model", offload]
     asked = ["--prompt_file", str(write(tmp_path, *LINES)), "--save_file", str(out)]
@@ -195,7 +198,7 @@ def test_videos_are_those_of_single_runs(offload: str, tiny: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_experts_are_loaded_once(tiny: Any, tmp_path: Path, monkeypatch) -> None:
+def test_experts_are_loaded_once(tiny: Tiny, tmp_path: Path, monkeypatch) -> None:
     """With --group_by_expert; the videos are the same, and a line that fails ends no other."""
     each, made, built = tmp_path / "each", tmp_path / "made", []
     construct = WanModel.__init__
@@ -226,7 +229,7 @@ def test_experts_are_loaded_once(tiny: Any, tmp_path: Path, monkeypatch) -> None
     assert len(videos) == 3 and videos == {p.name: p.read_bytes() for p in each.glob("*.mp4")}
 
 
-def test_a_video_that_cannot_be_written_does_not_end_the_others(tiny: Any, tmp_path: Path) -> None:
+def test_a_video_that_cannot_be_written_does_not_end_the_others(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "001_first.mp4").mkdir(parents=True)  # in the way of the renamed file
     asked = ["--prompt_file", str(write(tmp_path, "first", "second")), "--save_file", str(out)]
@@ -241,7 +244,7 @@ def test_a_video_that_cannot_be_written_does_not_end_the_others(tiny: Any, tmp_p
 @pytest.mark.parametrize(
     "flags", ["--comm_type 1", "--cfg_size 2", "--vae_parallel", "--comm_type 2 --group_by_expert"]
 )
-def test_ranks_make_the_same_videos(flags: str, tiny: Any, tmp_path: Path) -> None:
+def test_ranks_make_the_same_videos(flags: str, tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "out"
     common = ["--ckpt_dir", str(tiny("t2v-A14B")), *QUICK]
     asked = ["--prompt_file", str(write(tmp_path, *LINES)), "--save_file", str(out)]
@@ -258,7 +261,7 @@ def test_ranks_make_the_same_videos(flags: str, tiny: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_continued_and_memory_stays(tiny: Any, tmp_path: Path) -> None:
+def test_a_killed_run_is_continued_and_memory_stays(tiny: Tiny, tmp_path: Path) -> None:
     """12 prompts, two of them faulty, a kill in the middle."""
     lines = [f"video number {n}" for n in range(12)]
     lines[3], lines[8] = '{"frame_num": 8}', '{"task": "x"}'
@@ -288,7 +291,7 @@ def test_a_killed_run_is_continued_and_memory_stays(tiny: Any, tmp_path: Path) -
     assert max(peaks) < 1.05 * peaks[0]
 
 
-def test_lines_read_the_checkpoint_once(tiny: Any, tmp_path: Path) -> None:
+def test_lines_read_the_checkpoint_once(tiny: Tiny, tmp_path: Path) -> None:
     described: list[Path] = []
 
     def counted(folder: Path, *more: Any) -> Any:
@@ -304,7 +307,7 @@ def test_lines_read_the_checkpoint_once(tiny: Any, tmp_path: Path) -> None:
     assert len(found.lines) == 20 and described == [tiny("t2v-A14B")]
 
 
-def test_seeds_and_comments(tiny: Any, tmp_path: Path) -> None:
+def test_seeds_and_comments(tiny: Tiny, tmp_path: Path) -> None:
     """One video for each seed, of one line; what is left out is in the summary."""
     out = tmp_path / "out"
     lines = ["# my prompts", '{"prompt": "a", "seeds": [3, 4]}', '{"prompt": "b", "seeds": [1, 1]}']
@@ -319,13 +322,13 @@ def test_seeds_and_comments(tiny: Any, tmp_path: Path) -> None:
         assert json.loads((out / name).with_suffix(".json").read_text())["seed"] == seed
 
 
-def test_a_wrong_seed_is_called_as_it_was_written(tiny: Any, tmp_path: Path) -> None:
+def test_a_wrong_seed_is_called_as_it_was_written(tiny: Tiny, tmp_path: Path) -> None:
     lines = ['{"prompt": "a", "seed": "x"}', "good"]
     found = resolved(write(tmp_path, *lines), "--ckpt_dir", str(tiny("t2v-A14B")))
     assert found.lines[0].error == "seed x must be a whole number."
 
 
-def test_what_was_made_otherwise_is_made_again(tiny: Any, tmp_path: Path, capfd) -> None:
+def test_what_was_made_otherwise_is_made_again(tiny: Tiny, tmp_path: Path, capfd) -> None:
     """--skip_existing holds the line against the record beside the video."""
     out, same = tmp_path / "out", {"prompt": "a", "seed": 1, "save_file": "a.mp4"}
     lines = [same, {"prompt": "b", "seed": 1, "save_file": "b.mp4"}, "drawn seed"]
