@@ -20,9 +20,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --n
 test: $(VENV)/.dev
 	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
 
+# Stopped and started again, it goes on where it was.
 test-all: $(VENV)/.dev
-	$(PYTEST) -m "not alone" $(PYTEST_FLAGS)
-	$(BIN)/python -m pytest -m alone $(PYTEST_FLAGS)
+	$(PYTEST) -p tests.resume -m "not alone" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -p tests.resume -m alone $(PYTEST_FLAGS)
 
 # With the oldest and the newest packages of the declared ranges; a table at the end.
 test-versions: | $(VENV)/bin/python

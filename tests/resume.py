@@ -1,0 +1,57 @@
+"""A plugin (`-p tests.resume`): an interrupted run of all tests goes on where it was.
+
+What has passed is kept in pytest's cache for these very files; after any change all tests run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Resumed(config))
+
+
+def _version(folder: Path) -> str:
+    """A hash of all files that git knows or might."""
+    git = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, capture_output=True, check=True).stdout.decode()
+    found = hashlib.sha256()
+    for name in filter(None, listed.split("\0")):
+        path = folder / name
+        found.update(name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
+    return found.hexdigest()[:16]
+
+
+class _Resumed:
+    def __init__(self, config: pytest.Config) -> None:
+        assert config.cache is not None
+        self._file = config.cache.mkdir("passed") / _version(config.rootpath)
+        # Those that passed before: what this run adds must not change what its workers collect.
+        self._before = {*self._file.read_text().split("\n")} if self._file.exists() else set()
+        self._failed: set[str] = set()
+        self._records = not hasattr(config, "workerinput")
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        left = [item for item in items if item.nodeid not in self._before]
+        if len(left) < len(items):
+            config.hook.pytest_deselected(items=[*{*items} - {*left}])
+        items[:] = left
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.rsplit("@", 1)[0]  # of its group
+        if report.failed:
+            self._failed.add(name)
+        elif self._records and report.when == "teardown" and name not in self._failed:
+            with self._file.open("a") as file:
+                file.write(f"{name}\n")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._before:
+            session.exitstatus = pytest.ExitCode.OK  # all have passed
