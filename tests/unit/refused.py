@@ -1,0 +1,17 @@
+"""What calls are refused with, for tables of refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wan.settings.errors import FileChangedError, InputError
+
+
+def said(call: Callable[..., Any], *args: Any, **keywords: Any) -> str:
+    """The sentence that a call is refused with; nothing where it is not refused."""
+    try:
+        call(*args, **keywords)
+    except (InputError, FileChangedError) as refusal:
+        return str(refusal)
+    return ""
