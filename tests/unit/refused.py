@@ -7,6 +7,9 @@ from typing import Any
 
 from wan.settings.errors import FileChangedError, InputError
 
+FOLDER = r"(?<=TMP/)[\w-]+"
+"""For `check_refusals` to hide: a folder of pytest, numbered where several tests have one name."""
+
 
 def said(call: Callable[..., Any], *args: Any, **keywords: Any) -> str:
     """The sentence that a call is refused with; nothing where it is not refused."""
