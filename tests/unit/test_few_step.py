@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,27 +86,24 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_steps_against_the_formulas_in_float64(name: str) -> None:
-    asked = request(**STEPS[name])
-    generator = torch.Generator().manual_seed(0)
-    plan, count = schedule(asked), asked.sample_steps
-    velocities = torch.randn(count, 3, 4, generator=generator)
-    start, fresh = torch.randn(3, 4, generator=generator), torch.randn(9, 3, 4, generator=generator)
-    drawn: Iterator[Tensor] = iter(fresh)
-    found = stepped(asked, velocities, start, lambda: next(drawn))
-    x = start.double()
-    for index in range(count):
-        sigma, after = plan.sigmas[index : index + 2]
-        v = velocities[index].double()
-        if asked.sample_solver == "euler" or asked.ode:
-            wanted = x + (after - sigma) * v
-        else:
-            wanted = (1 - after) * (x - sigma * v) + after * fresh[index].double()
-        torch.testing.assert_close(found[index].double(), wanted, rtol=1e-7, atol=1e-7)
-        x = found[index].double()
-    if "dmd" in name:
-        assert plan.sigmas == (1.0, 0.757, 0.522, 0.0)
+def test_steps_against_the_formulas_in_float64() -> None:
+    for name, values in STEPS.items():
+        asked, generator = request(**values), torch.Generator().manual_seed(0)
+        plan, count = schedule(asked), asked.sample_steps
+        velocities = torch.randn(count, 3, 4, generator=generator)
+        start, *fresh = torch.randn(10, 3, 4, generator=generator)
+        found = stepped(asked, velocities, start, iter(fresh).__next__)
+        x = start.double()
+        for index in range(count):
+            sigma, after = plan.sigmas[index : index + 2]
+            v = velocities[index].double()
+            if asked.sample_solver == "euler" or asked.ode:
+                wanted = x + (after - sigma) * v
+            else:
+                wanted = (1 - after) * (x - sigma * v) + after * fresh[index].double()
+            x = found[index].double()
+            assert torch.allclose(x, wanted, rtol=1e-7, atol=1e-7), (name, index)
+    assert schedule(request(**STEPS["dmd"])).sigmas == (1.0, 0.757, 0.522, 0.0)
 
 
 def test_euler_is_diffusers() -> None:
@@ -306,19 +302,17 @@ def test_turbo_weights_attend_densely(tiny: Any, tmp_path: Path) -> None:
     assert turbo.tensors.keys() == plain.tensors.keys()
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_every_solver_ends_where_a_known_flow_ends(solver: str) -> None:
+def test_every_solver_ends_where_a_known_flow_ends() -> None:
     """All noise flows straight to one video: velocity (x - video) / sigma, for any latents x."""
     generator = torch.Generator().manual_seed(3)
-    video, x = torch.randn(2, 4, 3, 5, 5, generator=generator).double()
-    steps = 4 if solver == "rcm" else 12
-    asked = request(sample_solver=solver, sample_steps=steps)
-    levels = schedule(asked)
-    stepper, told = make_solver(
-        asked, levels, lambda: torch.randn(x.shape, generator=generator, dtype=x.dtype)
-    )
-    for timestep, sigma in zip(told, levels.sigmas, strict=False):
-        velocity = (x - video) / sigma
-        (x,) = stepper.step(velocity, timestep, x, return_dict=False)
-        assert x.isfinite().all()
-    assert torch.allclose(x, video, atol=1e-5)
+    shape, exact = (4, 3, 5, 5), {"generator": generator, "dtype": torch.float64}
+    video = torch.randn(shape, **exact)
+    for solver in SOLVERS:
+        asked = request(sample_solver=solver, sample_steps=4 if solver == "rcm" else 12)
+        levels, x = schedule(asked), torch.randn(shape, **exact)
+        stepper, told = make_solver(asked, levels, lambda: torch.randn(shape, **exact))
+        for timestep, sigma in zip(told, levels.sigmas, strict=False):
+            velocity = (x - video) / sigma
+            (x,) = stepper.step(velocity, timestep, x, return_dict=False)
+            assert x.isfinite().all(), solver
+        assert torch.allclose(x, video, atol=1e-5), solver

@@ -162,10 +162,10 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     for size in (0, 10):
         (tmp_path / "wan2.2-t2v-Q4_K_M.gguf").write_bytes(b"GGUF" * 3 if size else b"")
         found[f"{size} bytes"] = said(describe, tmp_path)
-    begin, array = struct.pack("<IIQ", 9, 8, 2**21), struct.pack("<IQQQ", 3, 0, 1, 1)
-    contents = {f"{keys} keys": struct.pack("<IQQ", 3, 0, keys) for keys in (2**64 - 1, 70_000)}
-    contents |= {f"{2**31} keys": struct.pack("<IQQ", 3, 0, 2**31)}
-    for name, content in (contents | {"strings": array + b"a" + begin}).items():
+    counts = 2**64 - 1, 2**31, 70_000
+    contents = {f"{keys} keys": struct.pack("<IQQ", 3, 0, keys) for keys in counts}
+    contents["strings"] = struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 8, 2**21)
+    for name, content in contents.items():
         path.write_bytes(b"GGUF" + content)
         os.truncate(path, 1 << 26)
         started = time.process_time()
@@ -189,9 +189,8 @@ def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:
         elif how == 1:
             damaged[at] ^= 1 << chance.randrange(8)
         elif how == 2:
-            damaged[at : at + 8] = chance.choice([1 << 60, 1 << 31, (1 << 64) - 1]).to_bytes(
-                8, "little"
-            )
+            large = chance.choice([1 << 60, 1 << 31, (1 << 64) - 1])
+            damaged[at : at + 8] = large.to_bytes(8, "little")
         elif how == 3:
             damaged[at:at] = chance.randbytes(chance.randrange(1, 40))
         else:

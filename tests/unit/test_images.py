@@ -377,12 +377,12 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
     for kind, content in CONTENT.items():
         path.write_bytes(content)
         found[kind] = said(images.read, path)
+    animated = set()
     for kind in ("gif", "webp", "png", *AVIF):
         path = tmp_path / f"x.{kind}"
         rgb().save(path, save_all=True, append_images=[rgb(SMOOTH)])
-        sentence = said(images.read, path)
-        found["animated"] = found.setdefault("animated", sentence.replace(path.name, "x"))
-        assert sentence.replace(path.name, "x") == found["animated"], kind
+        animated.add(said(images.read, path).replace(path.name, "x"))
+    (found["animated"],) = animated
     found["raw"] = said(images.read, saved(tmp_path, rgb(), "x.tiff", tiffinfo={254: 1}))
     for bad in (np.nan, np.inf, -0.5, 1.2, 3.5, 256):
         values = UNIT.copy()
