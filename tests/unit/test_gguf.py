@@ -326,7 +326,7 @@ def test_kept_weights_take_the_bytes_of_the_file(stored_as: Any) -> None:
     files, _ = stored_as("Q4_K")
     found = {}
     for how in ("keep", "upcast"):
-        words = ["--gguf_weights", how, "--precision", "bf16", "--sample_steps", "1"]
+        words = ["--gguf_weights", how, "--precision", "bf16", "--frame_num", "1"]
         asked, pipeline = composed(files, *words, "--offload_model", "false")
         network = pipeline.experts.get("dit")
         planned = Planner(asked.setup, asked.request).stages()["denoising"]["DiT weights"]

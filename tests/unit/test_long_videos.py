@@ -26,7 +26,7 @@ from wan.settings.request import Request, make_request
 
 PRO = "SVI_Wan2.2-I2V-A14B_{}_noise_lora_v2.0_pro.safetensors"
 QUICK: dict[str, Any] = {"max_area": 48 * 32, "frame_num": 9, "seed": 7, "sampling_steps": 2}
-ONE_STEP = {**QUICK, "sampling_steps": 1, "guide_scale": 1.0}
+ONE_STEP = {**QUICK, "sampling_steps": 1, "guide_scale": 1.0, "offload_model": False}
 
 
 def request(**values: Any) -> Request:
@@ -142,7 +142,7 @@ def model(tiny) -> Any:
 
 
 def test_one_call_is_as_many_calls_with_the_kept_latent(model: Any, image_path: Path) -> None:
-    args: dict[str, Any] = {**QUICK, "img": str(image_path), "guide_scale": 2.0}
+    args: dict[str, Any] = {**ONE_STEP, "img": str(image_path), "guide_scale": 2.0}
     prompts, chain = ["a", "b", "c"], {"chain": "latent"}
     whole = model.generate("", clip_prompts=prompts, **chain, **args)
     latents = model.generate("", clip_prompts=prompts, output_type="latent", **chain, **args)
@@ -207,7 +207,7 @@ def test_overlap_changes_no_bit_and_survives_a_failure(
     plain = wan.WanI2V("i2v-A14B", tiny("i2v-A14B")).generate("a", **args)
     beside: Any = wan.WanI2V("i2v-A14B", tiny("i2v-A14B"), overlap_decoding=True)
     for offload in (False, True):
-        assert torch.equal(beside.generate("a", offload_model=offload, **args), plain)
+        assert torch.equal(beside.generate("a", **{**args, "offload_model": offload}), plain)
 
     def full(self: Any, *_: Any) -> None:
         raise MemoryError("no room")
