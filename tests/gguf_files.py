@@ -64,11 +64,16 @@ def write(path: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -
         stored = quantise(rows, kind)
         writer.add_tensor(name, stored, raw_dtype=kind_of(kind))
         found[name] = meant(stored, kind).reshape(tensor.shape)
+    finish(writer)
+    return found
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes the file of what the writer was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return found
 
 
 def with_gguf(source: Path, kind: str, out: Path) -> tuple[Path, Path]:

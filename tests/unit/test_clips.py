@@ -160,9 +160,8 @@ def test_clips_that_follow_a_sound(from_picture: bool, posed: bool) -> None:
 def test_clips_of_a_character(replaces: bool, again: int) -> None:
     """Poses of 23 frames, in clips of 13; behind their end they run back."""
     random, size = np.random.default_rng(3), (64, 48)
-    sides = {"pose": (48, 64), "face": (512, 1), "background": (48, 64), "mask": (48, 64)}
+    sides = {"pose": (48, 64), "face": (32, 32), "background": (48, 64), "mask": (48, 64)}
     videos = {n: random.integers(0, 256, (23, *s, 3), dtype=np.uint8) for n, s in sides.items()}
-    videos["face"] = np.broadcast_to(videos["face"], (23, 512, 512, 3))
     takes: Any = {name: lambda at, x=x: x[list(at)] for name, x in videos.items()}
     driving = DrivingVideos(picture(31, 48), size, 23, 30.0, takes)
     count = count_clips(23, 13, again)
@@ -195,7 +194,7 @@ def test_clips_of_a_character(replaces: bool, again: int) -> None:
                 folded[channel, frame] = keep[4 * frame - 3 + channel]
         reference = torch.cat((torch.ones(4, 1, 6, 8), encoded(shown[:, None])))
         y = torch.cat((reference, torch.cat((folded, encoded(known)))), dim=1)
-        faces = {"cond": own["face"], "uncond": torch.full((3, 13, 512, 512), -1.0)}
+        faces = {"cond": own["face"], "uncond": torch.tensor(-1.0).expand(3, 13, 512, 512)}
         for (branch, face), text in zip(faces.items(), TEXTS, strict=True):
             for given in loop.of_clip(index, branch):
                 assert given["context"][0] is text
@@ -221,11 +220,9 @@ def test_frames_behind_the_end_of_a_video() -> None:
     assert {given: count_clips(*given) for given in table} == table
 
 
-@pytest.mark.parametrize("size", [(24, 10), (7, 30), (9, 5), (20, 10)])
-def test_a_character_between_bars(size: tuple[int, int]) -> None:
+def between_bars(source: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """OpenCV's bilinear interpolation pixel by pixel, in whole numbers, between black bars."""
-    (columns, rows), (width, height) = size, (12, 6)
-    source = np.asarray(picture(width, height)).astype(int)
+    (columns, rows), (height, width, _) = size, source.shape
     scale = rows / height if height / width > rows / columns else columns / width
     inner = int(width * scale), int(height * scale)
     expected = np.zeros((rows, columns, 3), int)
@@ -249,7 +246,14 @@ def test_a_character_between_bars(size: tuple[int, int]) -> None:
             expected[top + row, left + column] = value
     if inner == (width, height):
         expected[top : top + height, left : left + width] = source
-    assert (padded(source.astype(np.uint8), size) == expected).all()
+    return expected
+
+
+def test_a_character_between_bars() -> None:
+    source = np.asarray(picture(12, 6))
+    for size in ((24, 10), (7, 30), (9, 5), (20, 10)):
+        expected = between_bars(source.astype(int), size)
+        assert (padded(source, size) == expected).all(), size
 
 
 def test_the_picture_of_a_speaker() -> None:

@@ -34,26 +34,25 @@ def test_arguments_are_accepted() -> None:
             compile(arguments[0], case.name, "exec")
 
 
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        (torch.zeros(2, 3), []),
-        (torch.tensor([[0, 0, 0], [0, 0, 2**-140]]), ["{} differ by up to 7.2e-43"]),
-        (torch.full((2, 3), torch.nan), ["{} differ by up to nan"]),
-        (torch.zeros(2, 3).double(), ["{} were torch.float32 [2, 3], are torch.float64 [2, 3]"]),
-        (torch.zeros(3, 2), ["{} were torch.float32 [2, 3], are torch.float32 [3, 2]"]),
-        (None, ["{} only in base"]),
-    ],
-)
-def test_differences(other: Tensor | None, says: list[str], tmp_path: Path) -> None:
+def test_differences(tmp_path: Path) -> None:
     """A folder below the results, as of many videos, is compared too."""
-    base, present = tmp_path / "base", tmp_path / "present"
-    for folder, tensor in ((base, torch.zeros(2, 3)), (present, other)):
-        (folder / "out").mkdir(parents=True)
-        if tensor is not None:
-            save_file({"latents": tensor}, folder / "out/1.latents.safetensors")
-    what = "latents of out/1.latents.safetensors"
-    assert list(differences(base, present)) == [one.format(what) for one in says]
+    of, zeros = "latents of out/1.latents.safetensors", torch.zeros(2, 3)
+    were = f"{of} were torch.float32 [2, 3], are torch."
+    table: dict[str, tuple[Tensor | None, list[str]]] = {
+        "equal": (zeros, []),
+        "a bit": (torch.tensor([[0, 0, 0], [0, 0, 2**-140]]), [f"{of} differ by up to 7.2e-43"]),
+        "NaN": (torch.full((2, 3), torch.nan), [f"{of} differ by up to nan"]),
+        "dtype": (zeros.double(), [f"{were}float64 [2, 3]"]),
+        "shape": (zeros.T.contiguous(), [f"{were}float32 [3, 2]"]),
+        "missing": (None, [f"{of} only in base"]),
+    }
+    for name, (other, says) in table.items():
+        base, present = tmp_path / name / "base", tmp_path / name / "present"
+        for folder, tensor in ((base, zeros), (present, other)):
+            (folder / "out").mkdir(parents=True)
+            if tensor is not None:
+                save_file({"latents": tensor}, folder / "out/1.latents.safetensors")
+        assert list(differences(base, present)) == says, name
 
 
 def test_nothing_is_not_equal(tmp_path: Path) -> None:

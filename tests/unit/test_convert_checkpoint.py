@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.pipelines import on_cpu
+from tests.refusals import check_refusals
+from tests.unit.refused import FOLDER
 from tools import convert_checkpoint as tool
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import mapped
@@ -94,49 +96,48 @@ def test_networks_of_pth_files(tiny, tmp_path: Path, capfd: pytest.CaptureFixtur
         assert torch.equal(predicted("t2v-A14B", out, name), predicted("t2v-A14B", base, other))
     (tmp_path / "again").mkdir()
     arguments = ["--ckpt_dir", str(base), "--out", str(tmp_path / "again")]
-    assert tool.main([*arguments, *networks[:2]]) == 2
-    assert "are given by --high_noise and --low_noise" in capfd.readouterr().err
+    found = {"one of two": refused([*arguments, *networks[:2]], capfd)}
     torch.save(torch.load(given["low_noise"]) | {"net.more": torch.ones(1)}, given["low_noise"])
-    assert tool.main([*arguments, *networks]) == 2
-    assert "low_noise.pth has more, unlike" in capfd.readouterr().err
+    found["a tensor more"] = refused([*arguments, *networks], capfd)
     shutil.copy(given["low_noise"], tmp_path / "again")
-    assert tool.main(["--ckpt_dir", str(tmp_path / "again"), "--out", str(out)]) == 2
-    assert "convert it with tools/convert_checkpoint.py" in capfd.readouterr().err
+    again = ["--ckpt_dir", str(tmp_path / "again"), "--out", str(out)]
+    found["pth files in a folder"] = refused(again, capfd)
+    check_refusals("tools: convert_checkpoint.py, pth files", found, [FOLDER])
+
+
+def refused(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    assert tool.main(argv) == 2
+    return capfd.readouterr().err
 
 
 def test_what_is_refused(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Broken weights, too: NaN, and tensors of a .pth that have no values."""
     (tmp_path / "taken").write_text("x")
-    for out in (tmp_path, tmp_path / "taken"):
-        assert tool.main(["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(out)]) == 2
-        assert "no unfinished conversion of this checkpoint; name" in capfd.readouterr().err
-    given = ["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(tmp_path / "new")]
-    for argv, part in (
-        ([], "required"),
-        ([*given, "--colour", "red"], "--colour is not a known flag"),
-        ([*given, "--dit", str(tmp_path / "none.pth")], "does not exist"),
-    ):
-        assert tool.main(argv) == 2
-        assert part in capfd.readouterr().err
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / tool.UNFINISHED).write_text('{"from": "another", "dtype": "bf16"}')
-    assert tool.main(["--ckpt_dir", str(tiny("t2v-1.3B")), "--out", str(begun)]) == 2
-    assert tool.main(["--ckpt_dir", str(tmp_path / "no"), "--out", str(tmp_path / "new")]) == 2
-    assert not (tmp_path / "new").exists() and os.listdir(begun) == [tool.UNFINISHED]
-
-
-def test_broken_weights_are_named(tiny, tmp_path: Path, capfd) -> None:
-    """NaN, and tensors of a .pth that have no values."""
     folder = shutil.copytree(tiny("t2v-1.3B"), tmp_path / "checkpoint")
     (file,) = folder.glob("diffusion*.safetensors")
     weights = load_file(file)
-    argv = ["--ckpt_dir", str(folder), "--out", str(tmp_path / "new")]
-    meta = {name: value.to("meta") for name, value in weights.items()}
-    torch.save(meta, tmp_path / "x.pth")
-    assert tool.main([*argv, "--dit", str(tmp_path / "x.pth")]) == 2
-    assert "something other than weights (" in capfd.readouterr().err
-    assert not (tmp_path / "new").exists()
+    torch.save({name: x.to("meta") for name, x in weights.items()}, tmp_path / "meta.pth")
     weights["blocks.0.ffn.0.bias"][0] = float("nan")
     save_file(weights, file)
-    assert tool.main(argv) == 2
-    assert f"{file}: blocks.0.ffn.0.bias holds NaN or infinity" in capfd.readouterr().err
+    out = ["--out", str(tmp_path / "new")]
+    given = ["--ckpt_dir", str(tiny("t2v-1.3B"))]
+    table = {
+        "a folder with files": [*given, "--out", str(tmp_path)],
+        "a file": [*given, "--out", str(tmp_path / "taken")],
+        "begun of another": [*given, "--out", str(begun)],
+        "nothing": [],
+        "another flag": [*given, *out, "--colour", "red"],
+        "no such network": [*given, *out, "--dit", str(tmp_path / "none.pth")],
+        "no such checkpoint": ["--ckpt_dir", str(tmp_path / "no"), *out],
+        "no values": [*given, *out, "--dit", str(tmp_path / "meta.pth")],
+        "NaN": ["--ckpt_dir", str(folder), *out],
+    }
+    found = {}
+    for name, argv in table.items():
+        found[name] = refused(argv, capfd)
+        assert name == "NaN" or not (tmp_path / "new").exists(), name
+    check_refusals("tools: convert_checkpoint.py", found, [FOLDER])
+    assert os.listdir(begun) == [tool.UNFINISHED]

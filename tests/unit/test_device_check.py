@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests import check_steps
-from tests.conftest import slow
-from tests.dist import REPO, TORCHRUN
+from tests.dist import REPO, TORCHRUN, Ranks
+from tests.refusals import check_refusals
 from tools.check_device import ENDED, joined, main
 from tools.device_check.steps import (
     ABSENT,
@@ -109,27 +109,21 @@ def test_every_way_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "is 1 GB/s" in said and f"wrong: {wrong}" in said
 
 
-INTERRUPTED = """
-import sys
-from tests.check_steps import good, hangs, step
-from tools.check_device import main
-sys.exit(main(["--device", "cpu", "--json", sys.argv[1]], (step(good), step(hangs))))
-"""
+def interrupted(file: str) -> int:
+    steps = check_steps.step(check_steps.good), check_steps.step(check_steps.hangs)
+    return main(["--device", "cpu", "--json", file], steps)
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
 def test_what_was_measured_before_an_interruption_is_kept(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     file = tmp_path / "report.json"
-    command = [sys.executable, "-u", "-c", INTERRUPTED, str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPO) as check:
-        assert check.stdout is not None
-        while not (line := check.stdout.readline()).startswith("good"):
-            assert line, "the check ended"
-        check.send_signal(number)
-        words, _ = check.communicate(timeout=60)
-    assert check.returncode in (130, 143) and "is 1 GB/s" in words
+    with Ranks([{"PYTHONUNBUFFERED": "1"}], interrupted, str(file)) as check:
+        check.until(0, "good")
+        os.kill(check.processes[0].pid, number)
+        assert check.ended()[0] in (130, 143) and "is 1 GB/s" in check.texts[0]
     assert json.loads(file.read_text())["verdict"] == "interrupted"
     assert verdicts(file) == {"good": OK}
 
@@ -145,36 +139,35 @@ def test_wrong_kernel(tmp_path: Path) -> None:
     assert by_kernel == {("fused", WRONG), ("sdpa", OK)}
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--only", "machine,speed"], "--only 'speed' is no step; the steps are machine, "),
-        (["--only", ""], "--only '' is no step"),
-        (["--device", "tpu"], "--device"),
-        (["--json", "report.txt"], "ends in .json"),
-        (["--json", "/dev/null/all.json"], "Not a directory"),
-        (["--fast"], "--fast"),
-        slow(["--device", "cuda", "--only", "machine"], "PyTorch sees no CUDA device here"),
-    ],
-)
 def test_bad_input(
-    argv: list[str],
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(argv) == 2
-    said = capsys.readouterr()
-    assert words in said.err and said.err.count("\n") == 1 and said.out == ""
-    assert not list(tmp_path.iterdir())
+    table: dict[str, list[str]] = {
+        "an unknown step": ["--only", "machine,speed"],
+        "no step": ["--only", ""],
+        "an unknown device": ["--device", "tpu"],
+        "another kind of file": ["--json", "report.txt"],
+        "a file in a file": ["--json", "/dev/null/all.json"],
+        "an unknown flag": ["--fast"],
+        "a kernel that is replaced": [],
+    }
+    found = {}
+    for name, argv in table.items():
+        with monkeypatch.context() as patch:
+            if not argv:
+                patch.setenv("MINDIE_SD_FA_TYPE", "1")
+            assert main(argv) == 2
+        told = capsys.readouterr()
+        found[name] = told.err
+        assert not told.out and not list(tmp_path.iterdir()), name
+    check_refusals("tools: check_device.py", found, [r"choose from [^)]*"])
 
 
-def test_a_replaced_kernel_is_not_checked(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("MINDIE_SD_FA_TYPE", "1")
-    assert main([]) == 2
-    assert "MINDIE_SD_FA_TYPE" in capsys.readouterr().err
+@pytest.mark.slow
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda", "--only", "machine"]) == 2
+    assert "PyTorch sees no CUDA device here" in capsys.readouterr().err
 
 
 def test_steps() -> None:
@@ -208,10 +201,8 @@ def test_figures_are_judged() -> None:
     assert Figure("x", math.nan, "", 1.0).judged == WRONG
     assert Figure("x", 1.0, "", 2.0, at_least=True, verdict=SLOW).judged == SLOW
     assert Figure("x", 1e9).judged == OK
-    assert (
-        line("a", Figure("x", 2.0, "", 1.0, verdict=SLOW), Figure("y", 0.0, "", 1.0)).verdict
-        == SLOW
-    )
+    both = Figure("x", 2.0, "", 1.0, verdict=SLOW), Figure("y", 0.0, "", 1.0)
+    assert line("a", *both).verdict == SLOW
     assert worst([OK, ABSENT]) == OK and worst([SLOW, WRONG, OK]) == WRONG and worst([]) == ABSENT
 
 

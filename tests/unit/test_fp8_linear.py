@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from tests.conftest import slow
 from tests.pipelines import composed, latents
+from tests.refusals import check_refusals
+from tests.unit.refused import FOLDER, said
 from tests.unit.test_marks import mark, written
 from wan.kernels.kept_linear import FP8Linear, KeptLinear, check_capability
-from wan.settings.errors import InputError
 
 E4M3 = torch.float8_e4m3fn
 
@@ -48,17 +50,16 @@ def expected(linear: FP8Linear, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("scale", ["none", "one", "rows"])
-@pytest.mark.parametrize("lora", [0, 3])
-def test_a_layer(scale: str, lora: int) -> None:
-    scales = {"none": None, "one": torch.tensor([0.013]), "rows": torch.rand(72, 1) + 0.1}
-    linear = layer(72, 40, scales[scale], lora)
+def test_a_layer() -> None:
+    """Without a scale, with one, and with one a row; each also beside a LoRA."""
     x = torch.randn(2, 33, 40, generator=torch.Generator().manual_seed(1))
     x[0, 3], x[1, 5] = 0, x[1, 5] * 1e4
-    found, wanted = linear(x), expected(linear, x)
-    assert found.dtype == torch.float32 and found.shape == (2, 33, 72)
-    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
-    assert linear(x[:, :0]).shape == (2, 0, 72)
+    for scale, lora in product((None, torch.tensor([0.013]), torch.rand(72, 1) + 0.1), (0, 3)):
+        linear = layer(72, 40, scale, lora)
+        found, wanted = linear(x), expected(linear, x)
+        assert found.dtype == torch.float32 and found.shape == (2, 33, 72)
+        assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max(), (scale, lora)
+        assert linear(x[:, :0]).shape == (2, 0, 72)
 
 
 def test_bfloat16_is_rounded_once() -> None:
@@ -91,14 +92,12 @@ def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> N
     assert [*kinds.values()].count(FP8Linear) == 10 * len(network.blocks) - 1
 
 
-def test_what_is_refused(tiny: Any, tmp_path: Path) -> None:
-    for words, said in (
-        ((), "the checkpoint has no FP8 weights"),
-        (("--device", "npu"), "NPUs have no FP8 weights"),
-    ):
-        with pytest.raises(InputError, match=said):
-            flags = ("--task", "t2v-1.3B", "--fp8_weights", "multiply")
-            composed(tiny("t2v-1.3B"), *flags, *words)
+def test_what_is_refused(tiny: Any) -> None:
+    flags = "--task", "t2v-1.3B", "--fp8_weights", "multiply"
+    found = {
+        "other weights": said(composed, tiny("t2v-1.3B"), *flags),
+        "an NPU": said(composed, tiny("t2v-1.3B"), *flags, "--device", "npu"),
+        "an older GPU": said(check_capability, (8, 6)),
+    }
+    check_refusals("fp8 weights", found, [FOLDER])
     check_capability((8, 9))
-    with pytest.raises(InputError, match=r"needs compute capability 8.9; this GPU has 8.6"):
-        check_capability((8, 6))

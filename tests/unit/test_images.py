@@ -5,30 +5,33 @@ from __future__ import annotations
 import io
 import os
 import random
+import re
 import struct
 import subprocess
 import sys
 import warnings
 import zlib
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, features
 
+from tests.dist import REPO
+from tests.refusals import check_refusals
+from tests.unit.refused import FOLDER, said
 from wan.pipeline import images
 from wan.settings.errors import InputError
 
-REPO = Path(__file__).parents[2]
 SIZE = (24, 16)
 RGB = np.random.default_rng(0).integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
 SMOOTH = np.stack(np.meshgrid(np.arange(24) * 10, np.arange(16) * 15, indexing="xy"), -1)
 SMOOTH = np.concatenate((SMOOTH, np.full((16, 24, 1), 99)), -1).astype(np.uint8)
-AVIF = pytest.param(
-    "avif", marks=pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
-)
+AVIF = ("avif",) if features.check("avif") else ()  # an older Pillow reads none
 
 
 def rgb(array: np.ndarray = RGB) -> Image.Image:
@@ -59,21 +62,14 @@ def pixels(image: Image.Image) -> np.ndarray:
 # What is accepted
 
 
-@pytest.mark.parametrize("extension", ["png", "jpg", "webp", "bmp", "tiff", "gif", AVIF])
-def test_a_file_and_what_python_holds_of_it_give_the_same_pixels(
-    extension: str, tmp_path: Path
-) -> None:
-    path = saved(tmp_path, rgb(SMOOTH), f"x.{extension}")
-    expected = np.asarray(Image.open(path).convert("RGB"))
-    for image in (
-        images.read(path),
-        images.from_value(path),
-        images.from_value(str(path)),
-        images.from_value(Image.open(path)),
-        images.from_value(expected),
-    ):
-        assert np.array_equal(pixels(image), expected)
-    assert np.abs(expected.astype(int) - SMOOTH).mean() < 12, "the lossy formats"
+def test_a_file_and_what_python_holds_of_it_give_the_same_pixels(tmp_path: Path) -> None:
+    for extension in ("png", "jpg", "webp", "bmp", "tiff", "gif", *AVIF):
+        path = saved(tmp_path, rgb(SMOOTH), f"x.{extension}")
+        expected = np.asarray(Image.open(path).convert("RGB"))
+        values = path, str(path), Image.open(path), expected
+        for image in (images.read(path), *map(images.from_value, values)):
+            assert np.array_equal(pixels(image), expected), extension
+        assert np.abs(expected.astype(int) - SMOOTH).mean() < 12, "the lossy formats"
 
 
 def test_neither_torch_nor_numpy_is_needed_for_a_file(tmp_path: Path) -> None:
@@ -99,10 +95,11 @@ TURNS = {  # EXIF orientation -> the stored array as it is shown
 }
 
 
-@pytest.mark.parametrize("extension", ["png", "jpg", "webp", "tiff", AVIF])
-def test_turned_as_exif_says(extension: str, tmp_path: Path) -> None:
-    exif = Image.Exif()
-    for mode in ("RGB", "L", "CMYK") if extension in ("jpg", "tiff") else ("RGB",):
+def test_turned_as_exif_says(tmp_path: Path) -> None:
+    exif, wrong = Image.Exif(), []
+    modes = dict.fromkeys(("png", "webp", *AVIF), ("RGB",))
+    modes |= dict.fromkeys(("jpg", "tiff"), ("RGB", "L", "CMYK"))
+    for extension, mode in [(name, mode) for name in modes for mode in modes[name]]:
         stored = rgb(SMOOTH).convert(mode)
         for orientation, turn in TURNS.items():
             exif[0x0112] = orientation
@@ -110,8 +107,9 @@ def test_turned_as_exif_says(extension: str, tmp_path: Path) -> None:
             expected = turn(np.asarray(stored.convert("RGB"))).astype(int)
             for given in (path, Image.open(io.BytesIO(path.read_bytes()))):
                 found = pixels(images.from_value(given))
-                assert found.shape == expected.shape
-                assert np.abs(found - expected).mean() < 12, (mode, orientation)
+                if found.shape != expected.shape or np.abs(found - expected).mean() >= 12:
+                    wrong.append((extension, mode, orientation))
+    assert not wrong
 
 
 def test_of_several_images_the_first_is_taken(tmp_path: Path) -> None:
@@ -127,14 +125,6 @@ def test_of_several_images_the_first_is_taken(tmp_path: Path) -> None:
     assert np.array_equal(pixels(images.read(tmp_path / "x.tiff")), RGB)
 
 
-@pytest.mark.parametrize("extension", ["gif", "webp", "png", AVIF])
-def test_animations_are_refused(extension: str, tmp_path: Path) -> None:
-    path = tmp_path / f"x.{extension}"
-    rgb().save(path, save_all=True, append_images=[rgb(SMOOTH)])
-    with pytest.raises(InputError, match=r"is animated \(2 frames\); give a still image"):
-        images.read(path)
-
-
 def test_a_very_large_image_is_read_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,12 +134,6 @@ def test_a_very_large_image_is_read_without_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.array_equal(pixels(images.read(path)), RGB)
-
-
-def test_a_raw_file_of_a_camera_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path, rgb(), "x.tiff", tiffinfo={254: 1})
-    with pytest.raises(InputError, match="begins with a thumbnail"):
-        images.read(path)
 
 
 # More than 8 bits
@@ -163,16 +147,16 @@ def grey(image: Image.Image) -> np.ndarray:
     return red
 
 
-@pytest.mark.parametrize("name", ["x.png", "x.tiff"])
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_grey_of_16_bits(name: str, orientation: int, tmp_path: Path) -> None:
+def test_grey_of_16_bits(tmp_path: Path) -> None:
     exif = Image.Exif()
-    exif[0x0112] = orientation
-    path = saved(tmp_path, Image.fromarray(DEEP), name, exif=exif)
-    expected = np.rint(DEEP / 257)
-    expected = np.rot90(expected, -1) if orientation == 6 else expected
-    for given in (path, Image.open(io.BytesIO(path.read_bytes()))):
-        assert np.array_equal(grey(images.from_value(given)), expected)
+    for name, orientation in product(("x.png", "x.tiff"), (1, 6)):
+        exif[0x0112] = orientation
+        path = saved(tmp_path, Image.fromarray(DEEP), name, exif=exif)
+        expected = np.rint(DEEP / 257)
+        expected = np.rot90(expected, -1) if orientation == 6 else expected
+        for given in (path, Image.open(io.BytesIO(path.read_bytes()))):
+            found = grey(images.from_value(given))
+            assert np.array_equal(found, expected), (name, orientation)
 
 
 def grey_tiff(bits: int, photometric: int, data: bytes, size: tuple[int, int]) -> bytes:
@@ -183,56 +167,35 @@ def grey_tiff(bits: int, photometric: int, data: bytes, size: tuple[int, int]) -
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + rows + struct.pack("<I", 0) + data
 
 
-@pytest.mark.parametrize(
-    ("bits", "photometric", "data", "expected"),
-    [
-        (12, 1, bytes([0x00, 0x0F, 0xFF, 0x80, 0x00, 0x00]), [0, 255, 128, 0]),
-        (16, 1, struct.pack("<4H", 0, 65535, 32768, 257), [0, 255, 128, 1]),
-        (16, 0, struct.pack("<4H", 0, 65535, 32768, 257), [255, 0, 127, 254]),
-    ],
-)
-def test_grey_tiff_of_other_depths_and_senses(
-    bits: int, photometric: int, data: bytes, expected: list[int], tmp_path: Path
-) -> None:
-    (tmp_path / "x.tif").write_bytes(grey_tiff(bits, photometric, data, (4, 1)))
-    assert grey(images.read(tmp_path / "x.tif"))[0].tolist() == expected
+def test_grey_tiff_of_other_depths_and_senses(tmp_path: Path) -> None:
+    twelve, path = bytes([0x00, 0x0F, 0xFF, 0x80, 0x00, 0x00]), tmp_path / "x.tif"
+    sixteen = struct.pack("<4H", 0, 65535, 32768, 257)
+    for bits, photometric, data, expected in (
+        (12, 1, twelve, [0, 255, 128, 0]),
+        (16, 1, sixteen, [0, 255, 128, 1]),
+        (16, 0, sixteen, [255, 0, 127, 254]),
+    ):
+        path.write_bytes(grey_tiff(bits, photometric, data, (4, 1)))
+        assert grey(images.read(path))[0].tolist() == expected, (bits, photometric)
 
 
 UNIT = np.linspace(0, 1, 24 * 16, dtype=np.float32).reshape(16, 24)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (UNIT, UNIT * 255),
-        (UNIT / 2, UNIT / 2 * 255),
-        (UNIT * 255, UNIT * 255),
-        ((UNIT * 200).astype(np.int32), (UNIT * 200).astype(np.int32)),
-        ((UNIT * 65535).astype(np.int32), (UNIT * 65535).astype(np.int32) / 257),
-    ],
-)
-def test_grey_of_32_bits(values: np.ndarray, expected: np.ndarray, tmp_path: Path) -> None:
-    path = saved(tmp_path, Image.fromarray(values), "x.tiff")
-    assert np.abs(grey(images.read(path)) - expected).max() <= 0.5 + 1e-4
-    assert np.array_equal(grey(images.from_value(Image.fromarray(values))), grey(images.read(path)))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -0.5, 1.2, 3.5, 256])
-def test_floating_values_in_no_usual_range(bad: float, tmp_path: Path) -> None:
-    """1.2 may be a highlight above white or nearly black out of 255: it is not guessed."""
-    values = UNIT.copy()
-    values[3, 4] = bad
-    path = saved(tmp_path, Image.fromarray(values), "x.tiff")
-    with pytest.raises(InputError, match=r"has grey values from .* from 0 to 1 or 0 to 255\."):
-        images.read(path)
-
-
-@pytest.mark.parametrize("bad", [-1, 65536])
-def test_integers_in_no_usual_range(bad: int) -> None:
-    values = np.full((4, 4), 7, dtype=np.int32)
-    values[0, 0] = bad
-    with pytest.raises(InputError, match=r"image has grey values from .* 0 to 255 or 0 to 65535\."):
-        images.from_value(Image.fromarray(values))
+def test_grey_of_32_bits(tmp_path: Path) -> None:
+    small, large = ((UNIT * top).astype(np.int32) for top in (200, 65535))
+    table = {
+        "shares": (UNIT, UNIT * 255),
+        "dark shares": (UNIT / 2, UNIT / 2 * 255),
+        "levels": (UNIT * 255, UNIT * 255),
+        "whole levels": (small, small),
+        "16 bits": (large, large / 257),
+    }
+    for name, (values, expected) in table.items():
+        path = saved(tmp_path, Image.fromarray(values), "x.tiff")
+        found = grey(images.read(path))
+        assert np.abs(found - expected).max() <= 0.5 + 1e-4, name
+        assert np.array_equal(grey(images.from_value(Image.fromarray(values))), found), name
 
 
 # Transparency and colour
@@ -247,29 +210,29 @@ def over_white(array: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     return array * share + 255 * (1 - share)
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "RGBa", "LA", "La"])
-def test_transparent_parts_become_white(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    image = Image.fromarray(RGBA)
-    array = RGB
-    if mode in ("LA", "La"):
-        image = image.convert("LA")
-        array = np.repeat(np.asarray(image)[..., :1], 3, -1)
-    found = pixels(images.from_value(image.convert(mode)))
-    assert np.abs(found - over_white(array, ALPHA)).max() <= (1 if mode[-1] == "A" else 2)
-    assert caplog.messages == [f"The image {WARNING}."]
+def test_transparent_parts_become_white(caplog: pytest.LogCaptureFixture) -> None:
+    for mode in ("RGBA", "RGBa", "LA", "La"):
+        image, array = Image.fromarray(RGBA), RGB
+        if mode in ("LA", "La"):
+            image = image.convert("LA")
+            array = np.repeat(np.asarray(image)[..., :1], 3, -1)
+        found = pixels(images.from_value(image.convert(mode)))
+        assert np.abs(found - over_white(array, ALPHA)).max() <= (1 if mode[-1] == "A" else 2), mode
+        assert caplog.messages == [f"The image {WARNING}."], mode
+        caplog.clear()
 
 
-@pytest.mark.parametrize("name", ["x.png", "x.webp", "x.tiff", "x.gif"])
 def test_a_fully_transparent_file_is_white(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it hides is not shown."""
     image = Image.fromarray(np.dstack((RGB, np.zeros_like(ALPHA))))
-    path = saved(
-        tmp_path, image, name, **({"lossless": True, "exact": True} if "w" in name else {})
-    )
-    assert (pixels(images.read(path)) == 255).all()
-    assert caplog.messages == [f"{path} {WARNING}."]
+    for name in ("x.png", "x.webp", "x.tiff", "x.gif"):
+        lossless = {"lossless": True, "exact": True} if name == "x.webp" else {}
+        path = saved(tmp_path, image, name, **lossless)
+        assert (pixels(images.read(path)) == 255).all(), name
+        assert caplog.messages == [f"{path} {WARNING}."]
+        caplog.clear()
 
 
 def test_an_unused_alpha_channel_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,39 +241,36 @@ def test_an_unused_alpha_channel_changes_nothing(caplog: pytest.LogCaptureFixtur
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("mode", ["L", "RGB", "P", "I;16"])
-def test_one_transparent_colour(mode: str, tmp_path: Path) -> None:
+def test_one_transparent_colour(tmp_path: Path) -> None:
     """The tRNS chunk of a PNG."""
-    array = np.zeros((4, 4), np.uint16 if mode == "I;16" else np.uint8)
-    array[1] = 200
-    image = Image.fromarray(array)
-    if mode == "I;16":  # Pillow 10 does not write it
-        data, path = encoded(image, "PNG"), tmp_path / "x.png"
-        path.write_bytes(data[:33] + chunk(b"tRNS", struct.pack(">H", 200)) + data[33:])
-    else:
-        key = (200,) * 3 if mode == "RGB" else 200
-        path = saved(tmp_path, image.convert(mode), "x.png", transparency=key)
-    expected = np.zeros((4, 4))
-    expected[1] = 255
-    assert np.array_equal(grey(images.read(path)), expected)
+    expected, path = np.repeat([[0], [255], [0], [0]], 4, axis=1), tmp_path / "x.png"
+    for mode in ("L", "RGB", "P", "I;16"):
+        array = np.zeros((4, 4), np.uint16 if mode == "I;16" else np.uint8)
+        array[1] = 200
+        image = Image.fromarray(array)
+        if mode == "I;16":  # Pillow 10 does not write it
+            data = encoded(image, "PNG")
+            path.write_bytes(data[:33] + chunk(b"tRNS", struct.pack(">H", 200)) + data[33:])
+        else:
+            key = (200,) * 3 if mode == "RGB" else 200
+            saved(tmp_path, image.convert(mode), "x.png", transparency=key)
+        assert np.array_equal(grey(images.read(path)), expected), mode
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "HSV", "LAB", "RGBX", "PA"])
-def test_colours_of_every_mode(mode: str) -> None:
+def test_colours_of_every_mode() -> None:
     """Red, white and black, as far as the mode has them."""
-    image = Image.new("RGB", (3, 1))
-    image.putdata([(255, 0, 0), (255, 255, 255), (0, 0, 0)])
-    if mode == "LAB":
-        image = Image.frombytes("LAB", (3, 1), bytes([138, 208, 195, 255, 128, 128, 0, 128, 128]))
-        image = Image.merge("LAB", [image.getchannel(0), *map(_signed, image.split()[1:])])
-    elif mode == "PA":
-        image = image.quantize(3).convert("PA")
-    else:
-        image = image.convert(mode)
-    red, white, black = pixels(images.from_value(image))[0]
-    assert (white >= 250).all() and (black <= 5).all()
-    if mode not in ("1", "L"):
-        assert red[0] >= 245 and (red[1:] <= 25).all()
+    three, wrong = Image.new("RGB", (3, 1)), {}
+    three.putdata([(255, 0, 0), (255, 255, 255), (0, 0, 0)])
+    lab = Image.frombytes("LAB", (3, 1), bytes([138, 208, 195, 255, 128, 128, 0, 128, 128]))
+    lab = Image.merge("LAB", [lab.getchannel(0), *map(_signed, lab.split()[1:])])
+    made = {"LAB": lab, "PA": three.quantize(3).convert("PA")}
+    made |= {x: three.convert(x) for x in ("1", "L", "P", "CMYK", "YCbCr", "HSV", "RGBX")}
+    for mode, image in made.items():
+        red, white, black = pixels(images.from_value(image))[0]
+        coloured = mode in ("1", "L") or (red[0] >= 245 and (red[1:] <= 25).all())
+        if not ((white >= 250).all() and (black <= 5).all() and coloured):
+            wrong[mode] = red, white, black
+    assert not wrong
 
 
 def _signed(channel: Image.Image) -> Image.Image:
@@ -321,63 +281,54 @@ def _signed(channel: Image.Image) -> Image.Image:
 # Arrays and tensors
 
 
-@pytest.mark.parametrize("channels", ["first", "last"])
-@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64"])
-def test_arrays_and_tensors(channels: str, dtype: str) -> None:
-    array = (RGB if dtype == "uint8" else RGB / 255).astype(dtype)
-    array = array if channels == "last" else array.transpose(2, 0, 1)
-    for value in (array, torch.tensor(array).requires_grad_(dtype == "float32")):
-        assert np.array_equal(pixels(images.from_value(value)), RGB)
-    if dtype == "float32":  # numpy has no bfloat16
-        rounded = pixels(images.from_value(torch.tensor(array).bfloat16()))
-        assert np.abs(rounded - RGB).max() <= 1
+def test_arrays_and_tensors() -> None:
+    for channels, dtype in product(("first", "last"), ("uint8", "float16", "float32", "float64")):
+        array = (RGB if dtype == "uint8" else RGB / 255).astype(dtype)
+        array = array if channels == "last" else array.transpose(2, 0, 1)
+        for value in (array, torch.tensor(array).requires_grad_(dtype == "float32")):
+            assert np.array_equal(pixels(images.from_value(value)), RGB), (channels, dtype)
+        if dtype == "float32":  # numpy has no bfloat16
+            rounded = pixels(images.from_value(torch.tensor(array).bfloat16()))
+            assert np.abs(rounded - RGB).max() <= 1
 
 
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (None, "image is None; give a path, a PIL image, or an array or tensor"),
-        ([[1, 2]], r"image is \[\[1, 2\]\]; give a path"),
-        (b"x.png", "image is b'x.png'; give a path"),
-        (
-            np.zeros((4, 4), np.uint8),
-            r"image has shape \[4, 4\]; an image is",
-        ),
-        (np.zeros((4, 4, 4), np.uint8), r"image has shape \[4, 4, 4\]"),
-        (torch.zeros(1, 3, 4, 4), r"image has shape \[1, 3, 4, 4\]"),
-        (torch.zeros(3), r"image has shape \[3\]"),
-        (torch.zeros(0, 4, 3), r"image has shape \[0, 4, 3\]"),
-        (np.zeros((4, 4, 3), np.int64), "image has dtype int64; an image is uint8 or floating"),
-        (np.zeros((4, 4, 3), bool), "image has dtype bool"),
-        (torch.zeros(3, 4, 4, dtype=torch.int32), "image has dtype int32"),
-        (
-            torch.full((3, 4, 4), 1.5),
-            "image has values from 1.5 to 1.5; floating ones",
-        ),
-        (torch.full((3, 4, 4), -1.0), "image has values from -1 to -1"),
-        (torch.full((3, 4, 4), float("nan")), "image has values from nan"),
-        (torch.zeros(3, 4, 4, device="meta"), "image cannot be read as an image"),
-        (torch.zeros(3, 4, 4).to_sparse(), "image cannot be read as an image"),
-        (Image.new("RGB", (0, 5)), r"image has no pixels \(0x5\)"),
-        ("", "image=. is not a file"),
-        ("~/no such image.png", f"image={Path.home()}/no such image.png does not exist"),
-    ],
-)
-def test_values_that_are_no_image(value: object, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence) as caught:
-        images.from_value(value)
-    assert len(str(caught.value)) < 200
-
-
-def test_an_image_whose_file_is_damaged_or_closed(tmp_path: Path) -> None:
-    path = saved(tmp_path, rgb(), "x.png")
-    path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(InputError, match="image cannot be read as an image"):
-        images.from_value(Image.open(path))
+def test_values_that_are_no_image(tmp_path: Path) -> None:
+    """Also those of files that are damaged or closed."""
+    damaged = saved(tmp_path, rgb(), "x.png")
+    damaged.write_bytes(damaged.read_bytes()[:300])
     closed = Image.open(saved(tmp_path, rgb(), "y.png"))
     closed.close()
-    with pytest.raises(InputError, match="image cannot be read as an image"):
-        images.from_value(closed)
+    low, high = (np.full((4, 4), 7, dtype=np.int32) for _ in range(2))
+    low[0, 0], high[0, 0] = -1, 65536
+    table: dict[str, Any] = {
+        "None": None,
+        "lists": [[1, 2]],
+        "bytes": b"x.png",
+        "two axes": np.zeros((4, 4), np.uint8),
+        "four channels": np.zeros((4, 4, 4), np.uint8),
+        "four axes": torch.zeros(1, 3, 4, 4),
+        "one axis": torch.zeros(3),
+        "no rows": torch.zeros(0, 4, 3),
+        "int64": np.zeros((4, 4, 3), np.int64),
+        "bool": np.zeros((4, 4, 3), bool),
+        "int32": torch.zeros(3, 4, 4, dtype=torch.int32),
+        "above 1": torch.full((3, 4, 4), 1.5),
+        "below 0": torch.full((3, 4, 4), -1.0),
+        "NaN": torch.full((3, 4, 4), float("nan")),
+        "meta": torch.zeros(3, 4, 4, device="meta"),
+        "sparse": torch.zeros(3, 4, 4).to_sparse(),
+        "no pixels": Image.new("RGB", (0, 5)),
+        "integers below 0": Image.fromarray(low),
+        "integers above 65535": Image.fromarray(high),
+        "a damaged file": Image.open(damaged),
+        "a closed file": closed,
+        "no name": "",
+        "no file at home": "~/no such image.png",
+    }
+    found = {name: said(images.from_value, value) for name, value in table.items()}
+    assert max(map(len, found.values())) < 200
+    libraries = r"(?<=read as an image \().*(?=\))"
+    check_refusals("images: values", found, [re.escape(str(Path.home())), libraries])
 
 
 def test_of_a_damaged_tiff_only_the_sentence_is_seen(
@@ -406,54 +357,54 @@ def bomb() -> bytes:
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
-CONTENT: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "is empty (0 bytes); give an image."),
-    "text": (b"no image at all", "cannot be read as an image: it is no sound PNG, JPEG, WebP"),
-    "EPS": (EPS, "it is no sound PNG, JPEG, WebP, AVIF, BMP, TIFF or GIF; convert it to one."),
-    "PPM": (b"P6 1 1 255\n\0\0\0", "it is no sound PNG"),
-    "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "it is no sound PNG"),
-    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "it is no sound PNG"),
-    "a PNG of too many pixels": (bomb(), "has too many pixels to be decoded; scale it down."),
+CONTENT = {
+    "empty": b"",
+    "text": b"no image at all",
+    "EPS": EPS,
+    "PPM": b"P6 1 1 255\n\0\0\0",
+    "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
+    "HEIC": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+    "a PNG of too many pixels": bomb(),
 }
 
 
-@pytest.mark.parametrize("kind", CONTENT)
-def test_files_that_are_no_image(kind: str, tmp_path: Path) -> None:
-    content, sentence = CONTENT[kind]
-    path = tmp_path / "x.png"
-    path.write_bytes(content)
-    with pytest.raises(InputError) as caught:
-        images.read(path)
-    assert str(caught.value).startswith(f"image={path} ") and sentence in str(caught.value)
+def test_files_that_are_no_image(tmp_path: Path) -> None:
+    """Of no accepted format, animated, raw ones of cameras, and grey values of no usual range.
+
+    1.2 may be a highlight above white or nearly black out of 255: it is not guessed.
+    """
+    found, path = {}, tmp_path / "x.png"
+    for kind, content in CONTENT.items():
+        path.write_bytes(content)
+        found[kind] = said(images.read, path)
+    animated = set()
+    for kind in ("gif", "webp", "png", *AVIF):
+        path = tmp_path / f"x.{kind}"
+        rgb().save(path, save_all=True, append_images=[rgb(SMOOTH)])
+        animated.add(said(images.read, path).replace(path.name, "x"))
+    (found["animated"],) = animated
+    found["raw"] = said(images.read, saved(tmp_path, rgb(), "x.tiff", tiffinfo={254: 1}))
+    for bad in (np.nan, np.inf, -0.5, 1.2, 3.5, 256):
+        values = UNIT.copy()
+        values[3, 4] = bad
+        path = saved(tmp_path, Image.fromarray(values), "x.tiff")
+        found[f"grey of {bad}"] = said(images.read, path)
+    check_refusals("images: files", found, [FOLDER])
 
 
-PATHS: dict[str, str] = {
-    "https://example.com/cat.jpg": "image takes a file, not an address; download it first.",
-    "s3://bucket/cat.png": "image takes a file, not an address",
-    "data:image/png;base64,AAAA": "image takes a file, not an address",
-    "no/cat.png": "image=no/cat.png does not exist; give an image.",
-    "~/cat.png": "image=~/cat.png does not exist; give an image.",
-    f"{__file__}/cat.png": "cat.png does not exist; give an image.",
-    ".": "image=. is not a file; give an image.",
-    "/dev/zero": "image=/dev/zero is not a file; give an image.",
-    "x" * 5000: "(5000 characters) cannot be used (File name too long); give another one.",
-    "a\0b": "cannot be used (embedded null byte); give another one.",
-    "\ud800": "cannot be used ('utf-8' codec can't encode",
-}
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: ascii(path)[:30])
-def test_paths_that_are_no_file(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_are_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe is not waited for."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError) as caught:
-        images.read(Path(path))
-    assert PATHS[path] in str(caught.value)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(InputError, match="is not a file"):
-        images.read(tmp_path / "pipe.png")
+    os.mkfifo("pipe.png")
+    Path("file").touch()
+    paths = [*("https://example.com/cat.jpg", "s3://bucket/cat.png", "data:image/png;base64,AAAA")]
+    paths += ["no/cat.png", "~/cat.png", "file/cat.png", ".", "/dev/zero", "pipe.png"]
+    paths += ["x" * 5000, "a\0b", "\ud800"]
+    found = {
+        ascii(path)[:30]: said(images.read, Path(path)).encode("unicode_escape").decode()
+        for path in paths
+    }
+    check_refusals("images: paths", found)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

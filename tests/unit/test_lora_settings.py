@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.unit.test_lora import Q, pair, peft_folder, read
+from tests.unit.test_lora import Q, pair, pair_of, peft_folder, read
 from wan.checkpoint import lora
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import mapped, merged
@@ -35,44 +35,40 @@ def diffusers(
     return {f"{whose}.{name}.lora_{end}.weight": x.clone() for end, x in ends.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_alphas_of_layers_count_and_then_nothing_of_peft(
-    dtype: torch.dtype, weights: dict[str, Tensor], tiny: Any, tmp_path: Path
+    weights: dict[str, Tensor], tiny: Any, tmp_path: Path
 ) -> None:
     """By hand: an alpha of 6 over the rank 4; 1 for a layer that has none."""
     down, up = pair(weights[f"{Q}.weight"].shape, 4, 0, torch.float32)
-    tensors = diffusers(Q, down, up) | diffusers(V, down, up)
-    tensors["transformer.blocks.0.attn1.to_q.alpha"] = torch.tensor(6, dtype=dtype)
     told = {"transformer.r": 4, "transformer.lora_alpha": 32, "transformer.use_rslora": True}
     path = tmp_path / "x.safetensors"
-    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(told)})
-    found = read(path, tiny("t2v-1.3B"))
-    for layer, factor in ((Q, 1.5), (V, 1.0)):
-        exact = weights[f"{layer}.weight"].double() + factor * up.double() @ down.double()
-        torch.testing.assert_close(found[f"{layer}.weight"].double(), exact, atol=1e-9, rtol=1.2e-7)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+        tensors = diffusers(Q, down, up) | diffusers(V, down, up)
+        tensors["transformer.blocks.0.attn1.to_q.alpha"] = torch.tensor(6, dtype=dtype)
+        save_file(tensors, path, {"lora_adapter_metadata": json.dumps(told)})
+        found = read(path, tiny("t2v-1.3B"))
+        for layer, factor in ((Q, 1.5), (V, 1.0)):
+            weight = f"{layer}.weight"
+            exact = weights[weight].double() + factor * up.double() @ down.double()
+            torch.testing.assert_close(found[weight].double(), exact, atol=1e-9, rtol=1.2e-7)
 
 
-@pytest.mark.parametrize(("stabilised", "factor"), [(False, 8 / 4), (True, 8 / 2), (None, 8 / 4)])
-def test_the_metadata_of_each_expert_is_its_own(
-    stabilised: bool | None, factor: float, tiny: Any, tmp_path: Path
-) -> None:
+def test_the_metadata_of_each_expert_is_its_own(tiny: Any, tmp_path: Path) -> None:
     """By hand: alpha / rank, and alpha / sqrt(rank) with rsLoRA, of the low-noise expert."""
-    checkpoint = describe(tiny("t2v-A14B"))
-    shape = checkpoint.experts["low_noise"].tensors[f"{Q}.weight"].shape
-    down, up = pair(torch.Size(shape), 4, 0, torch.float32)
-    told = {"transformer.lora_alpha": 2, "transformer.use_rslora": False}
-    told |= {"transformer_2.lora_alpha": 8, "transformer_2.use_rslora": stabilised}  # type: ignore[dict-item]
-    tensors = diffusers(Q, down, up) | diffusers(Q, down, up, "transformer_2")
-    path = tmp_path / "x.safetensors"
-    save_file(tensors, path, {"lora_adapter_metadata": json.dumps(told)})
-    loras = lora.resolve({"lora": (str(path),)}, checkpoint)
-    for expert, wanted in (("high_noise", 2 / 4), ("low_noise", factor)):
-        plain = mapped(checkpoint.experts[expert].tensors)
-        exact = plain[f"{Q}.weight"].read(slice(None)).double() + wanted * up.double() @ (
-            down.double()
-        )
-        found = merged(plain, loras[expert])[f"{Q}.weight"].read(slice(None))
-        torch.testing.assert_close(found.double(), exact, atol=1e-9, rtol=1.2e-7)
+    checkpoint, path = describe(tiny("t2v-A14B")), tmp_path / "x.safetensors"
+    down, up = pair_of(checkpoint, 4)
+    for stabilised, factor in ((False, 8 / 4), (True, 8 / 2), (None, 8 / 4)):
+        told: dict[str, Any] = {"transformer.lora_alpha": 2, "transformer.use_rslora": False}
+        told |= {"transformer_2.lora_alpha": 8, "transformer_2.use_rslora": stabilised}
+        tensors = diffusers(Q, down, up) | diffusers(Q, down, up, "transformer_2")
+        save_file(tensors, path, {"lora_adapter_metadata": json.dumps(told)})
+        loras = lora.resolve({"lora": (str(path),)}, checkpoint)
+        for expert, wanted in (("high_noise", 2 / 4), ("low_noise", factor)):
+            plain = mapped(checkpoint.experts[expert].tensors)
+            weight = plain[f"{Q}.weight"].read(slice(None)).double()
+            exact = weight + wanted * up.double() @ down.double()
+            found = merged(plain, loras[expert])[f"{Q}.weight"].read(slice(None))
+            torch.testing.assert_close(found.double(), exact, atol=1e-9, rtol=1.2e-7)
 
 
 @pytest.mark.filterwarnings("ignore")
