@@ -67,9 +67,9 @@ def test_rest_is_told_from_overlap() -> None:
         1.02: "not the rests that help",
         None: "No control was run",
     }
-    for rests, said in words.items():
-        more = {} if rests is None else {RESTS: rests}
-        assert said in concluded({INSERT: 0.9, **more})[1], rests
+    for factor, told in words.items():
+        more = {} if factor is None else {RESTS: factor}
+        assert told in concluded({INSERT: 0.9, **more})[1], factor
 
 
 def test_no_gain_has_a_reason() -> None:

@@ -229,15 +229,16 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: lis
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    present = ("./model", "~/model", "model", str(tmp_path / "model"))
-    absent = ("./nowhere", "~/nowhere", str(tmp_path / "nowhere"), "../nowhere")
-    found = {name: refused("local_qwen", name) for name in (*absent, *present)}
-    found |= {
-        f"no name for {method}": refused(method, " ") for method in ("local_qwen", "dashscope")
-    }
+    here = {"relative": ".", "of the user": "~", "absolute": str(tmp_path), "above": ".."}
+    found = {name: refused("local_qwen", f"{folder}/nowhere") for name, folder in here.items()}
+    present = [f"{folder}/model" for name, folder in here.items() if name != "above"]
+    for folder in (*present, "model"):
+        assert "model' has no config.json; give the folder" in refused("local_qwen", folder)
+    for method in ("local_qwen", "dashscope"):
+        found[f"no name for {method}"] = refused(method, " ")
     check_refusals("prompt extension: folders", found)
     (tmp_path / "model" / "config.json").touch()
-    for folder in present:
+    for folder in (*present, "model"):
         check(PromptExtension(True, "local_qwen", folder), has_image=False)
     assert not hub
 
