@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from tests.conftest import slow
 from tests.pipelines import QUICK, composed, held, latents, no_demo
+from tests.refusals import check_refusals
+from tests.said import said
 from tools.quantize_dit import quantize
 from wan import WanTI2V, host
 from wan import device as devices
@@ -34,6 +37,7 @@ from wan.pipeline.residency import streamed
 from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
 from wan.planner.report import check
+from wan.run import Run
 from wan.settings.errors import InputError
 
 CPU = torch.device("cpu")
@@ -262,18 +266,18 @@ def test_a_block_is_read_again_where_memory_ran_out_in_the_middle() -> None:
     assert torch.equal(network(x), counted.plain(x))
 
 
-@pytest.mark.parametrize(
-    ("resident", "again"),
-    [(1, [0, 1, 1, 1]), (2, [0, 1, 0, 1]), (3, [0] * 4), (4, [0] * 4), (9, [0] * 4)],
-)
-def test_resident_blocks_are_read_once(resident: int, again: list[int]) -> None:
+def test_resident_blocks_are_read_once() -> None:
     """They are spread evenly, from the first one on; one buffer would hold the last one too."""
-    counted, x = Counted(), torch.randn(2, 3)
-    network = counted.network(resident)
-    for _ in range(2):
-        assert torch.equal(network(x), counted.plain(x))
-        counted.times(), network(x)
-    assert counted.times() == again
+    again = {1: [0, 1, 1, 1], 2: [0, 1, 0, 1], 3: [0] * 4, 4: [0] * 4, 9: [0] * 4}
+    found = {}
+    for resident in again:
+        counted, x = Counted(), torch.randn(2, 3)
+        network = counted.network(resident)
+        for _ in range(2):
+            assert torch.equal(network(x), counted.plain(x))
+            counted.times(), network(x)
+        found[resident] = counted.times()
+    assert found == again
 
 
 def test_weights_that_are_elsewhere_are_seen_at_once() -> None:
@@ -285,14 +289,14 @@ def test_weights_that_are_elsewhere_are_seen_at_once() -> None:
     assert first.untyped_storage().nbytes() == 2 and last.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_table_come_from_its_file(dtype: torch.dtype) -> None:
-    counted = Counted()
-    network, ids = counted.network(dtype=dtype), torch.tensor([[7, 2, 7], [2, 2, 7]])
-    found = network.table(ids)
-    assert torch.equal(found, counted.plain.table(ids).to(dtype)) and found.dtype == dtype
-    assert counted.read["table.weight"] == 2
-    assert network.table.weight.untyped_storage().nbytes() == dtype.itemsize
+def test_rows_of_a_table_come_from_its_file() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        counted = Counted()
+        network, ids = counted.network(dtype=dtype), torch.tensor([[7, 2, 7], [2, 2, 7]])
+        found = network.table(ids)
+        assert torch.equal(found, counted.plain.table(ids).to(dtype)) and found.dtype == dtype
+        assert counted.read["table.weight"] == 2
+        assert network.table.weight.untyped_storage().nbytes() == dtype.itemsize
 
 
 class Beside(nn.Module):
@@ -469,61 +473,51 @@ def test_a_video_may_ask_for_another_way(
         for _ in range(2)
     ]
     assert torch.equal(*videos)
-    for way, sentence in (
-        (True, "resident_blocks has no effect without offload_model=block"),
-        ("cpu", "offload_model=cpu needs a CUDA GPU, A2, A3 or A5; this device is a CPU"),
-        ("disk", "offload_model=disk must be true, false, cpu or block"),
-    ):
-        with pytest.raises(InputError, match=f"^{sentence}"):
-            model.generate("a cat", **told, offload_model=way)
+
+    def asked(way: Any, model: WanTI2V = model) -> str:
+        return said(lambda: model.generate("a cat", **told, offload_model=way))
+
+    found = {f"offload_model={way}": asked(way) for way in (True, "cpu", "disk")}
     compiled = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu", compile=True)
-    with pytest.raises(InputError, match="but compile needs weights in place; drop one"):
-        compiled.generate("a cat", **told, offload_model="block")
+    found["compiled"] = asked("block", compiled)
+    check_refusals("residency: another way", found)
 
 
-@pytest.mark.parametrize("way", ["cpu", "block"])
-@pytest.mark.parametrize(
-    ("flag", "reason"),
-    [("--dit_fsdp", "shards the DiT"), ("--t5_fsdp", "shards the text encoder")],
-)
-def test_shards_stay_where_they_are(way: str, flag: str, reason: str) -> None:
-    told = ("--plan", "--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
-    sentence = f"^--offload_model {way} copies weights .* but {flag} {reason} .* drop one of them"
-    with pytest.raises(InputError, match=sentence):
-        resolve(flags.parse(told), no_demo, plan=True)
+def planned(*words: str) -> Run:
+    return resolve(flags.parse(["--plan", *words]), no_demo, plan=True)
+
+
+def test_shards_stay_where_they_are() -> None:
+    found = {}
+    for way, flag in product(("cpu", "block"), ("--dit_fsdp", "--t5_fsdp")):
+        words = ("--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
+        found[f"{flag} {way}"] = said(planned, *words)
+    check_refusals("residency: shards", found)
 
 
 def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -> None:
     """mindiesd has laid them out in ways of its own."""
     folder = deep("t2v-1.3B")
-    told = ["--plan", "--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
-    told += ["--quant_dit_path", str(quantize(folder, tmp_path / "export"))]
-    resolve(flags.parse([*told, "--offload_model", "true"]), no_demo, plan=True)
-    for way in ("cpu", "block"):
-        with pytest.raises(InputError, match=f"offload_model.{way} with .*quant_dit_path needs"):
-            resolve(flags.parse([*told, "--offload_model", way]), no_demo, plan=True)
+    told = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
+    told += ["--quant_dit_path", str(quantize(folder, tmp_path / "export")), "--offload_model"]
+    planned(*told, "true")
+    found = {way: said(planned, *told, way) for way in ("cpu", "block")}
+    check_refusals("residency: int8 weights of an NPU", found)
 
 
-@pytest.mark.parametrize(
-    ("gigabytes", "argv", "words"),
-    [
-        (8, (), r"use offload_model=block \(2\.\d GB\), or see what fits"),
-        (2, (), "free; choose a smaller size or frame_num, or see what fits"),
-        (8, ("--compile",), "free; choose a smaller size or frame_num, or see what fits"),
-    ],
-)
-def test_too_little_memory(
-    gigabytes: int, argv: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streaming is named where it would fit, and nothing that was asked for forbids it."""
-    told = ("--plan", "--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9")
-    asked = resolve(flags.parse([*told, "--device", "cpu", *argv]), no_demo, plan=True)
-    monkeypatch.setattr(host, "available_memory", lambda: gigabytes * 10**9)
-    with pytest.raises(InputError, match=words):
-        memory.check(asked.setup, asked.request, 1)
-    block = replace(asked.setup.execution, offload_model="block", compile=False)
-    if gigabytes == 8:
-        memory.check(replace(asked.setup, execution=block), asked.request, 1)
+    told = ("--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9", "--device", "cpu")
+    found = {}
+    for gigabytes, argv in ((8, ()), (2, ()), (8, ("--compile",))):
+        asked = planned(*told, *argv)
+        monkeypatch.setattr(host, "available_memory", lambda free=gigabytes: free * 10**9)
+        name = f"{gigabytes} GB {' '.join(argv)}".strip()
+        found[name] = said(memory.check, asked.setup, asked.request, 1)
+        block = replace(asked.setup.execution, offload_model="block", compile=False)
+        if gigabytes == 8:
+            memory.check(replace(asked.setup, execution=block), asked.request, 1)
+    check_refusals("residency: too little memory", found)
 
 
 @pytest.mark.parametrize(

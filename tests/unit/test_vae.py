@@ -73,7 +73,7 @@ SIZES = [(1, 3, 5), (2, 1, 2), (3, 4, 3), (2, 1, 256), (21, 3, 2)]
 def test_the_same_as_diffusers(pair, version: str, layout: str, size: tuple[int, ...]) -> None:
     """size: latent frames, rows and columns; of wide videos, the largest layers get single frames.
 
-    Wide ones take seconds in float64, in which no layer does anything else.
+    Those are compared in float32 only, because float64 takes seconds.
     """
     their, our = pair(version)
     our = our.channels_last() if layout == "channels last" else our
