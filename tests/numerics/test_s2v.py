@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +66,16 @@ def inputs(folder: Path, case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return arguments, own
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_network(s2v: Path, case: str, kept: bool) -> None:
+def test_network(s2v: Path) -> None:
     """kept: What depends on the clip alone is computed in the first of two forwards."""
-    model, (arguments, stored) = network(s2v, text_kv_cache=kept), inputs(s2v, case)
-    for _ in range(2):
-        assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
-    if not told(s2v, "dit_s2v")["cases"][case]["pose"]:
-        arguments["cond_states"] = None
-        assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
+    for case, kept in product(CASES, (False, True)):
+        model, (arguments, stored) = network(s2v, text_kv_cache=kept), inputs(s2v, case)
+        for _ in range(2):
+            assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, kept)
+        if not told(s2v, "dit_s2v")["cases"][case]["pose"]:
+            arguments["cond_states"] = None
+            assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, kept)
 
 
 @torch.no_grad()
@@ -148,12 +148,12 @@ def test_sound(s2v: Path, name: str) -> None:
     assert distance(found, stored[f"{name}.audio_emb"]) <= 2e-5
 
 
-@pytest.mark.parametrize("name", ["p", "q_exact", "r", "s", "u_48"])
-def test_rows_of_sound(s2v: Path, name: str) -> None:
-    case = told(s2v, "s2v_audio")["bucket_cases"][name]
+def test_rows_of_sound(s2v: Path) -> None:
     stored = load_file(s2v / "s2v_audio.cases.safetensors")
-    found = sound.rows(stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"])
-    assert torch.equal(found[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"])
+    for name in ("p", "q_exact", "r", "s", "u_48"):
+        case = told(s2v, "s2v_audio")["bucket_cases"][name]
+        found = sound.rows(stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"])
+        assert torch.equal(found[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"]), name
 
 
 def test_sizes(s2v: Path) -> None:

@@ -26,7 +26,7 @@ from wan.modules.vace import VaceWanModel
 from wan.settings.flags import FLAGS
 
 CONFIG = {"num_layers": 6, "text_dim": 48, "ffn_dim": 96}
-TEXT_LEN = 32
+TEXT_LEN, STEPS = 32, 5
 
 
 def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any) -> Any:
@@ -237,7 +237,7 @@ def test_caches_in_diffusers(
     theirs = diffusers_latents(*call, prepare)[:, 2:]
     assert (ours - theirs).abs().max() <= TOLERANCE
     assert noted.count("main") == noted.count("control")
-    assert (noted.count("main") < 10) == (policy != "attention"), noted
+    assert (noted.count("main") < 2 * STEPS) == (policy != "attention"), noted
 
 
 def own_run(
@@ -254,7 +254,7 @@ def own_run(
         size=(64, 48),
         frame_num=9,
         context_scale=[0.9, 0.6],
-        sampling_steps=5,
+        sampling_steps=STEPS,
         shift=5.0,
         guide_scale=(3.0, 4.0) if two else 5.0,
         seed=3,
@@ -289,7 +289,7 @@ def diffusers_latents(
         width=64,
         height=48,
         num_frames=9,
-        num_inference_steps=5,
+        num_inference_steps=STEPS,
         latents=torch.randn(shape, generator=torch.Generator().manual_seed(3)),
         output_type="latent",
     ).frames[0]

@@ -213,22 +213,18 @@ def test_rotated_rows_do_not_depend_on_the_cut(head: int, dtype: torch.dtype) ->
     check()
 
 
-EACH_PAIR = [(16, 0, False), (16, 1, True), (128, 0, True), (128, 1, False)]
+PAIRED = {(16, 0, False), (16, 1, True), (128, 0, True), (128, 1, False)}
+WHOLE = {*product((16, 128), (0, 1), (False, True))}
 
 
 @pytest.mark.parametrize(
-    ("head", "dtype", "masked"),
-    [
-        (head, DTYPES[i], masked)
-        if (head, i, masked) in EACH_PAIR
-        else slow(head, DTYPES[i], masked)
-        for head, i, masked in product((16, 128), (0, 1), (False, True))
-    ],
+    ("head", "kind", "masked"), [*sorted(PAIRED), *(slow(*one) for one in sorted(WHOLE - PAIRED))]
 )
-def test_tiles(head: int, dtype: torch.dtype, masked: bool) -> None:
+def test_tiles(head: int, kind: int, masked: bool) -> None:
     """Right, and the same bits for each cut, each choice of heads and each number of threads."""
+    dtype, blocks = DTYPES[kind], None
     q, k, v = randoms((1, 700, HEADS, head), 3, dtype, seed=head)
-    q, blocks = q[:, :ROWS], None
+    q = q[:, :ROWS]
     if masked:
         blocks = torch.rand(1, HEADS, TILES, 3, generator=torch.Generator().manual_seed(1)) < 0.5
         blocks[..., 2] |= ~blocks.any(-1)

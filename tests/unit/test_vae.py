@@ -84,10 +84,7 @@ def test_the_same_as_diffusers(pair, version: str, layout: str, size: tuple[int,
     video = torch.rand(1, 3, 4 * f - 3, h * scale, w * scale, generator=random) * 2 - 1
     assert distance(our.encode(video), their.encode(video).latent_dist.mode()) <= LIMITS[layout]
     if w < 100:
-        ours, exact = (
-            our.double(),
-            their.double(),
-        )  # whose decoder upsamples in float32 all the same
+        ours, exact = our.double(), their.double()
         found = ours.encode(video.double())
         assert distance(found, exact.encode(video.double()).latent_dist.mode()) <= 1e-12
 
