@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conftest import slow
+from tests.numerics.official import distance
 from tests.numerics.procedural import procedural
 from tests.numerics.test_animate import animate, inputs, state, told
-from tests.numerics.test_official_vectors import distance
 from tests.refusals import check_refusals
 from tests.said import said
 from wan.checkpoint import keymaps, lora

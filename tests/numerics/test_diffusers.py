@@ -75,8 +75,7 @@ WHOLE = {(kind, *one) for kind in ("t2v", "i2v", "ti2v") for one in HEADS}
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads", "head_dim"),
-    [*sorted(USUAL), *(slow(*one) for one in sorted(WHOLE - USUAL))],
+    ("kind", "heads", "head_dim"), [*sorted(USUAL), *(slow(*one) for one in sorted(WHOLE - USUAL))]
 )
 @torch.no_grad()
 def test_dit(kind: str, heads: int, head_dim: int) -> None:

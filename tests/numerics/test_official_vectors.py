@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from tests.numerics.official import CPU, distance, weights
 from wan.kernels.compiled_ops import STEPS, Compiled
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel, sinusoidal_embedding
@@ -27,22 +28,12 @@ from wan.settings.presets import PRESETS
 from wan.settings.request import make_request, size_covered, size_from_area
 from wan.settings.timesteps import schedule
 
-CPU = torch.device("cpu")
 SOLVERS = {"unipc": "unipc", "dpm++": "dpmpp"}
 DIT_CASES = [
     *(("dit_t2v_h12", case) for case in ("a", "a_pad176", "a_pad180", "b", "c", "d")),
     *(("dit_i2v", case) for case in ("a", "odd")),
     *(("dit_ti2v", case) for case in ("uniform", "first_frame", "first_frame_pad64", "odd")),
 ]
-
-
-def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    assert ours.shape == theirs.shape
-    return (ours.double() - theirs.double()).abs().max().item()
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.float() for name, tensor in load_file(path).items()}
 
 
 def dit_case(

@@ -15,19 +15,17 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.numerics.test_official_vectors import distance, weights
-from wan.log import Stages
+from tests.numerics.official import Networks, Parts, distance, weights
 from wan.modules.interfaces import Collaborators
 from wan.modules.s2v import WanModel_S2V
-from wan.pipeline import clips, sound, vae
+from wan.pipeline import clips, sound
 from wan.pipeline.conditioning import pixels
 from wan.pipeline.media import read_sound
-from wan.pipeline.pipeline import Inputs, Sharing
+from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request, size_in_64
 
 CASES = ("a_first", "b_next", "b_null", "b_dropped", "c_wide", "d_short_motion", "e_one_frame")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -166,16 +164,11 @@ def test_sizes(s2v: Path) -> None:
         assert (np.asarray(framed).min() == 0) == row["padded"], row
 
 
-class _Networks:
+class _Networks(Networks):
     """Stands where a pipeline's networks are handed out: the official tiny ones, and a recorder."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.calls = network(folder), list[Any]()
-
-    def get(self, _: str) -> Any:
-        return self
-
-    def prefetch(self, _: str) -> None: ...
 
     @torch.no_grad()
     def __call__(self, x: list[Tensor], *args: Any, step: Any, **more: Any) -> list[Tensor]:
@@ -184,37 +177,19 @@ class _Networks:
         return out
 
 
-class _Pipeline:
-    """What `clips.made` asks of a pipeline, made of the official vectors' networks."""
-
+class _Pipeline(Parts):
     def __init__(self, folder: Path) -> None:
-        tensors = load_file(folder / "e2e_s2v.cases.safetensors")
-        self.contexts = tensors["context"], tensors["context_null"]
-        self.stages, self.sharing = Stages(lambda: None), Sharing()
-        self.device: Any = type("Device", (), {"torch_device": CPU})
-        self.experts, self.folder = _Networks(folder), folder
-        found = vae.blueprint(folder.parent / "vae21.weights.safetensors")
-        self.vae = vae.VideoVAE(found.load(device=CPU, dtype_of=lambda *_: torch.float32))
-        self.encode, self.decode = self.vae.encode, self.vae.decode
-
-    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
-        return self.contexts
+        super().__init__(folder, "e2e_s2v.cases.safetensors", _Networks(folder))
+        self.folder = folder
 
     def sound_rows(self, heard: Any, count: int) -> Tensor:
         return sound.rows(sound.features(self.folder / "wav2vec2_tiny", heard), count)
 
-    def advanced(self, video: Any) -> Tensor:
-        return video.advance(self.experts)
-
-    def done(self, _: object) -> None: ...
-
 
 def test_whole_run(s2v: Path) -> None:
     """Two clips of `WanS2V.generate`: from a picture and a wav to frames, and between."""
-    case, stored = (
-        told(s2v, "e2e_s2v")["runs"]["unipc"],
-        load_file(s2v / "e2e_s2v.cases.safetensors"),
-    )
+    case = told(s2v, "e2e_s2v")["runs"]["unipc"]
+    stored = load_file(s2v / "e2e_s2v.cases.safetensors")
     image, heard = Image.open(s2v / case["image"]), read_sound(s2v / case["audio"])
     values = {
         "prompt": "",

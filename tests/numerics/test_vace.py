@@ -42,10 +42,7 @@ def twins(layers: Sequence[int], heads: int, head_dim: int, **collaborators: Any
         collaborators=Collaborators(**collaborators),
     )
     theirs = WanVACETransformer3DModel(
-        num_attention_heads=heads,
-        attention_head_dim=head_dim,
-        vace_layers=list(layers),
-        **CONFIG,
+        num_attention_heads=heads, attention_head_dim=head_dim, vace_layers=list(layers), **CONFIG
     )
     state = {dit_diffusers_name(name): tensor for name, tensor in ours.state_dict().items()}
     assert [dit_official_name(name) for name in state] == [*ours.state_dict()]

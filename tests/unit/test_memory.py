@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipelines import planned
 from wan import host
 from wan.checkpoint.layout import published
-from wan.cli import flags
-from wan.cli.resolve import resolve
 from wan.pipeline import memory
 from wan.pipeline.setup import Setup
 from wan.planner.measure import Planner
@@ -193,7 +192,7 @@ def test_the_largest_block_of_vace_has_two_buffers() -> None:
 def streamed_vace(held: int) -> Run:
     words = ("--task", "vace-14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda")
     words += ("--offload_model", "block", "--convert_model_dtype", "--resident_blocks", str(held))
-    return resolve(flags.parse(["--plan", *words]), lambda *_: None, plan=True)
+    return planned(*words)
 
 
 @pytest.mark.slow
@@ -207,8 +206,7 @@ def test_the_plan_of_vace_has_two_buffers(held: int) -> None:
 def needed(*words: object) -> dict[str, memory.Usage]:
     """What a plan of 320 x 192 pixels on one GPU is estimated to take, in bfloat16."""
     given = ["--size", "320*192", "--device", "cuda", "--convert_model_dtype"]
-    asked = flags.parse(["--plan", *given, *map(str, words)])
-    run = resolve(asked, lambda *_: None, plan=True)
+    run = planned(*given, *words)
     return memory.stages(run.setup, run.request, memory.estimate(run.setup, run.request))
 
 

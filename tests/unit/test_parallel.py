@@ -13,14 +13,7 @@ from tests.refusals import check_refusals
 from wan.distributed import ring
 from wan.planner.placement import layouts
 from wan.settings.errors import COMMAND_LINE, InputError
-from wan.settings.parallel import (
-    RING_TYPES,
-    Parallel,
-    check_guidance,
-    legal,
-    resolve,
-    spanning,
-)
+from wan.settings.parallel import RING_TYPES, Parallel, check_guidance, legal, resolve, spanning
 from wan.settings.schedule import MODES
 
 BOTH = (3.0, 4.0)

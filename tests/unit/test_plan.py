@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.dist import run
-from wan.cli import flags
-from wan.cli.resolve import resolve
+from tests.pipelines import planned
 from wan.device import resolve as device
 from wan.distributed import mesh
 from wan.pipeline import build, memory
@@ -39,10 +38,6 @@ LATENT_MB = 16 * 21 * 90 * 160 * 4 / 1e6  # of HD, float32
 @pytest.fixture(autouse=True)
 def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # no ./Wan2.2-... here
-
-
-def planned(*argv: object) -> Run:
-    return resolve(flags.parse(["--plan", *map(str, argv)]), lambda *_: None, plan=True)
 
 
 def planner(*argv: object) -> Planner:

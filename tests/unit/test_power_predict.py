@@ -14,15 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import slow
 from tests.dist import REPO
+from tests.pipelines import planned
 from tests.refusals import check_refusals
-from wan.cli import flags
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
 from wan.modules.interfaces import Collaborators
 from wan.planner.measure import Planner
 from wan.power import predict
 from wan.power.__main__ import main
 from wan.power.predict import Constants, Workload
-from wan.run import resolve
 from wan.settings import schedule
 from wan.settings.schedule import MODES, OVERLAP, TokenPlan
 
@@ -127,9 +126,9 @@ def test_bytes_against_the_layers(
     """What the real layers give to a group that sends nothing."""
     monkeypatch.chdir(tmp_path)
     ulysses, ring = sizes
-    words = "--plan --task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
+    words = "--task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
     words += f" {ulysses} --ring_size {ring} --comm_type {comm_type * (ulysses > 1)}"
-    run = resolve(flags.parse(words.split()), lambda *_: None, plan=True)
+    run = planned(*words.split())
     sent = Planner(run.setup, run.request).forwards(run.setup.parallel)[0].sent[0]
     to_all = sum(size for name, size in sent if name == "alltoall_base_")
     hops = sum(size for name, size in sent if name == "send")

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipelines import planned
 from tests.refusals import check_refusals
 from tests.said import said
 from wan import env
-from wan.cli.flags import parse
-from wan.cli.resolve import resolve
 from wan.settings import flags, rules, values
 from wan.settings.errors import COMMAND_LINE, InputError
 from wan.settings.flags import DIFFUSERS, FLAGS, PYTHON
@@ -150,8 +149,7 @@ def test_a_plan_that_no_device_can_carry_out_is_refused() -> None:
     """Each setting is of another device."""
     found = {}
     for given in ("--fused_ops=rope --fa_quant=fp8", "--attention_algo=laser --fused_ops=gelu"):
-        asked = parse(["--plan", *given.split()])
-        found[given] = said(lambda asked=asked: resolve(asked, lambda *_: None, plan=True))
+        found[given] = said(planned, *given.split())
     check_refusals("plan: no device", found, hide=["this device is .*?(?=;)"])
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
-from tests.pipelines import QUICK, composed, held, latents, no_demo
+from tests.pipelines import QUICK, composed, held, latents, planned
 from tests.refusals import check_refusals
 from tests.said import said
 from tools.quantize_dit import quantize
@@ -26,9 +26,7 @@ from wan import WanTI2V, host
 from wan import device as devices
 from wan.checkpoint.load import as_stored, fill
 from wan.checkpoint.source import Source
-from wan.cli import flags
 from wan.cli import main as generate
-from wan.cli.resolve import resolve
 from wan.modules.animate import WanAnimateModel
 from wan.modules.s2v import WanModel_S2V
 from wan.modules.vace import VaceWanModel
@@ -37,7 +35,6 @@ from wan.pipeline.residency import streamed
 from wan.pipeline.tiny import make_checkpoint
 from wan.planner.measure import Planner
 from wan.planner.report import check
-from wan.run import Run
 from wan.settings.errors import InputError
 
 CPU = torch.device("cpu")
@@ -483,10 +480,6 @@ def test_a_video_may_ask_for_another_way(
     check_refusals("residency: another way", found)
 
 
-def planned(*words: str) -> Run:
-    return resolve(flags.parse(["--plan", *words]), no_demo, plan=True)
-
-
 def test_shards_stay_where_they_are() -> None:
     found = {}
     for way, flag in product(("cpu", "block"), ("--dit_fsdp", "--t5_fsdp")):
@@ -529,8 +522,8 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], words: str) -> None:
-    told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
-    asked = resolve(flags.parse([*told, *argv]), no_demo, plan=True)
+    told = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
+    asked = planned(*told, *argv)
     with pytest.raises(InputError) as refused:
         check(Planner(asked.setup, asked.request), asked.device_memory)
     assert words in str(refused.value)
@@ -539,9 +532,9 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], wor
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "gigabytes"), [("block", "3"), ("cpu", "6")])
 def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
-    told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
+    told = ("--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
     told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
-    asked = resolve(flags.parse(told), no_demo, plan=True)
+    asked = planned(*told)
     with pytest.raises(InputError) as refused:
         check(Planner(asked.setup, asked.request), asked.device_memory)
     assert "fsdp" not in str(refused.value)
@@ -551,9 +544,9 @@ def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_the_bound_lies_below_the_plan(device_type: str) -> None:
-    told = ("--plan", "--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
+    told = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
-    asked = resolve(flags.parse([*told, *argv]), no_demo, plan=True)
+    asked = planned(*told, *argv)
     stages = Planner(asked.setup, asked.request).stages()
     sizes = memory.estimate(asked.setup, asked.request)
     least = memory.stages(asked.setup, asked.request, sizes)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.pipelines import no_demo, planned
 from tests.refusals import check_refusals
 from tests.said import said
 from tools import flags_table
@@ -31,9 +31,6 @@ from wan.settings.request import make_request, size_covered, size_from_area
 
 
 def resolved(*argv: object) -> Run:
-    def no_demo(*_: object) -> None:
-        raise AssertionError("the demo must not be made here")
-
     return resolve(flags.parse([str(a) for a in argv]), no_demo)
 
 
@@ -305,13 +302,10 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
 }
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """planned(*argv): without any file, so that no default comes from a checkpoint."""
+@pytest.fixture(autouse=True)
+def no_check_of_prompt_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages may be missing here."""
     monkeypatch.setattr(extend_prompt, "check", lambda *_: None)
-    return lambda *argv: resolve(
-        flags.parse(["--plan", *map(str, argv)]), lambda *_: None, plan=True
-    )
 
 
 def fields_of(run: Run) -> dict[str, object]:
@@ -325,7 +319,7 @@ def test_every_flag_is_followed_to_the_run() -> None:
     assert flags.FLAGS.keys() - CASES.keys() == ELSEWHERE
 
 
-def test_a_given_value_reaches_the_run_and_its_record(planned) -> None:
+def test_a_given_value_reaches_the_run_and_its_record() -> None:
     """And a run without it has another one."""
     wrong, usual = {}, functools.cache(lambda *more: fields_of(planned(*more)))
     for name, (text, value, more) in CASES.items():
@@ -337,7 +331,7 @@ def test_a_given_value_reaches_the_run_and_its_record(planned) -> None:
     assert not wrong
 
 
-def test_a_switch_of_a_record_is_turned_back(planned, tmp_path: Path) -> None:
+def test_a_switch_of_a_record_is_turned_back(tmp_path: Path) -> None:
     path, wrong = tmp_path / "record.json", {}
     switches = [n for n in CASES if isinstance(CASES[n][1], bool) and flags.FLAGS[n].record]
     for name in switches:
@@ -351,7 +345,7 @@ def test_a_switch_of_a_record_is_turned_back(planned, tmp_path: Path) -> None:
     assert len(switches) > 9 and not wrong
 
 
-def test_prompt_extension_of_a_record_is_turned_off(planned, tmp_path: Path) -> None:
+def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     settings = planned(*EXTEND).settings
     del settings["ckpt_dir"]

@@ -21,14 +21,13 @@ from torch.nn.modules import module as module_hooks
 
 import wan
 from tests.conftest import slow
+from tests.pipelines import planned
 from tests.refusals import check_refusals
 from tests.said import said
 from tools import calibrate_mag
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
 from wan.cache.tea import Tea, embedding_changes
-from wan.cli import flags
-from wan.cli.resolve import resolve
 from wan.configs import WAN_CONFIGS
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import WanAttentionBlock
@@ -68,8 +67,8 @@ CONTRADICTIONS = {
 }
 
 
-def planned(words: str) -> Run:
-    return resolve(flags.parse(["--plan", *words.split()]), lambda *_: None, plan=True)
+def asked(words: str) -> Run:
+    return planned(*words.split())
 
 
 def lists(run: Run, together: bool = False) -> policy.Lists:
@@ -91,7 +90,7 @@ def kept(name: str, **parameters: Any) -> Any:
 
 
 def test_refused() -> None:
-    found = {name: said(planned, words) for name, words in CONTRADICTIONS.items()}
+    found = {name: said(asked, words) for name, words in CONTRADICTIONS.items()}
     check_refusals("step caches", found)
 
 
@@ -145,16 +144,16 @@ def test_a_curve_is_the_growth_of_what_blocks_add(
 
 
 def test_forced_steps_are_added_and_change_no_counter() -> None:
-    found = lists(planned("--step_cache mag --task t2v-A14B"))
+    found = lists(asked("--step_cache mag --task t2v-A14B"))
     assert skipped(found["cond"]) == MAG_SKIPS
-    more = lists(planned("--step_cache mag --step_cache_warmup 9"))
+    more = lists(asked("--step_cache mag --step_cache_warmup 9"))
     assert skipped(more["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
     assert policy.forced(T2V, 0) == tuple(step in (0, 26) for step in range(40))
     assert policy.forced(T2V, 2) == tuple(step in (0, 1, 25, 26, 27, 39) for step in range(40))
 
 
 def test_both_branches_agree_where_other_ranks_compute_each() -> None:
-    run = planned("--step_cache mag --step_cache_threshold 0.01")
+    run = asked("--step_cache mag --step_cache_threshold 0.01")
     apart, both = lists(run), lists(run, together=True)
     assert apart["cond"] != apart["uncond"]
     wanted = tuple(a or b for a, b in zip(apart["cond"], apart["uncond"], strict=True))
@@ -171,7 +170,7 @@ def test_tea_sums_up_estimated_changes() -> None:
 
 def test_tea_adds_up_for_each_branch_by_itself() -> None:
     """Estimates of 0.3 a step and a threshold of 0.85: both compute every third step."""
-    run = planned(
+    run = asked(
         "--task t2v-1.3B --sample_steps 15 --step_cache tea --step_cache_coefficients 1,0 "
         "--step_cache_threshold 0.85"
     )
@@ -205,14 +204,14 @@ def test_changes_of_the_time_embedding() -> None:
 
 
 def test_the_attention_cache_follows_the_vendors_rule() -> None:
-    found = lists(planned("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
+    found = lists(asked("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
     # the second expert begins with step 26
     wanted = [s for s in range(13, 38) if (s - 12) % 4 and s != 26]
     assert skipped(found["cond"]) == wanted
 
 
 def test_the_unconditional_branch_is_left_out_late() -> None:
-    found = lists(planned("--step_cache cfg"))
+    found = lists(asked("--step_cache cfg"))
     assert all(found["cond"])
     assert skipped(found["uncond"]) == [27, 28, 29, 30, 32, 33, 34, 35]
 
@@ -235,7 +234,7 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
     made.save(path)
     again = mag.load(path)
     assert (again.ratios, again.steps, again.origin) == (made.ratios, 40, str(path))
-    request = planned("--step_cache mag").request
+    request = asked("--step_cache mag").request
     assert again.fitted(request) is again.ratios
     half = again.fitted(replace(request, sample_steps=20))["cond"]
     assert half[0] == made.ratios["cond"][0] and len(half) == 20
@@ -261,20 +260,20 @@ def test_curves_of_other_tasks_and_other_steps(tmp_path: Path) -> None:
     assert made is not None
     made.save(path)
     with pytest.raises(InputError, match="made for i2v-A14B, not for t2v-A14B"):
-        planned(f"--step_cache mag --step_cache_curve {path}")
-    notices = planned("--step_cache mag --sample_steps 20").notices
+        asked(f"--step_cache mag --step_cache_curve {path}")
+    notices = asked("--step_cache mag --sample_steps 20").notices
     assert any("made for the official weights" in line for line in notices)
     assert any("made with 40 steps; each of the 20" in line for line in notices)
 
 
 def test_another_policy_takes_back_a_records_parameters(tmp_path: Path) -> None:
     path, given = tmp_path / "record.json", "--step_cache mag --step_cache_max_skip 3"
-    settings = planned(f"{given} --step_cache_threshold 0.05").settings
+    settings = asked(f"{given} --step_cache_threshold 0.05").settings
     assert settings["step_cache_max_skip"] == 3
     path.write_text(json.dumps({"settings": settings}))
-    assert planned(f"--from_json {path}").setup.cache.step_cache_max_skip == 3
-    assert planned(f"--from_json {path} --step_cache none").setup.cache == StepCache()
-    other = planned(f"--from_json {path} --step_cache first_block").setup.cache
+    assert asked(f"--from_json {path}").setup.cache.step_cache_max_skip == 3
+    assert asked(f"--from_json {path} --step_cache none").setup.cache == StepCache()
+    other = asked(f"--from_json {path} --step_cache first_block").setup.cache
     assert other == StepCache("first_block", step_cache_threshold=0.05)
 
 
@@ -469,11 +468,7 @@ def test_the_rebuilt_branch_has_the_kept_difference() -> None:
 # Values and parameters with which a policy skips steps of a random network.
 GIVEN: dict[str, tuple[str, ...]] = {
     "first_block": ("--step_cache=first_block", "--step_cache_threshold=0.6"),
-    "tea": (
-        "--step_cache=tea",
-        "--step_cache_coefficients=1,0",
-        "--step_cache_threshold=1",
-    ),
+    "tea": ("--step_cache=tea", "--step_cache_coefficients=1,0", "--step_cache_threshold=1"),
     "steps": ("--step_cache=steps:0-3,9,15-19",),
 }
 
@@ -519,11 +514,7 @@ def test_a_run_computes_what_its_policy_promises(
     """Blocks and self-attentions that ran, the record, the list, and what `--plan` says."""
     given = GIVEN.get(name, (f"--step_cache={name}",))
     size = ["--size=96*64", "--frame_num=5", "--sample_steps=20", "--sample_shift=5"]
-    run = resolve(
-        flags.parse(["--plan", "--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *given]),
-        lambda *_: None,
-        plan=True,
-    )
+    run = planned("--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *given)
     forwards, made = watched(monkeypatch), run.setup.policy
     assert made is not None
     settings = {name: value for name, value in vars(run.setup.cache).items() if value is not None}
