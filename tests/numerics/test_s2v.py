@@ -100,37 +100,6 @@ def test_gradients_take_the_same_path(s2v: Path) -> None:
     assert missing == []
 
 
-@torch.no_grad()
-def test_what_depends_on_the_clip_is_computed_once(s2v: Path) -> None:
-    """Keys and values of the sound, its encoder and the tokens of the picture: in one forward."""
-    model, (arguments, _) = network(s2v, text_kv_cache=True), inputs(s2v, "b_next")
-    calls: dict[str, int] = {}
-
-    def counted(name: str) -> Any:
-        def hook(*_: object) -> None:
-            calls[name] = calls.get(name, 0) + 1
-
-        return hook
-
-    parts = {"encoder": model.casual_audio_encoder}
-    for index in range(3):
-        attention = model.audio_injector["injector"][index]
-        parts |= {f"k{index}": attention.k, f"v{index}": attention.v, f"q{index}": attention.q}
-        parts[f"adain{index}"] = model.audio_injector["injector_adain_layers"][index]
-    for name, module in parts.items():
-        module.register_forward_hook(counted(name))
-    for _ in range(3):
-        model(**arguments)
-    assert calls.pop("encoder") == 1
-    assert {name: n for name, n in calls.items() if name.startswith("q")} == {
-        f"q{i}": 3 for i in range(3)
-    }
-    assert all(n == 1 for name, n in calls.items() if not name.startswith("q"))
-    arguments["audio_input"].mul_(0.5)  # in place: it is another sound
-    model(**arguments)
-    assert calls["k0"] == 2
-
-
 @pytest.mark.parametrize("name", ["s2v_tone16k", "s2v_tone44k"])
 def test_sound(s2v: Path, name: str) -> None:
     """From the file to what the network hears in each frame."""

@@ -371,6 +371,7 @@ ODD: dict[str, bytes] = {
     "a score that is no number": piece(score=float("nan")),
     "a type of bytes": piece(kind=b"1"),
     "settings that are a number": field(2, 7),
+    "another kind of model": field(2, field(3, 2)),
     "rules that are a number": field(3, 7),
     "rules of a number": field(3, field(2, 7)),
 }

@@ -370,6 +370,7 @@ def test_refusals() -> None:
         q, k = torch.ones(1, rows, 1, 8), torch.ones(1, keys, 1, 8)
         plan_of = partial(plan, q, k, (3, 10, 20), 0.5, first, 128)
         calls[f"{rows} queries of {keys} from {first}"] = plan_of
+    calls["means of no rows"] = partial(pooled, x.values, 0)
     method = RainFusionAttention("v2", 0.5, 0)
     for name, step in (("step", None), ("layer", call((3, 10, 20), layer=None))):
         calls[f"no {name}"] = partial(method.applies, step)
