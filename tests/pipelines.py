@@ -34,6 +34,11 @@ def composed(folder: Path, *argv: str) -> tuple[Run, Pipeline]:
     return asked, build.pipeline(asked.setup, resolve("cpu"))
 
 
+def planned(*argv: object) -> Run:
+    """What `--plan` and these words ask for."""
+    return asked_for(flags.parse(["--plan", *map(str, argv)]), no_demo, plan=True)
+
+
 def no_demo(*_: Any) -> None:
     raise AssertionError("no demo checkpoint is asked for here")
 

@@ -1,9 +1,11 @@
-"""Self-attention that notes which sample of a forward it is told of."""
+"""What comparisons share: texts of a run, and self-attention that notes whose sample it sees."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wan.kernels.base import StepInfo
@@ -11,6 +13,18 @@ from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import LocalAttention
 
 STEP = StepInfo(1, 4, "cond", "dit", (1, 1, 1), 1)
+
+
+def texts() -> dict[str, Tensor]:
+    """The embeddings of a run's prompt and negative prompt."""
+    generator = torch.Generator().manual_seed(5)
+    names = {"prompt_embeds": 9, "negative_prompt_embeds": 20}
+    return {name: torch.randn(rows, 64, generator=generator) for name, rows in names.items()}
+
+
+def padded(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same as diffusers takes them."""
+    return {name: F.pad(x, (0, 0, 0, 512 - len(x)))[None] for name, x in given.items()}
 
 
 class Samples:

@@ -14,16 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.conftest import slow
+from tests.numerics.official import Networks, Parts, distance, weights
 from tests.numerics.procedural import procedural
-from tests.numerics.test_official_vectors import distance, weights
-from wan.log import Stages
 from wan.modules.animate import WanAnimateModel
 from wan.modules.interfaces import Collaborators
-from wan.pipeline import characters, vae
+from wan.pipeline import characters
 from wan.pipeline.characters import folded
 from wan.pipeline.driving import DrivingVideos, padded, places
 from wan.pipeline.driving import clips as count_clips
-from wan.pipeline.pipeline import Inputs, Sharing
+from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
 
@@ -111,31 +110,17 @@ def test_parts_of_the_network(animate: Path) -> None:
 
 @torch.no_grad()
 def test_the_motion_of_a_face(animate: Path) -> None:
-    stored, encoder = (
-        load_file(animate / "animate_face.safetensors"),
-        network(animate).motion_encoder,
-    )
+    stored = load_file(animate / "animate_face.safetensors")
+    encoder = network(animate).motion_encoder
     assert distance(encoder.directions(), stored["direction.Q"]) <= 1e-6
     black = encoder(-torch.ones(1, 3, 512, 512))
     assert distance(black, stored["motion.black.out"].reshape(1, -1)) <= 1e-4
 
 
-def test_networks_that_were_not_published(animate: Path) -> None:
-    config = told(animate)["config"]
-    for change, words in (
-        ({"num_layers": 4}, "multiple of 5"),
-        ({"use_img_emb": False}, "picture"),
-    ):
-        with pytest.raises(ValueError, match=words), torch.device("meta"):
-            WanAnimateModel(**{**config, **change})
-
-
 def test_helpers(animate: Path) -> None:
     """OpenCV's resize between bars, the plan of clips, ping-pong, and masks: exact."""
-    stored, plans = (
-        load_file(animate / "animate_helpers.safetensors"),
-        told(animate, "animate_helpers"),
-    )
+    stored = load_file(animate / "animate_helpers.safetensors")
+    plans = told(animate, "animate_helpers")
     for name in ("down", "exact", "odd", "same", "tall", "wide"):
         found = padded(stored[f"resize.{name}.in"].numpy(), (64, 48))
         assert torch.equal(torch.from_numpy(found), stored[f"resize.{name}.out"]), name
@@ -163,7 +148,7 @@ def asked(frames: int, clip: int = 9, refert: int = 1, **more: Any) -> Request:
     return make_request(PRESETS["animate-14B"], {**values, "num_clip": count, **more})
 
 
-class _Networks:
+class _Networks(Networks):
     """The network of the runs, whose motion encoder knows the stored rows; it keeps the calls."""
 
     def __init__(self, folder: Path) -> None:
@@ -181,43 +166,22 @@ class _Networks:
         assert float(distances.amin(dim=1).max()) < 1e-6
         return self.rows[distances.argmin(dim=1)]
 
-    def get(self, _: str) -> Any:
-        return self
-
-    def prefetch(self, _: str) -> None: ...
-
     def __call__(self, *args: Any, **more: Any) -> list[Tensor]:
         found = self.model(*args, **more)
         self.calls.append((more["step"].branch, {**more, "x": args[0][0]}, found[0]))
         return found
 
 
-class _Pipeline:
-    """The pipeline's parts around the loop, with the texts and CLIP's features of the run."""
+class _Pipeline(Parts):
+    """With CLIP's features of the run."""
 
     def __init__(self, folder: Path) -> None:
-        tensors = load_file(folder / "e2e_animate.cases.safetensors")
-        self.contexts = tensors["context"], tensors["context_null"]
-        self.stages, self.sharing = Stages(lambda: None), Sharing()
-        self.device: Any = type("Device", (), {"torch_device": torch.device("cpu")})
-        self.experts, self.looked = _Networks(folder), list[Tensor]()
-        found = vae.blueprint(folder.parent / "vae21.weights.safetensors")
-        self.vae = vae.VideoVAE(
-            found.load(device=torch.device("cpu"), dtype_of=lambda *_: torch.float32)
-        )
-        self.encode, self.decode = self.vae.encode, self.vae.decode
-
-    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
-        return self.contexts
+        super().__init__(folder, "e2e_animate.cases.safetensors", _Networks(folder))
+        self.looked: list[Tensor] = []
 
     def look(self, images: list[Tensor]) -> Tensor:
         self.looked += images
         return procedural(7101, "clip_fea0", [257, 1280], 1)[None]
-
-    def advanced(self, video: Any) -> Tensor:
-        return video.advance(self.experts)
-
-    def done(self, _: object) -> None: ...
 
 
 @pytest.mark.parametrize("run", ["animate", "animate_cfg", "replace", "animate_bf16in"])
@@ -250,11 +214,9 @@ def test_whole_run(animate: Path, run: str) -> None:
     pipeline: Any = _Pipeline(animate)
     done = list(characters.made(pipeline, request, Inputs(driving=driving)))
     rounded = case["rounded_inputs"]
-    limit = (
-        {"y": 2e-2, "latent": 1e-2, "video": 5e-3}
-        if rounded
-        else dict.fromkeys(("y", "latent", "video"), 1e-4)
-    )
+    limit = dict.fromkeys(("y", "latent", "video"), 1e-4)
+    if rounded:
+        limit = {"y": 2e-2, "latent": 1e-2, "video": 5e-3}
     assert distance(pipeline.looked[0], stored[f"{run}.clip_input"]) <= limit["video"]
     calls, steps = pipeline.experts.calls, case["sampling_steps"]
     branches = 2 if request.guided else 1

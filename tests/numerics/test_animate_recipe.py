@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from tests.numerics.plain import Plain, Weights, attention, normed, raster, rms, silu, tiny
 from tests.numerics.recorded import STEP, Samples
+from tests.refusals import check_refusals
+from tests.said import said
 from wan.modules.animate import MotionEncoder, WanAnimateModel
 from wan.modules.interfaces import Collaborators
 
@@ -162,6 +164,19 @@ def test_other_weights_for_the_same_inputs() -> None:
     model.forget_text()
     found = model([x], torch.tensor([500]), context=[text], seq_len=99, **given)[0]
     assert (found - PlainAnimate(model)(x, 500, text, given)).abs().max() <= 2e-5
+
+
+def test_networks_that_were_not_published() -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "layers": {"num_layers": 4},
+        "no picture": {"use_img_emb": False},
+    }
+    with torch.device("meta"):
+        found = {
+            name: said(lambda c=change: WanAnimateModel(**{**SIZES, **TEXT, **c}), kind=ValueError)
+            for name, change in changes.items()
+        }
+    check_refusals("animate: networks", {name: f"{x.rstrip('.')}." for name, x in found.items()})
 
 
 def scaled(w: Weights, name: str, x: Tensor, stride: int = 1, pad: int = 0) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,17 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.numerics.test_official_vectors import distance, weights
-from wan.log import Stages
+from tests.numerics.official import Networks, Parts, distance, weights
 from wan.modules.interfaces import Collaborators
 from wan.modules.s2v import WanModel_S2V
-from wan.pipeline import clips, sound, vae
+from wan.pipeline import clips, sound
 from wan.pipeline.conditioning import pixels
 from wan.pipeline.media import read_sound
-from wan.pipeline.pipeline import Inputs, Sharing
+from wan.pipeline.pipeline import Inputs
 from wan.settings.presets import PRESETS
 from wan.settings.request import make_request, size_in_64
 
 CASES = ("a_first", "b_next", "b_null", "b_dropped", "c_wide", "d_short_motion", "e_one_frame")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +64,16 @@ def inputs(folder: Path, case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return arguments, own
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_network(s2v: Path, case: str, kept: bool) -> None:
+def test_network(s2v: Path) -> None:
     """kept: What depends on the clip alone is computed in the first of two forwards."""
-    model, (arguments, stored) = network(s2v, text_kv_cache=kept), inputs(s2v, case)
-    for _ in range(2):
-        assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
-    if not told(s2v, "dit_s2v")["cases"][case]["pose"]:
-        arguments["cond_states"] = None
-        assert distance(model(**arguments)[0], stored["out"]) <= 2e-5
+    for case, kept in product(CASES, (False, True)):
+        model, (arguments, stored) = network(s2v, text_kv_cache=kept), inputs(s2v, case)
+        for _ in range(2):
+            assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, kept)
+        if not told(s2v, "dit_s2v")["cases"][case]["pose"]:
+            arguments["cond_states"] = None
+            assert distance(model(**arguments)[0], stored["out"]) <= 2e-5, (case, kept)
 
 
 @torch.no_grad()
@@ -102,37 +100,6 @@ def test_gradients_take_the_same_path(s2v: Path) -> None:
     assert missing == []
 
 
-@torch.no_grad()
-def test_what_depends_on_the_clip_is_computed_once(s2v: Path) -> None:
-    """Keys and values of the sound, its encoder and the tokens of the picture: in one forward."""
-    model, (arguments, _) = network(s2v, text_kv_cache=True), inputs(s2v, "b_next")
-    calls: dict[str, int] = {}
-
-    def counted(name: str) -> Any:
-        def hook(*_: object) -> None:
-            calls[name] = calls.get(name, 0) + 1
-
-        return hook
-
-    parts = {"encoder": model.casual_audio_encoder}
-    for index in range(3):
-        attention = model.audio_injector["injector"][index]
-        parts |= {f"k{index}": attention.k, f"v{index}": attention.v, f"q{index}": attention.q}
-        parts[f"adain{index}"] = model.audio_injector["injector_adain_layers"][index]
-    for name, module in parts.items():
-        module.register_forward_hook(counted(name))
-    for _ in range(3):
-        model(**arguments)
-    assert calls.pop("encoder") == 1
-    assert {name: n for name, n in calls.items() if name.startswith("q")} == {
-        f"q{i}": 3 for i in range(3)
-    }
-    assert all(n == 1 for name, n in calls.items() if not name.startswith("q"))
-    arguments["audio_input"].mul_(0.5)  # in place: it is another sound
-    model(**arguments)
-    assert calls["k0"] == 2
-
-
 @pytest.mark.parametrize("name", ["s2v_tone16k", "s2v_tone44k"])
 def test_sound(s2v: Path, name: str) -> None:
     """From the file to what the network hears in each frame."""
@@ -148,12 +115,12 @@ def test_sound(s2v: Path, name: str) -> None:
     assert distance(found, stored[f"{name}.audio_emb"]) <= 2e-5
 
 
-@pytest.mark.parametrize("name", ["p", "q_exact", "r", "s", "u_48"])
-def test_rows_of_sound(s2v: Path, name: str) -> None:
-    case = told(s2v, "s2v_audio")["bucket_cases"][name]
+def test_rows_of_sound(s2v: Path) -> None:
     stored = load_file(s2v / "s2v_audio.cases.safetensors")
-    found = sound.rows(stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"])
-    assert torch.equal(found[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"])
+    for name in ("p", "q_exact", "r", "s", "u_48"):
+        case = told(s2v, "s2v_audio")["bucket_cases"][name]
+        found = sound.rows(stored[f"bucket.{name}.z30"].transpose(1, 2), case["rows"])
+        assert torch.equal(found[0].permute(2, 0, 1), stored[f"bucket.{name}.rows"]), name
 
 
 def test_sizes(s2v: Path) -> None:
@@ -166,16 +133,11 @@ def test_sizes(s2v: Path) -> None:
         assert (np.asarray(framed).min() == 0) == row["padded"], row
 
 
-class _Networks:
+class _Networks(Networks):
     """Stands where a pipeline's networks are handed out: the official tiny ones, and a recorder."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.calls = network(folder), list[Any]()
-
-    def get(self, _: str) -> Any:
-        return self
-
-    def prefetch(self, _: str) -> None: ...
 
     @torch.no_grad()
     def __call__(self, x: list[Tensor], *args: Any, step: Any, **more: Any) -> list[Tensor]:
@@ -184,37 +146,19 @@ class _Networks:
         return out
 
 
-class _Pipeline:
-    """What `clips.made` asks of a pipeline, made of the official vectors' networks."""
-
+class _Pipeline(Parts):
     def __init__(self, folder: Path) -> None:
-        tensors = load_file(folder / "e2e_s2v.cases.safetensors")
-        self.contexts = tensors["context"], tensors["context_null"]
-        self.stages, self.sharing = Stages(lambda: None), Sharing()
-        self.device: Any = type("Device", (), {"torch_device": CPU})
-        self.experts, self.folder = _Networks(folder), folder
-        found = vae.blueprint(folder.parent / "vae21.weights.safetensors")
-        self.vae = vae.VideoVAE(found.load(device=CPU, dtype_of=lambda *_: torch.float32))
-        self.encode, self.decode = self.vae.encode, self.vae.decode
-
-    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
-        return self.contexts
+        super().__init__(folder, "e2e_s2v.cases.safetensors", _Networks(folder))
+        self.folder = folder
 
     def sound_rows(self, heard: Any, count: int) -> Tensor:
         return sound.rows(sound.features(self.folder / "wav2vec2_tiny", heard), count)
 
-    def advanced(self, video: Any) -> Tensor:
-        return video.advance(self.experts)
-
-    def done(self, _: object) -> None: ...
-
 
 def test_whole_run(s2v: Path) -> None:
     """Two clips of `WanS2V.generate`: from a picture and a wav to frames, and between."""
-    case, stored = (
-        told(s2v, "e2e_s2v")["runs"]["unipc"],
-        load_file(s2v / "e2e_s2v.cases.safetensors"),
-    )
+    case = told(s2v, "e2e_s2v")["runs"]["unipc"]
+    stored = load_file(s2v / "e2e_s2v.cases.safetensors")
     image, heard = Image.open(s2v / case["image"]), read_sound(s2v / case["audio"])
     values = {
         "prompt": "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -190,6 +191,26 @@ def test_other_weights_for_the_same_inputs() -> None:
     model.forget_text()
     found = model([x], torch.tensor([500]), [text], 0, **given)[0]
     assert (found - PlainS2V(model)(x, 500, text, given)).abs().max() <= 2e-5
+
+
+@torch.no_grad()
+def test_what_depends_on_the_clip_is_computed_once() -> None:
+    """Keys and values of the sound, its encoder and the tokens of the picture: in one forward."""
+    model, calls = network(text_kv_cache=True), Counter[str]()
+    parts = {"encoder": model.casual_audio_encoder}
+    for index in range(len(LAYERS)):
+        attention = model.audio_injector["injector"][index]
+        parts |= {f"k{index}": attention.k, f"v{index}": attention.v, f"q{index}": attention.q}
+        parts[f"adain{index}"] = model.audio_injector["injector_adain_layers"][index]
+    for name, module in parts.items():
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    x, text, given = scene(1, (8, 8), 19, True, False)
+    for _ in range(3):
+        model([x], torch.tensor([500]), [text], 0, **given)
+    assert calls == {name: 3 if name.startswith("q") else 1 for name in parts}
+    given["audio_input"].mul_(0.5)  # in place: it is another sound
+    model([x], torch.tensor([500]), [text], 0, **given)
+    assert calls["k0"] == calls["encoder"] == 2
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,22 +12,24 @@ from wan.pipeline import text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("words", [1, 14, 15, 16, 60, 700])
 @torch.no_grad()
-def test_a_prompt_is_embedded_as_with_512_tokens(tiny, dtype: torch.dtype, words: int) -> None:
+def test_a_prompt_is_embedded_as_with_512_tokens(tiny: Any, dtype: torch.dtype) -> None:
     """Also where it has more: what is left out, and how far a prompt is padded, changes nothing."""
     checkpoint = describe(tiny("t2v-A14B"))
     network = text.blueprint(checkpoint.require("text_encoder")).load(
         device=torch.device("cpu"), dtype_of=lambda *_: dtype
     )
     tokenizer = text.load_tokenizer(checkpoint.require("tokenizer"))
-    prompt = " ".join("cat"[: 1 + i % 3] for i in range(words))
-    found = text.TextEncoder(network, tokenizer, dtype=dtype, text_len=512)(prompt)
-    padded = tokenizer(
-        prompt, padding="max_length", truncation=True, max_length=512, return_tensors="pt"
-    )
-    whole = network(padded.input_ids, padded.attention_mask).last_hidden_state[0]
-    length = int(padded.attention_mask.sum())
-    assert found.shape == (length, whole.shape[1])
+    encoder = text.TextEncoder(network, tokenizer, dtype=dtype, text_len=512)
     limit = 1e-6 if dtype == torch.float32 else 0.03  # the last bit of a product of other rows
-    assert (found - whole[:length]).abs().max() <= limit * whole[:length].abs().max()
+    for words in (1, 14, 15, 16, 60, 700):
+        prompt = " ".join("cat"[: 1 + i % 3] for i in range(words))
+        found = encoder(prompt)
+        padded = tokenizer(
+            prompt, padding="max_length", truncation=True, max_length=512, return_tensors="pt"
+        )
+        whole = network(padded.input_ids, padded.attention_mask).last_hidden_state[0]
+        length = int(padded.attention_mask.sum())
+        assert found.shape == (length, whole.shape[1]), words
+        error = (found - whole[:length]).abs().max()
+        assert error <= limit * whole[:length].abs().max(), words

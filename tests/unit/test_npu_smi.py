@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.refusals import check_refusals
+from tests.said import said
 from wan import host
 from wan.evidence import npu_smi
 from wan.evidence.meter import MeterError
@@ -73,27 +75,30 @@ def test_every_fixture_is_read_and_has_a_source() -> None:
     assert all(f"`{name}.txt`" in sources for name in read)
 
 
-@pytest.mark.parametrize("name", POWERS)
-def test_tables(name: str) -> None:
-    assert npu_smi.powers(text(name)) == POWERS[name]
-    for board, told in POWERS[name].items():
-        for die in range(len(told)):
-            expected = told[die] or told[0]
-            if expected is None:
-                with pytest.raises(MeterError, match=f"no power of NPU {board}"):
-                    npu_smi.from_table(text(name), Place(board, die))
-            else:
-                assert npu_smi.from_table(text(name), Place(board, die)) == Reading(expected)
+def test_tables() -> None:
+    assert {name: npu_smi.powers(text(name)) for name in POWERS} == POWERS
+    found, expected = {}, {}
+    for name, boards in POWERS.items():
+        for board, told in boards.items():
+            for die in range(len(told)):
+                watts = told[die] or told[0]
+                wanted = Reading(watts) if watts else f"no power of NPU {board}"
+                expected[name, board, die] = wanted
+                try:
+                    reading = npu_smi.from_table(text(name), Place(board, die))
+                except MeterError as reason:
+                    reading = f"no power of NPU {board}" if wanted in str(reason) else str(reason)
+                found[name, board, die] = reading
+    assert found == expected
 
 
-@pytest.mark.parametrize(("name", "die"), READINGS)
-def test_fields(name: str, die: int) -> None:
-    assert npu_smi.from_fields(text(name), Place(0, die)) == READINGS[name, die]
+def test_fields() -> None:
+    found = {(n, die): npu_smi.from_fields(text(n), Place(0, die)) for n, die in READINGS}
+    assert found == READINGS
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_mapping(name: str) -> None:
-    assert npu_smi.places(text(name)) == PLACES[name]
+def test_mapping() -> None:
+    assert {name: npu_smi.places(text(name)) for name in PLACES} == PLACES
 
 
 def test_mapping_of_an_a5() -> None:
@@ -109,28 +114,28 @@ def whatever(parse: Any, broken: str) -> Any:
         return None
 
 
-@pytest.mark.parametrize("name", [*POWERS, *PLACES])
-def test_tables_that_break_off(name: str) -> None:
+def test_tables_that_break_off() -> None:
     """At every character: what is still read was there."""
-    whole = text(name)
-    expected: dict[int, Any] = {**POWERS, **PLACES}[name]
-    parse = npu_smi.powers if name in POWERS else npu_smi.places
-    for end in range(len(whole)):
-        found = whatever(parse, whole[:end]) or {}
-        for key, value in found.items():
-            told = expected[key]
-            assert value == (told[: len(value)] if isinstance(told, list) else told)
+    for name, expected in (*POWERS.items(), *PLACES.items()):
+        whole = text(name)
+        parse = npu_smi.powers if name in POWERS else npu_smi.places
+        for end in range(len(whole)):
+            for key, value in (whatever(parse, whole[:end]) or {}).items():
+                told = expected[key]
+                read = told[: len(value)] if isinstance(told, list) else told
+                assert value == read, (name, end)
 
 
-@pytest.mark.parametrize(("name", "die"), READINGS)
-def test_fields_that_break_off(name: str, die: int) -> None:
-    whole, expected = text(name), READINGS[name, die]
-    for end in range(len(whole)):
-        found = whatever(lambda t: npu_smi.from_fields(t, Place(0, die)), whole[:end])
-        if found is not None:
-            told = {w for (n, _), r in READINGS.items() if n == name for w in [r.watts]}
-            assert found.watts in told | ({16.9} if name == "power_310B" else set())
-            assert found.mhz in (None, expected.mhz)
+def test_fields_that_break_off() -> None:
+    for (name, die), expected in READINGS.items():
+        whole, place = text(name), Place(0, die)
+        told = {r.watts for (n, _), r in READINGS.items() if n == name}
+        told |= {16.9} if name == "power_310B" else set()
+        for end in range(len(whole)):
+            found = whatever(lambda t, place=place: npu_smi.from_fields(t, place), whole[:end])
+            if found is not None:
+                assert found.watts in told, (name, end)
+                assert found.mhz in (None, expected.mhz), (name, end)
 
 
 BROKEN = {
@@ -149,14 +154,22 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_outputs_that_cannot_be_used(name: str) -> None:
-    for parse in (npu_smi.powers, npu_smi.places):
-        with pytest.raises(MeterError, match="it says"):
-            parse(BROKEN[name])
-    for parse in (npu_smi.from_table, npu_smi.from_fields):
-        with pytest.raises(MeterError, match="npu-smi"):
-            parse(BROKEN[name], Place(0, 0))
+def test_outputs_that_cannot_be_used() -> None:
+    here = Place(0, 0)
+    calls = {
+        "boards": npu_smi.powers,
+        "mapping": npu_smi.places,
+        "table": lambda t: npu_smi.from_table(t, here),
+        "fields": lambda t: npu_smi.from_fields(t, here),
+    }
+    found = {
+        f"{read}: {name}": said(parse, broken, kind=MeterError)
+        for read, parse in calls.items()
+        for name, broken in BROKEN.items()
+    }
+    assert not {case: text for case, text in found.items() if "it says " not in text}
+    some = [case for case in found if "boards:" in case or case.endswith(": help")]
+    check_refusals("npu-smi", {case: f"{found[case]}." for case in some})
 
 
 def test_outputs_with_random_damage() -> None:
@@ -179,10 +192,10 @@ def test_outputs_with_random_damage() -> None:
                 whatever(parse, "".join(characters))
 
 
-@pytest.mark.parametrize("shown", ["0", "0.0", "-", "NA", "N/A", "nan", "inf", "-5.0", "1e3", ""])
-def test_what_is_no_power(shown: str) -> None:
-    with pytest.raises(MeterError):
-        npu_smi.from_fields(text("power_910B").replace("103.5", shown), Place(0, 0))
+def test_what_is_no_power() -> None:
+    for shown in ("0", "0.0", "-", "NA", "N/A", "nan", "inf", "-5.0", "1e3", ""):
+        output = text("power_910B").replace("103.5", shown)
+        assert said(npu_smi.from_fields, output, Place(0, 0), kind=MeterError), shown
 
 
 def make_tool(folder: Path) -> Path:
@@ -272,14 +285,13 @@ def test_npu_smi_that_cannot_be_used(tool: Path, monkeypatch: pytest.MonkeyPatch
         npu_smi.NpuSmi(0)
 
 
-@pytest.mark.parametrize(
-    ("value", "index", "number"),
-    [(None, 3, 3), ("0,1", 1, 1), ("6, 4", 0, 6), ("6,4", 2, None), ("", 0, None), ("x", 0, None)],
-)
-def test_renumbered_devices(
-    value: str | None, index: int, number: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
-    if value is not None:
-        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", value)
-    assert host.renumbered("ASCEND_RT_VISIBLE_DEVICES", index) == number
+def test_renumbered_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "ASCEND_RT_VISIBLE_DEVICES"
+    monkeypatch.delenv(variable, raising=False)
+    assert host.renumbered(variable, 3) == 3
+    numbers = {("0,1", 1): 1, ("6, 4", 0): 6, ("6,4", 2): None, ("", 0): None, ("x", 0): None}
+    found = {}
+    for value, index in numbers:
+        monkeypatch.setenv(variable, value)
+        found[value, index] = host.renumbered(variable, index)
+    assert found == numbers

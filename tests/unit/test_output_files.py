@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -14,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.refusals import check_refusals
+from tests.said import said
 from wan.output_files import (
     LATENTS,
     RECORD,
@@ -33,7 +34,7 @@ from wan.output_files import (
 )
 from wan.pipeline.video import save_latents, save_video
 from wan.settings.command import Output
-from wan.settings.errors import InputError, WriteError
+from wan.settings.errors import WriteError
 
 ENDS = pytest.mark.parametrize("end", [RuntimeError, KeyboardInterrupt, SystemExit])
 TEXT = marked_kind("a text of this test", b"# made by this test")
@@ -88,16 +89,20 @@ def test_a_folder_is_whole_or_absent(end: type[BaseException], tmp_path: Path) -
     assert (path / "file").read_text() == "whole" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("taken", ["file", "full", "link", "."])
-def test_a_folder_that_is_taken(taken: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match="; name "), write_folder(Path(taken)):
-        pytest.fail("the block must not begin")
+
+    def write(taken: str) -> None:
+        with write_folder(Path(taken)):
+            pytest.fail("the block must not begin")
+
+    found = {taken: said(write, taken) for taken in ("file", "full", "link", ".")}
+    check_refusals("output files: folders", found)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -117,27 +122,28 @@ CONFLICTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", CONFLICTS)
-def test_what_is_not_ours_is_refused_and_kept(what: str, tmp_path: Path) -> None:
+def test_what_is_not_ours_is_refused_and_kept(tmp_path: Path) -> None:
     """Before the work, after it, and when files are removed."""
-    tmp_path.joinpath("ours").write_text(OURS)
-    path = tmp_path / "x"
-    CONFLICTS[what](path)
-    before = path.lstat(), path.read_text() if what == "a foreign file" else ""
-    with pytest.raises(InputError):
-        check_output(path, TEXT, "--out")
-    with pytest.raises(WriteError), write_output(path, TEXT) as temporary:
-        temporary.write_text(OURS)
-    assert not remove_output(path, TEXT)
-    after = path.lstat(), path.read_text() if what == "a foreign file" else ""
-    assert before[0].st_ino == after[0].st_ino and before[1] == after[1]
-    assert tmp_path.joinpath("ours").read_text() == OURS
-    assert len(list(tmp_path.iterdir())) == 2
 
+    def write(path: Path) -> None:
+        with write_output(path, TEXT) as temporary:
+            temporary.write_text(OURS)
 
-def test_a_device_is_refused() -> None:
-    with pytest.raises(InputError):
-        check_output(Path("/dev/null"), TEXT, "--out")
+    found = {"a device": said(check_output, Path("/dev/null"), TEXT, "--out")}
+    for number, (what, make) in enumerate(CONFLICTS.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "ours").write_text(OURS)
+        path = folder / "x"
+        make(path)
+        inode = path.lstat().st_ino
+        found[what] = said(check_output, path, TEXT, "--out")
+        found[f"{what}, when it is written"] = said(write, path, kind=WriteError)
+        assert not remove_output(path, TEXT), what
+        assert path.lstat().st_ino == inode, what
+        assert what != "a foreign file" or path.read_text() == "precious"
+        assert (folder / "ours").read_text() == OURS and len(list(folder.iterdir())) == 2, what
+    check_refusals("output files: not ours", found)
 
 
 def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
@@ -195,110 +201,90 @@ def _comment(text: str, *more: str) -> Callable[[Path], None]:
     return lambda path: _mp4(path, "-metadata", f"comment={text}", *more)
 
 
-FOUND: dict[str, tuple[OutputKind, bool, Callable[[Path], object]]] = {
-    "our video": (
+def _text(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text)
+
+
+def _bytes(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+OF_US: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
+    "video": (
         VIDEO,
-        True,
         lambda path: save_video(torch.zeros(3, 1, 16, 16), Output(save_file=path, fps=16)),
     ),
-    "a video of 0.4.0": (VIDEO, True, _comment('{"task": "t2v-A14B", "seed": 1}')),
-    "a video of 0.4.0, moov first": (
-        VIDEO,
-        True,
-        _comment('{"task": "t2v-A14B"}', "-movflags", "+faststart"),
-    ),
-    "a video without a comment": (VIDEO, False, _mp4),
-    "a video of another comment": (VIDEO, False, _comment("my holidays, see {task}")),
-    "no video": (VIDEO, False, lambda path: path.write_text('{"task": "x"}')),
-    "half an atom": (VIDEO, False, lambda path: path.write_bytes(b"\0\0\1\0moov")),
-    "an endless atom": (VIDEO, False, lambda path: path.write_bytes(b"\0\0\0\1moov" + b"\xff" * 8)),
-    "our record": (
-        RECORD,
-        True,
-        lambda path: path.write_text('{"settings": {}, "versions": {"wan": "0.4.0"}}'),
-    ),
-    "another program's settings": (RECORD, False, lambda path: path.write_text('{"settings": {}}')),
-    "an array": (RECORD, False, lambda path: path.write_text("[]")),
-    "a number of many digits": (RECORD, False, lambda path: path.write_text("9" * 5000)),
-    "deep brackets": (RECORD, False, lambda path: path.write_text("[" * 100_000)),
-    "our latents": (
-        LATENTS,
-        True,
-        lambda path: save_latents(torch.zeros(1, 1, 1, 1), path, {"prompt": "x"}),
-    ),
-    "other weights": (LATENTS, False, lambda path: save_file({"x": torch.zeros(1)}, path)),
-    "a header of many bytes": (LATENTS, False, lambda path: path.write_bytes(b"\xff" * 20)),
-    "our summary": (
-        SUMMARY,
-        True,
-        lambda path: path.write_text(
-            json.dumps({"made": {}, "there already": [], "go on with": None})
-        ),
-    ),
-    "another summary": (SUMMARY, False, lambda path: path.write_text('{"made": 3}')),
+    "video of 0.4.0": (VIDEO, _comment('{"task": "t2v-A14B", "seed": 1}')),
+    "video, moov first": (VIDEO, _comment('{"task": "t2v-A14B"}', "-movflags", "+faststart")),
+    "record": (RECORD, _text('{"settings": {}, "versions": {"wan": "0.4.0"}}')),
+    "latents": (LATENTS, lambda path: save_latents(torch.zeros(1, 1, 1, 1), path, {"prompt": "x"})),
+    "summary": (SUMMARY, _text('{"made": {}, "there already": [], "go on with": null}')),
+}
+OF_OTHERS: dict[str, tuple[OutputKind, Callable[[Path], object]]] = {
+    "a video without a comment": (VIDEO, _mp4),
+    "a video of another comment": (VIDEO, _comment("my holidays, see {task}")),
+    "no video": (VIDEO, _text('{"task": "x"}')),
+    "half an atom": (VIDEO, _bytes(b"\0\0\1\0moov")),
+    "an endless atom": (VIDEO, _bytes(b"\0\0\0\1moov" + b"\xff" * 8)),
+    "another program's settings": (RECORD, _text('{"settings": {}}')),
+    "an array": (RECORD, _text("[]")),
+    "a number of many digits": (RECORD, _text("9" * 5000)),
+    "deep brackets": (RECORD, _text("[" * 100_000)),
+    "other weights": (LATENTS, lambda path: save_file({"x": torch.zeros(1)}, path)),
+    "a header of many bytes": (LATENTS, _bytes(b"\xff" * 20)),
+    "another summary": (SUMMARY, _text('{"made": 3}')),
 }
 
 
-@pytest.mark.parametrize("what", FOUND)
-def test_an_output_is_known_by_its_content(what: str, tmp_path: Path) -> None:
-    kind, is_ours, write = FOUND[what]
-    path = tmp_path / "x"
-    write(path)
-    content = path.read_bytes()
-    assert is_output(path, kind) is is_ours
-    assert remove_output(path, kind) is is_ours
-    assert path.exists() is not is_ours
-    if not is_ours:
-        assert path.read_bytes() == content
+def test_an_output_is_known_by_its_content(tmp_path: Path) -> None:
+    path, found = tmp_path / "x", {}
+    for what, (kind, write) in {**OF_US, **OF_OTHERS}.items():
+        write(path)
+        content = path.read_bytes()
+        found[what] = is_output(path, kind), remove_output(path, kind), not path.exists()
+        if path.exists():
+            assert path.read_bytes() == content, what
+            path.unlink()
+    known = dict.fromkeys(OF_US, (True,) * 3) | dict.fromkeys(OF_OTHERS, (False,) * 3)
+    assert found == known
 
 
-@pytest.mark.parametrize(
-    ("files", "fits"),
-    [
-        ({}, True),
-        ({"1.txt": OURS}, True),
-        ({"1.txt": OURS, "notes": "mine"}, True),  # which stay
-        ({f".{process_name()}-1.txt": "half"}, True),
-        ({"notes": "mine"}, False),
-        ({"1.txt": "mine"}, False),
-        ({"1.txt": OURS, "2.txt": "mine"}, False),
-    ],
-)
-def test_a_derived_folder_is_ours_or_refused(
-    files: dict[str, str], fits: bool, tmp_path: Path
-) -> None:
-    folder = tmp_path / "x.clips"
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    try:
-        check_output_folder(folder, {"[0-9].txt": TEXT}, "`save_file`")
-    except InputError:
-        assert not fits
-    else:
-        assert fits
-    assert {path.name: path.read_text() for path in folder.iterdir()} == files
+FITS: list[tuple[dict[str, str], bool]] = [
+    ({}, True),
+    ({"1.txt": OURS}, True),
+    ({"1.txt": OURS, "notes": "mine"}, True),  # which stay
+    ({f".{process_name()}-1.txt": "half"}, True),
+    ({"notes": "mine"}, False),
+    ({"1.txt": "mine"}, False),
+    ({"1.txt": OURS, "2.txt": "mine"}, False),
+]
 
 
-@pytest.mark.parametrize("what", ["a file", "a link to a folder", "a link to nowhere"])
-def test_a_derived_folder_is_a_folder(what: str, tmp_path: Path) -> None:
-    folder = tmp_path / "x.clips"
-    if what == "a file":
-        folder.touch()
-    else:
-        folder.symlink_to(tmp_path if what == "a link to a folder" else tmp_path / "nowhere")
-    with pytest.raises(InputError):
-        check_output_folder(folder, {"*": TEXT}, "`save_file`")
+def test_a_derived_folder_is_ours_or_refused(tmp_path: Path) -> None:
+    found = {}
+    for number, (files, fits) in enumerate(FITS):
+        folder = tmp_path / f"{number}.clips"
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        refusal = said(check_output_folder, folder, {"[0-9].txt": TEXT}, "`save_file`")
+        assert (refusal == "") == fits, files
+        found |= {} if fits else {", ".join(f"{n}: {t.strip()}" for n, t in files.items()): refusal}
+        assert {path.name: path.read_text() for path in folder.iterdir()} == files
+    (tmp_path / "a file").touch()
+    (tmp_path / "a link to a folder").symlink_to(tmp_path)
+    (tmp_path / "a link to nowhere").symlink_to(tmp_path / "nowhere")
+    for name in ("a file", "a link to a folder", "a link to nowhere"):
+        found[name] = said(check_output_folder, tmp_path / name, {"*": TEXT}, "`save_file`")
+    check_refusals("output files: derived folders", found)
 
 
-@pytest.mark.parametrize(
-    "path", ["link/x", "link/new/x", "loop/x", "file/x", f"new/{'n' * 300}/x", "/proc/x/y"]
-)
-def test_a_folder_that_cannot_be_made(path: str, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/nowhere/at/all")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(InputError):
-        check_folder((tmp_path / path).parent, "--out", Path(path))
+    before, found = sorted(tmp_path.iterdir()), {}
+    for path in ("link/x", "link/new/x", "loop/x", "file/x", f"new/{'n' * 300}/x", "/proc/x/y"):
+        found[path[:20]] = said(check_folder, (tmp_path / path).parent, "--out", Path(path))
+    check_refusals("output files: folders that cannot be made", found)
     assert sorted(tmp_path.iterdir()) == before

@@ -9,17 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import check_refusals
 from wan.distributed import ring
 from wan.planner.placement import layouts
 from wan.settings.errors import COMMAND_LINE, InputError
-from wan.settings.parallel import (
-    RING_TYPES,
-    Parallel,
-    check_guidance,
-    legal,
-    resolve,
-    spanning,
-)
+from wan.settings.parallel import RING_TYPES, Parallel, check_guidance, legal, resolve, spanning
 from wan.settings.schedule import MODES
 
 BOTH = (3.0, 4.0)
@@ -43,29 +37,26 @@ def checked(
     return parallel, (*notices, *check_guidance(parallel, guide, heads))
 
 
-@pytest.mark.parametrize(
-    ("world", "heads", "flags", "expected"),
-    [
-        (1, 40, {}, (1, 1, 1)),
-        (8, 40, {}, (1, 1, 8)),
-        (16, 40, {}, (1, 2, 8)),
-        (16, 24, {}, (1, 2, 8)),
-        (7, 40, {}, (1, 1, 7)),
-        (6, 40, {}, (1, 1, 6)),
-        (16, 12, {}, (1, 4, 4)),
-        (17, 12, {}, (1, 17, 1)),
-        (16, 40, {"ulysses_size": 16}, (1, 1, 16)),
-        (8, 40, {"ulysses_size": 1}, (1, 8, 1)),
-        (8, 40, {"ring_size": 1}, (1, 1, 8)),
-        (8, 40, {"ring_size": 4}, (1, 4, 2)),
-        (16, 40, {"cfg_size": 2}, (2, 1, 8)),
-        (16, 40, {"cfg_size": 2, "ring_size": 2, "ulysses_size": 4}, (2, 2, 4)),
-    ],
-)
-def test_sizes_that_are_not_given_are_chosen(
-    world: int, heads: int, flags: dict[str, int], expected: tuple[int, int, int]
-) -> None:
-    assert sizes(world, heads, **flags) == expected
+CHOSEN: list[tuple[int, int, dict[str, int], tuple[int, int, int]]] = [
+    (1, 40, {}, (1, 1, 1)),
+    (8, 40, {}, (1, 1, 8)),
+    (16, 40, {}, (1, 2, 8)),
+    (16, 24, {}, (1, 2, 8)),
+    (7, 40, {}, (1, 1, 7)),
+    (6, 40, {}, (1, 1, 6)),
+    (16, 12, {}, (1, 4, 4)),
+    (17, 12, {}, (1, 17, 1)),
+    (16, 40, {"ulysses_size": 16}, (1, 1, 16)),
+    (8, 40, {"ulysses_size": 1}, (1, 8, 1)),
+    (8, 40, {"ring_size": 1}, (1, 1, 8)),
+    (8, 40, {"ring_size": 4}, (1, 4, 2)),
+    (16, 40, {"cfg_size": 2}, (2, 1, 8)),
+    (16, 40, {"cfg_size": 2, "ring_size": 2, "ulysses_size": 4}, (2, 2, 4)),
+]
+
+
+def test_sizes_that_are_not_given_are_chosen() -> None:
+    assert [(*case[:3], sizes(case[0], case[1], **case[2])) for case in CHOSEN] == CHOSEN
 
 
 def test_choices_are_announced() -> None:
@@ -75,18 +66,19 @@ def test_choices_are_announced() -> None:
 
 
 def test_refusals_list_what_works() -> None:
-    text = refusal(64, 40, ulysses_size=64)
-    assert "64" in text and "40 heads" in text and "--ring_size 2 --ulysses_size 32" in text
-    assert "makes 6 ranks, but 8 were started" in refusal(8, ring_size=2, ulysses_size=3, heads=24)
-    text = refusal(4, guide=(1.0, 1.0), cfg_size=2)
-    assert "there is only one" in text and "--cfg_size" not in text.split("can use:")[1]
+    found = {
+        "too many": refusal(64, 40, ulysses_size=64),
+        "another product": refusal(8, ring_size=2, ulysses_size=3, heads=24),
+        "one branch": refusal(4, guide=(1.0, 1.0), cfg_size=2),
+        "one rank": refusal(1, comm_type=1),
+        "one head each": refusal(8, comm_type=2, ulysses_size=1),
+        "two modes": refusal(8, comm_type=1, fa_alltoall_overlap=True),
+        "compiled ring": refusal(2, compile=True, ring_size=2),
+        "shards on the CPU": refusal(2, t5_fsdp=True, t5_cpu=True),
+    }
     authors = "comm_type optimization requires ulysses_size > 1."
-    assert refusal(1, comm_type=1).startswith(authors)
-    assert "--nproc_per_node=2" in refusal(1, comm_type=1)
-    assert refusal(8, comm_type=2, ulysses_size=1).startswith(authors)
-    assert "choose one" in refusal(8, comm_type=1, fa_alltoall_overlap=True)
-    assert "--compile" in refusal(2, compile=True, ring_size=2)
-    assert "--t5_cpu" in refusal(2, t5_fsdp=True, t5_cpu=True)
+    assert all(found[case].startswith(authors) for case in ("one rank", "one head each"))
+    check_refusals("parallel", {case: text.removeprefix(authors) for case, text in found.items()})
 
 
 def test_notes() -> None:
@@ -138,23 +130,21 @@ def test_any_flags_resolve_or_are_refused(
     assert parallel.comm_type == 0 or parallel.ulysses_size > 1
 
 
-@pytest.mark.parametrize(
-    ("world", "per_machine", "flags", "inside"),
-    [
-        (16, 8, {"ulysses_size": 16}, "--ring_size 2 --ulysses_size 8"),
-        (12, 6, {}, "--ring_size 2 --ulysses_size 6"),  # 40 heads: ulysses 12, unevenly
-        (4, 1, {}, "--ring_size 4 --ulysses_size 1"),
-        (16, 8, {}, None),
-        (8, 8, {}, None),
-        (16, 8, {"ulysses_size": 1}, None),
-    ],
-)
-def test_groups_that_span_machines_are_noticed(
-    world: int, per_machine: int, flags: dict[str, int], inside: str | None
-) -> None:
-    notices = spanning(resolve(flags, world, 40)[0], per_machine, 40)
-    assert len(notices) == (inside is not None)
-    assert inside is None or inside in COMMAND_LINE.render(notices[0])
+SPANNING: list[tuple[int, int, dict[str, int], str | None]] = [  # ranks, and those on a machine
+    (16, 8, {"ulysses_size": 16}, "--ring_size 2 --ulysses_size 8"),
+    (12, 6, {}, "--ring_size 2 --ulysses_size 6"),  # 40 heads: ulysses 12, unevenly
+    (4, 1, {}, "--ring_size 4 --ulysses_size 1"),
+    (16, 8, {}, None),
+    (8, 8, {}, None),
+    (16, 8, {"ulysses_size": 1}, None),
+]
+
+
+def test_groups_that_span_machines_are_noticed() -> None:
+    for world, per_machine, flags, inside in SPANNING:
+        notices = spanning(resolve(flags, world, 40)[0], per_machine, 40)
+        assert len(notices) == (inside is not None), (world, per_machine)
+        assert inside is None or inside in COMMAND_LINE.render(notices[0])
 
 
 def test_layouts_on_two_machines() -> None:
@@ -175,6 +165,5 @@ def test_alone() -> None:
     assert resolve({}, 1, 40) == (Parallel(), ())
 
 
-@pytest.mark.parametrize("ring_type", RING_TYPES)
-def test_the_ring_knows_the_flags_types(ring_type: str) -> None:
-    assert len(ring.hops(ring_type, 1, 4)) == 3
+def test_the_ring_knows_the_flags_types() -> None:
+    assert {len(ring.hops(ring_type, 1, 4)) for ring_type in RING_TYPES} == {3}

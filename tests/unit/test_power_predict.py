@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import slow
 from tests.dist import REPO
-from wan.cli import flags
+from tests.pipelines import planned
+from tests.refusals import check_refusals
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
 from wan.modules.interfaces import Collaborators
 from wan.planner.measure import Planner
 from wan.power import predict
 from wan.power.__main__ import main
 from wan.power.predict import Constants, Workload
-from wan.run import resolve
 from wan.settings import schedule
 from wan.settings.schedule import MODES, OVERLAP, TokenPlan
 
@@ -47,12 +48,12 @@ def stepped(layers: list[tuple[str, float]], by: Constants) -> tuple[float, floa
     return now, energy, throttled
 
 
-@pytest.mark.parametrize("comm_type", list(MODES))
-@pytest.mark.parametrize("changes", [{}, {"pfa": 1.3}, {"tau": 0.02, "hold": 0.05}], ids=str)
-def test_governor_against_small_steps(comm_type: int, changes: dict[str, float]) -> None:
-    by = Constants(**changes)
-    layer = PUBLISHED_WORK.layer(MODES[comm_type], MODES[comm_type].chunks, by)
-    assert predict.denoise(layer, 6, by) == pytest.approx(stepped(layer * 6, by), rel=0.02)
+def test_governor_against_small_steps() -> None:
+    for comm_type, changes in product(MODES, ({}, {"pfa": 1.3}, {"tau": 0.02, "hold": 0.05})):
+        by = Constants(**changes)
+        layer = PUBLISHED_WORK.layer(MODES[comm_type], MODES[comm_type].chunks, by)
+        found, exact = predict.denoise(layer, 6, by), stepped(layer * 6, by)
+        assert found == pytest.approx(exact, rel=0.02), (comm_type, changes)
 
 
 def test_published_row() -> None:
@@ -125,9 +126,9 @@ def test_bytes_against_the_layers(
     """What the real layers give to a group that sends nothing."""
     monkeypatch.chdir(tmp_path)
     ulysses, ring = sizes
-    words = "--plan --task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
+    words = "--task t2v-1.3B --size 832*480 --frame_num 5 --device cuda --ulysses_size"
     words += f" {ulysses} --ring_size {ring} --comm_type {comm_type * (ulysses > 1)}"
-    run = resolve(flags.parse(words.split()), lambda *_: None, plan=True)
+    run = planned(*words.split())
     sent = Planner(run.setup, run.request).forwards(run.setup.parallel)[0].sent[0]
     to_all = sum(size for name, size in sent if name == "alltoall_base_")
     hops = sum(size for name, size in sent if name == "send")
@@ -151,16 +152,15 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nan" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
+def test_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for argv in (
         *("--ulysses_size 1", "--pfa 0.2", "--tau x", "--task s2v", "--nonsense 1", "--ps 1"),
         "--pfa 2 --f_low 0.9",
-    ],
-)
-def test_refused(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", *argv.split()]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    ):
+        assert main(["predict", *argv.split()]) == 2
+        found[argv] = capsys.readouterr().err
+    check_refusals("power: predict", found, hide=[r"(?<=invalid choice: ).*?\)"])
 
 
 def test_needs_no_torch() -> None:

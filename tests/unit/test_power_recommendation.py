@@ -61,39 +61,32 @@ def test_a_mode_whose_interval_overlaps_the_fastest_ones_is_as_good() -> None:
     assert recommend(results)[0] == BLOCK
 
 
-@pytest.mark.parametrize(
-    ("rests", "words"),
-    [
-        (0.97, "the rests that help."),
-        (1.02, "not the rests that help"),
-        (None, "No control was run"),
-    ],
-)
-def test_rest_is_told_from_overlap(rests: float | None, words: str) -> None:
-    more = {} if rests is None else {RESTS: rests}
-    assert words in concluded({INSERT: 0.9, **more})[1]
+def test_rest_is_told_from_overlap() -> None:
+    words = {
+        0.97: "the rests that help.",
+        1.02: "not the rests that help",
+        None: "No control was run",
+    }
+    for factor, told in words.items():
+        more = {} if factor is None else {RESTS: factor}
+        assert told in concluded({INSERT: 0.9, **more})[1], factor
 
 
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
-        ([], "could not be read here"),
-        ([Measured(throttled=0.0, samples=9)], "the clock was never throttled"),
-        (
-            [Measured(throttled=0.4, reasons={"SW thermal slowdown": 0.4}, samples=9)],
-            "40% of the time (SW thermal slowdown), but not for power",
-        ),
-        (
-            [Measured(throttled=0.4, reasons={"SW power cap": 0.4}, samples=9)],
-            "40% of the time (SW power cap), rests are too short",
-        ),
-    ],
-)
-def test_no_gain_has_a_reason(told: list[Measured], words: str) -> None:
-    for factor in (1.0, 1.05):
-        chosen, reason = concluded({INSERT: factor, BLOCK: factor}, *told)
-        assert chosen.flags == "--comm_type 0" and reason.startswith("No gain on this machine")
-        assert words in reason
+def test_no_gain_has_a_reason() -> None:
+    told: dict[str, list[Measured]] = {
+        "could not be read here": [],
+        "the clock was never throttled": [Measured(throttled=0.0, samples=9)],
+    }
+    for reason, words in (
+        ("SW thermal slowdown", "40% of the time (SW thermal slowdown), but not for power"),
+        ("SW power cap", "40% of the time (SW power cap), rests are too short"),
+    ):
+        told[words] = [Measured(throttled=0.4, reasons={reason: 0.4}, samples=9)]
+    for words, power in told.items():
+        for factor in (1.0, 1.05):
+            chosen, reason = concluded({INSERT: factor, BLOCK: factor}, *power)
+            assert chosen.flags == "--comm_type 0" and reason.startswith("No gain on this machine")
+            assert words in reason
 
 
 def test_few_rounds_decide_nothing() -> None:

@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import re
+import shutil
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -21,6 +22,8 @@ import transformers as tf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.refusals import check_refusals
+from tests.said import said
 from wan.cli import extend_prompt
 from wan.cli.extend_prompt import check, extended
 from wan.settings.command import PromptExtension
@@ -142,23 +145,21 @@ def test_an_image_question(service: Service, monkeypatch: pytest.MonkeyPatch) ->
     assert (sent.size, sent.mode, sent.getpixel((9, 9))) == ((724, 362), "RGB", (255, 0, 0))
 
 
-@pytest.mark.parametrize("size", [(40, 30), (512, 512), (513, 512), (300_000, 1), (1, 300_000)])
-def test_only_large_images_shrink(service: Service, size: tuple[int, int]) -> None:
-    ask("a cat", image=Image.new("L", size))
-    data = service.messages()[1][0]["image"].split(",")[1]
-    sent = Image.open(io.BytesIO(base64.b64decode(data))).size
-    fits = size[0] * size[1] <= 512 * 512
-    assert sent == size if fits else 0.99 * 512 * 512 < sent[0] * sent[1] <= 512 * 512
+def test_only_large_images_shrink(service: Service) -> None:
+    for size in ((40, 30), (512, 512), (513, 512), (300_000, 1), (1, 300_000)):
+        ask("a cat", image=Image.new("L", size))
+        data = service.messages()[1][0]["image"].split(",")[1]
+        sent = Image.open(io.BytesIO(base64.b64decode(data))).size
+        fits = size[0] * size[1] <= 512 * 512
+        assert sent == size if fits else 0.99 * 512 * 512 < sent[0] * sent[1] <= 512 * 512, size
 
 
-@pytest.mark.parametrize(
-    "bad", [BUSY, CLIENT_ERROR("key"), ConnectionError("route"), answer(" "), answer(None)]
-)
-def test_a_failed_try_is_repeated(service: Service, log: Any, bad: Any) -> None:
-    service.replies = [bad, answer("at last")]
-    assert ask("a cat", model="qwen-max") == "at last"
-    assert [model for _, model, _ in service.asked] == ["qwen-max"] * 2
-    assert not log.messages
+def test_a_failed_try_is_repeated(service: Service, log: Any) -> None:
+    for bad in (BUSY, CLIENT_ERROR("key"), ConnectionError("route"), answer(" "), answer(None)):
+        service.replies, service.asked[:] = [bad, answer("at last")], []
+        assert ask("a cat", model="qwen-max") == "at last", bad
+        assert [model for _, model, _ in service.asked] == ["qwen-max"] * 2
+        assert not log.messages
 
 
 def test_four_failures_give_the_original_prompt_and_a_warning(service: Service, log: Any) -> None:
@@ -205,21 +206,22 @@ def test_the_check_loads_no_heavy_library(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=root)
 
 
-def refused(method: str, model: str | None, message: str) -> None:
-    with pytest.raises(InputError, match=message):  # shown as a sentence, no traceback
-        check(PromptExtension(True, method, model), has_image=False)
+def refused(method: str, model: str | None) -> str:
+    return said(lambda: check(PromptExtension(True, method, model), has_image=False))
 
 
 def test_what_is_not_available(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     check(PromptExtension(True, "dashscope"), has_image=False)
     monkeypatch.setenv("DASH_API_URL", "example.test")
-    refused("dashscope", None, r"DASH_API_URL is 'example\.test'; give an address")
+    found = {"no address": refused("dashscope", None)}
     monkeypatch.delenv("DASH_API_KEY")
-    refused("dashscope", None, r"needs an API key; set .* DASH_API_KEY")
+    found["no key"] = refused("dashscope", None)
     for method, package in (("dashscope", "dashscope"), ("local_qwen", "transformers")):
         monkeypatch.setitem(sys.modules, package, None)
-        words = f"needs the package {package}, which is not installed; run 'pip install {package}'"
-        refused(method, None, words)
+        found[f"no {package}"] = refused(method, None)
+    found["no image"] = said(lambda: ask("a cat", task_kind="i2v"))
+    found["no prompt"] = said(lambda: ask(" ", task_kind="t2v"))
+    check_refusals("prompt extension: not available", found)
     assert not service.asked
 
 
@@ -227,32 +229,18 @@ def test_model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: lis
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    for absent in ("./nowhere", "~/nowhere", str(tmp_path / "nowhere"), "../nowhere"):
-        refused("local_qwen", absent, r"nowhere' does not exist; give .* Qwen2\.5_14B")
-    present = ("./model", "~/model", "model", str(tmp_path / "model"))
-    for folder in present:
-        refused("local_qwen", folder, r"model' has no config\.json; give the folder")
+    here = {"relative": ".", "of the user": "~", "absolute": str(tmp_path), "above": ".."}
+    found = {name: refused("local_qwen", f"{folder}/nowhere") for name, folder in here.items()}
+    present = [f"{folder}/model" for name, folder in here.items() if name != "above"]
+    for folder in (*present, "model"):
+        assert "model' has no config.json; give the folder" in refused("local_qwen", folder)
+    for method in ("local_qwen", "dashscope"):
+        found[f"no name for {method}"] = refused(method, " ")
+    check_refusals("prompt extension: folders", found)
     (tmp_path / "model" / "config.json").touch()
-    for folder in present:
+    for folder in (*present, "model"):
         check(PromptExtension(True, "local_qwen", folder), has_image=False)
-    refused("local_qwen", " ", "model is empty; name a model or drop the flag")
-    refused("dashscope", " ", "model is empty; name a model or drop the flag")
     assert not hub
-
-
-@pytest.mark.parametrize(
-    ("prompt", "kind", "message"),
-    [
-        ("a cat", "i2v", "i2v got no image; give one with image"),
-        (" ", "t2v", "empty prompt and no image; give a prompt"),
-    ],
-)
-def test_questions_that_cannot_be_asked(
-    prompt: str, kind: str, message: str, service: Service
-) -> None:
-    with pytest.raises(InputError, match=message):
-        ask(prompt, task_kind=kind)
-    assert not service.asked
 
 
 # Local models: real transformers models and tokenizers, tiny and random.
@@ -407,43 +395,39 @@ def test_local_silence_gives_the_original_prompt(tmp_path: Path, log: Any) -> No
     assert log.messages == [LOST + "the answer is empty."]
 
 
-@pytest.mark.parametrize(
-    ("model", "image", "source"),
-    [
-        (None, None, "Qwen/Qwen2.5-14B-Instruct"),
-        (None, RED, "Qwen/Qwen2.5-VL-7B-Instruct"),
-        ("QwenVL2.5_3B", None, "Qwen/Qwen2.5-VL-3B-Instruct"),
-        ("QwenVL2.5_7B", RED, "Qwen/Qwen2.5-VL-7B-Instruct"),
-        ("Qwen2.5_3B", None, "Qwen/Qwen2.5-3B-Instruct"),
-        ("Qwen2.5_7B", None, "Qwen/Qwen2.5-7B-Instruct"),
-        ("Qwen2.5_14B", None, "Qwen/Qwen2.5-14B-Instruct"),
-        ("me/my-model", None, "me/my-model"),
-    ],
-)
+SOURCES = {
+    (None, False): "Qwen/Qwen2.5-14B-Instruct",
+    (None, True): "Qwen/Qwen2.5-VL-7B-Instruct",
+    ("QwenVL2.5_3B", False): "Qwen/Qwen2.5-VL-3B-Instruct",
+    ("QwenVL2.5_7B", True): "Qwen/Qwen2.5-VL-7B-Instruct",
+    ("Qwen2.5_3B", False): "Qwen/Qwen2.5-3B-Instruct",
+    ("Qwen2.5_7B", False): "Qwen/Qwen2.5-7B-Instruct",
+    ("Qwen2.5_14B", False): "Qwen/Qwen2.5-14B-Instruct",
+    ("me/my-model", False): "me/my-model",
+}
+
+
 def test_local_names_and_no_network(
-    monkeypatch: pytest.MonkeyPatch,
-    hub: list[str],
-    log: Any,
-    model: str | None,
-    image: Any,
-    source: str,
+    monkeypatch: pytest.MonkeyPatch, hub: list[str], log: Any
 ) -> None:
     def no_network(name: str) -> None:
         raise OSError(f"no network for {name}")
 
     log.set_level(logging.INFO)
-    check(PromptExtension(True, "local_qwen", model), has_image=image is not None)
-    assert hub == [source]
-    assert log.messages == [f"Prompt extension fetches {source} from the model hub."]
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", no_network)
-    with pytest.raises(InputError, match=rf"\(no network for {source}\); give the local"):
-        local("a cat", model, image=image)
+    for model, has_image in SOURCES:
+        check(PromptExtension(True, "local_qwen", model), has_image=has_image)
+        refusal = said(lambda m=model, i=has_image: local("a cat", m, image=RED if i else None))
+        assert f"(no network for {hub[-1]}); give the local" in refusal
+    assert hub == [*SOURCES.values()]
+    fetches = [f"Prompt extension fetches {source} from the model hub." for source in hub]
+    assert log.messages == fetches
 
 
-@pytest.mark.parametrize("name", ["me/absent", "a/b/c", "two words", "a--b"])
-def test_a_model_that_the_hub_does_not_give(name: str, hub: list[str]) -> None:
+def test_a_model_that_the_hub_does_not_give(hub: list[str]) -> None:
     """Also what is no name at all there."""
-    refused("local_qwen", name, f"model {name} is not on this machine, and the model hub does not")
+    names = ("me/absent", "a/b/c", "two words", "a--b")
+    check_refusals("prompt extension: hub", {name: refused("local_qwen", name) for name in names})
 
 
 def test_a_model_that_was_fetched_before(
@@ -463,24 +447,22 @@ def test_local_missing_package(vision_model: Path, monkeypatch: pytest.MonkeyPat
         local("a cat", vision_model, image=RED)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "image", "message"),
-    [
-        ("config.json", b"{", None, "not a valid JSON"),
-        ("config.json", b'{"model_type": "t5"}', None, "T5Config"),
-        ("chat_template.jinja", None, None, "no chat template"),
-        ("model.safetensors", b"12345678 no weights", None, "header"),
-        ("model.safetensors", None, None, "no file named model.safetensors"),
-        ("unused", b"", RED, r"a text model, .* image.* a vision Instruct model"),
-    ],
-)
-def test_local_models_that_cannot_be_used(
-    tmp_path: Path, file: str, content: bytes | None, image: Any, message: str
-) -> None:
-    folder = make_text_model(tmp_path)
-    if content is None:
+UNUSABLE: dict[str, tuple[str, bytes | None]] = {  # what is said -> a file, and what it holds
+    "not a valid JSON": ("config.json", b"{"),
+    "T5Config": ("config.json", b'{"model_type": "t5"}'),
+    "no chat template": ("chat_template.jinja", None),
+    "header": ("model.safetensors", b"12345678 no weights"),
+    "no file named model.safetensors": ("model.safetensors", None),
+}
+
+
+def test_local_models_that_cannot_be_used(text_model: Path, tmp_path: Path) -> None:
+    found = {"a text model, ": said(lambda: local("a cat", text_model, image=RED))}
+    for words, (file, content) in UNUSABLE.items():
+        folder = Path(shutil.copytree(text_model, tmp_path / words))
         (folder / file).unlink()
-    else:
-        (folder / file).write_bytes(content)
-    with pytest.raises(InputError, match=f"cannot be used .*{message}.*_extend_model"):
-        local("a cat", folder, image=image)
+        if content is not None:
+            (folder / file).write_bytes(content)
+        found[words] = said(local, "a cat", folder)
+    for words, sentence in found.items():
+        assert re.search(f"cannot be used .*{words}.*_extend_model", sentence), sentence

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipelines import planned
+from tests.refusals import check_refusals
+from tests.said import said
 from wan import env
-from wan.cli.flags import parse
-from wan.cli.resolve import resolve
 from wan.settings import flags, rules, values
-from wan.settings.errors import COMMAND_LINE, InputError, Words
+from wan.settings.errors import COMMAND_LINE, InputError
 from wan.settings.flags import DIFFUSERS, FLAGS, PYTHON
 from wan.settings.step_cache import POLICIES
 
@@ -72,16 +73,14 @@ def test_every_row_is_written_in_a_front_ends_own_words(front: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (COMMAND_LINE, "--sample_steps 7 and --step_cache_threshold"),
-        (PYTHON, "sampling_steps=7 and step_cache_threshold"),
-        (DIFFUSERS, "num_inference_steps=7 and threshold"),
-    ],
-)
-def test_words(words: Words, text: str) -> None:
-    assert words.render("`sample_steps=7` and `step_cache_threshold`") == text
+def test_words() -> None:
+    texts = {
+        "--sample_steps 7 and --step_cache_threshold": COMMAND_LINE,
+        "sampling_steps=7 and step_cache_threshold": PYTHON,
+        "num_inference_steps=7 and threshold": DIFFUSERS,
+    }
+    given = "`sample_steps=7` and `step_cache_threshold`"
+    assert [words.render(given) for words in texts.values()] == [*texts]
 
 
 def refusals() -> list[tuple[str, int, str]]:
@@ -146,14 +145,12 @@ def test_steps_of_thousands_of_digits_are_refused() -> None:
             values.steps("`trace_steps`", text)
 
 
-@pytest.mark.parametrize(
-    "given", ["--fused_ops=rope --fa_quant=fp8", "--attention_algo=laser --fused_ops=gelu"]
-)
-def test_a_plan_that_no_device_can_carry_out_is_refused(given: str) -> None:
+def test_a_plan_that_no_device_can_carry_out_is_refused() -> None:
     """Each setting is of another device."""
-    asked = parse(["--plan", *given.split()])
-    with pytest.raises(InputError, match="this device is"):
-        resolve(asked, lambda *_: None, plan=True)
+    found = {}
+    for given in ("--fused_ops=rope --fa_quant=fp8", "--attention_algo=laser --fused_ops=gelu"):
+        found[given] = said(planned, *given.split())
+    check_refusals("plan: no device", found, hide=["this device is .*?(?=;)"])
 
 
 def test_a_long_word_is_shortened() -> None:

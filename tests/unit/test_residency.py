@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,15 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.conftest import slow
-from tests.pipelines import QUICK, composed, held, latents, no_demo
+from tests.pipelines import QUICK, composed, held, latents, planned
+from tests.refusals import check_refusals
+from tests.said import said
 from tools.quantize_dit import quantize
 from wan import WanTI2V, host
 from wan import device as devices
 from wan.checkpoint.load import as_stored, fill
 from wan.checkpoint.source import Source
-from wan.cli import flags
 from wan.cli import main as generate
-from wan.cli.resolve import resolve
 from wan.modules.animate import WanAnimateModel
 from wan.modules.s2v import WanModel_S2V
 from wan.modules.vace import VaceWanModel
@@ -262,18 +263,18 @@ def test_a_block_is_read_again_where_memory_ran_out_in_the_middle() -> None:
     assert torch.equal(network(x), counted.plain(x))
 
 
-@pytest.mark.parametrize(
-    ("resident", "again"),
-    [(1, [0, 1, 1, 1]), (2, [0, 1, 0, 1]), (3, [0] * 4), (4, [0] * 4), (9, [0] * 4)],
-)
-def test_resident_blocks_are_read_once(resident: int, again: list[int]) -> None:
+def test_resident_blocks_are_read_once() -> None:
     """They are spread evenly, from the first one on; one buffer would hold the last one too."""
-    counted, x = Counted(), torch.randn(2, 3)
-    network = counted.network(resident)
-    for _ in range(2):
-        assert torch.equal(network(x), counted.plain(x))
-        counted.times(), network(x)
-    assert counted.times() == again
+    again = {1: [0, 1, 1, 1], 2: [0, 1, 0, 1], 3: [0] * 4, 4: [0] * 4, 9: [0] * 4}
+    found = {}
+    for resident in again:
+        counted, x = Counted(), torch.randn(2, 3)
+        network = counted.network(resident)
+        for _ in range(2):
+            assert torch.equal(network(x), counted.plain(x))
+            counted.times(), network(x)
+        found[resident] = counted.times()
+    assert found == again
 
 
 def test_weights_that_are_elsewhere_are_seen_at_once() -> None:
@@ -285,14 +286,14 @@ def test_weights_that_are_elsewhere_are_seen_at_once() -> None:
     assert first.untyped_storage().nbytes() == 2 and last.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_table_come_from_its_file(dtype: torch.dtype) -> None:
-    counted = Counted()
-    network, ids = counted.network(dtype=dtype), torch.tensor([[7, 2, 7], [2, 2, 7]])
-    found = network.table(ids)
-    assert torch.equal(found, counted.plain.table(ids).to(dtype)) and found.dtype == dtype
-    assert counted.read["table.weight"] == 2
-    assert network.table.weight.untyped_storage().nbytes() == dtype.itemsize
+def test_rows_of_a_table_come_from_its_file() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        counted = Counted()
+        network, ids = counted.network(dtype=dtype), torch.tensor([[7, 2, 7], [2, 2, 7]])
+        found = network.table(ids)
+        assert torch.equal(found, counted.plain.table(ids).to(dtype)) and found.dtype == dtype
+        assert counted.read["table.weight"] == 2
+        assert network.table.weight.untyped_storage().nbytes() == dtype.itemsize
 
 
 class Beside(nn.Module):
@@ -469,61 +470,47 @@ def test_a_video_may_ask_for_another_way(
         for _ in range(2)
     ]
     assert torch.equal(*videos)
-    for way, sentence in (
-        (True, "resident_blocks has no effect without offload_model=block"),
-        ("cpu", "offload_model=cpu needs a CUDA GPU, A2, A3 or A5; this device is a CPU"),
-        ("disk", "offload_model=disk must be true, false, cpu or block"),
-    ):
-        with pytest.raises(InputError, match=f"^{sentence}"):
-            model.generate("a cat", **told, offload_model=way)
+
+    def asked(way: Any, model: WanTI2V = model) -> str:
+        return said(lambda: model.generate("a cat", **told, offload_model=way))
+
+    found = {f"offload_model={way}": asked(way) for way in (True, "cpu", "disk")}
     compiled = WanTI2V("ti2v-5B", deep("ti2v-5B"), device="cpu", compile=True)
-    with pytest.raises(InputError, match="but compile needs weights in place; drop one"):
-        compiled.generate("a cat", **told, offload_model="block")
+    found["compiled"] = asked("block", compiled)
+    check_refusals("residency: another way", found)
 
 
-@pytest.mark.parametrize("way", ["cpu", "block"])
-@pytest.mark.parametrize(
-    ("flag", "reason"),
-    [("--dit_fsdp", "shards the DiT"), ("--t5_fsdp", "shards the text encoder")],
-)
-def test_shards_stay_where_they_are(way: str, flag: str, reason: str) -> None:
-    told = ("--plan", "--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
-    sentence = f"^--offload_model {way} copies weights .* but {flag} {reason} .* drop one of them"
-    with pytest.raises(InputError, match=sentence):
-        resolve(flags.parse(told), no_demo, plan=True)
+def test_shards_stay_where_they_are() -> None:
+    found = {}
+    for way, flag in product(("cpu", "block"), ("--dit_fsdp", "--t5_fsdp")):
+        words = ("--ulysses_size", "2", "--device", "cuda", "--offload_model", way, flag)
+        found[f"{flag} {way}"] = said(planned, *words)
+    check_refusals("residency: shards", found)
 
 
 def test_int8_weights_of_an_npu_stay_where_they_are(deep: Any, tmp_path: Path) -> None:
     """mindiesd has laid them out in ways of its own."""
     folder = deep("t2v-1.3B")
-    told = ["--plan", "--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
-    told += ["--quant_dit_path", str(quantize(folder, tmp_path / "export"))]
-    resolve(flags.parse([*told, "--offload_model", "true"]), no_demo, plan=True)
-    for way in ("cpu", "block"):
-        with pytest.raises(InputError, match=f"offload_model.{way} with .*quant_dit_path needs"):
-            resolve(flags.parse([*told, "--offload_model", way]), no_demo, plan=True)
+    told = ["--task", "t2v-1.3B", "--ckpt_dir", str(folder), "--chip", "A2"]
+    told += ["--quant_dit_path", str(quantize(folder, tmp_path / "export")), "--offload_model"]
+    planned(*told, "true")
+    found = {way: said(planned, *told, way) for way in ("cpu", "block")}
+    check_refusals("residency: int8 weights of an NPU", found)
 
 
-@pytest.mark.parametrize(
-    ("gigabytes", "argv", "words"),
-    [
-        (8, (), r"use offload_model=block \(2\.\d GB\), or see what fits"),
-        (2, (), "free; choose a smaller size or frame_num, or see what fits"),
-        (8, ("--compile",), "free; choose a smaller size or frame_num, or see what fits"),
-    ],
-)
-def test_too_little_memory(
-    gigabytes: int, argv: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streaming is named where it would fit, and nothing that was asked for forbids it."""
-    told = ("--plan", "--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9")
-    asked = resolve(flags.parse([*told, "--device", "cpu", *argv]), no_demo, plan=True)
-    monkeypatch.setattr(host, "available_memory", lambda: gigabytes * 10**9)
-    with pytest.raises(InputError, match=words):
-        memory.check(asked.setup, asked.request, 1)
-    block = replace(asked.setup.execution, offload_model="block", compile=False)
-    if gigabytes == 8:
-        memory.check(replace(asked.setup, execution=block), asked.request, 1)
+    told = ("--task", "ti2v-5B", "--size", "320*192", "--frame_num", "9", "--device", "cpu")
+    found = {}
+    for gigabytes, argv in ((8, ()), (2, ()), (8, ("--compile",))):
+        asked = planned(*told, *argv)
+        monkeypatch.setattr(host, "available_memory", lambda free=gigabytes: free * 10**9)
+        name = f"{gigabytes} GB {' '.join(argv)}".strip()
+        found[name] = said(memory.check, asked.setup, asked.request, 1)
+        block = replace(asked.setup.execution, offload_model="block", compile=False)
+        if gigabytes == 8:
+            memory.check(replace(asked.setup, execution=block), asked.request, 1)
+    check_refusals("residency: too little memory", found)
 
 
 @pytest.mark.parametrize(
@@ -535,8 +522,8 @@ def test_too_little_memory(
     ],
 )
 def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], words: str) -> None:
-    told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
-    asked = resolve(flags.parse([*told, *argv]), no_demo, plan=True)
+    told = ("--task", "t2v-A14B", "--size", "832*480", "--device", "cuda")
+    asked = planned(*told, *argv)
     with pytest.raises(InputError) as refused:
         check(Planner(asked.setup, asked.request), asked.device_memory)
     assert words in str(refused.value)
@@ -545,9 +532,9 @@ def test_a_plan_recommends_it_where_nothing_else_fits(argv: tuple[str, ...], wor
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "gigabytes"), [("block", "3"), ("cpu", "6")])
 def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> None:
-    told = ("--plan", "--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
+    told = ("--task", "t2v-A14B", "--size", "832*480", "--ulysses_size", "2")
     told = (*told, "--device", "cuda", "--offload_model", way, "--device_memory", gigabytes)
-    asked = resolve(flags.parse(told), no_demo, plan=True)
+    asked = planned(*told)
     with pytest.raises(InputError) as refused:
         check(Planner(asked.setup, asked.request), asked.device_memory)
     assert "fsdp" not in str(refused.value)
@@ -557,9 +544,9 @@ def test_a_plan_offers_nothing_that_is_excluded(way: str, gigabytes: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_the_bound_lies_below_the_plan(device_type: str) -> None:
-    told = ("--plan", "--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
+    told = ("--task", "ti2v-5B", "--size", "640*352", "--device", device_type)
     argv = ("--offload_model", "block", "--resident_blocks", "4", "--precision", "bf16")
-    asked = resolve(flags.parse([*told, *argv]), no_demo, plan=True)
+    asked = planned(*told, *argv)
     stages = Planner(asked.setup, asked.request).stages()
     sizes = memory.estimate(asked.setup, asked.request)
     least = memory.stages(asked.setup, asked.request, sizes)

@@ -41,25 +41,25 @@ def assert_covers(ranges: tuple[Range, ...], total: int) -> None:
     assert [i for a, b in ranges for i in range(a, b)] == list(range(total))
 
 
-@pytest.mark.parametrize(
-    ("heads", "world", "per_rank"),
-    [
-        (40, 2, [2] * 10),
-        (40, 4, [1] * 10),
-        (40, 5, [1] * 8),
-        (40, 8, [1] * 5),
-        (24, 2, [2, 2] + [1] * 8),
-        (24, 3, [1] * 8),
-        (24, 4, [1] * 6),
-        (24, 8, [1] * 3),
-        (40, 1, [4] * 10),
-        (12, 12, [1]),
-    ],
-)
-def test_chunk_table(heads: int, world: int, per_rank: list[int]) -> None:
-    """Heads of each chunk on one rank, as in the feature's description."""
-    assert sizes(head_ranges(heads, world, 10)) == [world * h for h in per_rank]
-    assert list(heads_per_chunk(heads, world, 10)) == per_rank
+CHUNKS: dict[tuple[int, int], list[int]] = {  # heads and ranks -> heads of each chunk on a rank
+    (40, 2): [2] * 10,
+    (40, 4): [1] * 10,
+    (40, 5): [1] * 8,
+    (40, 8): [1] * 5,
+    (24, 2): [2, 2] + [1] * 8,
+    (24, 3): [1] * 8,
+    (24, 4): [1] * 6,
+    (24, 8): [1] * 3,
+    (40, 1): [4] * 10,
+    (12, 12): [1],
+}
+
+
+def test_chunk_table() -> None:
+    """As in the feature's description."""
+    whole = {case: [case[1] * h for h in per_rank] for case, per_rank in CHUNKS.items()}
+    assert {case: sizes(head_ranges(*case, 10)) for case in CHUNKS} == whole
+    assert {case: list(heads_per_chunk(*case, 10)) for case in CHUNKS} == CHUNKS
 
 
 @CALM
@@ -104,20 +104,17 @@ def test_query_blocks_of_a_quantiser(rows: int, blocks: int, multiple: int) -> N
     assert all(size < rows / blocks + multiple for size in sizes(ranges))
 
 
-@pytest.mark.parametrize(
-    ("rows", "blocks"),
-    [
-        (0, ()),
-        (1, ((0, 1),)),
-        (128, ((0, 128),)),
-        (129, ((0, 128), (128, 129))),
-        (256, ((0, 128), (128, 256))),
-        (257, ((0, 256), (256, 257))),
-        (75_600, ((0, 37_888), (37_888, 75_600))),
-    ],
-)
-def test_two_blocks_of_whole_128s(rows: int, blocks: tuple[Range, ...]) -> None:
-    assert q_ranges(rows, 2, 128) == blocks
+def test_two_blocks_of_whole_128s() -> None:
+    blocks = {
+        0: (),
+        1: ((0, 1),),
+        128: ((0, 128),),
+        129: ((0, 128), (128, 129)),
+        256: ((0, 128), (128, 256)),
+        257: ((0, 256), (256, 257)),
+        75_600: ((0, 37_888), (37_888, 75_600)),
+    }
+    assert {rows: q_ranges(rows, 2, 128) for rows in blocks} == blocks
 
 
 def test_the_published_modes() -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from tests.pipelines import no_demo, planned
+from tests.refusals import check_refusals
+from tests.said import said
 from tools import flags_table
 from wan import cli
 from wan.cli import extend_prompt, flags
@@ -25,9 +31,6 @@ from wan.settings.request import make_request, size_covered, size_from_area
 
 
 def resolved(*argv: object) -> Run:
-    def no_demo(*_: object) -> None:
-        raise AssertionError("the demo must not be made here")
-
     return resolve(flags.parse([str(a) for a in argv]), no_demo)
 
 
@@ -81,17 +84,11 @@ def test_the_record_repeats_itself(tiny, tmp_path: Path) -> None:
     assert (again.request, again.setup, again.output) == (first.request, first.setup, first.output)
 
 
-@pytest.mark.parametrize(
-    ("raw", "pair"), [("5", (5.0, 5.0)), ("3,4", (3.0, 4.0)), ("1.5, 2", (1.5, 2.0))]
-)
-def test_guide_scale(raw: str, pair: tuple[float, float]) -> None:
-    assert flags.parse(["--sample_guide_scale", raw])["sample_guide_scale"] == pair
-
-
-@pytest.mark.parametrize("word", ["yes", "TRUE", "t", "y", "1"])
-def test_official_boolean_words(word: str) -> None:
-    assert flags.parse(["--offload_model", word])["offload_model"] is True
-    assert flags.parse(["--offload_model", "No"])["offload_model"] is False
+def test_pairs_and_official_boolean_words() -> None:
+    pairs = {"5": (5.0, 5.0), "3,4": (3.0, 4.0), "1.5, 2": (1.5, 2.0)}
+    words = dict.fromkeys(("yes", "TRUE", "t", "y", "1"), True) | {"No": False}
+    for name, values in (("sample_guide_scale", pairs), ("offload_model", words)):
+        assert {raw: flags.parse([f"--{name}", raw])[name] for raw in values} == values
 
 
 def test_an_empty_prompt_stays_empty(tiny) -> None:
@@ -101,44 +98,14 @@ def test_an_empty_prompt_stays_empty(tiny) -> None:
 
 
 def test_every_official_flag_is_known_or_refused_by_name() -> None:
-    official = [
-        "task",
-        "size",
-        "frame_num",
-        "ckpt_dir",
-        "offload_model",
-        "ulysses_size",
-        "t5_fsdp",
-        "t5_cpu",
-        "dit_fsdp",
-        "save_file",
-        "prompt",
-        "use_prompt_extend",
-        "prompt_extend_method",
-        "prompt_extend_model",
-        "prompt_extend_target_lang",
-        "base_seed",
-        "image",
-        "sample_solver",
-        "sample_steps",
-        "sample_shift",
-        "sample_guide_scale",
-        "convert_model_dtype",
-        "src_root_path",
-        "refert_num",
-        "replace_flag",
-        "use_relighting_lora",
-        "num_clip",
-        "audio",
-        "enable_tts",
-        "tts_prompt_audio",
-        "tts_prompt_text",
-        "tts_text",
-        "pose_video",
-        "start_from_ref",
-        "infer_frames",
-    ]
-    assert not [f for f in official if f not in flags.FLAGS and f not in flags.REFUSED]
+    official = """
+        task size frame_num ckpt_dir offload_model ulysses_size t5_fsdp t5_cpu dit_fsdp save_file
+        prompt use_prompt_extend prompt_extend_method prompt_extend_model prompt_extend_target_lang
+        base_seed image sample_solver sample_steps sample_shift sample_guide_scale
+        convert_model_dtype src_root_path refert_num replace_flag use_relighting_lora num_clip audio
+        enable_tts tts_prompt_audio tts_prompt_text tts_text pose_video start_from_ref infer_frames
+    """
+    assert not [f for f in official.split() if f not in flags.FLAGS and f not in flags.REFUSED]
     assert not set(flags.FLAGS) & set(flags.REFUSED)
 
 
@@ -200,45 +167,37 @@ def test_environment() -> None:
         rank({"WORLD_SIZE": "8", "RANK": "8"})
 
 
-def test_decode_latents_checks_the_file(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    save_file({"other": torch.zeros(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(InputError, match="holds no latents"):
-        resolved("--decode_latents", tmp_path / "x.safetensors")
-    save_file({"latents": torch.zeros(16, 1, 2, 2)}, tmp_path / "y.safetensors")
-    with pytest.raises(InputError, match="no settings in it"):
-        resolved("--decode_latents", tmp_path / "y.safetensors")
+def latents_file(path: Path, name: str = "latents", **metadata: str) -> Path:
+    save_file({name: torch.zeros(16, 2, 8, 8)}, path, metadata=metadata)
+    return path
 
 
-@pytest.mark.parametrize("value", ["[" * 100_000, "9" * 5000, "{"])
-def test_latents_with_hostile_settings(value: str, tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
+def test_latents_of_others_are_refused(tmp_path: Path) -> None:
+    hostile = {"none": {}, "nested": "[" * 100_000, "digits": "9" * 5000, "cut off": "{"}
+    path, found = tmp_path / "x.safetensors", {}
+    for case, value in hostile.items():
+        latents_file(path, **({"settings": value} if value else {}))
+        found[f"settings: {case}"] = said(resolved, "--decode_latents", path)
+    latents_file(path, "other")
+    found["no latents"] = said(resolved, "--decode_latents", path)
+    check_refusals("settings: latents of others", found)
 
-    path = tmp_path / "x.safetensors"
-    save_file({"latents": torch.zeros(1, 1, 1, 1)}, path, metadata={"settings": value})
-    with pytest.raises(InputError, match="no settings in it"):
-        resolved("--decode_latents", path)
 
-
-@pytest.mark.parametrize("name", ["../../other/v.mp4", "/nowhere/v.mp4", "~/v.mp4", "C:\\v.mp4"])
-def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path, name: str) -> None:
+def test_latents_do_not_choose_where_the_video_goes(tiny, tmp_path: Path) -> None:
     """Their settings give the base name at most, which never is that of an existing file."""
-    import torch
-    from safetensors.torch import save_file
+    path, task = tmp_path / "x.safetensors", "t2v-A14B"
 
-    path = tmp_path / "x.safetensors"
-    settings = {"task": "t2v-A14B", "ckpt_dir": str(tiny("t2v-A14B")), "save_file": name}
-    metadata = {"settings": json.dumps(settings), "format": "pt"}
-    save_file({"latents": torch.zeros(16, 2, 8, 8)}, path, metadata=metadata)
-    assert resolved("--decode_latents", path).output.save_file == tmp_path / "v.mp4"
+    def target(name: str, *more: object) -> Path:
+        settings = {"task": task, "ckpt_dir": str(tiny(task)), "save_file": name}
+        latents_file(path, settings=json.dumps(settings), format="pt")
+        return resolved("--decode_latents", path, *more).output.save_file
+
+    for name in ("../../other/v.mp4", "/nowhere/v.mp4", "~/v.mp4", "C:\\v.mp4"):
+        assert target(name) == tmp_path / "v.mp4", name
     (tmp_path / "v.mp4").touch()
     (tmp_path / "v-2.json").touch()
-    assert resolved("--decode_latents", path).output.save_file == tmp_path / "v-3.mp4"
-    given = tmp_path / "mine.mp4"
-    assert resolved("--decode_latents", path, "--save_file", given).output.save_file == given
+    assert target("/nowhere/v.mp4") == tmp_path / "v-3.mp4"
+    assert target("v.mp4", "--save_file", tmp_path / "mine.mp4") == tmp_path / "mine.mp4"
 
 
 # Flag -> (a value that is not its default as text, the same read, flags that it goes with).
@@ -246,6 +205,7 @@ TWO, NPU, RAIN = ("--ulysses_size", "2"), ("--device", "npu"), ("--use_rainfusio
 EXTEND, S2V = ("--use_prompt_extend",), ("--task", "s2v-14B")
 VACE = ("--task", "vace-14B")
 ANIMATE, I2V = ("--task", "animate-14B"), ("--task", "i2v-A14B")
+TI2V = ("--task", "ti2v-5B")
 CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "prompt": ("a dog", "a dog", ()),
     "negative_prompt": ("blur", "blur", ()),
@@ -301,11 +261,7 @@ CASES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "step_cache_max_skip": ("3", 3, ("--step_cache", "mag")),
     "step_cache_retention": ("0.3", 0.3, ("--step_cache", "mag")),
     "step_cache_order": ("1", 1, ("--step_cache", "steps:0-20")),
-    "step_cache_coefficients": (
-        "1,2",
-        (1.0, 2.0),
-        ("--task", "ti2v-5B", "--step_cache", "tea"),
-    ),
+    "step_cache_coefficients": ("1,2", (1.0, 2.0), ("--step_cache", "tea", *TI2V)),
     "step_cache_force": ("true", True, ("--step_cache", "first_block")),
     "use_attentioncache": ("true", True, ()),
     "attentioncache_ratio": ("1.5", 1.5, ("--use_attentioncache",)),
@@ -341,25 +297,15 @@ ELSEWHERE = {  # what a run has of them is no field of the same name
     *("lora", "lora_high_noise", "lora_low_noise", "lora_dir", "use_relighting_lora", "recipe"),
     *("audio", "pose_video", "audio_sync", "src_root_path"),
     *("src_video", "src_mask", "src_ref_images"),
-    *(
-        "plan",
-        "device_memory",
-        "nodes",
-        "link_gbs",
-        "host_gbs",
-        "chip",
-        "decode_latents",
-        "fixed_latents",
-        "from_json",
-        "step_cache_curve",
-    ),
+    *("plan", "device_memory", "nodes", "link_gbs", "host_gbs", "chip"),
+    *("decode_latents", "fixed_latents", "from_json", "step_cache_curve"),
 }
 
 
-def planned(*argv: object, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Without any file, so that no default comes from a checkpoint."""
+@pytest.fixture(autouse=True)
+def no_check_of_prompt_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages may be missing here."""
     monkeypatch.setattr(extend_prompt, "check", lambda *_: None)
-    return resolve(flags.parse(["--plan", *map(str, argv)]), lambda *_: None, plan=True)
 
 
 def fields_of(run: Run) -> dict[str, object]:
@@ -373,44 +319,40 @@ def test_every_flag_is_followed_to_the_run() -> None:
     assert flags.FLAGS.keys() - CASES.keys() == ELSEWHERE
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_given_value_reaches_the_run_and_its_record(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, value, more = CASES[name]
-    assert fields_of(planned(*more, monkeypatch=monkeypatch))[name] != value, "it is the default"
-    run = planned(*more, f"--{name}", text, monkeypatch=monkeypatch)
-    assert fields_of(run)[name] == value
-    record = flags.read(json.loads(json.dumps(run.settings)), "{}")
-    assert record.get(name) == (value if flags.FLAGS[name].record else None)
+def test_a_given_value_reaches_the_run_and_its_record() -> None:
+    """And a run without it has another one."""
+    wrong, usual = {}, functools.cache(lambda *more: fields_of(planned(*more)))
+    for name, (text, value, more) in CASES.items():
+        run = planned(*more, f"--{name}", text)
+        record = flags.read(json.loads(json.dumps(run.settings)), "{}")
+        found = fields_of(run)[name], record.get(name), usual(*more)[name] != value
+        if found != (value, value if flags.FLAGS[name].record else None, True):
+            wrong[name] = found
+    assert not wrong
 
 
-SWITCHES = [n for n in CASES if isinstance(CASES[n][1], bool) and flags.FLAGS[n].record]
+def test_a_switch_of_a_record_is_turned_back(tmp_path: Path) -> None:
+    path, wrong = tmp_path / "record.json", {}
+    switches = [n for n in CASES if isinstance(CASES[n][1], bool) and flags.FLAGS[n].record]
+    for name in switches:
+        _, value, more = CASES[name]
+        path.write_text(json.dumps({"settings": {name: value}}))
+        given = ("--from_json", path, *more)
+        back = planned(*given, f"--{name}", not value)
+        found = fields_of(planned(*given))[name], fields_of(back)[name], back.settings[name]
+        if found != (value, not value, not value):
+            wrong[name] = found
+    assert len(switches) > 9 and not wrong
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_of_a_record_is_turned_back(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, value, more = CASES[name]
+def test_prompt_extension_of_a_record_is_turned_off(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    path.write_text(json.dumps({"settings": {name: value}}))
-    given = ("--from_json", path, *more)
-    assert fields_of(planned(*given, monkeypatch=monkeypatch))[name] is value
-    back = planned(*given, f"--{name}", str(not value), monkeypatch=monkeypatch)
-    assert fields_of(back)[name] is not value and back.settings[name] is not value
-
-
-def test_prompt_extension_of_a_record_is_turned_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "record.json"
-    settings = planned(*EXTEND, monkeypatch=monkeypatch).settings
+    settings = planned(*EXTEND).settings
     del settings["ckpt_dir"]
     path.write_text(json.dumps({"settings": settings}))
     given = ("--from_json", path)
-    assert planned(*given, monkeypatch=monkeypatch).extension is not None
-    off = planned(*given, *EXTEND, "false", monkeypatch=monkeypatch)
+    assert planned(*given).extension is not None
+    off = planned(*given, *EXTEND, "false")
     assert off.extension is None and off.settings["use_prompt_extend"] is False
 
 
@@ -423,10 +365,10 @@ def test_a_video_that_is_there_is_announced(tiny, tmp_path: Path) -> None:
     assert notice in resolved(*args).notices
 
 
-@pytest.mark.parametrize("page", [name for name, _ in flags_table.TABLES])
-def test_the_tables_of_the_documents(page: str) -> None:
-    text = (flags_table.DOCS / page).read_text(encoding="utf-8")
-    assert text == flags_table.page(page), "run python tools/flags_table.py"
+def test_the_tables_of_the_documents() -> None:
+    for page, _ in flags_table.TABLES:
+        text = (flags_table.DOCS / page).read_text(encoding="utf-8")
+        assert text == flags_table.page(page), "run python tools/flags_table.py"
 
 
 def test_every_flag_is_read_where_it_acts() -> None:

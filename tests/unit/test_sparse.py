@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.refusals import check_refusals
+from tests.said import said
 from wan.device import Device
 from wan.kernels.base import AttendRows, Payload, StepInfo, Target
 from wan.kernels.flex import FlexBlocks, compiled_for_each_shape, flex_mask
@@ -112,40 +115,41 @@ def test_order(frames: int, height: int, width: int) -> None:
     assert order.tolist() == naive_order((frames, height, width))
 
 
-@pytest.mark.parametrize("grid", [(0, 8, 8), (2, -1, 8), (2, 8)])
-def test_order_refuses(grid: tuple) -> None:
-    with pytest.raises(ValueError, match="three positive sizes"):
-        window_order(grid)
+def test_pooled() -> None:
+    x, wrong = torch.randn(2, 300, 3, 8, dtype=torch.float64), {}
+    for rows in (1, 100, 128, 256, 300, 301):
+        means = [x[:, a : a + rows].mean(1) for a in range(0, 300, rows)]
+        error = (pooled(x, rows) - torch.stack(means, 1)).abs().max().item()
+        if error > 1e-15 or pooled(x.bfloat16(), rows).dtype != torch.bfloat16:
+            wrong[rows] = error
+    assert not wrong
 
 
-@pytest.mark.parametrize("rows", [1, 100, 128, 256, 300, 301])
-def test_pooled(rows: int) -> None:
-    x = torch.randn(2, 300, 3, 8, dtype=torch.float64)
-    expected = [x[:, a : a + rows].mean(1) for a in range(0, 300, rows)]
-    torch.testing.assert_close(pooled(x, rows), torch.stack(expected, 1), rtol=0, atol=1e-15)
-    half = pooled(x.bfloat16(), rows)
-    assert half.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("k_rows", [128, 256])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_mask(grid: tuple[int, int, int], k_rows: int) -> None:
-    q, k, _ = (x.double() for x in qkv(grid, heads=2, head=16, batch=2))
-    for sparsity in (0.0, 0.3, 0.64, 0.95):
-        found = plan(q, k, grid, sparsity, 0, k_rows)
-        assert torch.equal(found, naive_mask(q, k, grid, sparsity, k_rows)), sparsity
-        assert sparsity or found.all()
+def test_mask() -> None:
+    wrong = []
+    for grid in GRIDS:
+        q, k, _ = (x.double() for x in qkv(grid, heads=2, head=16, batch=2))
+        for k_rows, sparsity in product((128, 256), (0.0, 0.3, 0.64, 0.95)):
+            found = plan(q, k, grid, sparsity, 0, k_rows)
+            right = torch.equal(found, naive_mask(q, k, grid, sparsity, k_rows))
+            if not right or (not sparsity and not found.all()):
+                wrong.append((grid, k_rows, sparsity))
+    assert not wrong
 
 
 # 10 * (1 - 0.7) is 3.0000000000000004 in floats, 10 * (1 - 0.9) is 0.9999999999999998.
-@pytest.mark.parametrize(
-    ("blocks", "sparsity", "kept"),
-    [(10, 0.7, 4), (10, 0.9, 1), (10, 0.8, 2), (20, 0.7, 7), (591, 0.64, 213), (5, 0.999, 1)],
-)
-def test_kept_blocks(blocks: int, sparsity: float, kept: int) -> None:
-    k_pool = torch.randperm(blocks).double().view(1, blocks, 1, 1) / blocks
-    mask = block_mask(torch.ones(1, 1, 1, 1).double(), k_pool, sparsity, 1.0)
-    assert mask[0, 0, 0].tolist() == (k_pool.flatten() >= (blocks - kept) / blocks).tolist()
+KEPT = {(10, 0.7): 4, (10, 0.9): 1, (10, 0.8): 2, (20, 0.7): 7, (591, 0.64): 213, (5, 0.999): 1}
+
+
+def test_kept_blocks() -> None:
+    """The best ones, that many of so many."""
+    found = {}
+    for blocks, sparsity in KEPT:
+        k_pool = torch.randperm(blocks).double().view(1, blocks, 1, 1) / blocks
+        mask = block_mask(torch.ones(1, 1, 1, 1).double(), k_pool, sparsity, 1.0)[0, 0, 0]
+        kept = found[blocks, sparsity] = int(mask.sum())
+        assert mask.tolist() == (k_pool.flatten() >= (blocks - kept) / blocks).tolist()
+    assert found == KEPT
 
 
 def test_ties_are_kept() -> None:
@@ -180,55 +184,47 @@ def test_scores_are_rounded_to_the_inputs_dtype() -> None:
     assert not torch.equal(found, block_mask(q_pool, k_pool, 0.64, scale))
 
 
-@pytest.mark.parametrize("sparsity", [-0.1, 1.0, 1.5])
-def test_sparsity_refused(sparsity: float) -> None:
-    with pytest.raises(ValueError, match="sparsity"):
-        block_mask(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), sparsity, 1.0)
+def test_sink() -> None:
+    wrong = []
+    for frame, first in product([(8, 16), (8, 17), (24, 24), (1, 1)], (0, 1, 4, 6)):
+        tokens = frame[0] * frame[1]
+        found = protect(torch.zeros(1, 1, 4, 3, dtype=torch.bool), (9, *frame), first, 128, 256)
+        wrong += [
+            (frame, first, i, j)
+            for i, j in product(range(4), range(3))
+            if found[0, 0, i, j] != ((first + i) * 128 < tokens or j * 256 < tokens)
+        ]
+    assert not wrong
 
 
-@pytest.mark.parametrize("frame", [(8, 16), (8, 17), (24, 24), (1, 1)])
-@pytest.mark.parametrize("first", [0, 1, 4, 6])
-def test_sink(frame: tuple[int, int], first: int) -> None:
-    tokens = frame[0] * frame[1]
-    found = protect(torch.zeros(1, 1, 4, 3, dtype=torch.bool), (9, *frame), first, 128, 256)
-    for i, j in product(range(4), range(3)):
-        assert found[0, 0, i, j] == ((first + i) * 128 < tokens or j * 256 < tokens)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k_rows", [128, 256])
-def test_parts_have_the_whole_mask(k_rows: int, dtype: torch.dtype) -> None:
+def test_parts_have_the_whole_mask() -> None:
     """Of queries, as ring ranks have them, and of heads, as chunks have them."""
-    grid = (5, 13, 14)
-    q, k, _ = (x.to(dtype) for x in qkv(grid, heads=5))
-    whole = plan(q, k, grid, 0.6, 0, k_rows)
-    for a, b in ((0, 512), (512, 896), (640, 910), (896, 910)):
-        part = plan(q[:, a:b], k, grid, 0.6, a, k_rows)
-        assert torch.equal(part, whole[:, :, a // 128 : math.ceil(b / 128)])
-    for a, b in ((0, 1), (1, 3), (2, 5)):
-        part = plan(q[:, :, a:b], k[:, :, a:b], grid, 0.6, 0, k_rows)
-        assert torch.equal(part, whole[:, a:b])
+    grid, wrong = (5, 13, 14), []
+    for k_rows, dtype in product((128, 256), (torch.float32, torch.bfloat16)):
+        q, k, _ = (x.to(dtype) for x in qkv(grid, heads=5))
+        whole = plan(q, k, grid, 0.6, 0, k_rows)
+        for a, b in ((0, 512), (512, 896), (640, 910), (896, 910)):
+            part = plan(q[:, a:b], k, grid, 0.6, a, k_rows)
+            if not torch.equal(part, whole[:, :, a // 128 : math.ceil(b / 128)]):
+                wrong.append((k_rows, dtype, "queries", a, b))
+        for a, b in ((0, 1), (1, 3), (2, 5)):
+            part = plan(q[:, :, a:b], k[:, :, a:b], grid, 0.6, 0, k_rows)
+            if not torch.equal(part, whole[:, a:b]):
+                wrong.append((k_rows, dtype, "heads", a, b))
+    assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("rows", "keys", "first"), [(600, 599, 0), (100, 600, 64), (128, 600, 512), (0, 600, 512)]
-)
-def test_plan_refuses(rows: int, keys: int, first: int) -> None:
-    with pytest.raises(ValueError, match="RainFusion needs all keys of the grid"):
-        plan(torch.ones(1, rows, 1, 8), torch.ones(1, keys, 1, 8), (3, 10, 20), 0.5, first, 128)
-
-
-@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (3, 7), (7, 3)])
-def test_select_table(nq: int, nk: int) -> None:
-    mask = torch.rand(2, nq, nk, generator=torch.Generator().manual_seed(nk)) < 0.5
-    mask[0, 0] = False
-    mask[1, 0] = True
-    blocks, kept = select_table(mask)
-    assert blocks.dtype == kept.dtype == torch.int64
-    for n, i in product(range(2), range(nq)):
-        places = [j for j in range(nk) if mask[n, i, j]]
-        assert blocks[i, n].tolist() == places + [-1] * (nk - len(places))
-        assert kept[i, n] == len(places)
+def test_select_table() -> None:
+    for nq, nk in ((1, 1), (3, 7), (7, 3)):
+        mask = torch.rand(2, nq, nk, generator=torch.Generator().manual_seed(nk)) < 0.5
+        mask[0, 0] = False
+        mask[1, 0] = True
+        blocks, kept = select_table(mask)
+        assert blocks.dtype == kept.dtype == torch.int64
+        for n, i in product(range(2), range(nq)):
+            places = [j for j in range(nk) if mask[n, i, j]]
+            assert blocks[i, n].tolist() == places + [-1] * (nk - len(places))
+            assert kept[i, n] == len(places)
 
 
 # start_step 3, refresh 4; (step, what else differs, whether a mask is made), in turn.
@@ -248,16 +244,19 @@ SCHEDULES: dict[str, list[tuple[int, dict[str, object], bool]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_refresh(name: str) -> None:
-    cache = MaskCache(lambda steps: 3, refresh=4)
-    for step, other, made in SCHEDULES[name]:
-        here = call((1, 1, 1), index=step, **other)
-        found = cache.get(here, (1, 1, 2, 2))
-        assert (found is None) == made, step
-        if found is None:
-            cache.put(here, torch.full((1, 1, 2, 2), step % 2 == 1))
-    assert cache.get(here, (1, 1, 2, 3)) is None
+def test_refresh() -> None:
+    wrong = []
+    for name, turns in SCHEDULES.items():
+        cache = MaskCache(lambda steps: 3, refresh=4)
+        for step, other, made in turns:
+            here = call((1, 1, 1), index=step, **other)
+            found = cache.get(here, (1, 1, 2, 2))
+            if (found is None) != made:
+                wrong.append((name, step, other))
+            if found is None:
+                cache.put(here, torch.full((1, 1, 2, 2), step % 2 == 1))
+        assert cache.get(here, (1, 1, 2, 3)) is None, "a mask of another shape"
+    assert not wrong
 
 
 def test_each_call_of_a_step_has_a_mask_of_its_own() -> None:
@@ -291,33 +290,34 @@ def test_masks_in_memory() -> None:
         assert not any(ref() is not None for ref in made)
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.6])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_attention(grid: tuple[int, int, int], sparsity: float) -> None:
+def test_attention() -> None:
     """From raster order and back, against a token mask laid out in raster order."""
-    q, k, v = qkv(grid, heads=2, head=16)
-    order = window_order(grid)
-    back = order.argsort()
-    ordered = [x[:, order] for x in (q, k, v)]
-    found = run(RainFusionAttention("v2", sparsity, 0), *ordered, call(grid))[:, back]
-    mask = naive_mask(ordered[0].double(), ordered[1].double(), grid, sparsity, 128)
-    seen = mask[:, :, back // 128][..., back // 128]
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen if sparsity else None)
-    assert (found - expected.transpose(1, 2)).abs().max() <= 2e-6
+    errors = {}
+    for grid, sparsity in product(GRIDS, (0.0, 0.6)):
+        q, k, v = qkv(grid, heads=2, head=16)
+        order = window_order(grid)
+        back = order.argsort()
+        ordered = [x[:, order] for x in (q, k, v)]
+        found = run(RainFusionAttention("v2", sparsity, 0), *ordered, call(grid))[:, back]
+        mask = naive_mask(ordered[0].double(), ordered[1].double(), grid, sparsity, 128)
+        seen = mask[:, :, back // 128][..., back // 128]
+        q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen if sparsity else None)
+        errors[grid, sparsity] = (found - expected.transpose(1, 2)).abs().max().item()
+    assert not {case: error for case, error in errors.items() if not error <= 2e-6}
 
 
-@pytest.mark.parametrize("grid", [(3, 10, 20), (2, 16, 16), (5, 13, 14)])
-def test_fp8(grid: tuple[int, int, int]) -> None:
+def test_fp8() -> None:
     """Against its own quantised values to rounding; against no quantisation within its error."""
-    q, k, v = qkv(grid)
-    mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
-    found = run(RainFusionAttention("v3", 0.6, 0, quantiser=fp8()), q, k, v, call(grid))
-    left = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
-    exact = masked(*(x.dequantised(torch.float64) for x in left), mask, 256)
-    assert (found - exact).abs().max() <= 2e-6
-    error = found - masked(q, k, v, mask, 256)
-    assert 1e-4 < error.square().mean().sqrt() < 0.06 * found.square().mean().sqrt()
+    for grid in ((3, 10, 20), (2, 16, 16), (5, 13, 14)):
+        q, k, v = qkv(grid)
+        mask = naive_mask(q.double(), k.double(), grid, 0.6, 256)
+        found = run(RainFusionAttention("v3", 0.6, 0, quantiser=fp8()), q, k, v, call(grid))
+        left = (fp8().q(q, None), fp8().k(k, None), fp8().v(v))
+        exact = masked(*(x.dequantised(torch.float64) for x in left), mask, 256)
+        assert (found - exact).abs().max() <= 2e-6, grid
+        error = found - masked(q, k, v, mask, 256)
+        assert 1e-4 < error.square().mean().sqrt() < 0.06 * found.square().mean().sqrt(), grid
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -352,46 +352,50 @@ def test_mask_is_used_again() -> None:
 
 
 def test_refusals() -> None:
-    for kind, sparsity, start, refresh in (
-        ("v1", 0.5, 0, 1),
-        ("v2", 1.0, 0, 1),
-        ("v2", -0.1, 0, 1),
-        ("v2", 0.5, -1, 1),
-        ("v2", 0.5, 0, 0),
-    ):
-        with pytest.raises(ValueError, match="RainFusion"):
-            RainFusionAttention(kind, sparsity, start, refresh)
-    with pytest.raises(ValueError, match="take v3"):
-        RainFusionAttention("v2", 0.5, 0, quantiser=fp8())
+    one, x = torch.ones(1, 1, 1, 1), Payload(torch.ones(1, 600, 1, 8))
+    asked = {
+        "kind": ("v1", 0.5, 0, 1),
+        "sparsity of 1": ("v2", 1.0, 0, 1),
+        "negative sparsity": ("v2", -0.1, 0, 1),
+        "negative start": ("v2", 0.5, -1, 1),
+        "no refresh": ("v2", 0.5, 0, 0),
+    }
+    calls = {name: partial(RainFusionAttention, *given) for name, given in asked.items()}
+    calls["v2 of FP8"] = partial(RainFusionAttention, "v2", 0.5, 0, quantiser=fp8())
+    for size in ((0, 8, 8), (2, -1, 8), (2, 8)):
+        calls[f"order of {size}"] = partial(window_order, size)
+    for sparsity in (-0.1, 1.0, 1.5):
+        calls[f"mask of {sparsity}"] = partial(block_mask, one, one, sparsity, 1.0)
+    for rows, keys, first in ((600, 599, 0), (100, 600, 64), (128, 600, 512), (0, 600, 512)):
+        q, k = torch.ones(1, rows, 1, 8), torch.ones(1, keys, 1, 8)
+        plan_of = partial(plan, q, k, (3, 10, 20), 0.5, first, 128)
+        calls[f"{rows} queries of {keys} from {first}"] = plan_of
+    calls["means of no rows"] = partial(pooled, x.values, 0)
     method = RainFusionAttention("v2", 0.5, 0)
-    x = Payload(torch.ones(1, 600, 1, 8))
-    for step in (None, call((3, 10, 20), layer=None)):
-        with pytest.raises(ValueError, match="step and layer"):
-            method.applies(step)
-        with pytest.raises(ValueError, match="step and layer"):
-            method.prepare(x, x, x, step)
+    for name, step in (("step", None), ("layer", call((3, 10, 20), layer=None))):
+        calls[f"no {name}"] = partial(method.applies, step)
+        calls[f"no {name}, prepared"] = partial(method.prepare, x, x, x, step)
+    found = {name: f"{said(call, kind=ValueError)}." for name, call in calls.items()}
+    check_refusals("RainFusion", found)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(
-    ("queries", "keys", "k_rows"),
-    [(300, 600, 128), (256, 512, 256), (128, 700, 256), (130, 40, 128)],
-)
-def test_flex(queries: int, keys: int, k_rows: int) -> None:
-    generator = torch.Generator().manual_seed(keys)
-    q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (queries, keys, keys))
-    shape = (2, 2, math.ceil(queries / 128), math.ceil(keys / k_rows))
-    mask = torch.rand(shape, generator=generator) < 0.5
-    mask[..., -1] |= ~mask.any(-1)
-    blocks = flex_mask(mask, queries, keys, k_rows)
-    assert torch.equal(blocks.to_dense().bool(), mask)
-    first, behind = torch.tensor(0), torch.arange(keys, shape[-1] * k_rows)
-    assert not blocks.mask_mod(first, first, first, behind).any()
-    whole = keys // k_rows
-    assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
-    kernel = FlexBlocks(CPU)
-    found = kernel(Payload(q), Payload(k), Payload(v), mask, k_rows)
-    assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6
+def test_flex() -> None:
+    sizes = ((300, 600, 128), (256, 512, 256), (128, 700, 256), (130, 40, 128))
+    for queries, keys, k_rows in sizes:
+        generator = torch.Generator().manual_seed(keys)
+        q, k, v = (torch.randn(2, n, 2, 16, generator=generator) for n in (queries, keys, keys))
+        shape = (2, 2, math.ceil(queries / 128), math.ceil(keys / k_rows))
+        mask = torch.rand(shape, generator=generator) < 0.5
+        mask[..., -1] |= ~mask.any(-1)
+        blocks = flex_mask(mask, queries, keys, k_rows)
+        assert torch.equal(blocks.to_dense().bool(), mask)
+        first, behind = torch.tensor(0), torch.arange(keys, shape[-1] * k_rows)
+        assert not blocks.mask_mod(first, first, first, behind).any()
+        whole = keys // k_rows
+        assert torch.equal(blocks.full_kv_num_blocks, mask[..., :whole].sum(-1, dtype=torch.int32))
+        found = FlexBlocks(CPU)(Payload(q), Payload(k), Payload(v), mask, k_rows)
+        assert (found - masked(q, k, v, mask, k_rows)).abs().max() <= 2e-6, (queries, keys)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -5,7 +5,6 @@ Legend: B batch, L tokens, C channels.
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import weakref
@@ -22,12 +21,13 @@ from torch.nn.modules import module as module_hooks
 
 import wan
 from tests.conftest import slow
+from tests.pipelines import planned
+from tests.refusals import check_refusals
+from tests.said import said
 from tools import calibrate_mag
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
 from wan.cache.tea import Tea, embedding_changes
-from wan.cli import flags
-from wan.cli.resolve import resolve
 from wan.configs import WAN_CONFIGS
 from wan.kernels.base import StepInfo
 from wan.modules.blocks import WanAttentionBlock
@@ -39,38 +39,36 @@ from wan.run import Run
 from wan.settings import timesteps
 from wan.settings.errors import InputError
 from wan.settings.presets import PRESETS
-from wan.settings.step_cache import POLICIES, PolicyRow, StepCache
+from wan.settings.step_cache import POLICIES, StepCache
 from wan.settings.values import listed as listed_values
+from wan.torch_private import Live
 
 HIGH, LOW = "high_noise", "low_noise"
 T2V = (HIGH,) * 26 + (LOW,) * 14
 MAG_SKIPS = [5, 6, 8, 9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24, 29, 31, 33]
-CONTRADICTIONS: dict[str, tuple[str, str]] = {
-    "word": ("--step_cache second_block", "must be none, first_block, mag, tea, steps:LIST"),
-    "no list": ("--step_cache steps", "must be none, first_block"),
-    "list": ("--step_cache steps:3-", "has the steps 3-; write them from 0"),
-    "falling list": ("--step_cache steps:5-3", "they must rise"),
-    "late": ("--step_cache steps:0-45", "names step 45, but there are 40"),
-    "few steps": ("--step_cache mag --sample_steps 4", "so few are too far apart"),
-    "foreign parameter": ("--step_cache first_block --step_cache_retention 0.5", "belongs to mag"),
-    "no policy": ("--step_cache_threshold 0.5", "belongs to first_block, mag, tea"),
-    "cfg on halves": ("--step_cache cfg --cfg_size 2", "has half of the ranks"),
-    "cfg unguided": ("--step_cache cfg --sample_guide_scale 1", "does not compute"),
-    "two policies": ("--use_attentioncache --step_cache mag", "another policy; drop one"),
-    "compiled": ("--step_cache attention --compile", "skips a part of what"),
-    "start behind end": ("--use_attentioncache --start_step 38", "so no attention is kept"),
-    "tea": ("--step_cache tea", "no published coefficients for t2v-A14B"),
-    "mag": ("--task t2v-1.3B --step_cache mag", "no published curve for t2v-1.3B"),
-    "shift": ("--step_cache mag --sample_shift 5", "sample_shift.12, not 5"),
-    "levels": (
-        "--step_cache mag --sample_solver euler --timesteps 1000,900,800,700,600,500,400,300",
-        "not for .*timesteps",
-    ),
+CONTRADICTIONS = {
+    "word": "--step_cache second_block",
+    "no list": "--step_cache steps",
+    "list": "--step_cache steps:3-",
+    "falling list": "--step_cache steps:5-3",
+    "late": "--step_cache steps:0-45",
+    "few steps": "--step_cache mag --sample_steps 4",
+    "foreign parameter": "--step_cache first_block --step_cache_retention 0.5",
+    "no policy": "--step_cache_threshold 0.5",
+    "cfg on halves": "--step_cache cfg --cfg_size 2",
+    "cfg unguided": "--step_cache cfg --sample_guide_scale 1",
+    "two policies": "--use_attentioncache --step_cache mag",
+    "compiled": "--step_cache attention --compile",
+    "start behind end": "--use_attentioncache --start_step 38",
+    "tea": "--step_cache tea",
+    "mag": "--task t2v-1.3B --step_cache mag",
+    "shift": "--step_cache mag --sample_shift 5",
+    "levels": "--step_cache mag --sample_solver euler --timesteps 1000,900,800,700,600,500,400,300",
 }
 
 
-def planned(words: str) -> Run:
-    return resolve(flags.parse(["--plan", *words.split()]), lambda *_: None, plan=True)
+def asked(words: str) -> Run:
+    return planned(*words.split())
 
 
 def lists(run: Run, together: bool = False) -> policy.Lists:
@@ -91,11 +89,9 @@ def kept(name: str, **parameters: Any) -> Any:
     return made.cache()
 
 
-@pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_refused(name: str) -> None:
-    words, sentence = CONTRADICTIONS[name]
-    with pytest.raises(InputError, match=sentence):
-        planned(words)
+def test_refused() -> None:
+    found = {name: said(asked, words) for name, words in CONTRADICTIONS.items()}
+    check_refusals("step caches", found)
 
 
 def test_mag_skips_what_the_published_rule_skips() -> None:
@@ -148,16 +144,16 @@ def test_a_curve_is_the_growth_of_what_blocks_add(
 
 
 def test_forced_steps_are_added_and_change_no_counter() -> None:
-    found = lists(planned("--step_cache mag --task t2v-A14B"))
+    found = lists(asked("--step_cache mag --task t2v-A14B"))
     assert skipped(found["cond"]) == MAG_SKIPS
-    more = lists(planned("--step_cache mag --step_cache_warmup 9"))
+    more = lists(asked("--step_cache mag --step_cache_warmup 9"))
     assert skipped(more["cond"]) == [9, 11, 12, 14, 15, 17, 18, 20, 21, 23, 24]
     assert policy.forced(T2V, 0) == tuple(step in (0, 26) for step in range(40))
     assert policy.forced(T2V, 2) == tuple(step in (0, 1, 25, 26, 27, 39) for step in range(40))
 
 
 def test_both_branches_agree_where_other_ranks_compute_each() -> None:
-    run = planned("--step_cache mag --step_cache_threshold 0.01")
+    run = asked("--step_cache mag --step_cache_threshold 0.01")
     apart, both = lists(run), lists(run, together=True)
     assert apart["cond"] != apart["uncond"]
     wanted = tuple(a or b for a, b in zip(apart["cond"], apart["uncond"], strict=True))
@@ -174,7 +170,7 @@ def test_tea_sums_up_estimated_changes() -> None:
 
 def test_tea_adds_up_for_each_branch_by_itself() -> None:
     """Estimates of 0.3 a step and a threshold of 0.85: both compute every third step."""
-    run = planned(
+    run = asked(
         "--task t2v-1.3B --sample_steps 15 --step_cache tea --step_cache_coefficients 1,0 "
         "--step_cache_threshold 0.85"
     )
@@ -208,14 +204,14 @@ def test_changes_of_the_time_embedding() -> None:
 
 
 def test_the_attention_cache_follows_the_vendors_rule() -> None:
-    found = lists(planned("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
+    found = lists(asked("--use_attentioncache --attentioncache_interval 4 --start_step 12"))
     # the second expert begins with step 26
     wanted = [s for s in range(13, 38) if (s - 12) % 4 and s != 26]
     assert skipped(found["cond"]) == wanted
 
 
 def test_the_unconditional_branch_is_left_out_late() -> None:
-    found = lists(planned("--step_cache cfg"))
+    found = lists(asked("--step_cache cfg"))
     assert all(found["cond"])
     assert skipped(found["uncond"]) == [27, 28, 29, 30, 32, 33, 34, 35]
 
@@ -238,7 +234,7 @@ def test_a_curve_travels_and_holds_for_its_run(tmp_path: Path) -> None:
     made.save(path)
     again = mag.load(path)
     assert (again.ratios, again.steps, again.origin) == (made.ratios, 40, str(path))
-    request = planned("--step_cache mag").request
+    request = asked("--step_cache mag").request
     assert again.fitted(request) is again.ratios
     half = again.fitted(replace(request, sample_steps=20))["cond"]
     assert half[0] == made.ratios["cond"][0] and len(half) == 20
@@ -264,20 +260,20 @@ def test_curves_of_other_tasks_and_other_steps(tmp_path: Path) -> None:
     assert made is not None
     made.save(path)
     with pytest.raises(InputError, match="made for i2v-A14B, not for t2v-A14B"):
-        planned(f"--step_cache mag --step_cache_curve {path}")
-    notices = planned("--step_cache mag --sample_steps 20").notices
+        asked(f"--step_cache mag --step_cache_curve {path}")
+    notices = asked("--step_cache mag --sample_steps 20").notices
     assert any("made for the official weights" in line for line in notices)
     assert any("made with 40 steps; each of the 20" in line for line in notices)
 
 
 def test_another_policy_takes_back_a_records_parameters(tmp_path: Path) -> None:
     path, given = tmp_path / "record.json", "--step_cache mag --step_cache_max_skip 3"
-    settings = planned(f"{given} --step_cache_threshold 0.05").settings
+    settings = asked(f"{given} --step_cache_threshold 0.05").settings
     assert settings["step_cache_max_skip"] == 3
     path.write_text(json.dumps({"settings": settings}))
-    assert planned(f"--from_json {path}").setup.cache.step_cache_max_skip == 3
-    assert planned(f"--from_json {path} --step_cache none").setup.cache == StepCache()
-    other = planned(f"--from_json {path} --step_cache first_block").setup.cache
+    assert asked(f"--from_json {path}").setup.cache.step_cache_max_skip == 3
+    assert asked(f"--from_json {path} --step_cache none").setup.cache == StepCache()
+    other = asked(f"--from_json {path} --step_cache first_block").setup.cache
     assert other == StepCache("first_block", step_cache_threshold=0.05)
 
 
@@ -334,15 +330,15 @@ def test_order_one_extrapolates_the_residual() -> None:
     assert [y.unique().tolist() for y in found] == [[1], [1], [5], [7], [9], [11]]
 
 
-@pytest.mark.parametrize("other", [step(1, expert=LOW), step(1, grid=(1, 3, 2))])
-def test_another_expert_or_grid_reuses_nothing(other: StepInfo) -> None:
-    cache, blocks = kept("tea"), Blocks(1.0)
-    cache.begin(listed(True, False, False))
-    x = torch.randn(1, 6, 4)
-    through(cache, blocks, x, step(0))
-    torch.testing.assert_close(through(cache, blocks, x, other), 2 * x)
-    through(cache, blocks, x, step(2))
-    assert blocks.calls == [3], "what the first expert kept is gone"
+def test_another_expert_or_grid_reuses_nothing() -> None:
+    for other in (step(1, expert=LOW), step(1, grid=(1, 3, 2))):
+        cache, blocks = kept("tea"), Blocks(1.0)
+        cache.begin(listed(True, False, False))
+        x = torch.randn(1, 6, 4)
+        through(cache, blocks, x, step(0))
+        torch.testing.assert_close(through(cache, blocks, x, other), 2 * x)
+        through(cache, blocks, x, step(2))
+        assert blocks.calls == [3], "what the first expert kept is gone"
 
 
 def test_branches_samples_and_runs_have_their_own() -> None:
@@ -383,25 +379,18 @@ def test_each_branch_and_sample_reuses_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", ["tea", "attention", "cfg"])
 def test_nothing_is_left_of_a_run_that_ends(name: str) -> None:
     """Also where it ends before a step that would have used it."""
-    cache, shape = kept(name), (1, 6, 4)
+    cache, live, shape = kept(name), Live("cpu"), (1, 6, 4)
     cache.begin(listed(True, False))
-
-    def alive() -> int:
-        gc.collect()
-        tensors = [x for x in gc.get_objects() if isinstance(x, Tensor)]
-        return sum(x.shape == shape or x.dtype == torch.complex64 for x in tensors)
-
-    before = alive()
-    with torch.inference_mode():
+    with torch.inference_mode(), live:
         if name == "tea":
             cache(torch.ones(shape), Blocks(1.0), step(0), 6, torch.float32)
         elif name == "attention":
             cache(lambda: torch.ones(shape), step(0), 0)
         else:
             cache(0, both_here, lambda branch: torch.ones(1, 1, 6, 4))
-    assert alive() > before, "it is kept for the next step"
-    cache.end()
-    assert alive() == before
+        assert live.held.total() >= 4 * 24, "it is kept for the next step"
+        cache.end()
+        assert live.held.total() == 0
 
 
 def test_small_changes_add_up() -> None:
@@ -413,22 +402,22 @@ def test_small_changes_add_up() -> None:
     assert cache.computed == {"cond": [0, 2]} and cache.skipped == {"cond": [1, 3]}
 
 
-@pytest.mark.parametrize("threshold", [0.1, 0.3])
-def test_first_block_cache_compares_the_first_residual(threshold: float) -> None:
+def test_first_block_cache_compares_the_first_residual() -> None:
     """r = x in every step here: it changes by a fifth, and only real tokens count."""
-    cache, blocks = kept("first_block", step_cache_threshold=threshold), Blocks(1.0, 1.0)
-    cache.begin(listed(*[False] * 4))
-    x = torch.randn(1, 6, 4)
-    padded = torch.cat((x, torch.randn(1, 2, 4)), 1)
-    through(cache, blocks, padded, step(0))
-    later = torch.cat((1.2 * x, 100 * torch.randn(1, 2, 4)), 1)
-    found = through(cache, blocks, later, step(1))
-    if threshold < 0.2:
-        torch.testing.assert_close(found, 4 * later)
-        assert blocks.calls == [2, 2]
-    else:
-        torch.testing.assert_close(found, 2 * later + 2 * padded)
-        assert blocks.calls == [2, 1] and cache.computed == {"cond": [0]}
+    for threshold in (0.1, 0.3):
+        cache, blocks = kept("first_block", step_cache_threshold=threshold), Blocks(1.0, 1.0)
+        cache.begin(listed(*[False] * 4))
+        x = torch.randn(1, 6, 4)
+        padded = torch.cat((x, torch.randn(1, 2, 4)), 1)
+        through(cache, blocks, padded, step(0))
+        later = torch.cat((1.2 * x, 100 * torch.randn(1, 2, 4)), 1)
+        found = through(cache, blocks, later, step(1))
+        if threshold < 0.2:
+            torch.testing.assert_close(found, 4 * later)
+            assert blocks.calls == [2, 2]
+        else:
+            torch.testing.assert_close(found, 2 * later + 2 * padded)
+            assert blocks.calls == [2, 1] and cache.computed == {"cond": [0]}
 
 
 def test_threshold_zero_changes_no_bit() -> None:
@@ -479,11 +468,7 @@ def test_the_rebuilt_branch_has_the_kept_difference() -> None:
 # Values and parameters with which a policy skips steps of a random network.
 GIVEN: dict[str, tuple[str, ...]] = {
     "first_block": ("--step_cache=first_block", "--step_cache_threshold=0.6"),
-    "tea": (
-        "--step_cache=tea",
-        "--step_cache_coefficients=1,0",
-        "--step_cache_threshold=1",
-    ),
+    "tea": ("--step_cache=tea", "--step_cache_coefficients=1,0", "--step_cache_threshold=1"),
     "steps": ("--step_cache=steps:0-3,9,15-19",),
 }
 
@@ -529,11 +514,7 @@ def test_a_run_computes_what_its_policy_promises(
     """Blocks and self-attentions that ran, the record, the list, and what `--plan` says."""
     given = GIVEN.get(name, (f"--step_cache={name}",))
     size = ["--size=96*64", "--frame_num=5", "--sample_steps=20", "--sample_shift=5"]
-    run = resolve(
-        flags.parse(["--plan", "--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *given]),
-        lambda *_: None,
-        plan=True,
-    )
+    run = planned("--task=ti2v-5B", f"--ckpt_dir={tiny('ti2v-5B')}", *size, *given)
     forwards, made = watched(monkeypatch), run.setup.policy
     assert made is not None
     settings = {name: value for name, value in vars(run.setup.cache).items() if value is not None}
@@ -567,11 +548,11 @@ def test_a_run_computes_what_its_policy_promises(
     assert promised or "self-attention" in line or "decided" in line or "known when" in line
 
 
-@pytest.mark.parametrize("row", POLICIES.values(), ids=POLICIES)
-def test_the_documents_name_each_policy(row: PolicyRow) -> None:
+def test_the_documents_name_each_policy() -> None:
     """With what it leaves out, the parameters that it reads, and its threshold."""
     lines = (Path(__file__).parents[2] / "docs" / "step_caches.md").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))
-    own = [name for name in row.reads if name not in ("step_cache_warmup", "step_cache_order")]
-    assert all(f"`--{name}`" in line for name in own)
-    assert row.threshold is None or f"`--step_cache_threshold` ({row.threshold:g}" in line
+    for row in POLICIES.values():
+        (line,) = (line for line in lines if line.startswith(f"| `{row.value}` | {row.help}"))
+        own = [name for name in row.reads if name not in ("step_cache_warmup", "step_cache_order")]
+        assert all(f"`--{name}`" in line for name in own), row.value
+        assert row.threshold is None or f"`--step_cache_threshold` ({row.threshold:g}" in line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ CALM = settings(deadline=None)  # the machine may be busy
 PLANS = st.builds(
     TokenPlan, st.integers(1, 3000), st.integers(1, 16), st.sampled_from([1, 2, 128, 256])
 )
-RINGS = [(ring_type, size) for ring_type in RING_TYPES for size in range(2, 9)]
+SIZES = range(2, 9)
+RANKS = [(size, rank) for size in SIZES for rank in range(size)]
 
 
 @CALM
@@ -34,24 +35,24 @@ def test_shards_are_equal_and_hold_every_token_once(plan: TokenPlan) -> None:
     assert plan.padded - plan.tokens < plan.ranks * plan.multiple, "no more padding than needed"
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ranks", "multiple", "shard_len", "valid"),
-    [
-        (8, 4, 1, 2, [2, 2, 2, 2]),
-        (9, 4, 1, 3, [3, 3, 3, 0]),
-        (3, 4, 1, 1, [1, 1, 1, 0]),
-        (9, 8, 1, 2, [2, 2, 2, 2, 1, 0, 0, 0]),
-        (1, 1, 1, 1, [1]),
-        (300, 2, 128, 256, [256, 44]),
-        (75_600, 8, 1, 9450, [9450] * 8),
-    ],
-)
-def test_shard_table(
-    tokens: int, ranks: int, multiple: int, shard_len: int, valid: list[int]
-) -> None:
-    plan = TokenPlan(tokens, ranks, multiple)
-    assert plan.shard_len == shard_len
-    assert [plan.valid(rank) for rank in range(ranks)] == valid
+SHARDS = {  # tokens, ranks, multiple -> tokens of a shard, and those that count of each
+    (8, 4, 1): (2, [2, 2, 2, 2]),
+    (9, 4, 1): (3, [3, 3, 3, 0]),
+    (3, 4, 1): (1, [1, 1, 1, 0]),
+    (9, 8, 1): (2, [2, 2, 2, 2, 1, 0, 0, 0]),
+    (1, 1, 1): (1, [1]),
+    (300, 2, 128): (256, [256, 44]),
+    (75_600, 8, 1): (9450, [9450] * 8),
+}
+
+
+def test_shard_table() -> None:
+    plans = {case: TokenPlan(*case) for case in SHARDS}
+    found = {
+        case: (plan.shard_len, [plan.valid(rank) for rank in range(plan.ranks)])
+        for case, plan in plans.items()
+    }
+    assert found == SHARDS
 
 
 @CALM
@@ -73,59 +74,58 @@ def test_runs_follow_their_tokens(lengths: list[int], ranks: int, multiple: int)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_shard_has_memory_of_its_own(ranks: int, multiple: int, ordered: bool) -> None:
+def test_a_shard_has_memory_of_its_own(ordered: bool) -> None:
     """Blocks update it in place, and the whole sequence may be used again."""
     order = (lambda _: torch.arange(5, -1, -1)) if ordered else None
     whole = torch.arange(1.0, 13).view(1, 6, 2)
     arranged, before = whole.flip(1) if ordered else whole.clone(), whole.clone()
-    tokens, found = ShardedTokens(ALONE, multiple, order), []
-    for rank in range(ranks):
-        tokens.ranks, tokens.rank = ranks, rank
-        found.append(tokens.shard(whole, (1, 2, 3)))
-        assert torch.equal(
-            torch.cat(found, dim=1)[:, :6], arranged[:, : len(found[0][0]) * (rank + 1)]
-        )
-        kept = found[-1].clone()
-        found[-1].zero_()
-        assert torch.equal(whole, before)
-        assert found[-1].untyped_storage().nbytes() == found[-1].nbytes, "nothing else is held"
-        found[-1] = kept
+    for ranks, multiple in product((1, 2, 3), (1, 4)):
+        tokens, found = ShardedTokens(ALONE, multiple, order), []
+        for rank in range(ranks):
+            tokens.ranks, tokens.rank = ranks, rank
+            found.append(tokens.shard(whole, (1, 2, 3)))
+            so_far = arranged[:, : len(found[0][0]) * (rank + 1)]
+            assert torch.equal(torch.cat(found, dim=1)[:, :6], so_far), (ranks, multiple)
+            kept = found[-1].clone()
+            found[-1].zero_()
+            assert torch.equal(whole, before), (ranks, multiple)
+            assert found[-1].untyped_storage().nbytes() == found[-1].nbytes, "nothing else is held"
+            found[-1] = kept
 
 
-@pytest.mark.parametrize(("ring_type", "size"), RINGS)
-def test_every_rank_gets_every_other_block_once(ring_type: str, size: int) -> None:
-    for rank in range(size):
+@pytest.mark.parametrize("ring_type", RING_TYPES)
+def test_every_rank_gets_every_other_block_once(ring_type: str) -> None:
+    """It computes R blocks."""
+    for size, rank in RANKS:
         received = [b for hop in hops(ring_type, rank, size) for _, b in hop.receives]
-        assert sorted([rank, *received]) == list(range(size)), f"rank {rank} computes R blocks"
+        assert sorted([rank, *received]) == list(range(size)), (rank, size)
 
 
-@pytest.mark.parametrize(("ring_type", "size"), RINGS)
-def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str, size: int) -> None:
+@pytest.mark.parametrize("ring_type", RING_TYPES)
+def test_a_send_meets_its_receive_in_the_same_hop(ring_type: str) -> None:
     """And no two blocks take the same link at once: there is no tag that tells them apart."""
-    plans = [hops(ring_type, rank, size) for rank in range(size)]
-    assert {len(plan) for plan in plans} == {size - 1}, "all ranks step together"
-    for together in zip(*plans, strict=True):
-        sent = [(me, to, b) for me, hop in enumerate(together) for to, b in hop.sends]
-        got = [(frm, me, b) for me, hop in enumerate(together) for frm, b in hop.receives]
-        assert sorted(sent) == sorted(got)
-        assert len({(frm, to) for frm, to, _ in sent}) == len(sent)
+    for size in SIZES:
+        plans = [hops(ring_type, rank, size) for rank in range(size)]
+        assert {len(plan) for plan in plans} == {size - 1}, "all ranks step together"
+        for together in zip(*plans, strict=True):
+            sent = [(me, to, b) for me, hop in enumerate(together) for to, b in hop.sends]
+            got = [(frm, me, b) for me, hop in enumerate(together) for frm, b in hop.receives]
+            assert sorted(sent) == sorted(got), size
+            assert len({(frm, to) for frm, to, _ in sent}) == len(sent), size
 
 
-@pytest.mark.parametrize(("ring_type", "size"), RINGS)
-def test_a_rank_passes_on_only_what_it_has_just_received(ring_type: str, size: int) -> None:
+@pytest.mark.parametrize("ring_type", RING_TYPES)
+def test_a_rank_passes_on_only_what_it_has_just_received(ring_type: str) -> None:
     """So two blocks per direction are enough memory, whatever R."""
-    for rank in range(size):
+    for size, rank in RANKS:
         held = {rank}
         for hop in hops(ring_type, rank, size):
-            assert {b for _, b in hop.sends} <= held
+            assert {b for _, b in hop.sends} <= held, (rank, size)
             held = {b for _, b in hop.receives}
 
 
-@pytest.mark.parametrize("size", range(2, 9))
-def test_links_in_use(size: int) -> None:
-    for rank in range(size):
+def test_links_in_use() -> None:
+    for size, rank in RANKS:
         for hop in hops("ring", rank, size):
             assert [to for to, _ in hop.sends] == [(rank + 1) % size], "one way round"
             assert [frm for frm, _ in hop.receives] == [(rank - 1) % size]

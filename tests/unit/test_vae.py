@@ -56,27 +56,37 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
+LIMITS = {"contiguous": 2e-6, "channels last": 5e-6}  # channels-last convolutions are others
+USUAL = {"contiguous": [(2, 1, 2), (2, 1, 256)], "channels last": [(1, 3, 5), (3, 4, 3)]}
+SIZES = [(1, 3, 5), (2, 1, 2), (3, 4, 3), (2, 1, 256), (21, 3, 2)]
+
+
 @VERSION
-@pytest.mark.parametrize(("layout", "limit"), [("contiguous", 2e-6), ("channels last", 5e-6)])
-@pytest.mark.parametrize("size", [(1, 3, 5), (2, 1, 2), (3, 4, 3), (2, 1, 256), slow((21, 3, 2))])
-def test_the_same_as_diffusers(
-    pair, version: str, size: tuple[int, ...], layout: str, limit: float
-) -> None:
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        (layout, size) if size in USUAL[layout] else slow(layout, size)
+        for layout in LIMITS
+        for size in SIZES
+    ],
+)
+def test_the_same_as_diffusers(pair, version: str, layout: str, size: tuple[int, ...]) -> None:
     """size: latent frames, rows and columns; of wide videos, the largest layers get single frames.
 
-    Channels-last convolutions are other kernels.
+    Those are compared in float32 only, because float64 takes seconds.
     """
     their, our = pair(version)
     our = our.channels_last() if layout == "channels last" else our
     random, (f, h, w) = torch.Generator().manual_seed(0), size
     z = torch.randn(1, our.version.z_dim, *size, generator=random)
-    assert distance(decoded(our, z), their.decode(z).sample) <= limit
+    assert distance(decoded(our, z), their.decode(z).sample) <= LIMITS[layout]
     scale = our.version.scale
     video = torch.rand(1, 3, 4 * f - 3, h * scale, w * scale, generator=random) * 2 - 1
-    assert distance(our.encode(video), their.encode(video).latent_dist.mode()) <= limit
-    ours, exact = our.double(), their.double()  # whose decoder upsamples in float32 all the same
-    found = ours.encode(video.double())
-    assert distance(found, exact.encode(video.double()).latent_dist.mode()) <= 1e-12
+    assert distance(our.encode(video), their.encode(video).latent_dist.mode()) <= LIMITS[layout]
+    if w < 100:
+        ours, exact = our.double(), their.double()
+        found = ours.encode(video.double())
+        assert distance(found, exact.encode(video.double()).latent_dist.mode()) <= 1e-12
 
 
 def test_rows_that_make_no_latent_are_left_out(pair) -> None:

@@ -1,0 +1,62 @@
+"""What the comparisons with official tensors share: distances, weights, and parts of a pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from wan.log import Stages
+from wan.pipeline import vae
+from wan.pipeline.pipeline import Sharing
+
+CPU = torch.device("cpu")
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return (ours.double() - theirs.double()).abs().max().item()
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    return {name: tensor.float() for name, tensor in load_file(path).items()}
+
+
+class Networks:
+    """Stands where a pipeline's networks are handed out, and is the network itself."""
+
+    def get(self, _: str) -> Any:
+        return self
+
+    def prefetch(self, _: str) -> None: ...
+
+
+class Parts:
+    """What the loop over clips asks of a pipeline, made of the official vectors' networks.
+
+    Args:
+        folder: Of the official tensors of a kind of networks.
+        cases: The file of a whole run.
+        experts: The network of the run.
+    """
+
+    def __init__(self, folder: Path, cases: str, experts: Networks) -> None:
+        tensors = load_file(folder / cases)
+        self.contexts = tensors["context"], tensors["context_null"]
+        self.stages, self.sharing = Stages(lambda: None), Sharing()
+        self.device: Any = type("Device", (), {"torch_device": CPU})
+        self.experts: Any = experts
+        found = vae.blueprint(folder.parent / "vae21.weights.safetensors")
+        self.vae = vae.VideoVAE(found.load(device=CPU, dtype_of=lambda *_: torch.float32))
+        self.encode, self.decode = self.vae.encode, self.vae.decode
+
+    def texts(self, *_: object) -> tuple[Tensor, Tensor]:
+        return self.contexts
+
+    def advanced(self, video: Any) -> Tensor:
+        return video.advance(self.experts)
+
+    def done(self, _: object) -> None: ...
