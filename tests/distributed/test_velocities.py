@@ -7,7 +7,6 @@ padding does not divide by frames.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,10 +18,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist import run
-from tests.distributed.topology import ROWS, Topology, attention_layer, blocks_of
+from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, blocks_of
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import StepInfo
 from wan.modules.animate import WanAnimateModel
@@ -185,19 +183,6 @@ def predict(task: str, scene: Scene, **collaborators: Any) -> Tensor:
         given = inputs[branch] | {"x": [x], "context": [texts[branch]]}
         velocities += net(t=torch.tensor([t]), step=step, **given)
     return torch.stack(velocities)
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the operations between ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.found[func._opname] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def share(task: str, scene: Scene, cases: Sequence[Case]) -> dict[Case, Tensor]:

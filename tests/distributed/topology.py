@@ -5,14 +5,16 @@ Rank = ring rank * P + Ulysses rank, so shard i of the tokens lies on rank i.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
@@ -86,3 +88,16 @@ def blocks_of(layer: FAPowerCapAttention) -> Callable[[int], FAPowerCapAttention
         return own
 
     return make
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the operations between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found[func._opname] += 1
+        return func(*args, **(kwargs or {}))
