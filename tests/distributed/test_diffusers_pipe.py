@@ -33,7 +33,7 @@ from wan.modules.blocks import WanAttentionBlock
 from wan.settings.errors import InputError
 from wan.settings.parallel import EXCHANGES
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 HEADS = {"t2v-1.3B": 12, "ti2v-5B": 24}
 MODES: dict[str, Settings] = {

@@ -25,7 +25,7 @@ from wan.modules.interfaces import Collaborators
 from wan.modules.rope import rope_table
 from wan.settings.schedule import TokenPlan
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 GRID = (3, 16, 10)
 TOKENS = prod(GRID)

@@ -30,7 +30,7 @@ from wan.distributed.mesh import Team
 from wan.distributed.start import Once, Patience, Prepared, run
 from wan.settings.errors import InputError
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 PATIENT, IMPATIENT = Patience(), Patience(first=0.5, every=0.5, limit=2)
 HOST, KILLED = socket.gethostname(), -signal.SIGKILL
 HIDDEN = (rf"\b{HOST}\b", r"(?<=:)\d{4,5}\b")

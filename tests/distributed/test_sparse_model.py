@@ -26,7 +26,7 @@ from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.model import WanModel
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 JOBS = {
     "t2v": Job(grid=(3, 9, 10)),

@@ -28,7 +28,7 @@ from wan.settings.parallel import Parallel
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import StepCache
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 HEADS, GRID, STEPS = 4, (3, 3, 5), 8
 TOKENS = 45  # that 2 and 4 ranks share with padding
 BRANCHES = policies.BRANCHES

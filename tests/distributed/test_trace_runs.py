@@ -34,7 +34,7 @@ from wan.power.report import RankReport, analyse
 from wan.settings.schedule import Action, Mode, heads_per_chunk
 from wan.trace import HostClock, Recorder
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 JOB = Job(grid=(3, 9, 10), heads=8)  # 270 tokens: on 4 ranks some hold padding
 KINDS = {  # name -> multiple of a rank's tokens
@@ -149,14 +149,13 @@ def control_ways(skipped: bool) -> list[RankReport]:
     return found
 
 
-@pytest.mark.parametrize("skipped", [False, True])
-def test_control_blocks_are_as_planned(skipped: bool) -> None:
+def test_control_blocks_are_as_planned() -> None:
     """They are layers behind the others, and are skipped with the block they belong to."""
-    for reports in run(2, control_ways, skipped):
-        for report in reports:
-            order = report.order
-            assert order.difference is None, order.difference
-            assert (order.layers, order.skipped) == ((2, 1) if skipped else (3, 0))
+    for skipped, counts in ((False, (3, 0)), (True, (2, 1))):
+        for reports in run(2, control_ways, skipped):
+            for order in (report.order for report in reports):
+                assert order.difference is None, order.difference
+                assert (order.layers, order.skipped) == counts
 
 
 @pytest.mark.parametrize(
