@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist import run
-from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
+from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.kernels.base import Kernel
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings.schedule import TokenPlan
@@ -57,13 +57,6 @@ def qkv_and_reference(heads: int, tokens: int, dtype: str) -> tuple[list[Tensor]
     )
     exact = torch.full_like(expected, 2e-5)
     return qkv, expected, exact if dtype == "float32" else exact + 3 * 2**-8 * sizes
-
-
-def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
-    """This rank's tokens; behind them `fill`."""
-    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
-    missing = plan.shard_len - valid
-    return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
 
 
 def compare_modes(case: Case, kernel: Callable[[], Kernel], same_bits: bool = True) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.methods import HEAD_DIM, KINDS, Kind, make_methods
-from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer
+from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, shard
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
@@ -35,12 +35,6 @@ DENSE = Kind("dense")
 def qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(heads)
     return list(torch.randn(3, batch, TOKENS, heads, HEAD_DIM, generator=generator).to(dtype))
-
-
-def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
-    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
-    padding = [0, 0, 0, 0, 0, plan.shard_len - valid]
-    return F.pad(x_BSND[:, first : first + valid], padding, value=fill)
 
 
 def written(layer: FAPowerCapAttention, own: list[Tensor], **known: Any) -> Tensor | None:
@@ -66,7 +60,7 @@ def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: tor
             layer = attention_layer(
                 topology,
                 mode,
-                methods=() if kind == DENSE else make_methods(kind, dtype),
+                methods=make_methods(kind, dtype),
                 exchange="split" if exchange == "split" else "fused",
             )
             layer.layer = 0

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.conftest import Tiny
 from tests.dist import run
 from tests.distributed.methods import KINDS, Kind, make_methods, whole_sequence
-from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
+from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.checkpoint.layout import describe
 from wan.device import resolve
 from wan.kernels.base import AttendRows, Payload, StepInfo
@@ -53,12 +52,6 @@ def qkv(heads: int, tokens: int, dtype: str) -> tuple[Tensor, ...]:
 
 def step(grid: tuple[int, int, int], index: int = 3) -> StepInfo:
     return StepInfo(index, 8, "cond", "dit", grid, prod(grid))
-
-
-def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
-    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
-    padding = [0, 0, 0, 0, 0, plan.shard_len - valid]
-    return F.pad(x_BSND[:, first : first + valid], padding, value=fill)
 
 
 def attend(case: Case, mode: str) -> Tensor:

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from tests.dist import run
+from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import Method, StepInfo
-from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
-from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.model import WanModel
@@ -43,8 +42,7 @@ LAYOUTS = {
 
 
 def rainfusion(sparsity: float, fp8: bool = False) -> tuple[Method, ...]:
-    quantiser = Fp8Quantiser(Rotations(8, sylvester)) if fp8 else None
-    return (RainFusionAttention("v3", sparsity, 0, quantiser=quantiser),)
+    return small_methods("v3-fp8" if fp8 else "v3", sparsity)
 
 
 def velocities(job: Job, methods: tuple[Method, ...], **where: Any) -> Tensor:
@@ -127,8 +125,8 @@ def test_ranks_predict_it_in_all_modes(world: int, job: Job) -> None:
 @torch.inference_mode()
 def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
     for mode in ROWS:
-        method = Fp8Attention(Fp8Quantiser(Rotations(8)), torch.float32, before_exchange=transport)
-        layer = attention_layer(Topology(2, 1), mode, methods=(method,))
+        methods = small_methods("fp8 exchange" if transport else "fp8")
+        layer = attention_layer(Topology(2, 1), mode, methods=methods)
         tokens = ShardedTokens(None, 256 if transport else 1)
         found = velocities(job, (), attention=layer, tokens=tokens)
         assert (found - expected).abs().max() <= 2e-5, mode
@@ -137,8 +135,7 @@ def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
 def test_fp8_attention_on_ranks() -> None:
     """With both exchanges."""
     job = JOBS["t2v"]
-    method = Fp8Attention(Fp8Quantiser(Rotations(8)), torch.float32)
-    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=(method,))
+    layer = FAPowerCapAttention(comm_type=0, methods=small_methods("fp8"))
     with torch.inference_mode():
         expected = torch.stack(job.velocities(job.model(attention=layer)))
     for transport in (False, True):

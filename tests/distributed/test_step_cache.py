@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.dist import run
-from tests.distributed.test_fused_ops import methods
+from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from wan.cache import policy as policies
 from wan.cache.policy import Lists
@@ -260,7 +260,7 @@ def test_a_skipped_step_with_every_method() -> None:
 @torch.inference_mode()
 def check_skipped_step(kind: str) -> None:
     job = Job("ti2v", heads=12, grid=(3, 9, 10), text_cache=True)
-    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods(kind))
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=small_methods(kind))
     order = window_order if kind[0] == "v" else None
     cache = Case("tea", {}).cache()
     cache.begin(dict.fromkeys(BRANCHES, (True, False)))

@@ -14,13 +14,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.base import Kernel, Method
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.settings.schedule import MODES, OVERLAP, Mode
+from wan.settings.schedule import MODES, OVERLAP, Mode, TokenPlan
 
 ROWS: dict[str, Mode] = {str(comm_type): row for comm_type, row in MODES.items()}
 ROWS["overlap"] = OVERLAP
@@ -47,6 +49,13 @@ def topologies(*worlds: int) -> list[Topology]:
         if world % ring == 0
         for ring_type in RING_TYPES[: 1 if ring == 1 else None]
     ]
+
+
+def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
+    """This rank's tokens; behind them `fill`."""
+    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
+    missing = plan.shard_len - valid
+    return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
 
 
 @cache

@@ -19,9 +19,8 @@ from tests.distributed.test_attention_matrix import (
     compare_modes,
     name,
     qkv_and_reference,
-    shard,
 )
-from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
+from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from tests.xfuser.ranks import ATTENTION_FUNCTION_REGISTRY, FLASH, MATH, flash_on_cpu, registered
 from tests.xfuser.ranks import kernel as loaded
 from wan.settings import schedule
