@@ -20,12 +20,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 Tiny = Callable[..., Path]
 
 
-LONG = ("serve", "ranks", "test_long_videos.py", "test_s2v.py", "test_plan.py", "test_animate.py")
+LONG = (
+    "serve",
+    "ranks",
+    "pairs",
+    "test_long_videos.py",
+    "test_s2v.py",
+    "test_plan.py",
+    "test_animate.py",
+)
 """Groups of tests that take longest: they begin first, so that no worker waits for another."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files stay with a worker; all that need ranks with one, which starts pools of them once."""
+    """Files stay with a worker; those that need ranks with one, which starts pools of them once.
+
+    But for files that need two ranks at most by default: their group is "pairs".
+    """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             together = "ranks" if item.get_closest_marker("dist") else item.path.name

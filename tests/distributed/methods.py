@@ -31,16 +31,24 @@ class Kind(NamedTuple):
 KINDS = (Kind("fp8"), Kind("fp8", transport=True), Kind("v2"), Kind("v3"), Kind("v3-fp8"))
 
 
-def make_methods(kind: Kind, dtype: torch.dtype) -> tuple[Method, ...]:
-    """Fresh ones: what they keep is theirs."""
+def make_methods(
+    kind: Kind, dtype: torch.dtype, head_dim: int = HEAD_DIM, sparsity: float = SPARSITY
+) -> tuple[Method, ...]:
+    """Fresh ones: what they keep is theirs; none if the kind is dense."""
+    if kind.name == "dense":
+        return ()
     if kind.name == "fp8":
-        quantiser = Fp8Quantiser(Rotations(HEAD_DIM))
+        quantiser = Fp8Quantiser(Rotations(head_dim))
         return (Fp8Attention(quantiser, dtype, before_exchange=kind.transport),)
-    quantiser = Fp8Quantiser(Rotations(HEAD_DIM, sylvester)) if kind.name == "v3-fp8" else None
-    sparse = RainFusionAttention(
-        kind.name[:2], SPARSITY, kind.start, kind.refresh, quantiser=quantiser
-    )
-    return (sparse,)
+    sparse = Fp8Quantiser(Rotations(head_dim, sylvester)) if kind.name == "v3-fp8" else None
+    version, refresh = kind.name[:2], kind.refresh
+    return (RainFusionAttention(version, sparsity, kind.start, refresh, quantiser=sparse),)
+
+
+def small_methods(kind: str, sparsity: float = 0.6) -> tuple[Method, ...]:
+    """Of networks with 8 channels a head, by the kind's name or "fp8 exchange"."""
+    own = Kind(kind.split()[0], transport=kind.endswith("exchange"))
+    return make_methods(own, torch.float32, 8, sparsity)
 
 
 def whole_sequence(

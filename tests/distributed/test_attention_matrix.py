@@ -6,7 +6,7 @@ would be seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import pytest
@@ -15,9 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.conftest import slow
 from tests.dist import run
-from tests.distributed.topology import ROWS, Topology, attention_layer, topologies
+from tests.distributed.topology import ROWS, Topology, attention_layer, shard, topologies
 from wan.kernels.base import Kernel
 from wan.kernels.sdpa import SdpaKernel
 from wan.settings.schedule import TokenPlan
@@ -58,13 +57,6 @@ def qkv_and_reference(heads: int, tokens: int, dtype: str) -> tuple[list[Tensor]
     )
     exact = torch.full_like(expected, 2e-5)
     return qkv, expected, exact if dtype == "float32" else exact + 3 * 2**-8 * sizes
-
-
-def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
-    """This rank's tokens; behind them `fill`."""
-    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
-    missing = plan.shard_len - valid
-    return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
 
 
 def compare_modes(case: Case, kernel: Callable[[], Kernel], same_bits: bool = True) -> None:
@@ -125,30 +117,50 @@ def test_the_selection_covers_all_pairs() -> None:
             assert len(found) == len(factors[a]) * len(factors[b])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(c if c[0].world < 4 or i % 2 else slow(c) for i, c in enumerate(pairwise_cases())),
-        (Topology(2, 4, "bidirectional"), 40, 67, "float32"),
-    ],
-    ids=name,
-)
-def test_selected_combinations(case: Case) -> None:
-    run(case[0].world, compare_modes, case, SdpaKernel)
+def differences(cases: Sequence[Case], kernel: Callable[[], Kernel]) -> dict[str, str]:
+    """On one rank: what is wrong in which case."""
+    wrong = {}
+    for case in cases:
+        try:
+            compare_modes(case, kernel)
+        except AssertionError as error:
+            wrong[name(case)] = str(error)
+    return wrong
+
+
+def check(cases: Sequence[Case], kernel: Callable[[], Kernel] = SdpaKernel) -> None:
+    """cases: All of one number of ranks."""
+    world = cases[0][0].world
+    found = run(world, differences, cases, kernel, timeout=600)
+    wrong = {rank: cases for rank, cases in enumerate(found) if cases}
+    assert not wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_selected_combinations(world: int) -> None:
+    """Of four ranks every second one, of each layout and length."""
+    chosen = [case for case in pairwise_cases() if case[0].world == world]
+    turns = [n for n in range(len(chosen)) if world < 4 or (n + n // len(TOKENS)) % 2]
+    check([chosen[n] for n in turns])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", topologies(1, 2, 4, 8), ids=str)
 def test_all_combinations(topology: Topology) -> None:
-    for case in cases(topology):
-        run(topology.world, compare_modes, case, SdpaKernel)
+    check(cases(topology))
 
 
+def test_kernels_without_lse_get_all_keys_at_once() -> None:
+    check(
+        [(Topology(1, 2), 24, 9, "bfloat16"), (Topology(1, 2), 24, 67, "float32")], GatheringKernel
+    )
+    check([(Topology(2, 2), 24, 9, "float32")], GatheringKernel)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ulysses", [1, 2])
-@pytest.mark.parametrize("tokens", [TOKENS[0], *map(slow, TOKENS[1:])])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_without_lse_get_all_keys_at_once(ulysses: int, tokens: int, dtype: str) -> None:
-    run(2 * ulysses, compare_modes, (Topology(ulysses, 2), 24, tokens, dtype), GatheringKernel)
+def test_kernels_without_lse_at_all_lengths(ulysses: int) -> None:
+    check([(Topology(ulysses, 2), 24, n, d) for n in TOKENS for d in DTYPES], GatheringKernel)
 
 
 def attend_without_valid_len() -> None:

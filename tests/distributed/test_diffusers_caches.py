@@ -19,7 +19,7 @@ from wan.configs import WAN_CONFIGS
 from wan.diffusers import apply_cache_on_pipe, deparallelize
 from wan.settings.flags import FLAGS
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 
 def computing(pipe: Any, noted: list[tuple[int, int]]) -> list[Any]:

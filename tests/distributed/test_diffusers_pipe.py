@@ -26,13 +26,14 @@ from tests.conftest import slow
 from tests.diffusers_runs import FORMS, TOLERANCE, Settings, Video, make, sharing
 from tests.dist import REPO, TORCHRUN, run
 from tests.numerics.test_diffusers import diffusers_latents
+from tests.refusals import check_refusals
 from wan.configs import WAN_CONFIGS
 from wan.diffusers import deparallelize, parallelize_transformer
 from wan.modules.blocks import WanAttentionBlock
 from wan.settings.errors import InputError
 from wan.settings.parallel import EXCHANGES
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 HEADS = {"t2v-1.3B": 12, "ti2v-5B": 24}
 MODES: dict[str, Settings] = {
@@ -70,7 +71,7 @@ SOME: dict[str, list[Settings]] = {  # of two ranks
     "2.2": [{**mode, "ulysses_size": 2} for mode in MODES.values()],
     "2.1 image": [{"comm_type": 1}],
     "5B image": [{"cfg_size": 2}, {"ulysses_size": 2}],
-    "2.2 control": [{"ulysses_size": 2}, {"ulysses_size": 2, "comm_type": 1}, {"cfg_size": 2}],
+    "2.2 control": [{"ulysses_size": 2, "comm_type": 1}, {"cfg_size": 2}],
 }
 
 
@@ -91,7 +92,7 @@ def check(expected: Tensor, settings: Sequence[Settings], answers: list[list[Ten
 @pytest.mark.parametrize("form", SOME)
 @pytest.mark.usefixtures("one_thread")
 def test_two_ranks_share_a_video(tiny: Any, form: str) -> None:
-    video = make(tiny, form, steps=2)
+    video = make(tiny, form, steps=2, frames=5 if "control" in form else 9)
     expected = video.latents(video.pipe())
     check(expected, SOME[form], run(2, shared, video, SOME[form]))
 
@@ -337,47 +338,45 @@ def exchanges(video: Video, settings: Settings, task: str, folder: Path, image: 
 
 
 def test_refused_by_all_ranks_together(tiny: Any) -> None:
-    """Guidance that skips the second call, which cfg_size 2 needs; other noise; another text."""
-    for unguided, ended, drawn, prompted, noisy, again in run(
-        2, refused, make(tiny, "2.1"), timeout=60
-    ):
-        assert "DPMSolverMultistepScheduler draws noise" in noisy
-        assert "there is only one" in unguided and "ends in the middle" in ended
-        assert "other texts" in prompted
-        assert "generators of the same seed" in drawn
-        assert again, "the next video is made"
+    """Guidance that skips the second call, which cfg_size 2 needs; other noise, text and images."""
+    first, second = run(2, refused, make(tiny, "2.1"), make(tiny, "2.2 image"), timeout=60)
+    check_refusals("ranks: calls of diffusers' pipelines", first)
+    assert first == second
 
 
-def refused(video: Video) -> tuple[str, str, str, str, str, bool]:
-    """On one rank."""
+def refused(video: Video, pictured: Video) -> dict[str, str]:
+    """On one rank; the next video is made."""
     torch.set_num_threads(1)
+    rank, said = torch.distributed.get_rank(), {}
+
+    def refuse(name: str, one: Video, pipe: Any, **more: Any) -> None:
+        with pytest.raises(InputError) as error:
+            one.latents(pipe, **more)
+        said[name] = str(error.value)
 
     def end(pipe: Any, step: int, *_: object) -> dict[str, Any]:
         pipe._guidance_scale = 1.0  # as SDCFGCutoffCallback of diffusers
         return {}
 
-    other = torch.Generator().manual_seed(torch.distributed.get_rank())
+    other = torch.Generator().manual_seed(rank)
     text = torch.randn(1, 512, 64, generator=other)
-    each: list[Settings] = [{"callback_on_step_end": end}, {"generator": other}]
-    each.append({"prompt_embeds": text})
     with sharing(video.pipe(), cfg_size=2) as pipe:
-        with pytest.raises(InputError) as unguided:
-            replace(video, guidance=1.0).latents(pipe)
-        said = [str(unguided.value)]
-        for more in each:
-            with pytest.raises(InputError) as error:
-                video.latents(pipe, **more)
-            said.append(str(error.value))
+        refuse("no guidance", replace(video, guidance=1.0), pipe)
+        refuse("guidance ends", video, pipe, callback_on_step_end=end)
+        refuse("other noise", video, pipe, generator=other)
+        refuse("other text", video, pipe, prompt_embeds=text)
         usual, noise = pipe.scheduler, {"algorithm_type": "sde-dpmsolver++"}
         pipe.scheduler = DPMSolverMultistepScheduler.from_config(usual.config, **noise)
         torch.manual_seed(7)
         assert video.latents(pipe).isfinite().all()
-        torch.manual_seed(torch.distributed.get_rank())
-        with pytest.raises(InputError) as error:
-            video.latents(pipe)
-        said.append(str(error.value))
+        torch.manual_seed(rank)
+        refuse("noise between steps", video, pipe)
         pipe.scheduler = usual
-        return *said, bool(video.latents(pipe).isfinite().all())
+        assert video.latents(pipe).isfinite().all()
+    with sharing(pictured.pipe()) as pipe:
+        colour = ("red", "blue")[rank]
+        refuse("other image", pictured, pipe, image=Image.new("RGB", (112, 80), colour))
+    return said
 
 
 @pytest.mark.slow
@@ -418,17 +417,3 @@ def test_examples(tmp_path: Path, name: str, ranks: int, made: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / f"{made}.mp4").stat().st_size > 1000
-
-
-def refused_image(video: Video) -> str:
-    """On one rank: a picture that only one of them has."""
-    torch.set_num_threads(1)
-    colour = ("red", "blue")[torch.distributed.get_rank()]
-    with sharing(video.pipe()) as pipe, pytest.raises(InputError) as error:
-        video.latents(pipe, image=Image.new("RGB", (112, 80), colour))
-    return str(error.value)
-
-
-def test_ranks_with_other_images_are_refused(tiny: Any) -> None:
-    for said in run(2, refused_image, make(tiny, "2.2 image"), timeout=60):
-        assert "other texts, images" in said

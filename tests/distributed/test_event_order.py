@@ -11,9 +11,9 @@ events is written as one string:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -41,7 +41,6 @@ COLLECTIVES = {
     for name in dist.distributed_c10d.__all__
     if name.startswith(KINDS) or name == "reduce"
 }
-RINGS = ("ring", "bidirectional")
 
 
 class Waited:
@@ -109,160 +108,156 @@ class RecordedKernel(SdpaKernel):
         self.calls.append((q.shape[1], q.shape[2]))
 
 
-def attend(
-    topology: Topology, mode: str, heads: int, tokens: int, can_return_lse: bool
-) -> tuple[str, list[tuple[int, int]]]:
-    events: list[str] = []
-    kernel = RecordedKernel(events, can_return_lse)
-    layer = attention_layer(topology, mode, kernel)
-    shard_len = TokenPlan(tokens, topology.world).shard_len
-    qkv = torch.randn(3, 1, shard_len, heads, 8).unbind(0)
-    with recorded(events):
-        layer(*qkv, valid_len=tokens)
-    return " ".join(events), kernel.calls
+class Call(NamedTuple):
+    """Of an attention layer; tokens: of all ranks."""
+
+    topology: Topology
+    mode: str
+    heads: int = 24
+    tokens: int = 40
+    merges: bool = True
 
 
-def events_of(
-    topology: Topology, mode: str, *, heads: int = 24, tokens: int = 40, lse: bool = True
-) -> tuple[list[str], list[tuple[int, int]]]:
-    """(events of each rank, rows and heads of each kernel call of rank 0)."""
-    answers = run(topology.world, attend, topology, mode, heads, tokens, lse)
-    return [events for events, _ in answers], answers[0][1]
+Found = tuple[str, list[tuple[int, int]]]
+"""(events, rows and heads of each kernel call)."""
 
 
-def joined(chunks: int, events: str) -> str:
-    return " ".join([events] * chunks)
+def attend(calls: Sequence[Call]) -> list[Found]:
+    """On one rank."""
+    found = []
+    for topology, mode, heads, tokens, merges in calls:
+        events: list[str] = []
+        kernel = RecordedKernel(events, merges)
+        layer = attention_layer(topology, mode, kernel)
+        qkv = torch.randn(3, 1, TokenPlan(tokens, topology.world).shard_len, heads, 8).unbind(0)
+        with recorded(events):
+            layer(*qkv, valid_len=tokens)
+        found.append((" ".join(events), kernel.calls))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("mode", "chunks", "events"),
-    [
-        ("0", 1, "A2A A2A A2A FA A2A"),
-        ("1", 10, "A2A A2A A2A FA A2A"),
-        ("2", 10, "A2A A2A A2A FA FA A2A"),
-    ],
-)
-def test_a_chunk_is_exchanged_attended_and_sent_back(mode: str, chunks: int, events: str) -> None:
-    """The next begins when it is done; no exchange runs beside attention."""
-    ranks, _ = events_of(Topology(2, 1), mode)
-    assert ranks == [joined(chunks, events)] * 2
+def made(calls: Sequence[Call]) -> list[list[Found]]:
+    """Of each call what each rank did. calls: All of one number of ranks."""
+    return list(map(list, zip(*run(calls[0].topology.world, attend, calls), strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("heads", "per_chunk"), [(40, [2] * 10), (24, [2, 2] + [1] * 8), (8, [1] * 4), (2, [1])]
-)
-def test_rows_and_heads_of_each_attention_call(heads: int, per_chunk: list[int]) -> None:
-    assert events_of(Topology(2, 1), "0", heads=heads)[1] == [(40, heads // 2)]
-    assert events_of(Topology(2, 1), "1", heads=heads)[1] == [(40, h) for h in per_chunk]
-    assert events_of(Topology(2, 1), "2", heads=heads)[1] == [
-        (20, h) for h in per_chunk for _ in "12"
-    ]
+def check(expected: Mapping[Call, Sequence[str]]) -> None:
+    """The events of each rank."""
+    found = [[events for events, _ in ranks] for ranks in made(list(expected))]
+    wrong = {call: x for call, x in zip(expected, found, strict=True) if x != [*expected[call]]}
+    assert not wrong, {call: expected[call] for call in wrong}
 
 
-@pytest.mark.parametrize("mode", ROWS)
-@pytest.mark.parametrize("heads", [8, 24])
-def test_a_call_does_what_its_row_says(mode: str, heads: int) -> None:
-    """For every mode there is, also one that is new."""
-    row, rows = ROWS[mode], 40
-    (events, _), calls = events_of(Topology(2, 1), mode, heads=heads, tokens=rows)
-    chunks = heads_per_chunk(heads, 2, row.chunks)
-    assert events.split().count("A2A") == 4 * len(chunks)
-    blocks = [b - a for a, b in q_ranges(rows, row.blocks)]
-    attended = [chunks[chunk] for verb, chunk in row.order(len(chunks)) if verb == "attend"]
-    assert calls == [(block, heads) for heads in attended for block in blocks]
-    assert ("got" in events) == row.overlaps
+INTO = "A2A A2A A2A"
+RINGS = ("ring", "bidirectional")
+# mode -> chunks of 24 heads on two ranks, attention to a block of keys
+PIECES = {"0": (1, "FA"), "1": (10, "FA"), "2": (10, "FA FA")}
 
 
-@pytest.mark.parametrize("ring_type", RINGS)
-@pytest.mark.parametrize(
-    ("mode", "chunks", "events"),
-    [
-        ("0", 1, "A2A A2A A2A hop FA in FA A2A"),
-        ("1", 10, "A2A A2A A2A hop FA in FA A2A"),
-        ("2", 10, "A2A A2A A2A hop FA FA in FA FA A2A"),
-    ],
-)
-def test_a_hop_runs_beside_attention(ring_type: str, mode: str, chunks: int, events: str) -> None:
-    """Hops are inside the chunk; started before the block at hand is attended to, in after it."""
-    ranks, _ = events_of(Topology(2, 2, ring_type), mode)
-    assert ranks == [joined(chunks, events)] * 4
+def chunks_of(each: str, heads: int = 24) -> dict[str, str]:
+    """By mode: as often as there are chunks; FA: all of its attention to a block of keys."""
+    return {
+        mode: " ".join([each.replace("FA", fa)] * min(chunks, heads // 2))
+        for mode, (chunks, fa) in PIECES.items()
+    }
+
+
+def test_a_chunk_is_exchanged_attended_and_sent_back() -> None:
+    """The next begins when it is done, and no exchange runs beside attention, but with overlap.
+
+    Overlap: three chunks; in with the first and second, attend, out; one chunk ahead, no more.
+    """
+    pair = Topology(2, 1)
+    expected = {Call(pair, mode): [x] * 2 for mode, x in chunks_of(f"{INTO} FA A2A").items()}
+    check(expected | {Call(pair, "overlap", heads=6): [overlapped("FA")] * 2})
+
+
+def overlapped(fa: str) -> str:
+    got = "got got got"
+    first, second = f"{INTO} {INTO} {got} {fa} A2A", f"{INTO} {got} {fa} A2A got"
+    return f"{first} {second} {got} {fa} A2A got got"
+
+
+def test_a_hop_runs_beside_attention() -> None:
+    """Hops are inside the chunk; started before the block at hand is attended to, in after it.
+
+    Where a half of the ring has nothing but padding it attends to nothing, but passes blocks on;
+    where partial results cannot be merged, keys and values are gathered, once per chunk.
+    """
+    expected: dict[Call, list[str]] = {}
+    for ring_type in RINGS:
+        square = Topology(2, 2, ring_type)
+        for mode, events in chunks_of(f"{INTO} hop FA in FA A2A").items():
+            expected[Call(square, mode)] = [events] * 4
+        some, none = chunks_of(f"{INTO} hop FA in A2A"), chunks_of(f"{INTO} hop in A2A")
+        for mode in PIECES:
+            expected[Call(square, mode, tokens=2)] = [some[mode]] * 2 + [none[mode]] * 2
+    gathered = chunks_of(f"{INTO} gather gather FA A2A", heads=8)
+    for mode in ("0", "2"):
+        expected[Call(Topology(2, 2), mode, heads=8, merges=False)] = [gathered[mode]] * 4
+    expected[Call(Topology(2, 2), "overlap", heads=6)] = [overlapped("hop FA in FA")] * 4
+    check(expected)
 
 
 def test_hops_of_a_longer_ring() -> None:
     """One way: a hop per block. Both ways: two blocks per hop where both neighbours have one."""
-    ranks, _ = events_of(Topology(1, 4), "0")
-    assert ranks == ["hop FA in hop FA in hop FA in FA"] * 4
-    ranks, _ = events_of(Topology(1, 4, "bidirectional"), "0")
-    assert ranks[0] == ranks[3] == "hop FA in hop FA in hop FA in FA"
-    assert ranks[1] == ranks[2] == "hop FA in hop FA FA in hop FA in"
+    one, both = "hop FA in hop FA in hop FA in FA", "hop FA in hop FA FA in hop FA in"
+    ways = {"ring": [one] * 4, "bidirectional": [one, both, both, one]}
+    check({Call(Topology(1, 4, way), "0"): events for way, events in ways.items()})
 
 
-@pytest.mark.parametrize("ring_type", RINGS)
-@pytest.mark.parametrize(
-    ("mode", "chunks", "fa"), [("0", 1, "FA"), ("1", 10, "FA"), ("2", 10, "FA FA")]
-)
-def test_blocks_of_padding_cost_no_attention(
-    ring_type: str, mode: str, chunks: int, fa: str
-) -> None:
-    """2 tokens on 2 x 2 ranks: the second half of the ring has none, but passes blocks on."""
-    ranks, _ = events_of(Topology(2, 2, ring_type), mode, tokens=2)
-    assert ranks[:2] == [joined(chunks, f"A2A A2A A2A hop {fa} in A2A")] * 2
-    assert ranks[2:] == [joined(chunks, "A2A A2A A2A hop in A2A")] * 2
+def test_rows_and_heads_of_each_attention_call() -> None:
+    pair, expected = Topology(2, 1), {}
+    for heads, per_chunk in {40: [2] * 10, 24: [2, 2] + [1] * 8, 8: [1] * 4, 2: [1]}.items():
+        expected[Call(pair, "0", heads)] = [(40, heads // 2)]
+        expected[Call(pair, "1", heads)] = [(40, h) for h in per_chunk]
+        expected[Call(pair, "2", heads)] = [(20, h) for h in per_chunk for _ in "12"]
+    found = [calls for (_, calls), _ in made(list(expected))]
+    assert dict(zip(expected, found, strict=True)) == expected
 
 
-@pytest.mark.parametrize(("mode", "fa"), [("0", "FA"), ("2", "FA FA")])
-def test_kernels_without_lse_gather(mode: str, fa: str) -> None:
-    """Keys and values once per chunk, not once per query block."""
-    ranks, _ = events_of(Topology(2, 2), mode, heads=8, lse=False)
-    chunks = 1 if mode == "0" else 4
-    assert ranks == [joined(chunks, f"A2A A2A A2A gather gather {fa} A2A")] * 4
+def test_a_call_does_what_its_row_says() -> None:
+    """For every mode there is, also one that is new."""
+    which = [Call(Topology(2, 1), mode, heads) for mode in ROWS for heads in (8, 24)]
+    for call, ((events, attended), _) in zip(which, made(which), strict=True):
+        row = ROWS[call.mode]
+        chunks = heads_per_chunk(call.heads, 2, row.chunks)
+        assert events.split().count("A2A") == 4 * len(chunks), call
+        heads = [chunks[chunk] for verb, chunk in row.order(len(chunks)) if verb == "attend"]
+        blocks = [b - a for a, b in q_ranges(call.tokens, row.blocks)]
+        assert attended == [(block, h) for h in heads for block in blocks], call
+        assert ("got" in events) == row.overlaps, call
 
 
-@pytest.mark.parametrize("ring", [1, 2])
-def test_overlap_exchanges_the_next_chunk_under_attention(ring: int) -> None:
-    """Three chunks: in with the first and second, attend, out; one chunk ahead, no more."""
-    into, got = "A2A A2A A2A", "got got got"
-    fa = "FA" if ring == 1 else "hop FA in FA"
-    ranks, _ = events_of(Topology(2, ring), "overlap", heads=6)
-    expected = [
-        f"{into} {into} {got} {fa} A2A",
-        f"{into} {got} {fa} A2A got",
-        f"{got} {fa} A2A got",
-        "got",
-    ]
-    assert ranks == [" ".join(expected)] * (2 * ring)
+def forward_a_model(layers: int) -> dict[str, str]:
+    """On one rank: by mode."""
+    found = {}
+    for mode in PIECES:
+        events: list[str] = []
+        attention = blocks_of(attention_layer(Topology(2, 1), mode, RecordedKernel(events)))
+        net: Any = WanModel(
+            dim=192,
+            ffn_dim=64,
+            num_heads=24,
+            num_layers=layers,
+            text_dim=16,
+            text_len=8,
+            collaborators=Collaborators(attention, tokens=ShardedTokens(None)),
+        )
+        for block in net.blocks:
+            block.cross_attn.register_forward_pre_hook(lambda *_, e=events: e.append("text"))
+            block.register_forward_hook(lambda *_, e=events: e.append("end"))
+        with torch.inference_mode(), recorded(events):
+            net([torch.randn(16, 3, 6, 6)], torch.tensor([500]), [torch.randn(5, 16)], 27)
+        found[mode] = " ".join(events)
+    return found
 
 
-def forward_a_model(mode: str, layers: int) -> str:
-    events: list[str] = []
-    torch.manual_seed(0)
-    net = WanModel(
-        dim=192,
-        ffn_dim=64,
-        num_heads=24,
-        num_layers=layers,
-        text_dim=16,
-        text_len=8,
-        collaborators=Collaborators(
-            blocks_of(attention_layer(Topology(2, 1), mode, RecordedKernel(events))),
-            tokens=ShardedTokens(None),
-        ),
-    )
-    for block in net.blocks:
-        block.cross_attn.register_forward_pre_hook(lambda *_: events.append("text"))
-        block.register_forward_hook(lambda *_: events.append("end"))
-    with torch.inference_mode(), recorded(events):
-        net([torch.randn(16, 3, 6, 6)], torch.tensor([500]), [torch.randn(5, 16)], 27)
-    return " ".join(events)
-
-
-@pytest.mark.parametrize(
-    ("mode", "chunks", "fa"), [("0", 1, "FA"), ("1", 10, "FA"), ("2", 10, "FA FA")]
-)
-def test_a_model_communicates_in_self_attention_alone(mode: str, chunks: int, fa: str) -> None:
+def test_a_model_communicates_in_self_attention_alone() -> None:
     """Nothing for the text; the velocities are gathered once."""
-    block = joined(chunks, f"A2A A2A A2A {fa} A2A") + " text end"
-    assert run(2, forward_a_model, mode, 3) == [f"{joined(3, block)} gather"] * 2
+    blocks = chunks_of(f"{INTO} FA A2A")
+    expected = {mode: " ".join([f"{x} text end"] * 2) + " gather" for mode, x in blocks.items()}
+    assert run(2, forward_a_model, 2) == [expected] * 2
 
 
 class RecordedQuantiser(Fp8Quantiser):
@@ -285,39 +280,37 @@ class RecordedQuantiser(Fp8Quantiser):
         return super().v(x)
 
 
-def attend_in_fp8(topology: Topology, mode: str, transport: bool) -> str:
-    events: list[str] = []
+def attend_in_fp8(topology: Topology, transport: bool) -> dict[str, str]:
+    """On one rank: by mode."""
+    found = {}
+    for mode in PIECES:
+        events: list[str] = []
 
-    class Recorded(DequantisedAttention):
-        def __call__(self, *call: Any) -> Tensor:
-            events.append("FA")
-            return super().__call__(*call)
+        class Recorded(DequantisedAttention):
+            said = events
 
-    method = Fp8Attention(RecordedQuantiser(events), torch.float32, Recorded(), transport)
-    layer = attention_layer(topology, mode, methods=(method,))
-    qkv = torch.randn(3, 1, 256, 8, 8).unbind(0)
-    with recorded(events):
-        layer(*qkv, valid_len=256 * topology.world - 7)
-    return " ".join(events)
+            def __call__(self, *call: Any) -> Tensor:
+                self.said.append("FA")
+                return super().__call__(*call)
 
-
-KV, Q = "quantise-k quantise-v", "quantise-q FA"
-
-
-@pytest.mark.parametrize("ring", [1, 2])
-@pytest.mark.parametrize(("mode", "chunks", "fa"), [("0", 1, Q), ("1", 4, Q), ("2", 4, f"{Q} {Q}")])
-def test_queries_are_quantised_between_pieces_of_attention(
-    ring: int, mode: str, chunks: int, fa: str
-) -> None:
-    """Keys and values once per chunk, after the ring has gathered them."""
-    whole = "" if ring == 1 else "gather gather "
-    ranks = run(2 * ring, attend_in_fp8, Topology(2, ring), mode, False)
-    assert ranks == [joined(chunks, f"A2A A2A A2A {whole}{KV} {fa} A2A")] * (2 * ring)
+        method = Fp8Attention(RecordedQuantiser(events), torch.float32, Recorded(), transport)
+        layer = attention_layer(topology, mode, methods=(method,))
+        qkv = torch.randn(3, 1, 256, 8, 8).unbind(0)
+        with recorded(events):
+            layer(*qkv, valid_len=256 * topology.world - 7)
+        found[mode] = " ".join(events)
+    return found
 
 
-@pytest.mark.parametrize(("mode", "chunks", "fa"), [("1", 4, "FA"), ("2", 4, "FA FA")])
-def test_scales_are_sent_behind_all_values(mode: str, chunks: int, fa: str) -> None:
-    """Quantised once, before the exchange; nothing is quantised after it."""
-    ranks = run(2, attend_in_fp8, Topology(2, 1), mode, True)
-    sent = "quantise-q quantise-k quantise-v A2A A2A A2A scale scale scale"
-    assert ranks == [joined(chunks, f"{sent} {fa} A2A")] * 2
+def test_when_fp8_is_quantised() -> None:
+    """Queries between pieces of attention; keys and values once per chunk, behind the ring's
+    gathering. Or all before the exchange, where scales are sent behind all values.
+    """
+    kv = "quantise-k quantise-v"
+    for ring, whole in ((1, ""), (2, "gather gather ")):
+        each = chunks_of(f"{INTO} {whole}{kv} FA A2A", heads=8)
+        expected = {mode: x.replace("FA", "quantise-q FA") for mode, x in each.items()}
+        assert run(2 * ring, attend_in_fp8, Topology(2, ring), False) == [expected] * 2 * ring
+    sent = f"quantise-q {kv} {INTO} scale scale scale FA A2A"
+    expected = chunks_of(sent, heads=8)
+    assert run(2, attend_in_fp8, Topology(2, 1), True) == [expected] * 2

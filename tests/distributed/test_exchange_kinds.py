@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.methods import HEAD_DIM, KINDS, Kind, make_methods
-from tests.distributed.topology import ROWS, Topology, attention_layer
+from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, shard
 from wan.kernels.base import StepInfo
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.blocks import BlockSizes, ForwardInfo, WanAttentionBlock
@@ -25,23 +25,16 @@ from wan.modules.interfaces import Collaborators
 from wan.modules.rope import rope_table
 from wan.settings.schedule import TokenPlan
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 GRID = (3, 16, 10)
 TOKENS = prod(GRID)
 DENSE = Kind("dense")
-QUICKLY = (DENSE, Kind("fp8", transport=True), Kind("v3-fp8"))
 
 
 def qkv(heads: int, batch: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(heads)
     return list(torch.randn(3, batch, TOKENS, heads, HEAD_DIM, generator=generator).to(dtype))
-
-
-def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
-    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
-    padding = [0, 0, 0, 0, 0, plan.shard_len - valid]
-    return F.pad(x_BSND[:, first : first + valid], padding, value=fill)
 
 
 def written(layer: FAPowerCapAttention, own: list[Tensor], **known: Any) -> Tensor | None:
@@ -67,54 +60,54 @@ def every_way(topology: Topology, kind: Kind, heads: int, batch: int, dtype: tor
             layer = attention_layer(
                 topology,
                 mode,
-                methods=() if kind == DENSE else make_methods(kind, dtype),
+                methods=make_methods(kind, dtype),
                 exchange="split" if exchange == "split" else "fused",
             )
-            layer.layer, known = 0, {"valid_len": TOKENS, "step": step}
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            layer.layer = 0
+            known: dict[str, Any] = {"valid_len": TOKENS, "step": step}
+            with Collectives() as seen:
                 if exchange == "written":
                     out = written(layer, own, **known)
                     was_written = was_written or out is not None
                 else:
                     out = layer(*own, **known)
-            names = [event.name for event in seen.events()]
             if out is not None:
                 found[mode, exchange] = out
-                counts[mode, exchange] = names.count("gloo:all_to_all")
+                counts[mode, exchange] = seen.found["alltoall_base_"]
     return found, counts, was_written, plan.valid(dist.get_rank())
 
 
-CASES = [
-    (topology, kind, heads, batch, dtype)
-    for topology in (Topology(2, 1), Topology(4, 1), Topology(3, 1), Topology(2, 2))
-    for kind in (DENSE, *KINDS)
-    for heads, batch, dtype in ((5, 1, torch.float32), (12, 2, torch.bfloat16))
-    if batch == 1 or kind == DENSE
-]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [c if c[0].world == 2 and c[1] in QUICKLY and c[3] == 1 else slow(c) for c in CASES],
-    ids=str,
-)
-def test_no_way_changes_a_bit(case: tuple[Topology, Kind, int, int, torch.dtype]) -> None:
-    topology, kind, _, _, _ = case
-    for found, counts, was_written, _ in run(topology.world, every_way, *case):
+def check(topology: Topology, kind: Kind, *rest: Any) -> None:
+    for found, counts, was_written, _ in run(topology.world, every_way, topology, kind, *rest):
         assert was_written == (not kind.transport)
         chunks = counts["1", "fused"] // 2
         for (mode, exchange), out in found.items():
-            assert torch.equal(out, found["0", "split"]), f"mode {mode}, {exchange}"
+            way = f"mode {mode}, {exchange}, {kind}"
+            assert torch.equal(out, found["0", "split"]), way
             number = 1 if mode == "0" else chunks
             each = 2 if exchange != "split" else 7 if kind.transport else 4
-            assert counts[mode, exchange] == each * number, f"mode {mode}, {exchange}"
+            assert counts[mode, exchange] == each * number, way
+
+
+def test_no_way_changes_a_bit() -> None:
+    for kind in (DENSE, Kind("fp8", transport=True), Kind("v3-fp8")):
+        check(Topology(2, 1), kind, 5, 1, torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DENSE, *KINDS], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (3, 1), (2, 2)])
+def test_no_way_changes_a_bit_on_any_layout(sizes: tuple[int, int], kind: Kind) -> None:
+    check(Topology(*sizes), kind, 5, 1, torch.float32)
+    if kind == DENSE:
+        check(Topology(*sizes), kind, 12, 2, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    "sizes", [(3, 40), *map(slow, [(3, 4), (5, 12), (5, 24), (6, 40), (7, 12), (7, 40)])]
+    ("ranks", "heads"),
+    [(3, 40), slow(3, 4), slow(5, 12), slow(5, 24), slow(6, 40), slow(7, 12), slow(7, 40)],
 )
-def test_heads_that_ranks_do_not_divide(sizes: tuple[int, int]) -> None:
-    ranks, heads = sizes
+def test_heads_that_ranks_do_not_divide(ranks: int, heads: int) -> None:
     q, k, v = (x.transpose(1, 2) for x in qkv(heads, 1, torch.float32))
     expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
     shares = run(ranks, every_way, Topology(ranks, 1), DENSE, heads, 1, torch.float32)

@@ -32,6 +32,7 @@ from wan.pipeline import text
 from wan.pipeline.text import TextEncoder, umt5_blocks
 
 WORLDS = pytest.mark.parametrize("world", [2, slow(4)])
+SLOW = [(2, True), (4, False), (4, True)]
 LAYOUTS = pytest.mark.parametrize("layout", ["official", "diffusers"])
 CPU = torch.device("cpu")
 # What computes, whether everything is kept in it, and which dtypes the network then holds.
@@ -88,8 +89,9 @@ def compare_dits(folder: Path, fused: bool) -> None:
             dit(folder, compute, convert_all, on, fused=fused) for on in (False, True)
         )
         given = kv_of_blocks(sharded)
-        for t in (900.0, 900.0, 3.0):  # the first call fills the text cache
-            assert torch.equal(velocity(sharded, t, context), velocity(whole, t, context))
+        expected = [velocity(whole, t, context) for t in (900.0, 3.0)]
+        for t in (0, 0, 1):  # the first call fills the text cache
+            assert torch.equal(velocity(sharded, (900.0, 3.0)[t], context), expected[t])
         layers = sharded.num_layers
         assert given == [False] * layers + [True] * 2 * layers
         assert {p.dtype for p in sharded.parameters()} == dtypes
@@ -99,10 +101,9 @@ def compare_dits(folder: Path, fused: bool) -> None:
 
 
 @pytest.mark.dist
-@WORLDS
 @LAYOUTS
-@pytest.mark.parametrize("fused", [False, slow(True)])
-def test_dit_is_bit_equal(tiny, world: int, layout: str, fused: bool) -> None:
+@pytest.mark.parametrize(("world", "fused"), [(2, False), *(slow(n, f) for n, f in SLOW)])
+def test_dit_is_bit_equal(tiny, layout: str, world: int, fused: bool) -> None:
     run(world, compare_dits, tiny("t2v-1.3B", layout), fused)
 
 
@@ -268,11 +269,11 @@ def test_a_rank_reads_only_its_share(tmp_path: Path, suffix: str) -> None:
 
 def cut_over_two_axes() -> str:
     ranks = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
-    with pytest.raises(ValueError, match="2 axes") as caught:
+    with pytest.raises(ValueError, match=r"2 axes.* flatten it") as caught:
         Sharded(ranks, lambda network: network.blocks)
     return str(caught.value)
 
 
 @pytest.mark.dist
 def test_a_mesh_of_several_axes_is_refused() -> None:
-    assert all("flatten it" in sentence for sentence in run(4, cut_over_two_axes))
+    run(4, cut_over_two_axes)

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.dist import run
+from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
-from wan.kernels.base import Method
 from wan.kernels.compiled_ops import STEPS, Compiled
-from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
-from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.small_ops import BlockOps
@@ -26,15 +24,6 @@ from wan.modules.small_ops import BlockOps
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 JOB = Job("ti2v", heads=12, grid=(3, 9, 10))
 TOPOLOGIES = [Topology(2, 1), Topology(1, 2), Topology(1, 2, "bidirectional")]
-
-
-def methods(kind: str) -> tuple[Method, ...]:
-    if kind == "dense":
-        return ()
-    if kind == "fp8":
-        return (Fp8Attention(Fp8Quantiser(Rotations(8)), torch.float32),)
-    quantiser = Fp8Quantiser(Rotations(8, sylvester)) if kind == "v3-fp8" else None
-    return (RainFusionAttention(kind[:2], 0.6, 0, quantiser=quantiser),)
 
 
 def tokens(kind: str, multiple: int) -> ShardedTokens:
@@ -49,7 +38,7 @@ def compare(kind: str, topologies: list[Topology], expected: Tensor) -> None:
     ops = BlockOps(run=compiled)
     for topology in topologies:
         for mode in ROWS:
-            layer = attention_layer(topology, mode, methods=methods(kind))
+            layer = attention_layer(topology, mode, methods=small_methods(kind))
             net = JOB.model(attention=layer, tokens=tokens(kind, 128), ops=ops)
             found[topology, mode] = torch.stack(JOB.velocities(net))
     assert compiled.compiled.keys() == {step for steps in STEPS.values() for step in steps}
@@ -63,7 +52,7 @@ def compare(kind: str, topologies: list[Topology], expected: Tensor) -> None:
 @pytest.mark.parametrize("kind", ["dense", "fp8", "v2", "v3", "v3-fp8"])
 def test_modes_and_rings_with_compiled_operations(kind: str) -> None:
     """Against one process without them: the limit of any ranks; against mode 0: its equalities."""
-    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods(kind))
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=small_methods(kind))
     with torch.inference_mode():
         alone = JOB.model(attention=layer, tokens=tokens(kind, 1))
         expected = torch.stack(JOB.velocities(alone))

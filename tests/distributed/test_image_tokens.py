@@ -19,7 +19,7 @@ from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.interfaces import Collaborators
 from wan.modules.model import WanModel
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 HEADS, GRID, TOKENS, FEATURES = 4, (2, 3, 3), 18, 32
 
 

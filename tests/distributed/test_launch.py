@@ -1,4 +1,7 @@
-"""Real ranks through `wan.distributed.start` with toy work: how they meet, agree and end."""
+"""Real ranks through `wan.distributed.start` with toy work: how they meet, agree and end.
+
+All cases of a test run beside each other: what they do is to wait.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as collectives
 
-from tests.conftest import slow
 from tests.dist import Ranks, free_port, launcher
+from tests.refusals import check_refusals
 from wan import device as devices
 from wan import host
 from wan.cli.failures import describe, say, terminable
@@ -25,8 +30,42 @@ from wan.distributed.mesh import Team
 from wan.distributed.start import Once, Patience, Prepared, run
 from wan.settings.errors import InputError
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 PATIENT, IMPATIENT = Patience(), Patience(first=0.5, every=0.5, limit=2)
+HOST, KILLED = socket.gethostname(), -signal.SIGKILL
+HIDDEN = (rf"\b{HOST}\b", r"(?<=:)\d{4,5}\b")
+
+
+class Case(NamedTuple):
+    """Ranks with these variables do some work, beside which the test acts upon them."""
+
+    variables: list[dict[str, str]]
+    work: Callable[..., int]
+    args: tuple[object, ...]
+    codes: list[int] | None  # None: the test looks at them
+    act: Callable[[Ranks], object] = lambda _: None
+
+
+def ended(cases: Mapping[str, Case]) -> dict[str, Ranks]:
+    """What is left of the cases' ranks, whose exit codes are right."""
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(Ranks(case.variables, case.work, *case.args))
+            for name, case in cases.items()
+        }
+        for name, ranks in started.items():
+            cases[name].act(ranks)
+        codes = {name: ranks.ended() for name, ranks in started.items()}
+    wrong = [name for name in cases if cases[name].codes not in (None, codes[name])]
+    said = [f"{name} ended with {codes[name]}\n{started[name].said()}" for name in wrong]
+    assert not wrong, "\n".join(said)
+    return started
+
+
+def check_sentences(table: str, ranks: Mapping[str, Ranks]) -> None:
+    """One for all ranks, and no traceback."""
+    check_refusals(table, {name: "\n".join(one.lines()) for name, one in ranks.items()}, HIDDEN)
+    assert not [name for name, one in ranks.items() if "Traceback" in one.said()]
 
 
 def rank() -> int:
@@ -37,7 +76,7 @@ def told(what: str) -> None:
     os.write(1, f"{what}\n".encode())  # at once, whatever comes next
 
 
-def prepared(facts: dict[str, int] | None = None) -> Prepared[int]:
+def prepared(facts: Any = None) -> Prepared[int]:
     """A run that is its seed."""
     world = int(os.environ["WORLD_SIZE"])
     cpu = devices.resolve("cpu")
@@ -48,9 +87,14 @@ def start(
     prepare: Callable[[Once], Prepared[int]] = lambda _: prepared(),
     work: Callable[[int, Team], None] = lambda *_: None,
     patience: Patience = PATIENT,
+    speak: Callable[[str], None] = say,
 ) -> int:
+    def working(seed: int, team: Team) -> int:
+        work(seed, team)
+        return 0
+
     with terminable():
-        return run(prepare, work, describe, say, patience)
+        return run(prepare, working, describe, speak, patience)
 
 
 class Closed(collectives.PrefixStore):
@@ -89,12 +133,6 @@ def agree() -> int:
     return start(work=work)
 
 
-def test_ranks_share_the_seed_of_rank_0() -> None:
-    with Ranks(launcher(3), agree) as ranks:
-        assert ranks.ended() == [0, 0, 0], ranks.said()
-    assert ranks.texts == [f"seed 0, {i} of 3\n" for i in range(3)]
-
-
 def differ(what: str) -> int:
     def prepare(_: Once) -> Prepared[int]:
         if rank() == 1 and what == "refuses":
@@ -107,25 +145,6 @@ def differ(what: str) -> int:
         return prepared({"--frame_num": 5 + (rank() if what == "fact" else 0), "line 2": line})
 
     return start(prepare)
-
-
-@pytest.mark.parametrize(
-    ("what", "sentence", "code"),
-    [
-        ("fact", "rank 1 on HOST: --frame_num is 6, but 5 on rank 0; start all ranks alike.", 2),
-        slow(
-            "line", "rank 1 on HOST: line 2 differs from that of rank 0; start all ranks alike.", 2
-        ),
-        ("refuses", "rank 1 on HOST: There is no such folder.", 2),
-        slow("all refuse", "--sample_steps is 0.", 2),
-        ("fails", "rank 1 on HOST: TypeError: a defect.", 1),
-    ],
-)
-def test_one_sentence_where_ranks_differ(what: str, sentence: str, code: int) -> None:
-    with Ranks(launcher(3), differ, what) as ranks:
-        assert ranks.ended() == [code] * 3, ranks.said()
-    assert ranks.lines() == [sentence.replace("HOST", socket.gethostname())]
-    assert ("TypeError: a defect" in ranks.texts[1]) == (what == "fails"), "the traceback is shown"
 
 
 def make(outcome: str) -> int:
@@ -142,16 +161,39 @@ def make(outcome: str) -> int:
     return start(prepare)
 
 
-def test_what_a_machine_needs_once_is_made_once() -> None:
-    with Ranks(launcher(3), make, "works") as ranks:
-        assert ranks.ended() == [0, 0, 0], ranks.said()
-    assert ranks.texts == ["made\nready\n", "ready\n", "ready\n"]
+def test_how_ranks_meet() -> None:
+    """With the seed of rank 0; what a machine needs once is made once, before all go on."""
+    found = ended(
+        {
+            "seed": Case(launcher(3), agree, (), [0, 0, 0]),
+            "made": Case(launcher(3), make, ("works",), [0, 0, 0]),
+        }
+    )
+    assert found["seed"].texts == [f"seed 0, {i} of 3\n" for i in range(3)]
+    assert found["made"].texts == ["made\nready\n", "ready\n", "ready\n"]
 
 
-def test_nobody_waits_for_a_maker_that_failed() -> None:
-    with Ranks(launcher(3), make, "fails") as ranks:
-        assert ranks.ended() == [2, 2, 2], ranks.said()
-    assert ranks.lines() == ["The disk is full."] and "ready" not in ranks.said()
+def test_one_sentence_where_ranks_differ() -> None:
+    cases = {
+        what: Case(launcher(3), differ, (what,), [1 if what == "fails" else 2] * 3)
+        for what in ("fact", "line", "refuses", "all refuse", "fails")
+    }
+    found = ended({**cases, "maker": Case(launcher(3), make, ("fails",), [2, 2, 2])})
+    assert "ready" not in found["maker"].said(), "nobody goes on"
+    defect = found.pop("fails")
+    assert defect.lines() == [f"rank 1 on {HOST}: TypeError: a defect."]
+    assert ["Traceback" in text for text in defect.texts] == [False, True, False]
+    check_sentences("ranks: what they differ in", found)
+
+
+def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
+    """The store of torchrun's agent stays, and what a rank had refused is mended."""
+    port, patience = int(free_port()), timedelta(seconds=60)
+    store = collectives.TCPStore("127.0.0.1", port, None, True, patience, wait_for_workers=False)
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    ended({"refused": Case(launcher(2, **variables), differ, ("refuses",), [2, 2])})
+    again = launcher(2, **variables, TORCHELASTIC_RESTART_COUNT="1")
+    ended({"again": Case(again, agree, (), [0, 0])})
 
 
 # Ranks and machines that are not there
@@ -159,14 +201,6 @@ def test_nobody_waits_for_a_maker_that_failed() -> None:
 
 def impatient() -> int:
     return start(patience=IMPATIENT)
-
-
-def test_a_missing_rank_is_named() -> None:
-    with Ranks(launcher(3)[:2], impatient) as ranks:
-        assert ranks.ended() == [2, 2], ranks.said()
-    *waiting, end = ranks.lines()
-    assert "2 of 3 to start" in waiting[0] and waiting[0].endswith(" s so far.")
-    assert end == "Waited 2 s for rank 2 of 3 to start; start all 3 ranks alike."
 
 
 def prepare_long() -> int:
@@ -178,69 +212,57 @@ def prepare_long() -> int:
     return start(prepare, patience=IMPATIENT)
 
 
-def test_a_rank_that_takes_long_to_prepare_is_named() -> None:
-    with Ranks(launcher(4)[:2], prepare_long) as ranks:
-        ranks.until(0, "Waiting for rank 2, 3 of 4 to start and rank 1 of 4 to prepare the run;")
-
-
-@pytest.mark.slow
-def test_no_rank_0() -> None:
-    with Ranks([{**launcher(2)[1], "LOCAL_RANK": "0"}], impatient) as ranks:
-        assert ranks.ended() == [2], ranks.said()
-    first, last = ranks.lines()
-    assert first.endswith("(MASTER_ADDR and MASTER_PORT) does not answer; still waiting.")
-    assert "cannot be reached" in last and "machine of rank 0" in last
-
-
-def test_an_unknown_machine_is_refused_at_once() -> None:
-    variables = {**launcher(2)[1], "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
-    with Ranks([variables], agree) as ranks:
-        assert ranks.ended() == [2], ranks.said()
-    (sentence,) = ranks.lines()
-    assert "nowhere.invalid" in sentence and "MASTER_ADDR" in sentence
-
-
-@pytest.mark.slow
-def test_another_program_at_the_port() -> None:
-    """It takes connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        variables = [{**v, "MASTER_PORT": port, "LOCAL_RANK": "0"} for v in launcher(2)]
-        with Ranks(variables, impatient) as ranks:
-            assert ranks.ended() == [2, 2], ranks.said()
-    said = ranks.lines()
-    for why in ("cannot be opened", "cannot be reached"):
-        (sentence,) = [line for line in said if why in line]
-        assert f":{port}" in sentence and "--master_port" in sentence
-
-
 def unreachable() -> int:
     """Rank 0 listens where the other does not find it, as behind a firewall."""
     create, blocked = socket.create_server, socket.socket()
     blocked.bind(("127.0.0.1", 0))  # and does not listen; no other program takes the port
     port = blocked.getsockname()[1]
-    socket.create_server = lambda *_, **__: create(("127.0.0.2", port))  # type: ignore[assignment]
+    socket.create_server = lambda *_, **__: create(("127.0.0.2", port))
     return start()
 
 
-def test_a_blocked_port_of_rank_0_is_refused_at_once() -> None:
-    with Ranks(launcher(2), unreachable) as ranks:
-        assert ranks.ended(30) == [2, 2], ranks.said()
-    (sentence,) = ranks.lines()
-    assert sentence.startswith(f"rank 1 on {socket.gethostname()}: Rank 0 at 127.0.0.1:")
-    assert sentence.endswith("(Connection refused); open the ports between the machines.")
+def name_who_is_awaited(ranks: Ranks) -> None:
+    ranks.until(0, "rank 1 of 4 to prepare")
+    for process in ranks.processes:
+        process.kill()
 
 
-def test_ranks_that_torchrun_restarts_do_not_read_of_earlier_ones() -> None:
-    """The store of torchrun's agent stays, and what a rank had refused is mended."""
-    port, patience = int(free_port()), timedelta(seconds=60)
-    store = collectives.TCPStore("127.0.0.1", port, None, True, patience, wait_for_workers=False)
-    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    with Ranks(launcher(2, **variables), differ, "refuses") as ranks:
-        assert ranks.ended(30) == [2, 2], ranks.said()
-    again = launcher(2, **variables, TORCHELASTIC_RESTART_COUNT="1")
-    with Ranks(again, agree) as ranks:
-        assert ranks.ended(30) == [0, 0], ranks.said()
+def check_absent(table: str, cases: Mapping[str, Case]) -> None:
+    """The last notice, and the sentence of each rank that ended."""
+    sentences = dict[str, str]()
+    for name, ranks in ended(cases).items():
+        notices = [line for line in ranks.lines() if "waiting" in line or "so far" in line]
+        ends = [line for line in ranks.lines() if line not in notices]
+        sentences |= {f"{name}, notice": line for line in notices[-1:]}
+        sentences |= {f"{name}, rank {number}": line for number, line in enumerate(ends)}
+    hidden = [*HIDDEN, r"\d+ s(?= so far)", r"(?<=ed \().*(?=\);)"]
+    check_refusals(table, sentences, hidden)
+
+
+def test_ranks_that_are_not_there_are_named() -> None:
+    """And machines; none is waited for without a word."""
+    unknown = {**launcher(2)[1], "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere.invalid"}
+    long = Case(launcher(4)[:2], prepare_long, (), [KILLED] * 2, name_who_is_awaited)
+    cases = {
+        "missing rank": Case(launcher(3)[:2], impatient, (), [2, 2]),
+        "long to prepare": long,
+        "unknown machine": Case([unknown], agree, (), [2]),
+        "blocked port": Case(launcher(2), unreachable, (), [2, 2]),
+    }
+    check_absent("ranks: who is not there", cases)
+
+
+@pytest.mark.slow
+def test_stores_that_are_not_there() -> None:
+    """Nobody listens, or another program, which takes connections and never answers."""
+    far = [{**variables, "LOCAL_RANK": "0"} for variables in launcher(2)]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = {"MASTER_PORT": str(other.getsockname()[1])}
+        cases = {
+            "no rank 0": Case(far[1:], impatient, (), [2]),
+            "taken port": Case([{**v, **taken} for v in far], impatient, (), [2, 2]),
+        }
+        check_absent("ranks: stores that are not there", cases)
 
 
 # How they end
@@ -282,52 +304,6 @@ def pause() -> None:
 
 
 faults = {f.__name__: f for f in (die, defect, refuse, use_up_memory, pause)}
-LOST = "Rank 1 ended unexpectedly (killed, or out of memory); the video was not written."
-
-
-def test_a_killed_rank_is_named() -> None:
-    with Ranks(launcher(3), fail, "die", False) as ranks:
-        assert ranks.ended(30) == [1, -signal.SIGKILL, 1], ranks.said()
-    assert ranks.lines() == [LOST] and "Traceback" not in ranks.said()
-
-
-@pytest.mark.slow
-def test_a_killed_rank_of_another_machine_is_named() -> None:
-    with Ranks(launcher(2), fail, "die", True) as ranks:
-        assert ranks.ended(30) == [1, -signal.SIGKILL], ranks.said()
-    (sentence,) = ranks.lines()
-    assert sentence.startswith(f"Rank 1 on {socket.gethostname()} ended unexpectedly (killed, or")
-    assert "Traceback" not in ranks.said()
-
-
-@pytest.mark.parametrize("far", [False, slow(True)])
-def test_a_defect_is_shown_with_its_traceback(far: bool) -> None:
-    with Ranks(launcher(3), fail, "defect", far) as ranks:
-        assert ranks.ended(30) == [1, 1, 1], ranks.said()
-    assert ranks.texts[1].count("RuntimeError: a defect of ours") == 2, ranks.said()
-    own, *others = sorted(ranks.lines(), key=lambda line: line.startswith("Rank"))
-    assert own == "rank 1 failed: RuntimeError: a defect of ours"
-    other = f"Rank 1 on {socket.gethostname()} ended: RuntimeError: a defect of ours"
-    assert set(others) == ({other} if far else set())
-
-
-def test_a_failure_is_named_on_other_machines() -> None:
-    with Ranks(launcher(2), fail, "refuse", True) as ranks:
-        assert ranks.ended(30) == [1, 2], ranks.said()
-    here, there = ranks.lines()
-    assert here == f"Rank 1 on {socket.gethostname()} ended: This cannot be run."
-    assert there == "This cannot be run."
-
-
-@pytest.mark.parametrize(
-    ("kind", "sentence", "code"),
-    [("refuse", "This cannot be run.", 2), slow("use_up_memory", "Out of memory; ", 1)],
-)
-def test_what_a_user_can_act_upon_is_one_sentence(kind: str, sentence: str, code: int) -> None:
-    with Ranks(launcher(2), fail, kind, False) as ranks:
-        assert ranks.ended(30) == [1, code], ranks.said()
-    (said,) = ranks.lines()
-    assert said.startswith(sentence) and "Traceback" not in ranks.said()
 
 
 def refuse_together() -> int:
@@ -338,54 +314,20 @@ def refuse_together() -> int:
     return start(work=work)
 
 
-def test_a_refusal_by_all_is_said_once() -> None:
-    with Ranks(launcher(4), refuse_together) as ranks:
-        assert ranks.ended(30) == [2] * 4, ranks.said()
-    assert ranks.lines() == ["This cannot be run."]
-
-
-@pytest.mark.parametrize(
-    ("number", "sentence", "code"),
-    [(signal.SIGTERM, "terminated", 143), slow(signal.SIGINT, "interrupted", 130)],
-)
-def test_signals(number: signal.Signals, sentence: str, code: int) -> None:
-    """To all ranks, as from torchrun or a terminal."""
-    with Ranks(launcher(2), fail, "pause", False) as ranks:
-        ranks.until(1, "fault")
-        for process in ranks.processes:
-            os.kill(process.pid, number)
-        codes = ranks.ended(30)
-    # A rank in a collective may learn of the other's end before it sees its own signal.
-    assert code in codes and set(codes) <= {code, 1}, ranks.said()
-    assert ranks.lines() == [f"{sentence}; the video was not written."], (codes, ranks.said())
-
-
 def decode_alone(go: str) -> int:
-    """Rank 0 works on after the others have left, and fails."""
+    """Rank 0 works on after the others have left, and is refused."""
 
     def work(_: int, team: Team) -> None:
         team.close()
         if team.is_main:
             Path(go).read_text()  # until something is written
-            defect()
+            refuse()
 
     return start(work=work)
 
 
-@pytest.mark.slow
-def test_ranks_that_have_left_are_not_missed(tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    os.mkfifo(go)
-    with Ranks(launcher(3), decode_alone, str(go)) as ranks:
-        for process in ranks.processes[1:]:
-            process.join(30)
-        go.write_text("now")
-        assert ranks.ended(30) == [1, 0, 0], ranks.said()
-    assert ranks.lines() == ["rank 0 failed: RuntimeError: a defect of ours"]
-
-
 def speak_slowly(go: str) -> int:
-    """Rank 0 fails, and is held up when it says why."""
+    """Rank 0 is refused, and is held up when it says why."""
 
     def slowly(text: str) -> None:
         told("about to speak")
@@ -394,26 +336,10 @@ def speak_slowly(go: str) -> int:
 
     def work(*_: object) -> None:
         if rank() == 0:
-            raise TypeError("a defect")
+            refuse()
         signal.pause()
 
-    with terminable():
-        return run(lambda _: prepared(), work, describe, slowly)
-
-
-@pytest.mark.slow
-def test_nothing_ends_a_rank_before_it_has_said_why(tmp_path: Path) -> None:
-    """On a busy machine a rank is slow to speak. Until it has, the others do not know and go on."""
-    go = tmp_path / "go"
-    os.mkfifo(go)
-    with Ranks(launcher(2), speak_slowly, str(go)) as ranks:
-        ranks.until(0, "about to speak")
-        ranks.processes[1].join(2)
-        assert ranks.processes[1].exitcode is None, ranks.said()
-        os.kill(ranks.processes[0].pid, signal.SIGTERM)  # torchrun, had another rank ended
-        go.write_text("now")
-        assert ranks.ended(30) == [1, 1], ranks.said()
-    assert ranks.lines() == ["rank 0 failed: TypeError: a defect"]
+    return start(work=work, speak=slowly)
 
 
 def agent(kind: str) -> int:
@@ -448,15 +374,116 @@ def hang(_: int, team: Team) -> None:
 go_on = {"compute": compute, "hang": hang}
 
 
-@pytest.mark.parametrize("kind", ["compute", slow("hang")])
-def test_ranks_end_when_torchrun_is_killed(kind: str) -> None:
-    with Ranks([{}], agent, kind) as torchrun:
-        for number in range(2):
-            torchrun.until(0, f"rank {number} works")
-        torchrun.processes[0].kill()
-        torchrun.ended(30)  # with both ranks
-    assert torchrun.lines() == ["torchrun has ended unexpectedly; the video was not written."]
-    assert torchrun.texts[0].count("cleaned up") == (2 if kind == "compute" else 0)
+def kill_agent(ranks: Ranks) -> None:
+    for number in range(2):
+        ranks.until(0, f"rank {number} works")
+    ranks.processes[0].kill()
+
+
+def let_the_others_leave(go: Path) -> Callable[[Ranks], None]:
+    def act(ranks: Ranks) -> None:
+        for process in ranks.processes[1:]:
+            process.join(30)
+        go.write_text("now")
+
+    return act
+
+
+def hold_up(go: Path) -> Callable[[Ranks], None]:
+    """On a busy machine a rank is slow to speak. Until it has, the others do not know and go on."""
+
+    def act(ranks: Ranks) -> None:
+        ranks.until(0, "about to speak")
+        ranks.processes[1].join(1)
+        assert ranks.processes[1].exitcode is None, ranks.said()
+        os.kill(ranks.processes[0].pid, signal.SIGTERM)  # torchrun, had another rank ended
+        go.write_text("now")
+
+    return act
+
+
+def interrupt(number: signal.Signals) -> Callable[[Ranks], None]:
+    """All ranks, as torchrun or a terminal does."""
+
+    def act(ranks: Ranks) -> None:
+        ranks.until(1, "fault")
+        for process in ranks.processes:
+            os.kill(process.pid, number)
+
+    return act
+
+
+SAID: dict[str, tuple[int, Any, Any, list[int]]] = {
+    "killed": (3, fail, ("die", False), [1, KILLED, 1]),
+    "killed far away": (2, fail, ("die", True), [1, KILLED]),
+    "refused": (2, fail, ("refuse", False), [1, 2]),
+    "out of memory": (2, fail, ("use_up_memory", False), [1, 1]),
+    "refused by all": (4, refuse_together, (), [2] * 4),
+}
+DEFECTS: dict[str, tuple[int, Any, Any, list[int]]] = {
+    "near": (3, fail, ("defect", False), [1, 1, 1]),
+    "far": (3, fail, ("defect", True), [1, 1, 1]),
+    "refused far away": (2, fail, ("refuse", True), [1, 2]),
+}
+SIGNALS = {signal.SIGTERM: ("terminated", 143), signal.SIGINT: ("interrupted", 130)}
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ranks]:
+    """Of all cases below; they mostly wait."""
+    pipes = [tmp_path_factory.mktemp("pipes") / name for name in ("alone", "slow")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    left, slow = (decode_alone, (str(pipes[0]),)), (speak_slowly, (str(pipes[1]),))
+    cases = {
+        name: Case(launcher(world), *case) for name, (world, *case) in {**SAID, **DEFECTS}.items()
+    }
+    cases |= {
+        number.name: Case(launcher(2), fail, ("pause", False), None, interrupt(number))
+        for number in SIGNALS
+    }
+    cases["its torchrun killed"] = Case([{}], agent, ("compute",), [KILLED], kill_agent)
+    cases["after the others left"] = Case(
+        launcher(3), *left, [2, 0, 0], let_the_others_leave(pipes[0])
+    )
+    cases["slow to speak"] = Case(launcher(2), *slow, [2, 1], hold_up(pipes[1]))
+    return ended(cases)
+
+
+def test_how_ranks_end(endings: dict[str, Ranks]) -> None:
+    """With one sentence that says why, wherever something happened."""
+    others = [*DEFECTS, *(number.name for number in SIGNALS)]
+    check_sentences(
+        "ranks: how they end", {name: endings[name] for name in endings if name not in others}
+    )
+    assert endings["its torchrun killed"].texts[0].count("cleaned up") == 2
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_when_torchrun_is_killed() -> None:
+    found = ended({"hang": Case([{}], agent, ("hang",), [KILLED], kill_agent)})["hang"]
+    assert found.lines() == ["torchrun has ended unexpectedly; the video was not written."]
+
+
+def test_what_is_said_of_a_defect_and_on_other_machines(endings: dict[str, Ranks]) -> None:
+    """The traceback by the rank itself; another machine's user reads of a failure, too."""
+    said = {name: sorted(set(endings[name].lines())) for name in DEFECTS}
+    own, other = "rank 1 failed: RuntimeError: a defect of ours", f"Rank 1 on {HOST} ended: "
+    assert said["near"] == [own]
+    assert said["far"] == [f"{other}RuntimeError: a defect of ours", own]
+    assert said["refused far away"] == [f"{other}This cannot be run.", "This cannot be run."]
+    for name in ("near", "far"):
+        text = endings[name].texts[1]
+        assert text.count("RuntimeError: a defect of ours") == 2, "a traceback and the sentence"
+
+
+def test_signals(endings: dict[str, Ranks]) -> None:
+    """A rank in a collective may learn of the other's end before it sees its own signal."""
+    for number, (word, code) in SIGNALS.items():
+        ranks = endings[number.name]
+        codes = ranks.ended()
+        assert code in codes and set(codes) <= {code, 1}, ranks.said()
+        assert ranks.lines() == [f"{word}; the video was not written."], (codes, ranks.said())
 
 
 def exchange_on(limit: int = 5) -> int:

@@ -6,26 +6,26 @@ every kind of model; sparse models on ranks are compared with the sparse model i
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import slow
 from tests.dist import run
+from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
 from wan.distributed.tokens import ShardedTokens
 from wan.kernels.base import Method, StepInfo
-from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
-from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.modules.model import WanModel
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 JOBS = {
     "t2v": Job(grid=(3, 9, 10)),
@@ -42,11 +42,10 @@ LAYOUTS = {
 
 
 def rainfusion(sparsity: float, fp8: bool = False) -> tuple[Method, ...]:
-    quantiser = Fp8Quantiser(Rotations(8, sylvester)) if fp8 else None
-    return (RainFusionAttention("v3", sparsity, 0, quantiser=quantiser),)
+    return small_methods("v3-fp8" if fp8 else "v3", sparsity)
 
 
-def velocities(job: Job, methods: tuple[Method, ...], **where: object) -> Tensor:
+def velocities(job: Job, methods: tuple[Method, ...], **where: Any) -> Tensor:
     """where: attention and tokens of a rank; else one process."""
     if not where:
         layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods)
@@ -56,10 +55,15 @@ def velocities(job: Job, methods: tuple[Method, ...], **where: object) -> Tensor
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-def test_nothing_left_out_is_the_dense_model(job: Job) -> None:
-    dense = torch.stack(job.velocities(job.model()))
-    torch.testing.assert_close(velocities(job, rainfusion(0)), dense, atol=2e-5, rtol=0)
+def test_nothing_left_out_is_the_dense_model() -> None:
+    """Where something is, the result is another one."""
+    dense = {name: torch.stack(job.velocities(job.model())) for name, job in JOBS.items()}
+    apart = {
+        name: float((velocities(job, rainfusion(0)) - dense[name]).abs().max())
+        for name, job in JOBS.items()
+    }
+    assert not {name: off for name, off in apart.items() if not off <= 2e-5}
+    assert (velocities(JOBS["t2v"], rainfusion(0.6)) - dense["t2v"]).abs().max() > 1e-3
 
 
 @torch.inference_mode()
@@ -76,53 +80,63 @@ def test_timesteps_of_single_tokens_follow_their_tokens() -> None:
     torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
 
 
-@torch.inference_mode()
-def test_something_is_left_out() -> None:
-    job = JOBS["t2v"]
-    dense = torch.stack(job.velocities(job.model()))
-    assert (velocities(job, rainfusion(0.6)) - dense).abs().max() > 1e-3
+Way = tuple[Topology, str]
+"""(ranks, mode)."""
 
 
 @torch.inference_mode()
-def compare(job: Job, topologies: list[Topology], fp8: bool, expected: Tensor) -> None:
+def ways(job: Job, which: Sequence[Way], fp8: bool) -> dict[Way, Tensor]:
+    """On a rank."""
     found = {}
-    for topology in topologies:
-        for mode in ROWS:
-            layer = attention_layer(topology, mode, methods=rainfusion(0.6, fp8))
-            tokens = ShardedTokens(None, 128, window_order)
-            found[topology, mode] = velocities(job, (), attention=layer, tokens=tokens)
-    for case, result in found.items():
-        off = (result - expected).abs().max()
-        assert off <= 2e-5, f"off by {off} with {case}"
-        assert torch.equal(result, found[case[0], "0"])
+    for topology, mode in which:
+        layer = attention_layer(topology, mode, methods=rainfusion(0.6, fp8))
+        tokens = ShardedTokens(None, 128, window_order)
+        found[topology, mode] = velocities(job, (), attention=layer, tokens=tokens)
+    return found
 
 
+def check(job: Job, which: Sequence[Way], fp8: bool = False) -> None:
+    """Against one process; all modes have the bits of the layout's first."""
+    with torch.inference_mode():
+        expected = velocities(job, rainfusion(0.6, fp8))
+    firsts = {topology: (topology, mode) for topology, mode in reversed(which)}
+    for found in run(which[0][0].world, ways, job, which, fp8):
+        apart = {way: float((x - expected).abs().max()) for way, x in found.items()}
+        assert not {way: off for way, off in apart.items() if not off <= 2e-5}, job
+        assert not [way for way, x in found.items() if not x.equal(found[firsts[way[0]]])], job
+
+
+def test_ranks_predict_what_one_process_does() -> None:
+    """Every kind of model on both layouts, in two modes by turns; all modes of one in FP8."""
+    modes = [*ROWS]
+    for turn, job in enumerate(JOBS.values()):
+        one, other = modes[turn % 4], modes[(turn + 1 + turn // 4) % 4]
+        check(job, [(topology, mode) for topology in LAYOUTS[2] for mode in (one, other)])
+    check(JOBS["t2v"], list(product(LAYOUTS[2], ROWS)), fp8=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
-@pytest.mark.parametrize("world", [2, slow(4)])
-def test_ranks_predict_what_one_process_does(world: int, job: Job) -> None:
-    run(world, compare, job, LAYOUTS[world], False, velocities(job, rainfusion(0.6)))
-
-
-def test_ranks_predict_the_same_in_fp8() -> None:
-    job = replace(JOBS["t2v"], heads=12)
-    run(2, compare, job, LAYOUTS[2], True, velocities(job, rainfusion(0.6, fp8=True)))
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_predict_it_in_all_modes(world: int, job: Job) -> None:
+    check(job, list(product(LAYOUTS[world], ROWS)))
 
 
 @torch.inference_mode()
 def compare_fp8(job: Job, transport: bool, expected: Tensor) -> None:
     for mode in ROWS:
-        method = Fp8Attention(Fp8Quantiser(Rotations(8)), torch.float32, before_exchange=transport)
-        layer = attention_layer(Topology(2, 1), mode, methods=(method,))
+        methods = small_methods("fp8 exchange" if transport else "fp8")
+        layer = attention_layer(Topology(2, 1), mode, methods=methods)
         tokens = ShardedTokens(None, 256 if transport else 1)
         found = velocities(job, (), attention=layer, tokens=tokens)
         assert (found - expected).abs().max() <= 2e-5, mode
 
 
-@pytest.mark.parametrize("transport", [False, True])
-def test_fp8_attention_on_ranks(transport: bool) -> None:
+def test_fp8_attention_on_ranks() -> None:
+    """With both exchanges."""
     job = JOBS["t2v"]
-    method = Fp8Attention(Fp8Quantiser(Rotations(8)), torch.float32)
-    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=(method,))
+    layer = FAPowerCapAttention(comm_type=0, methods=small_methods("fp8"))
     with torch.inference_mode():
         expected = torch.stack(job.velocities(job.model(attention=layer)))
-    run(2, compare_fp8, job, transport, expected)
+    for transport in (False, True):
+        run(2, compare_fp8, job, transport, expected)

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import slow
 from tests.dist import run
-from tests.distributed.test_fused_ops import methods
+from tests.distributed.methods import small_methods
 from tests.distributed.test_model import Job
 from wan.cache import policy as policies
 from wan.cache.policy import Lists
@@ -29,7 +28,7 @@ from wan.settings.parallel import Parallel
 from wan.settings.presets import PRESETS
 from wan.settings.step_cache import StepCache
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 HEADS, GRID, STEPS = 4, (3, 3, 5), 8
 TOKENS = 45  # that 2 and 4 ranks share with padding
 BRANCHES = policies.BRANCHES
@@ -143,28 +142,21 @@ def velocities(case: Case, layout: Layout | None, wrong: bool = False) -> tuple[
     return torch.stack(found), cache.computed
 
 
-def work(case: Case, layout: Layout, wrong: bool) -> tuple[Tensor, Any]:
-    return velocities(case, layout, wrong)
-
-
 LAYOUTS = [
     Layout(*sizes, comm_type)
     for *sizes, comm_type in product((1, 2), (1, 2), (1, 2, 4), (0, 1, 2))
     if 1 < sizes[0] * sizes[1] * sizes[2] <= 8 and (comm_type == 0 or sizes[2] > 1)
 ]
-FAST = (Layout(1, 2, 1), Layout(2, 1, 1), Layout(1, 1, 2, 1))
+FAST = {  # each layout of two ranks once, each policy once
+    "first_block": Layout(1, 2, 1),
+    "order 1": Layout(2, 1, 1),
+    "all blocks": Layout(1, 1, 2, 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("layout", "policy"),
-    [
-        (layout, policy) if layout in FAST and policy == "first_block" else slow(layout, policy)
-        for layout, policy in product(LAYOUTS, POLICIES)
-    ],
-)
-def test_ranks_skip_together_and_compute_what_one_does(layout: Layout, policy: str) -> None:
+def check_skips(layout: Layout, policy: str) -> None:
     case = alone = POLICIES[policy]
-    found = run(layout.parallel.world_size, work, case, layout, False)
+    found = run(layout.parallel.world_size, velocities, case, layout)
     computed = [steps for _, own in found for steps in own.values()]
     if layout.cfg == 2:
         assert all(steps == computed[0] for steps in computed), "the branches agree"
@@ -176,14 +168,10 @@ def test_ranks_skip_together_and_compute_what_one_does(layout: Layout, policy: s
         assert (result - expected).abs().max() <= 5e-5
 
 
-@pytest.mark.parametrize("policy", ["first_block", "order 1"])
-@pytest.mark.parametrize(
-    "layout", [layout if layout == FAST[0] else slow(layout) for layout in LAYOUTS]
-)
-def test_ranks_that_disagree_decide_together(layout: Layout, policy: str) -> None:
+def check_disagreement(layout: Layout, policy: str) -> None:
     """No hang, one list on all ranks and, of one process that is given it, the same results."""
     case = POLICIES[policy]
-    found = run(layout.parallel.world_size, work, case, layout, True, timeout=60)
+    found = run(layout.parallel.world_size, velocities, case, layout, True, timeout=60)
     listed: dict[str, list[int]] = {}
     for _, own in found:
         for branch, steps in own.items():
@@ -192,6 +180,25 @@ def test_ranks_that_disagree_decide_together(layout: Layout, policy: str) -> Non
     expected, _ = velocities(case.given(listed), None)
     for result, _ in found:
         assert (result - expected).abs().max() <= 5e-5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ranks_skip_together_and_compute_what_one_does(policy: str) -> None:
+    check_skips(FAST[policy], policy)
+
+
+def test_ranks_that_disagree_decide_together() -> None:
+    check_disagreement(Layout(1, 2, 1), "first_block")
+    check_disagreement(Layout(2, 1, 1), "order 1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_layouts_of_ranks(layout: Layout, policy: str) -> None:
+    check_skips(layout, policy)
+    if policy != "all blocks":
+        check_disagreement(layout, policy)
 
 
 def killed(case: Case, layout: Layout) -> None:
@@ -227,30 +234,33 @@ JOBS = {
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("threshold", [None, 0.0])
-def test_a_cache_that_never_skips_changes_no_bit(name: str, threshold: float | None) -> None:
+def test_a_cache_that_never_skips_changes_no_bit() -> None:
     """Of every kind of model and batch; with threshold 0 it is asked and says no."""
-    job = JOBS[name]
-    name, row = ("tea", True) if threshold is None else ("first_block", False)
-    case = Case(name, dict.fromkeys(BRANCHES, (row, row)), threshold=threshold)
-    cache = case.cache()
-    cache.begin(case.lists)
-    found = torch.stack(job.velocities(job.model(step_cache=cache)))
-    assert torch.equal(found, torch.stack(job.velocities(job.model())))
-    assert cache.computed and cache.kept_bytes() > 0
-    attention = Case("attention", {}).cache()
-    attention.begin(dict.fromkeys(BRANCHES, (True, True)))
-    found = torch.stack(job.velocities(job.model(attention_cache=attention)))
-    assert torch.equal(found, torch.stack(job.velocities(job.model())))
+    every: Lists = dict.fromkeys(BRANCHES, (True, True))
+    none: Lists = dict.fromkeys(BRANCHES, (False, False))
+    asked = Case("first_block", none, threshold=0.0)
+    for name, job in JOBS.items():
+        expected = torch.stack(job.velocities(job.model()))
+        for case in (Case("tea", every), asked, Case("attention", every)):
+            cache = case.cache()
+            cache.begin(case.lists)
+            kind = "attention_cache" if case.name == "attention" else "step_cache"
+            found = torch.stack(job.velocities(job.model(**{kind: cache})))
+            assert found.equal(expected), (name, case)
+            if kind == "step_cache":
+                assert cache.computed and cache.kept_bytes() > 0, (name, case)
+
+
+def test_a_skipped_step_with_every_method() -> None:
+    """The residual of the step before on another timestep's tokens, by hand."""
+    for kind in ("fp8", "v2", "v3", "v3-fp8"):
+        check_skipped_step(kind)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["fp8", "v2", "v3", "v3-fp8"])
-def test_a_skipped_step_with_every_method(kind: str) -> None:
-    """The residual of the step before on another timestep's tokens, by hand."""
+def check_skipped_step(kind: str) -> None:
     job = Job("ti2v", heads=12, grid=(3, 9, 10), text_cache=True)
-    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=methods(kind))
+    layer = FAPowerCapAttention(SimpleNamespace(comm_type=0), None, methods=small_methods(kind))
     order = window_order if kind[0] == "v" else None
     cache = Case("tea", {}).cache()
     cache.begin(dict.fromkeys(BRANCHES, (True, False)))
@@ -266,5 +276,5 @@ def test_a_skipped_step_with_every_method(kind: str) -> None:
     net.step_cache = watched
     job.velocities(net)
     (before, after), (later, skipped) = seen
-    torch.testing.assert_close(skipped, later + (after - before), atol=1e-5, rtol=0)
+    assert (skipped - (later + (after - before))).abs().max() <= 1e-5, kind
     assert cache.computed == {"cond": [0]}

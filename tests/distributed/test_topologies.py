@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from socket import gethostname
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from torch.profiler import profile
 
 from tests import dist
+from tests.refusals import check_refusals
 from wan.settings.errors import InputError
 from wan.settings.parallel import Parallel, check_guidance, resolve
 from wan.settings.schedule import MODES
@@ -186,24 +188,16 @@ def test_ranks_of_a_python_class_draw_one_seed(tiny) -> None:
     assert not torch.equal(first[0], first[1])
 
 
-def refused_keyword(folder: str, name: str) -> str:
-    with pytest.raises(ValueError) as refused:
-        python_class(folder, {"use_sp": True, name: 2})
-    return str(refused.value)
-
-
-def test_a_wrong_keyword_of_python_classes(tiny) -> None:
-    for name in ("world_size", "ring_sizes"):
-        for sentence in dist.run(2, refused_keyword, str(tiny("t2v-A14B")), name):
-            assert f"{name} is not a known keyword" in sentence
-
-
-def refused_call(folder: str, what: str) -> str:
-    """A call that one rank makes otherwise than the other one."""
+def refused(folder: str, image_folder: str) -> dict[str, str]:
+    """On a rank: keywords, and calls that one rank makes otherwise than the other one."""
     import wan
 
-    rank = torch.distributed.get_rank()
-    model = wan.WanI2V(wan.configs.WAN_CONFIGS["i2v-A14B"], folder, use_sp=True)
+    said = {}
+    for name in ("world_size", "ring_sizes"):
+        with pytest.raises(ValueError) as error:
+            python_class(folder, {"use_sp": True, name: 2})
+        said[f"keyword {name}"] = str(error.value)
+    model = wan.WanI2V(wan.configs.WAN_CONFIGS["i2v-A14B"], image_folder, use_sp=True)
     call: dict[str, Any] = {
         "input_prompt": "a cat",
         "img": Image.new("RGB", (32, 32), "red"),
@@ -213,15 +207,17 @@ def refused_call(folder: str, what: str) -> str:
         "seed": 1,
     }
     other = {"img": Image.new("RGB", (32, 32), "blue"), "input_prompt": "a dog", "frame_num": 6}
-    if rank == 1:
-        call[what] = other[what]
-    with pytest.raises(ValueError) as refused:
-        model.generate(**call)
-    return str(refused.value)
+    for name, value in other.items():
+        own = {name: value} if torch.distributed.get_rank() == 1 else {}
+        with pytest.raises(ValueError) as error:
+            model.generate(**(call | own))
+        said[f"other {name}"] = str(error.value)
+    return said
 
 
-@pytest.mark.parametrize("what", ["img", "input_prompt", "frame_num"])
-def test_ranks_of_a_python_class_that_differ(what: str, tiny) -> None:
-    """All are refused at once: one that goes on would wait for the others, or mix two videos."""
-    first, second = dist.run(2, refused_call, str(tiny("i2v-A14B")), what)
-    assert first and second
+def test_refusals_of_python_classes(tiny) -> None:
+    """All ranks at once: one that goes on would wait for the others, or mix two videos."""
+    first, second = dist.run(2, refused, str(tiny("t2v-A14B")), str(tiny("i2v-A14B")))
+    host = [rf"(?<= on ){gethostname()}"]
+    check_refusals("ranks: python classes, rank 0", first, host)
+    check_refusals("ranks: python classes, rank 1", second, host)

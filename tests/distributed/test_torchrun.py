@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import failing
+from tests.conftest import Tiny
 from tests.dist import REPO, TORCHRUN, Ranks, exec_torchrun, free_port, launcher, torchrun
+from tests.refusals import check_refusals
 from wan.cli import main as generate
+from wan.pipeline.tiny import make_checkpoint
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("torchrun")]  # it takes no pools
 QUICK = ["--size", "64*48", "--frame_num", "5", "--sample_steps", "3", "--base_seed", "7"]
@@ -31,13 +36,17 @@ def latents(video: Path) -> Any:
     return load_file(video.with_suffix(".latents.safetensors"))["latents"]
 
 
+def arguments_of(task: str, tiny: Tiny, *more: str) -> list[str]:
+    return ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK, *more]
+
+
 @pytest.fixture(scope="module")
 def alone(tiny, image_path, tmp_path_factory: pytest.TempPathFactory):
     """alone(task): arguments of a run, and the latents that one process makes of them."""
     base, made = tmp_path_factory.mktemp("alone"), {}
 
     def run(task: str, *more: str) -> tuple[list[str], Any]:
-        arguments = ["--task", task, "--ckpt_dir", str(tiny(task)), *QUICK, *more]
+        arguments = arguments_of(task, tiny, *more)
         if task.startswith(("i2v", "flf2v")):
             arguments += ["--image", str(image_path)]
         if task == "flf2v-14B":
@@ -149,88 +158,59 @@ def test_one_guidance_scale_is_1(alone, tmp_path: Path) -> None:
     assert "Guidance is 1 for the low-noise expert" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("wrong", "word"),
-    [
-        ("folder", "does not exist"),
-        ("argument", "--sample_shift is 4.0, but "),
-        ("weights", "content"),
-    ],
-)
-def test_ranks_that_differ_are_named(wrong: str, word: str, alone, tmp_path: Path) -> None:
-    """A folder missing on one machine, other arguments or other weights: one sentence, no video."""
-    arguments, _ = alone("t2v-A14B")
-    arguments = [*arguments, "--save_file", str(tmp_path / "v.mp4")]
-    folder = tmp_path / "other"
-    if wrong == "weights":
-        from wan.pipeline.tiny import make_checkpoint
-
-        make_checkpoint("t2v-A14B", folder, seed=1)
-    more = ["--sample_shift", "4"] if wrong == "argument" else ["--ckpt_dir", str(folder)]
-    variables = [{**rank, "LOCAL_RANK": "0"} for rank in launcher(2)]  # of two machines
-    with Ranks(variables, generate_each, [arguments, [*arguments, *more]]) as ranks:
-        assert ranks.ended() == [2, 2], ranks.said()
-    one, other = ranks.lines()
-    assert one == other and one.startswith("rank 1 on ") and word in one
-    assert not list(tmp_path.glob("v.*"))
-
-
-def test_refused_once_by_all(tmp_path: Path) -> None:
-    refused = ["--sample_steps", "0", "--save_file", str(tmp_path / "v.mp4")]
-    with Ranks(launcher(2), generate_each, [refused, refused]) as ranks:
-        assert ranks.ended() == [2, 2], ranks.said()
-    (said,) = ranks.lines()
-    assert said.startswith("--sample_steps 0 must be") and "Traceback" not in ranks.said()
-
-
-def test_a_demo_checkpoint_that_cannot_be_made(tmp_path: Path) -> None:
-    """One rank makes it for all of a machine; the others do not wait for ever."""
-    cache = tmp_path / "cache"
-    cache.touch()  # a file where a folder is needed
-    arguments = ["--task", "ti2v-5B", "--save_file", str(tmp_path / "v.mp4")]
-    variables = launcher(2, XDG_CACHE_HOME=str(cache))
-    with Ranks(variables, generate_each, [arguments, arguments]) as ranks:
-        assert ranks.ended() == [2, 2], ranks.said()
-    (said,) = ranks.lines()
-    assert str(cache) in said and "Traceback" not in ranks.said()
-
-
-def test_a_rank_beyond_the_world() -> None:
-    done = subprocess.run(
-        [sys.executable, GENERATE],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "WORLD_SIZE": "2", "RANK": "7", "LOCAL_RANK": "1"},
-        timeout=60,
-    )
-    assert done.returncode == 2 and done.stderr.startswith("generate.py: RANK is 7, but WORLD_SIZE")
-    assert done.stderr.count("\n") == 1
-
-
 def fail(kind: str, arguments: list[str]) -> int:
     return failing.main(kind, "0", *arguments)
 
 
-@pytest.mark.parametrize(
-    ("kind", "number", "sentence", "code"),
-    [
-        ("memory", None, "Out of memory; ", 1),
-        ("wait", signal.SIGTERM, "terminated; the video was not written.", 143),
-        ("wait", signal.SIGINT, "interrupted; the video was not written.", 130),
-    ],
-)
-def test_one_process_that_ends_early(
-    kind: str, number: signal.Signals | None, sentence: str, code: int, alone, tmp_path: Path
-) -> None:
-    arguments, _ = alone("t2v-A14B")
-    with Ranks([{}], fail, kind, [*arguments, "--save_file", str(tmp_path / "v.mp4")]) as process:
-        if number is not None:
-            process.until(0, "fault")
-            os.kill(process.processes[0].pid, number)
-        assert process.ended() == [code], process.said()
-    (said,) = process.lines()
-    assert said.startswith(sentence) and "Traceback" not in process.said()
-    assert not list(tmp_path.iterdir())
+def test_early_ends_are_one_sentence(tiny: Tiny, tmp_path: Path) -> None:
+    """Of ranks beside each other; no video is left over, and no traceback is shown.
+
+    Ranks that differ are on two machines, on each of which it is said.
+    """
+    make_checkpoint("t2v-A14B", tmp_path / "weights", seed=1)
+    (tmp_path / "cache").touch()  # a file where a folder is needed
+    usual, started = arguments_of("t2v-A14B", tiny), dict[str, Ranks]()
+    differ = {
+        "another argument": ["--sample_shift", "4"],
+        "another folder": ["--ckpt_dir", str(tmp_path / "absent")],
+        "other weights": ["--ckpt_dir", str(tmp_path / "weights")],
+    }
+    machines = [[{**rank, "LOCAL_RANK": "0"} for rank in launcher(2)] for _ in differ]
+    cached = launcher(2, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    beyond = {"WORLD_SIZE": "2", "RANK": "7", "LOCAL_RANK": "1"}
+    with ExitStack() as stack:
+
+        def begin(name: str, variables: list[dict[str, str]], *lines: list[str]) -> None:
+            """name: Also a kind of `failing`, or a signal. lines: One for all, or one for each."""
+            saved = [[*line, "--save_file", str(tmp_path / name / "v.mp4")] for line in lines]
+            kind = "memory" if name == "memory" else "wait"
+            work = (
+                (generate_each, saved * (2 // len(saved)))
+                if len(variables) == 2
+                else ((generate.main, saved[0]) if name == "beyond" else (fail, kind, saved[0]))
+            )
+            started[name] = stack.enter_context(Ranks(variables, *work))
+
+        for two, (name, more) in zip(machines, differ.items(), strict=True):
+            begin(name, two, usual, [*usual, *more])
+        begin("refused by both", launcher(2), ["--sample_steps", "0"])
+        begin("no demo checkpoint", cached, ["--task", "ti2v-5B"])
+        begin("beyond", [beyond], [])
+        for name in ("memory", "SIGTERM", "SIGINT"):
+            begin(name, [{}], usual)
+        for name in ("SIGTERM", "SIGINT"):
+            started[name].until(0, "fault")
+            os.kill(started[name].processes[0].pid, signal.Signals[name])
+        codes = {name: ranks.ended() for name, ranks in started.items()}
+    single = {"memory": [1], "SIGTERM": [143], "SIGINT": [130], "beyond": [2]}
+    assert codes == {name: single.get(name, [2, 2]) for name in started}
+    said = {name: ranks.lines() for name, ranks in started.items()}
+    assert {name: len(x) for name, x in said.items()} == {n: 1 + (n in differ) for n in said}
+    assert all(len(set(lines)) == 1 for lines in said.values())
+    hidden = [rf"\b{socket.gethostname()}\b", r"(?<=/cache/wan/)\S+"]
+    check_refusals("ranks: runs that end early", {n: x[0] for n, x in said.items()}, hidden)
+    assert not [name for name, ranks in started.items() if "Traceback" in ranks.said()]
+    assert not list(tmp_path.glob("**/v*"))
 
 
 # What torchrun does to ranks that fail, or its user to torchrun

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.dist import Ranks, launcher, run
+from tests.distributed.methods import small_methods
 from tests.distributed.test_attention_matrix import GatheringKernel
 from tests.distributed.test_model import Job
 from tests.distributed.topology import ROWS, Topology, attention_layer
@@ -24,9 +25,6 @@ from wan import trace
 from wan.cli import main as generate
 from wan.distributed.tokens import ShardedTokens
 from wan.evidence.order import Plan, Trace
-from wan.kernels.base import Method
-from wan.kernels.fp8 import Fp8Attention, Fp8Quantiser, Rotations, sylvester
-from wan.kernels.rainfusion import RainFusionAttention
 from wan.kernels.rainfusion_masks import window_order
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.power.__main__ import main as power
@@ -34,7 +32,7 @@ from wan.power.report import RankReport, analyse
 from wan.settings.schedule import Action, Mode, heads_per_chunk
 from wan.trace import HostClock, Recorder
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
 
 JOB = Job(grid=(3, 9, 10), heads=8)  # 270 tokens: on 4 ranks some hold padding
 KINDS = {  # name -> multiple of a rank's tokens
@@ -42,24 +40,14 @@ KINDS = {  # name -> multiple of a rank's tokens
     "gathered": 1,  # a kernel without log-sum-exp
     "fp8": 128,
     "fp8 exchange": 256,
-    "rainfusion": 128,
-    "rainfusion fp8": 128,
+    "v3": 128,
+    "v3-fp8": 128,
 }
 LAYOUTS = {
     2: [Topology(2, 1)],
     3: [Topology(1, 3, "bidirectional")],
     4: [Topology(2, 2, "bidirectional"), Topology(4, 1), Topology(1, 4), Topology(2, 2)],
 }
-
-
-def methods(kind: str) -> tuple[Method, ...]:
-    if kind.startswith("rainfusion"):
-        quantiser = Fp8Quantiser(Rotations(8, sylvester)) if kind.endswith("fp8") else None
-        return (RainFusionAttention("v3", 0.6, 0, quantiser=quantiser),)
-    if kind.startswith("fp8"):
-        quantiser, early = Fp8Quantiser(Rotations(8)), kind.endswith("exchange")
-        return (Fp8Attention(quantiser, torch.float32, before_exchange=early),)
-    return ()
 
 
 def plan_of(topology: Topology, mode: str, kind: str) -> Plan:
@@ -77,7 +65,7 @@ def plan_of(topology: Topology, mode: str, kind: str) -> Plan:
         merges=kind != "gathered",
         fp8=kind.startswith("fp8"),
         fp8_exchange=kind == "fp8 exchange",
-        sparse_from=0 if kind.startswith("rainfusion") else None,
+        sparse_from=0 if kind[0] == "v" else None,
         steps={0: "dit"},
     )
 
@@ -114,11 +102,11 @@ def all_ways(layouts: list[Topology]) -> list[tuple[Way, RankReport]]:
         if kind == "fp8 exchange" and topology.ulysses == 1:
             continue
         kernel = GatheringKernel() if kind == "gathered" else None
-        layer = attention_layer(topology, mode, kernel, methods(kind))
+        layer = attention_layer(topology, mode, kernel, small_methods("dense" if kernel else kind))
         plan = plan_of(*way)
         rank, found = traced(layer, plan)
         figures.append((way, rank))
-        if kind in ("dense", "rainfusion fp8"):
+        if kind in ("dense", "v3-fp8"):
             different += [] if torch.equal(velocities(layer, plan), found) else [way]
     assert not different
     return figures
@@ -149,14 +137,13 @@ def control_ways(skipped: bool) -> list[RankReport]:
     return found
 
 
-@pytest.mark.parametrize("skipped", [False, True])
-def test_control_blocks_are_as_planned(skipped: bool) -> None:
+def test_control_blocks_are_as_planned() -> None:
     """They are layers behind the others, and are skipped with the block they belong to."""
-    for reports in run(2, control_ways, skipped):
-        for report in reports:
-            order = report.order
-            assert order.difference is None, order.difference
-            assert (order.layers, order.skipped) == ((2, 1) if skipped else (3, 0))
+    for skipped, counts in ((False, (3, 0)), (True, (2, 1))):
+        for reports in run(2, control_ways, skipped):
+            for order in (report.order for report in reports):
+                assert order.difference is None, order.difference
+                assert (order.layers, order.skipped) == counts
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,24 @@ Rank = ring rank * P + Ulysses rank, so shard i of the tokens lies on rank i.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan.distributed.exchange import Group
 from wan.distributed.ring import RING_TYPES, Ring
 from wan.kernels.base import Kernel, Method
 from wan.modules.attnlayer import FAPowerCapAttention
-from wan.settings.schedule import MODES, OVERLAP, Mode
+from wan.settings.schedule import MODES, OVERLAP, Mode, TokenPlan
 
 ROWS: dict[str, Mode] = {str(comm_type): row for comm_type, row in MODES.items()}
 ROWS["overlap"] = OVERLAP
@@ -45,6 +49,13 @@ def topologies(*worlds: int) -> list[Topology]:
         if world % ring == 0
         for ring_type in RING_TYPES[: 1 if ring == 1 else None]
     ]
+
+
+def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
+    """This rank's tokens; behind them `fill`."""
+    first, valid = dist.get_rank() * plan.shard_len, plan.valid(dist.get_rank())
+    missing = plan.shard_len - valid
+    return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
 
 
 @cache
@@ -86,3 +97,16 @@ def blocks_of(layer: FAPowerCapAttention) -> Callable[[int], FAPowerCapAttention
         return own
 
     return make
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the operations between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found[func._opname] += 1
+        return func(*args, **(kwargs or {}))

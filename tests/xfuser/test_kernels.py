@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +13,8 @@ from xfuser.core.distributed.attention_backend import (
     AttentionBackendType,
 )
 
+from tests.refusals import check_refusals
 from tests.xfuser.ranks import FLASH, MATH, flash_on_cpu, kernel, registered
-from wan.kernels.xfuser import XfuserKernel
 from wan.settings.errors import InputError
 from wan.settings.kernels import DENSE
 
@@ -84,27 +83,38 @@ def with_second(change: Callable[[Tensor], object]) -> Callable[..., Any]:
     return function
 
 
-@pytest.mark.parametrize(
-    ("change", "is_lse"),
-    [
-        (lambda lse: lse, True),
-        (lambda lse: F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), True),
-        (lambda lse: None, False),
-        (lambda lse: lse / 0.6931, False),  # to base 2
-        (lambda lse: lse.transpose(1, 2), False),
-        (lambda lse: lse.unsqueeze(-1), False),
-        (lambda lse: lse.bfloat16(), False),
-        (lambda lse: lse[..., :-1], False),
-        (lambda lse: lse * torch.nan, False),
-        (lambda lse: lse.exp(), False),
-    ],
-)
-def test_what_a_trial_takes_for_the_log_sum_exp(change: Any, is_lse: bool) -> None:
-    with registered(FLASH, with_second(change)):
-        found = kernel("sdpa_flash", HEAD)
-    assert found.can_return_lse == is_lse
-    if is_lse:
-        assert (found.with_lse(*tensors())[1] - exact(*tensors())[1]).abs().max() <= 2e-6
+LSE: dict[str, Callable[[Tensor], object]] = {
+    "it": lambda lse: lse,
+    "padded": lambda lse: F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf),
+}
+NO_LSE: dict[str, Callable[[Tensor], object]] = {
+    "none": lambda lse: None,
+    "to base 2": lambda lse: lse / 0.6931,
+    "transposed": lambda lse: lse.transpose(1, 2),
+    "with an axis": lambda lse: lse.unsqueeze(-1),
+    "bfloat16": lambda lse: lse.bfloat16(),
+    "short": lambda lse: lse[..., :-1],
+    "nan": lambda lse: lse * torch.nan,
+    "no logarithm": lambda lse: lse.exp(),
+}
+
+
+def test_what_a_trial_takes_for_the_log_sum_exp() -> None:
+    for name, change in {**LSE, **NO_LSE}.items():
+        with registered(FLASH, with_second(change)):
+            found = kernel("sdpa_flash", HEAD)
+        assert found.can_return_lse == (name in LSE), name
+        if name in LSE:
+            assert (found.with_lse(*tensors())[1] - exact(*tensors())[1]).abs().max() <= 2e-6, name
+
+
+def said(name: str) -> str:
+    """By what a kernel is refused; empty if it is not."""
+    try:
+        kernel(name, HEAD)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def raising(*_: object) -> Any:
@@ -116,31 +126,33 @@ def biased(*args: Any) -> Any:
     return out * 1.05, lse
 
 
-@pytest.mark.parametrize(
-    ("function", "sentence"),
-    [
-        (raising, r"\(name 'flash_attn_func' is not defined\); see whether xfuser fit it, or use"),
-        (biased, r"\(the result is off by 5\.0%\)"),
-        (with_second(lambda lse: lse), None),
-        (lambda *args: (flash_on_cpu(*args)[0].transpose(1, 2), None), r"instead of \[1, 203, 2"),
-        (lambda *args: (flash_on_cpu(*args)[0] * torch.nan, None), "the result is off by nan%"),
-        (lambda *args: (flash_on_cpu(*args)[0], None, None), "too many values to unpack"),
-    ],
-)
-def test_a_trial_refuses_what_computes_no_attention(function: Any, sentence: str | None) -> None:
-    with registered(FLASH, function):
-        if sentence is None:
-            assert isinstance(kernel("sdpa_flash", HEAD), XfuserKernel)
-            return
-        start = r"^attention_backend=sdpa_flash does not compute float32 with heads of 16 "
-        with pytest.raises(InputError, match=f"{start}.*{sentence}"):
-            kernel("sdpa_flash", HEAD)
+NO_ATTENTION: dict[str, Callable[..., Any]] = {
+    "raises": raising,
+    "off": biased,
+    "transposed": lambda *args: (flash_on_cpu(*args)[0].transpose(1, 2), None),
+    "nan": lambda *args: (flash_on_cpu(*args)[0] * torch.nan, None),
+    "three values": lambda *args: (flash_on_cpu(*args)[0], None, None),
+}
 
 
-@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_efficient"])
-def test_operators_of_gpus_do_not_compute_on_a_cpu(name: str) -> None:
-    with pytest.raises(InputError, match=r"on this cpu device \(Could not run 'aten::_scaled_dot"):
-        kernel(name, HEAD)
+def test_what_computes_no_attention_is_refused() -> None:
+    """By a trial; operators of GPUs do not compute on a CPU, and packages can be missing."""
+    sentences = {}
+    for name, function in NO_ATTENTION.items():
+        with registered(FLASH, function):
+            sentences[name] = said("sdpa_flash")
+    missing = ("flash", "flash_3", "flash_3_fp8", "flash_4", "sage", "aiter_fp8")
+    sentences |= {name: said(name) for name in ("sdpa_flash", "sdpa_efficient", *missing)}
+    function = ATTENTION_FUNCTION_REGISTRY.pop(FLASH)
+    try:
+        sentences["unknown to this xfuser"] = said("sdpa_flash")
+    finally:
+        ATTENTION_FUNCTION_REGISTRY[FLASH] = function
+    check_refusals(
+        "xfuser: kernels",
+        sentences,
+        [r"(?<=expected 2), got 3", r"(?<=Could not run 'aten::_scaled_dot).*(?=\))"],
+    )
 
 
 def test_a_trial_is_made_once_and_leaves_the_randomness_alone() -> None:
@@ -150,33 +162,6 @@ def test_a_trial_is_made_once_and_leaves_the_randomness_alone() -> None:
         assert len(calls) == 1 and torch.equal(torch.get_rng_state(), before)
         kernel("sdpa_flash", 2 * HEAD)
         assert len(calls) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("flash", "module flash_attn, .* pip install flash-attn, or use"),
-        ("flash_3", "module flash_attn_interface, .* pip install flash-attn-3, or"),
-        ("flash_3_fp8", "module flash_attn_interface, .* pip install flash-attn-3, or"),
-        ("flash_4", r"module flash_attn\.cute, .* pip install flash-attn-4, or"),
-        ("sage", "module sageattention, .* pip install sageattention, or"),
-        ("aiter_fp8", "module aiter, .* pip install amd-aiter, or"),
-    ],
-)
-def test_a_package_that_is_missing(name: str, sentence: str) -> None:
-    with pytest.raises(InputError, match=f"^attention_backend={name} needs the Python {sentence}"):
-        kernel(name, HEAD)
-
-
-def test_a_name_that_this_xfuser_does_not_know() -> None:
-    function = ATTENTION_FUNCTION_REGISTRY.pop(FLASH)
-    try:
-        with pytest.raises(
-            InputError, match="SDPA_FLASH, which this xfuser does not have; run pip"
-        ):
-            kernel("sdpa_flash", HEAD)
-    finally:
-        ATTENTION_FUNCTION_REGISTRY[FLASH] = function
 
 
 def test_every_function_takes_the_five_arguments_that_are_given() -> None:

@@ -1,0 +1,248 @@
+"""Networks with more inputs predict on several ranks what they predict in one process.
+
+At token counts of any kind; the official sequence parallelism of Animate is wrong, or fails, where
+padding does not divide by frames.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.dist import run
+from tests.distributed.topology import ROWS, Collectives, Topology, attention_layer, blocks_of
+from wan.distributed.tokens import ShardedTokens
+from wan.kernels.base import StepInfo
+from wan.modules.animate import WanAnimateModel
+from wan.modules.interfaces import Collaborators
+from wan.modules.s2v import WanModel_S2V
+from wan.modules.vace import VaceWanModel
+from wan.settings.parallel import EXCHANGES
+
+pytestmark = pytest.mark.dist
+
+# Six heads are few chunks: thousands of exchanges are what would take long here.
+SIZES: dict[str, Any] = {
+    "dim": 48,
+    "ffn_dim": 64,
+    "freq_dim": 32,
+    "num_heads": 6,
+    "text_dim": 16,
+    "text_len": 20,
+}
+Case = tuple[Topology, str, str]
+"""(ranks, mode, exchange)."""
+Noise = Callable[..., Tensor]
+"""Draws a tensor of a shape."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Frames, rows and columns of patches. first: of S2V, whether it is the first clip."""
+
+    frames: int
+    rows: int
+    columns: int
+    first: bool = False
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.frames, self.rows, self.columns
+
+    @property
+    def latents(self) -> tuple[int, int, int]:
+        return self.frames, 2 * self.rows, 2 * self.columns
+
+
+class Pooled(nn.Module):
+    """Stands for the motion encoder, which every rank computes alike and which takes seconds."""
+
+    def forward(self, faces_P3HW: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(faces_P3HW, (1, 22)).flatten(1)[:, :64]
+
+
+def animate(given: Collaborators) -> nn.Module:
+    seen: dict[str, Any] = {"image_dim": 24, "motion_encoder_dim": 64}
+    net: Any = WanAnimateModel(num_layers=5, collaborators=given, **SIZES, **seen)
+    net.motion_encoder = Pooled()
+    return net
+
+
+def animate_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
+    common = {
+        "seq_len": math.prod(scene.grid),
+        "clip_fea": noise(1, 5, 24),
+        "y": [noise(20, *scene.latents)],
+        "pose_latents": noise(1, 16, scene.frames - 1, *scene.latents[1:]),
+    }
+    pictures = 4 * (scene.frames - 2) + 1
+    faces = noise(1, 3, pictures, 1, 512).expand(-1, -1, -1, 512, -1)
+    seen = {"cond": faces, "uncond": torch.full_like(faces, -1.0)}
+    return {branch: {**common, "face_pixel_values": face} for branch, face in seen.items()}
+
+
+def s2v(given: Collaborators) -> nn.Module:
+    sound: dict[str, Any] = {"audio_dim": 8, "audio_inject_layers": (0, 1)}
+    return WanModel_S2V(num_layers=2, collaborators=given, **SIZES, **sound)
+
+
+def s2v_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
+    common = {
+        "seq_len": 0,
+        "ref_latents": [noise(16, 1, *scene.latents[1:])],
+        "motion_latents": [noise(16, 19, *scene.latents[1:])],
+        "cond_states": None if scene.first else [noise(16, *scene.latents)],
+        "drop_motion_frames": scene.first,
+    }
+    heard = noise(1, 25, 8, 4 * scene.frames)
+    sounds = {"cond": heard, "uncond": torch.zeros_like(heard)}
+    return {branch: {**common, "audio_input": sound} for branch, sound in sounds.items()}
+
+
+def vace(given: Collaborators) -> nn.Module:
+    return VaceWanModel(num_layers=3, vace_layers=(0, 2), collaborators=given, **SIZES)
+
+
+def vace_inputs(scene: Scene, noise: Noise) -> dict[str, dict[str, Any]]:
+    common = {
+        "seq_len": math.prod(scene.grid),
+        "vace_context": [noise(96, *scene.latents)],
+        "vace_context_scale": [1.0, 0.5],
+    }
+    return dict.fromkeys(("cond", "uncond"), common)
+
+
+class Task(NamedTuple):
+    """inputs: Of a scene and branch, beside latents and text. blocks: With those of control."""
+
+    network: Callable[[Collaborators], nn.Module]
+    inputs: Callable[[Scene, Noise], dict[str, dict[str, Any]]]
+    blocks: int
+    scenes: Sequence[Scene]
+
+
+TASKS = {  # with 105, 30, 5; 185, 175, 83, 12; 105, 30 and 3 tokens
+    "animate": Task(animate, animate_inputs, 5, (Scene(3, 5, 7), Scene(2, 3, 5), Scene(5, 1, 1))),
+    "s2v": Task(
+        s2v,
+        s2v_inputs,
+        2,
+        (Scene(3, 5, 7), Scene(4, 5, 7, True), Scene(1, 5, 5), Scene(2, 2, 2, True)),
+    ),
+    "vace": Task(vace, vace_inputs, 5, (Scene(3, 5, 7), Scene(2, 3, 5), Scene(3, 1, 1))),
+}
+LAYOUTS = {
+    2: [Topology(2, 1), Topology(1, 2)],
+    3: [Topology(3, 1), Topology(1, 3, "bidirectional")],
+    4: [Topology(4, 1), Topology(2, 2, "bidirectional"), Topology(1, 4)],
+    8: [Topology(8, 1), Topology(4, 2), Topology(2, 4, "bidirectional")],
+}
+CALLS = [(0, 900, "cond"), (0, 900, "uncond"), (1, 300, "cond")]
+TEXTS = {"cond": 7, "uncond": 20}
+
+
+@cache
+def weights(task: str) -> dict[str, Tensor]:
+    """The same random ones every time, with a deviation that keeps activations near 1."""
+    with torch.device("meta"):
+        state = TASKS[task].network(Collaborators()).state_dict()
+    random, found = np.random.default_rng(0), {}  # of torch's ten million would take a second
+    for name, like in state.items():
+        found[name] = torch.from_numpy(random.standard_normal(like.shape, np.float32))
+        if like.dim() == 1:
+            found[name] = 0.1 * found[name] + name.endswith("weight")
+        else:
+            entries = like.shape[-1] if "modulation" in name else like[0].numel()
+            found[name] *= entries**-0.5
+    return found
+
+
+@torch.inference_mode()
+def predict(task: str, scene: Scene, **collaborators: Any) -> Tensor:
+    """Velocities of `CALLS`. collaborators: Of a rank, which keeps what depends on the clip."""
+    collaborators["text_kv_cache"] = bool(collaborators)
+    with torch.device("meta"):
+        net = TASKS[task].network(Collaborators(**collaborators)).eval()
+    net.load_state_dict(weights(task), assign=True)
+    random = torch.Generator().manual_seed(math.prod(scene.grid))
+    texts = {branch: torch.randn(n, 16, generator=random) for branch, n in TEXTS.items()}
+    inputs = TASKS[task].inputs(scene, lambda *shape: torch.randn(shape, generator=random))
+    x, velocities = torch.randn(16, *scene.latents, generator=random), []
+    for index, t, branch in CALLS:
+        step = StepInfo(index, 2, branch, "dit", scene.grid, math.prod(scene.grid))
+        given = inputs[branch] | {"x": [x], "context": [texts[branch]]}
+        velocities += net(t=torch.tensor([t]), step=step, **given)
+    return torch.stack(velocities)
+
+
+def share(task: str, scene: Scene, cases: Sequence[Case]) -> dict[Case, Tensor]:
+    """On a rank."""
+    return {
+        (topology, mode, exchange): predict(
+            task,
+            scene,
+            attention=blocks_of(attention_layer(topology, mode, exchange=exchange)),
+            tokens=ShardedTokens(None),
+        )
+        for topology, mode, exchange in cases
+    }
+
+
+def check(task: str, world: int, scene: Scene, cases: Sequence[Case]) -> list[dict[Case, Tensor]]:
+    """Against one process; what each rank has found."""
+    expected = predict(task, scene)
+    assert expected.abs().max() > 0.5, "a model that says nothing would always agree"
+    ranks = run(world, share, task, scene, cases, timeout=500)
+    for found in ranks:
+        apart = {case: float((x - expected).abs().max()) for case, x in found.items()}
+        assert not {case: off for case, off in apart.items() if not off <= 2e-5}, scene
+    return ranks
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_same_velocities(world: int, task: str) -> None:
+    """On each layout in a mode and with an exchange, by turns, so that each task meets them all."""
+    cases, shift = list[Case](), list(TASKS).index(task)
+    for turn, layout in enumerate(layout for some in (2, 3, 4) for layout in LAYOUTS[some]):
+        mode = [*ROWS][(turn + shift) % 4]
+        case = layout, mode, EXCHANGES[(turn + turn // 4 + shift) % 2]
+        cases += [case] if layout.world == world else []
+    check(task, world, TASKS[task].scenes[world - 2], cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_the_same_velocities_in_all_ways(world: int, task: str) -> None:
+    """And, but for blocks of queries, those of mode 0 bit by bit."""
+    for scene in TASKS[task].scenes:
+        cases = list(product(LAYOUTS[world], ROWS, EXCHANGES))
+        for found in check(task, world, scene, cases):
+            for (topology, mode, exchange), x in found.items():
+                same = x.equal(found[topology, "0", "split"])
+                assert same or ROWS[mode].blocks > 1, (scene, topology, mode, exchange)
+
+
+def collectives(task: str) -> dict[str, int]:
+    """On a rank: of Ulysses' mode 0, one exchange at a time."""
+    with Collectives() as counted:
+        share(task, TASKS[task].scenes[0], [(Topology(2, 1), "0", "split")])
+    return dict(counted.found)
+
+
+def test_what_a_task_adds_needs_no_exchange() -> None:
+    """Four all-to-alls in each block and one gathering of velocities in each forward."""
+    for task, its in TASKS.items():
+        expected = {"alltoall_base_": 4 * its.blocks * 3, "_allgather_base_": 3}
+        assert run(2, collectives, task) == [expected] * 2, task
