@@ -55,14 +55,19 @@ class Jobs:
         limits: Limits | None = None,
         key: str | None = None,
         flags: Sequence[str] = (),
+        ranks: int = 1,
+        **guards: Any,
     ) -> None:
+        """Opens it. guards: Further arguments of `wan.serve.app.make`."""
         argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
-        argv += ["--save_file", str(folder / "video.mp4")]
+        argv += ["--ulysses_size", str(ranks), "--save_file", str(folder / "video.mp4")]
         folder.mkdir(exist_ok=True)
-        run, given = command._run(argv, 1, 1)
+        run, given = command._run(argv, ranks, 1)
         self.folder = folder
-        self.service = Service(argv, given, run, folder, 1, limits=limits or Limits())
-        self.app: ASGIApp = app.make(self.service, Metrics(), host="localhost", api_key=key)
+        self.service = Service(argv, given, run, folder, ranks, limits=limits or Limits())
+        self.app: ASGIApp = app.make(
+            self.service, Metrics(), host="localhost", api_key=key, **guards
+        )
 
     async def ask(
         self,
@@ -109,7 +114,7 @@ class Jobs:
         is_json = told.get("content-type") == "application/json"
         return start["status"], told, json.loads(answer) if is_json else answer
 
-    async def create(self, fields: Mapping[str, Any] | None = None, **headers: str) -> str:
+    async def create(self, fields: Mapping[str, Any] | None = None, **headers: Any) -> str:
         """Queues a video and returns its id."""
         body = {"prompt": PROMPT} | dict(fields or {})
         status, _, video = await self.ask("/v1/videos", body, **headers)

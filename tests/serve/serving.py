@@ -1,13 +1,12 @@
-"""A real service for tests: `python -m wan.serve` in processes of its own, and requests to it."""
+"""A real service for tests: a front that is forked, ranks that it starts, and requests to it."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,11 +15,60 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import imageio
+import numpy as np
 import openai
 
-from tests.dist import TORCHRUN
+from tests.dist import TORCHRUN, Ranks, free_port, launcher
+from wan.cli.main import main
 
 PROMPT = "a large green square moves up on a gray background"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def opened(port: int, sent: bytes = b"") -> socket.socket:
+    """A connection that has sent something."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=10)
+    client.sendall(sent)
+    return client
+
+
+def received(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    parts = []
+    with suppress(ConnectionResetError):
+        while part := client.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def post(length: int, content: bytes = b"", path: str = "/upload") -> bytes:
+    """The headers of a body of some length, and a part of it."""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
+    return head.encode() + content
+
+
+def frames(path: Path) -> np.ndarray:
+    """The frames of a video."""
+    return np.stack(list(imageio.get_reader(path).iter_data()))
+
+
+def generated(path: Path, *flags: object, ranks: int = 1) -> np.ndarray:
+    """The frames that generate.py makes of the same settings."""
+    argv = [*map(str, [*flags, "--save_file", path])]
+    with Ranks(launcher(ranks) if ranks > 1 else [{}], main, argv) as processes:
+        assert processes.ended(300) == [0] * ranks, processes.said()
+    return frames(path)
+
+
+def _front(argv: Sequence[str], descriptors: int) -> int:
+    """The work of a front."""
+    from wan.serve.__main__ import run
+
+    if descriptors:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+    return run(argv)
 
 
 class Served:
@@ -34,40 +82,56 @@ class Served:
         flags: Sequence[object] = (),
         path: Path | None = None,
         key: str = "none",
+        descriptors: int = 0,
     ) -> None:
-        """Starts it. path: a folder of modules that Python finds first. key: for its interface."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        """Starts it.
+
+        Args:
+            folder: That of --journal.
+            ranks: How many there are.
+            options: Further ones of the service.
+            flags: Of generate.py.
+            path: A folder of modules that ranks find first.
+            key: For its interface.
+            descriptors: That the front and its ranks may open; 0: as many as this process.
+        """
+        self.port = int(free_port())
         self.folder, self.url, self._key = folder, f"http://127.0.0.1:{self.port}", key
         paths = [*([str(path)] if path else []), TORCHRUN["PYTHONPATH"]]
-        own = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(paths)}
-        own |= {"HOME": os.environ.get("HOME", "/root")}
-        self._environment = TORCHRUN | own
-        own_options = ["--port", self.port, "--ranks", ranks, "--journal", folder, *options]
+        self._environment = TORCHRUN | {"PYTHONPATH": os.pathsep.join(paths)}
+        own = ["--port", self.port, "--ranks", ranks, "--journal", folder, *options]
         sizes = ["--ulysses_size", ranks] if ranks > 1 else []
-        self._command = [sys.executable, "-m", "wan.serve", *own_options, "--", *sizes, *flags]
+        self._argv = [*map(str, [*own, "--", *sizes, *flags])]
+        self._descriptors = descriptors
         self.start()
 
     def start(self) -> None:
         """Starts the front, and waits until its ranks can make videos."""
-        with (self.folder.parent / f"{self.folder.name}.log").open("ab") as log:
-            self.front = subprocess.Popen(
-                [*map(str, self._command)], env=self._environment, stdout=log, stderr=log
-            )
+        self._front = Ranks([self._environment], _front, self._argv, self._descriptors)
+        self._process = self._front.processes[0]
         self.wait(lambda: self.health().get("status") == "ok", 120)
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        code = self.stop()
+        assert kind is not None or (code == 0 and not self.ranks()), self.said()
 
     def wait(self, whether: Callable[[], Any], seconds: float = 60) -> None:
         """Waits until something holds."""
         deadline = time.monotonic() + seconds
         while not whether():
-            assert self.front.poll() is None, f"the front has ended\n{self.said()}"
+            assert self._process.is_alive(), f"the front has ended\n{self.said()}"
             assert time.monotonic() < deadline, f"waited {seconds} s\n{self.said()}"
             time.sleep(0.05)
 
     def said(self) -> str:
-        """Returns the ends of both logs."""
-        logs = (self.folder.parent / f"{self.folder.name}.log", self.folder / "ranks.log")
-        return "\n".join(log.read_text()[-5000:] for log in logs if log.exists())
+        """Returns the ends of what the front and the ranks have said."""
+        log = self.folder / "ranks.log"
+        return "\n".join(
+            [self._front.texts[0][-5000:], log.read_text()[-5000:] if log.exists() else ""]
+        )
 
     def ask(
         self, path: str, body: Any = None, method: str | None = None, **headers: str
@@ -105,8 +169,8 @@ class Served:
         except OSError:
             return {}
 
-    def client(self) -> openai.OpenAI:
-        """Returns the real client."""
+    def client(self) -> Any:
+        """Returns the real client; its types know OpenAI's sizes only."""
         return openai.OpenAI(api_key=self._key, base_url=f"{self.url}/v1")
 
     def create(self, **fields: Any) -> str:
@@ -138,33 +202,42 @@ class Served:
 
     def kill(self) -> None:
         """Kills the front."""
-        self.front.send_signal(signal.SIGKILL)
-        self.front.wait()
+        self._process.kill()
+        self._process.join()
 
     def stop(self) -> int:
         """Stops the service as an operator does; returns its exit code."""
-        if self.front.poll() is None:
-            self.front.send_signal(signal.SIGTERM)
-        return self.front.wait(60)
+        if self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGTERM)
+        self._process.join(60)
+        code: int | None = self._process.exitcode
+        assert code is not None, self.said()
+        return code
 
 
 _FAULTS = '''
 import importlib, json, os, signal, sys
 
-def _break(fault, path):
-    """Fails once in this rank where a file asks for it."""
-    module, _, name = fault["at"].partition(":")
+FAULT = os.path.join(os.path.dirname(__file__), "fault.json")
+
+def _break(place):
+    """Has a function fail once in this rank when a file asks for it."""
+    module, _, name = place.partition(":")
     owner, (*outer, last) = importlib.import_module(module), name.split(".")
     for one in outer:
         owner = getattr(owner, one)
     original = getattr(owner, last)
 
     def broken(*args, **kwargs):
-        if not os.path.exists(path):
+        if not os.path.exists(FAULT):
+            return original(*args, **kwargs)
+        with open(FAULT) as file:
+            fault = json.load(file)
+        if (fault["at"], fault["rank"]) != (place, int(os.environ["RANK"])):
             return original(*args, **kwargs)
         if fault["after"]:
             original(*args, **kwargs)
-        os.unlink(path)
+        os.unlink(FAULT)
         if fault["do"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise MemoryError if fault["do"] == "memory" else RuntimeError("a fault")
@@ -172,21 +245,32 @@ def _break(fault, path):
     setattr(owner, last, broken)
 
 if os.environ.get("RANK") and "torch.distributed.run" not in " ".join(sys.orig_argv):
-    path = os.path.join(os.path.dirname(__file__), "fault.json")
-    if os.path.exists(path):
-        with open(path) as file:
-            fault = json.load(file)
-        if int(os.environ["RANK"]) == fault["rank"]:
-            _break(fault, path)
+    for place in PLACES:
+        _break(place)
 '''
 
 
-def breaking(folder: Path, **fault: Any) -> Path:
-    """Returns a folder of modules with which one rank fails once: kill, raise, or no memory left.
+class Faults:
+    """A folder of modules with which ranks fail where and when a test wants."""
 
-    fault: rank; at: "module:name"; do: "kill", "raise" or "memory"; after: when that has returned.
-    """
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_FAULTS)
-    (folder / "fault.json").write_text(json.dumps(fault))
-    return folder
+    def __init__(self, folder: Path, *places: str) -> None:
+        """Writes them. places: the functions that may fail, as "module:name"."""
+        self.path, self._file = folder, folder / "fault.json"
+        folder.mkdir()
+        text = _FAULTS.replace("PLACES", repr(places))
+        (folder / "sitecustomize.py").write_text(text)
+
+    def arm(self, rank: int, at: str, do: str, after: bool = False) -> None:
+        """Has a function fail once in a rank.
+
+        do: "kill", "raise" or "memory", where none is left. after: When the function has returned.
+        """
+        fault = {"rank": rank, "at": at, "do": do, "after": after}
+        written = self._file.with_name("new.json")
+        written.write_text(json.dumps(fault))
+        written.rename(self._file)
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether what was asked for has not happened yet."""
+        return self._file.exists()

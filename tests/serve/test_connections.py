@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import resource
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +20,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.dist import REPO
-from tests.serve.serving import Served
+from tests.dist import Ranks
+from tests.serve.serving import GET, opened, post, received
 from wan.serve import connections
 from wan.serve.connections import Connections, count_connections, make_server, open_sockets
 
-HEADER = 0.5  # seconds for headers in these tests
-SOON = 4.0  # seconds in which what is too slow must be closed
-BIG = 64 << 20  # more than the buffers of two sockets
-GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+HEADER, BODY, PAUSE, UNREAD = 0.4, 0.8, 1.2, 1.0  # seconds of the limits in these tests
+LATE = 3.0  # seconds after its limit in which what is too slow must be closed
+BIG = 16 << 20  # more than the buffers of two sockets
 Start = Callable[..., int]
 
 
@@ -82,8 +77,8 @@ def done() -> Work:
 @pytest.fixture
 def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts a server with short limits in a thread; returns its port."""
-    values = {"HEADER_SECONDS": HEADER, "IDLE_SECONDS": 1, "BODY_SECONDS": 1.0}
-    values |= {"BODY_PAUSE": 1.0, "UNREAD_SECONDS": 1.0}
+    values = {"HEADER_SECONDS": HEADER, "IDLE_SECONDS": 0.4, "BODY_SECONDS": BODY}
+    values |= {"BODY_PAUSE": PAUSE, "UNREAD_SECONDS": UNREAD, "_SWEEP": 0.1}
     for name, value in values.items():
         monkeypatch.setattr(connections, name, value)
     made: list[tuple[Any, threading.Thread]] = []
@@ -107,22 +102,11 @@ def start(done: Work, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         assert not thread.is_alive()
 
 
-def opened(port: int, sent: bytes = b"") -> socket.socket:
-    """A connection that has sent something."""
-    client = socket.create_connection(("127.0.0.1", port), timeout=10)
-    client.sendall(sent)
-    return client
-
-
-def received(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
-    parts = []
-    try:
-        while part := client.recv(1 << 16):
-            parts.append(part)
-    except ConnectionResetError:
-        pass
-    return b"".join(parts)
+@pytest.fixture
+def clients() -> Iterator[ExitStack]:
+    """Closes the connections that it is given."""
+    with ExitStack() as stack:
+        yield stack
 
 
 def answer(port: int, request: bytes = GET) -> bytes:
@@ -131,60 +115,77 @@ def answer(port: int, request: bytes = GET) -> bytes:
         return received(client)
 
 
-def post(length: int, content: bytes = b"") -> bytes:
-    head = f"POST /upload HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n\r\n"
-    return head.encode() + content
-
-
-SLOW = {  # what a client sends -> the answer that it gets
-    "nothing": (b"", b""),
-    "a part of its headers": (b"GET /health HTTP/1.1\r\nhost: loc", b"408"),
-    "a line that goes on": (b"GET /" + b"x" * 2000, b"408"),
-    "no body": (post(1000), b"408"),
-    "a part of its body": (post(1000, b"x" * 999), b"408"),
-    "much of its body": (post(100_000, b"x" * 50_000), b"408"),
+TIMEOUT = b"HTTP/1.1 408 Request Timeout"
+SLOW = {  # what a client sends, whether single bytes follow, the answer, the limit
+    "nothing": (b"", False, b"", HEADER),
+    "a part of its headers": (b"GET /health HTTP/1.1\r\nhost: loc", False, TIMEOUT, HEADER),
+    "a line that goes on": (b"GET /" + b"x" * 2000, False, TIMEOUT, HEADER),
+    "headers byte by byte": (b"GET /health HTTP/1.1\r\n", True, TIMEOUT, HEADER),
+    "no body": (post(1000), False, TIMEOUT, BODY),
+    "a body byte by byte": (post(100_000), True, TIMEOUT, BODY),
+    "a part of its body": (post(100_000, b"x" * 100), False, TIMEOUT, BODY + 0.1),
+    "much of its body": (post(100_000, b"x" * 50_000), False, TIMEOUT, PAUSE),
+    "one request and a part of another": (GET + b"GET /", False, b"HTTP/1.1 200 OK", HEADER),
 }
 
 
-@pytest.mark.parametrize("sent", SLOW)
-def test_a_client_that_stops_is_closed(sent: str, start: Start) -> None:
-    content, status = SLOW[sent]
-    with opened(start(100), content) as client:
+def stop_in_the_middle(port: int, sent: bytes, goes_on: bool) -> tuple[float, bytes]:
+    """Returns after how many seconds a client is closed, and the first line that it gets."""
+    head, end, body = sent.partition(b"\r\n\r\n")
+    with opened(port, head + end) as client:
         began = time.monotonic()
-        found = received(client)
-    assert time.monotonic() - began < SOON
-    assert found.split(b"\r\n")[0] == (b"HTTP/1.1 408 Request Timeout" if status else b"")
-
-
-@pytest.mark.parametrize("path", ["headers", "body"])
-def test_a_client_that_sends_byte_by_byte_is_closed(path: str, start: Start) -> None:
-    """Each byte comes soon after the last one, and the whole never."""
-    content = post(100_000) if path == "body" else b"GET /health HTTP/1.1\r\n"
-    with opened(start(100), content) as client:
-        began = time.monotonic()
-        with pytest.raises(OSError):
-            while time.monotonic() - began < SOON:
+        time.sleep(0.05)
+        client.sendall(body)
+        client.settimeout(0.05 if goes_on else 10)
+        found = b""
+        while goes_on and not found:
+            with suppress(TimeoutError):
+                found = client.recv(1 << 16)
+            if time.monotonic() > began + 10:
+                break
+            with suppress(OSError):
                 client.sendall(b"x")
-                time.sleep(0.05)
-        assert time.monotonic() - began < SOON
+        client.settimeout(10)
+        found += received(client)
+        return time.monotonic() - began, found.split(b"\r\n")[0]
 
 
-def test_an_honest_slow_upload_is_taken(start: Start) -> None:
-    """3 750 bytes a second, where 1 000 are asked for, for longer than any other limit."""
-    with opened(start(100), post(9000)) as client:
-        for _ in range(24):
+def upload_slowly(port: int) -> bytes:
+    """2 500 bytes a second, where 1 000 are asked for, for longer than any limit."""
+    with opened(port, post(3750)) as client:
+        for _ in range(15):
             time.sleep(0.1)
-            client.sendall(bytes(375))
-        assert b" 200 OK" in client.recv(100)
+            client.sendall(bytes(250))
+        return client.recv(100)
 
 
-def test_an_answer_that_is_not_read_is_given_up(start: Start) -> None:
-    port = start(100)
+def read_late(port: int) -> int:
+    """Returns how much of a large answer comes when nothing was read for too long."""
     with opened(port, GET.replace(b"health", b"big")) as client:
-        time.sleep(3)
-        assert len(received(client)) < BIG
-    found = answer(port, GET.replace(b"health", b"big"))  # and one that is read is whole
-    assert len(found) - found.index(b"\r\n\r\n") - 4 == BIG
+        time.sleep(UNREAD + 0.6)
+        return len(received(client))
+
+
+def test_slow_clients_are_closed_in_time(start: Start, done: Work) -> None:
+    """Side by side with honest ones, and with one whose job outlasts every limit."""
+    port = start(100)
+    with ThreadPoolExecutor(20) as pool, opened(port, GET.replace(b"health", b"work")) as working:
+        slow = {name: pool.submit(stop_in_the_middle, port, *SLOW[name][:2]) for name in SLOW}
+        honest, unread = pool.submit(upload_slowly, port), pool.submit(read_late, port)
+        found = {name: one.result() for name, one in slow.items()}
+        wrong = {
+            name: (seconds, line)
+            for name, (seconds, line) in found.items()
+            if line != SLOW[name][2] or not -0.1 < seconds - SLOW[name][3] < LATE
+        }
+        assert not wrong
+        assert b" 200 OK" in honest.result() and unread.result() < BIG
+        whole = answer(port, GET.replace(b"health", b"big"))  # and one that is read is whole
+        assert len(whole) - whole.index(b"\r\n\r\n") - 4 == BIG
+        done.set()
+        working.settimeout(LATE)
+        while b"done" not in (part := working.recv(1000)):
+            assert part
 
 
 def test_requests_that_follow_each_other(start: Start) -> None:
@@ -197,128 +198,89 @@ def test_requests_that_follow_each_other(start: Start) -> None:
                 found += client.recv(1 << 16)
             time.sleep(HEADER / 2)
         began = time.monotonic()
-        assert received(client) == b"" and time.monotonic() - began < SOON
+        assert received(client) == b"" and time.monotonic() - began < LATE
 
 
-def test_silent_connections_keep_nobody_out(start: Start) -> None:
-    """Three times as many as may be open: the service answers at once, and again later."""
+def test_silent_connections_keep_nobody_out(start: Start, clients: ExitStack) -> None:
+    """As many as may be open are left alone; of three times as many the first make room."""
     port = start(20)
-    silent = [opened(port) for _ in range(60)]
-    try:
-        for _ in range(10):
-            began = time.monotonic()
-            assert b" 200 OK" in answer(port)
-            assert time.monotonic() - began < 1
-    finally:
-        for one in silent:
-            one.close()
-
-
-def test_nobody_is_closed_where_nobody_comes(start: Start) -> None:
-    """As many connections as may be open are open, and no more want to be."""
-    port = start(4)
-    clients = [opened(port) for _ in range(4)]
-    for client in clients:
-        client.settimeout(0.05)
+    silent = [clients.enter_context(opened(port)) for _ in range(20)]
+    for client in silent:
+        client.settimeout(0.005)
         with pytest.raises(TimeoutError):
             client.recv(1)
-    for client in clients:
-        client.close()
+    silent += [clients.enter_context(opened(port)) for _ in range(40)]
+    for _ in range(10):
+        began = time.monotonic()
+        assert b" 200 OK" in answer(port)
+        assert time.monotonic() - began < 1
 
 
-def test_work_is_never_closed_for_others(start: Start, done: Work) -> None:
-    """Jobs outlast every limit of time, while silent clients come and go."""
-    port = start(12)
-    working = [opened(port, GET.replace(b"health", b"work")) for _ in range(8)]
-    done.wait_for(8)
-    silent = [opened(port) for _ in range(40)]
-    assert b" 200 OK" in answer(port)
-    time.sleep(HEADER + 1.5)
-    assert b" 200 OK" in answer(port)
-    done.set()
-    for one in (*working, *silent):
-        if one in working:
-            one.settimeout(SOON)
-            assert b"done" in one.recv(1000) or b"done" in one.recv(1000)
-        one.close()
+def work_for(port: int, count: int, done: Work, clients: ExitStack) -> list[socket.socket]:
+    """Returns connections whose requests are worked on."""
+    request = GET.replace(b"health", b"work")
+    working = [clients.enter_context(opened(port, request)) for _ in range(count)]
+    done.wait_for(count)
+    return working
 
 
-def test_when_all_work_others_are_turned_away(start: Start, done: Work) -> None:
-    port = start(8)
-    working = [opened(port, GET.replace(b"health", b"work")) for _ in range(8)]
-    done.wait_for(8)
-    with opened(port, GET) as more:
-        assert b" 200 OK" not in received(more)
+def end_work(working: list[socket.socket], done: Work) -> None:
+    """Lets the work end, which all who wait for it must see."""
     done.set()
     for one in working:
+        one.settimeout(LATE)
         assert b"done" in one.recv(1000) or b"done" in one.recv(1000)
+
+
+def test_work_is_never_closed_for_others(start: Start, done: Work, clients: ExitStack) -> None:
+    """Silent clients come and go, and close each other."""
+    port = start(12)
+    working = work_for(port, 8, done, clients)
+    for _ in range(40):
+        clients.enter_context(opened(port))
+    assert b" 200 OK" in answer(port)
+    end_work(working, done)
+
+
+def test_when_all_work_others_are_turned_away(start: Start, done: Work, clients: ExitStack) -> None:
+    port = start(8)
+    working = work_for(port, 8, done, clients)
+    with opened(port, GET) as more:
+        assert b" 200 OK" not in received(more)
+    end_work(working, done)
+    for one in working:
         one.close()
-    time.sleep(0.2)
+    time.sleep(0.1)
     assert b" 200 OK" in answer(port)
 
 
 def test_what_many_clients_do_is_logged_once(
-    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    clients: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("wan"), "propagate", True)
     port = start(8)
-    for _ in range(100):
+    for _ in range(30):
         opened(port).close()
         answer(port, b"not http at all\r\n\r\n")
-    silent = [opened(port) for _ in range(50)]
+    for _ in range(30):
+        clients.enter_context(opened(port))
     assert b" 200 OK" in answer(port)
-    for one in silent:
-        one.close()
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) <= 3, said
 
 
-WITHOUT_DESCRIPTORS = """
-import asyncio, logging, sys
-from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
-from starlette.routing import Route
-from wan.serve.connections import Connections, make_server, open_sockets
-
-logging.basicConfig(stream=sys.stderr)
-async def health(request):
-    return PlainTextResponse("ok")
-
-limits = Connections(1000)
-sockets = open_sockets("127.0.0.1", 0, limits)
-print(sockets[0].getsockname()[1], flush=True)
-make_server(Starlette(routes=[Route("/health", health)]), limits).run(sockets)
-"""
-
-
-def test_without_file_descriptors(tmp_path: Path) -> None:
-    """More connections than descriptors: one line, no busy loop, and an answer afterwards."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
-    with (
-        log.open("wb") as file,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=file, cwd=REPO, preexec_fn=limit, text=True
-        ) as server,
-    ):
-        try:
-            assert server.stdout is not None
-            port = int(server.stdout.readline())
-            time.sleep(0.5)
-            silent = [opened(port) for _ in range(80)]
-            before = cpu_seconds(server.pid)
-            time.sleep(1)
-            assert cpu_seconds(server.pid) - before < 0.3
-            assert log.read_text().count("\n") == 1, log.read_text()
-            for one in silent:
-                one.close()
-            assert b" 200 OK" in answer(port)
-        finally:
-            server.terminate()
+def serve_with_few_descriptors() -> int:
+    """Serves /health, and writes its port first."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    logging.basicConfig()
+    limits = Connections(1000)
+    sockets = open_sockets("127.0.0.1", 0, limits)
+    print(sockets[0].getsockname()[1], flush=True)
+    make_server(application(Work()), limits).run([*sockets])
+    return 0
 
 
 def cpu_seconds(pid: int) -> float:
@@ -326,59 +288,53 @@ def cpu_seconds(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / 100
 
 
-@pytest.mark.parametrize(
-    ("descriptors", "ranks", "most"),
-    [(1024, 8, 460), (1024, 1, 463), (64, 1, 8), (1 << 20, 8, 1000), (-1, 8, 1000)],
-)
-def test_how_many_may_be_connected(
-    descriptors: int, ranks: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.dist
+@pytest.mark.xdist_group("test_connections.py")
+def test_without_file_descriptors(clients: ExitStack) -> None:
+    """More connections than descriptors: one line, no busy loop, and an answer afterwards."""
+    with Ranks([{}], serve_with_few_descriptors) as server:
+        server.until(0, "\n")
+        port = int(server.texts[0])
+        assert b" 200 OK" in answer(port)
+        for _ in range(80):
+            clients.enter_context(opened(port))
+        server.until(0, "No connection can be accepted")
+        before = cpu_seconds(server.processes[0].pid)
+        time.sleep(0.7)
+        assert cpu_seconds(server.processes[0].pid) - before < 0.2
+        assert server.texts[0].count("\n") == 2, server.texts[0]
+        clients.close()
+        assert b" 200 OK" in answer(port)
+
+
+def test_how_many_may_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """96 descriptors and one for each rank are the service's own; a client may need two."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, -1))
-    assert count_connections(ranks) == most
+    rows = {(1024, 8): 460, (1024, 1): 463, (64, 1): 8, (1 << 20, 8): 1000, (-1, 8): 1000}
+    found = {}
+    for descriptors, ranks in rows:
+        monkeypatch.setattr(resource, "getrlimit", lambda _, most=descriptors: (most, -1))
+        found[descriptors, ranks] = count_connections(ranks)
+    assert found == rows
 
 
-STRANGE = (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b'{"secret": "no"}\n', b"x" * 100_000)
+def test_it_is_busy_when_three_quarters_work() -> None:
+    """Then only health may be asked for, so that connections are left for that."""
 
+    class Transport:
+        def get_write_buffer_size(self) -> int:
+            return 0
 
-@pytest.mark.dist
-@pytest.mark.xdist_group("serve")
-def test_unfinished_requests_leave_room_for_jobs(tmp_path: Path) -> None:
-    """Bodies that do not come, and answers that are not read, as many as may be connected."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (150, hard))
-    try:
-        served = Served(tmp_path / "jobs")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    page = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
-    slow = [opened(served.port, post(1000).replace(b"upload", b"v1/videos")) for _ in range(40)]
-    try:
-        for _ in range(40):
-            with suppress(OSError):
-                slow.append(opened(served.port, page))
-        assert served.ended(served.create())["status"] == "completed"
-    finally:
-        for one in slow:
-            one.close()
-        assert served.stop() == 0
+    async def work() -> None:
+        limits = Connections(8)
+        made = [limits.add(Transport()) for _ in range(8)]  # type: ignore[arg-type]
+        busy = []
+        for one in made:
+            one.begin_request(has_body=False)
+            busy.append(limits.is_busy)
+        assert busy == [False] * 6 + [True] * 2
+        made[0].end_request()
+        made[1].end_request()
+        assert not limits.is_busy
+        assert len([one for one in made if one.deadline < float("inf")]) == 2
 
-
-@pytest.mark.dist
-@pytest.mark.xdist_group("serve")
-def test_strangers_at_the_port_of_the_ranks(tmp_path: Path) -> None:
-    """They are closed, ranks of another group can come, and jobs are made meanwhile."""
-    served = Served(tmp_path / "jobs")
-    try:
-        port = json.loads((served.folder / "front.json").read_text())["port"]
-        strangers: Sequence[socket.socket] = [opened(port, STRANGE[n % 5]) for n in range(100)]
-        assert served.ended(served.create())["status"] == "completed"
-        [rank] = served.ranks()
-        os.kill(rank, signal.SIGKILL)
-        assert served.ended(served.create())["status"] == "completed"
-        assert served.health()["restarts"] == 1
-        for one in strangers:
-            one.close()
-        assert len(served.said()) < 5000
-    finally:
-        assert served.stop() == 0
+    asyncio.run(work())

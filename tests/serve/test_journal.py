@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs
 from wan.pipeline.video import save_video
 from wan.serve import journal, journal_file
@@ -26,23 +27,24 @@ from wan.settings.errors import InputError
 
 NAME = "journal.sqlite"
 WORDS = "zq private zq"
+HIDDEN = (r"/\S*(?=/journal\.sqlite)", r"(?<=damaged \().*?(?=\);)")  # paths, words of SQLite
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of --journal; waits are short."""
     for module, name, seconds in (
-        (journal, "PATIENCE", 1.5),
-        (journal, "LOOK", 0.1),
-        (journal, "BUSY", 0.1),
-        (journal_file, "BUSY", 0.1),
+        (journal, "PATIENCE", 0.8),
+        (journal, "LOOK", 0.05),
+        (journal, "BUSY", 0.05),
+        (journal_file, "BUSY", 0.05),
     ):
         monkeypatch.setattr(module, name, seconds)
     return tmp_path / "videos"
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 @asynccontextmanager
@@ -69,19 +71,19 @@ def locked(folder: Path) -> Iterator[None]:
 
 async def becomes(jobs: Jobs, status: int) -> dict[str, Any]:
     """Waits until /health has a status, and returns what it says."""
-    for _ in range(200):
+    for _ in range(1000):
         answered, _, told = await jobs.ask("/health")
         # Its ranks never start: else it is 503 for another reason.
         if (status == 503) == (told["status"] == "journal_unavailable"):
             assert answered == 503
             return dict(told)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
     raise AssertionError(told)
 
 
 def stored(folder: Path) -> dict[str, str]:
     """Returns the states that a copy of the file alone has, without its log."""
-    copy = folder.parent / "copy.sqlite"
+    copy = folder.with_suffix(".copy.sqlite")
     shutil.copy(folder / NAME, copy)
     with closing(sqlite3.connect(copy)) as file:
         return dict(file.execute("SELECT id, state FROM jobs").fetchall())
@@ -93,78 +95,66 @@ async def listed(jobs: Jobs) -> dict[str, str]:
     return {video["id"]: video["status"] for video in data}
 
 
-def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
+async def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
     """A stop queues again what runs, and cancels the writer in the same moment."""
-
-    async def work() -> None:
-        jobs = Jobs(folder)
-        book = jobs.service.journal
-        writer = asyncio.create_task(book.keep())
-        job = await jobs.create()
-        await asyncio.sleep(0.05)  # it waits for a change
-        book.change(jobs.service.find(job), done=1)
-        writer.cancel()
-        done, _ = await asyncio.wait([writer], timeout=5)
-        assert done and writer.cancelled()
-        book.close()
-        assert stored(folder) == {job: "queued"}
-
-    run(work())
+    jobs = Jobs(folder)
+    book = jobs.service.journal
+    writer = asyncio.create_task(book.keep())
+    job = await jobs.create()
+    await asyncio.sleep(0.05)  # it waits for a change
+    book.change(jobs.service.find(job), done=1)
+    writer.cancel()
+    done, _ = await asyncio.wait([writer], timeout=5)
+    assert done and writer.cancelled()
+    book.close()
+    assert stored(folder) == {job: "queued"}
 
 
 # Locked by another program.
 
 
-def test_a_short_lock_is_waited_for(folder: Path) -> None:
+async def test_a_short_lock_is_waited_for(folder: Path) -> None:
     """A new job and a deletion are answered when they are on disk, others meanwhile."""
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            old = await jobs.create({"prompt": WORDS})
-            with locked(folder):
-                new = asyncio.create_task(jobs.ask("/v1/videos", {"prompt": PROMPT}))
-                gone = asyncio.create_task(jobs.ask(f"/v1/videos/{old}", method="DELETE"))
-                began, longest = time.monotonic(), 0.0
-                while time.monotonic() < began + 0.6:
-                    before = time.monotonic()
-                    assert (await jobs.ask("/health"))[2]["status"] == "starting"
-                    longest = max(longest, time.monotonic() - before)
-                    await asyncio.sleep(0.02)
-                assert longest < 0.2 and not new.done() and not gone.done()
-            status, _, video = await new
-            assert (status, (await gone)[0]) == (200, 200)
-            assert stored(folder) == {old: "deleted", video["id"]: "queued"}
-            assert not jobs.files_with(WORDS)
-
-    run(work())
+    async with kept(folder) as jobs:
+        old = await jobs.create({"prompt": WORDS})
+        with locked(folder):
+            new = asyncio.create_task(jobs.ask("/v1/videos", {"prompt": PROMPT}))
+            gone = asyncio.create_task(jobs.ask(f"/v1/videos/{old}", method="DELETE"))
+            began, longest = time.monotonic(), 0.0
+            while time.monotonic() < began + 0.4:
+                before = time.monotonic()
+                assert (await jobs.ask("/health"))[2]["status"] == "starting"
+                longest = max(longest, time.monotonic() - before)
+                await asyncio.sleep(0.02)
+            assert longest < 0.2 and not new.done() and not gone.done()
+        status, _, video = await new
+        assert (status, (await gone)[0]) == (200, 200)
+        assert stored(folder) == {old: "deleted", video["id"]: "queued"}
+        assert not jobs.files_with(WORDS)
 
 
-def test_a_long_lock(folder: Path) -> None:
+async def test_a_long_lock(folder: Path) -> None:
     """New jobs are refused and leave nothing; what becomes of others is written afterwards."""
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            done, deleted, waits = [await jobs.create({"prompt": WORDS}) for _ in range(3)]
-            with locked(folder):
-                told = await becomes(jobs, 503)
-                assert "locked" in told["reason"]
-                for path in ("/v1/videos", f"/v1/videos/{done}/remix", "/v1/videos/sync"):
-                    status, headers, answer = await jobs.ask(path, {"prompt": PROMPT})
-                    assert (status, headers["x-should-retry"]) == (503, "true"), answer
-                    assert int(headers["retry-after"]) > 0
-                jobs.complete(done)
-                gone = asyncio.create_task(jobs.ask(f"/v1/videos/{deleted}", method="DELETE"))
-                await asyncio.sleep(0.3)
-                states = await listed(jobs)
-                assert states == {done: "completed", waits: "queued"}
-            await becomes(jobs, 200)
-            assert (await gone)[0] == 200
-            new = await jobs.create()
-            assert stored(folder) == states | {deleted: "deleted", new: "queued"}
-            assert {path.name for path in (folder / "jobs").iterdir()} == {done, waits, new}
+    async with kept(folder) as jobs:
+        done, deleted, waits = [await jobs.create({"prompt": WORDS}) for _ in range(3)]
+        with locked(folder):
+            told = await becomes(jobs, 503)
+            assert "locked" in told["reason"]
+            for path in ("/v1/videos", f"/v1/videos/{done}/remix", "/v1/videos/sync"):
+                status, headers, answer = await jobs.ask(path, {"prompt": PROMPT})
+                assert (status, headers["x-should-retry"]) == (503, "true"), answer
+                assert int(headers["retry-after"]) > 0
+            jobs.complete(done)
+            gone = asyncio.create_task(jobs.ask(f"/v1/videos/{deleted}", method="DELETE"))
+            await asyncio.sleep(0.1)
+            states = await listed(jobs)
+            assert states == {done: "completed", waits: "queued"}
+        await becomes(jobs, 200)
+        assert (await gone)[0] == 200
+        new = await jobs.create()
         assert stored(folder) == states | {deleted: "deleted", new: "queued"}
-
-    run(work())
+        assert {path.name for path in (folder / "jobs").iterdir()} == {done, waits, new}
+    assert stored(folder) == states | {deleted: "deleted", new: "queued"}
 
 
 def test_a_lock_during_the_start(
@@ -182,13 +172,14 @@ def test_a_lock_during_the_start(
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(10)
-    threading.Timer(0.5, free.set).start()
+    threading.Timer(0.3, free.set).start()
     assert len(Jobs(folder).service.journal.in_state("queued")) == 1
     assert "locked" in caplog.text
     thread.join()
     monkeypatch.setattr(journal_file, "_START", 0.3)
-    with locked(folder), pytest.raises(InputError, match="locked by another program; end that"):
+    with locked(folder), pytest.raises(InputError) as refusal:
         Jobs(folder)
+    check_refusals("serve: a lock at the start", {"locked": str(refusal.value)}, HIDDEN)
 
 
 async def leave_a_job(folder: Path) -> None:
@@ -200,7 +191,11 @@ async def leave_a_job(folder: Path) -> None:
 
 
 def remove(*ends: str) -> Callable[[Path], None]:
-    return lambda file: [file.with_name(file.name + end).unlink() for end in ends] and None
+    def damage(file: Path) -> None:
+        for end in ends:
+            file.with_name(file.name + end).unlink()
+
+    return damage
 
 
 def replace_by(content: bytes | None) -> Callable[[Path], None]:
@@ -263,57 +258,64 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "at a request"])
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_a_journal_that_is_lost_is_written_again(
-    kind: str, is_busy: bool, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """From memory, whole, with a line in the log; a file of its name is never removed."""
+async def lose(kind: str, is_busy: bool, folder: Path) -> None:
+    """Loses a journal, which must be written again; a file of its name is never removed.
+
+    is_busy: A request finds it so.
+    """
     damage, is_put_aside = DAMAGES[kind]
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            names = [await jobs.create() for _ in range(3)]
-            jobs.complete(names[0])
-            await jobs.ask(f"/v1/videos/{names[1]}", method="DELETE")
-            shutil.copy(folder / NAME, folder / "backup")
-            names.append(await jobs.create())
-            damage(folder / NAME)
-            if not is_busy:
-                await asyncio.sleep(0.4)
-            new = await jobs.create()
-            states = await listed(jobs)
-            assert states == dict.fromkeys((new, *names[2:]), "queued") | {names[0]: "completed"}
-            assert (await becomes(jobs, 200))["reason"] is None
-            assert stored(folder) == states | {names[1]: "deleted"}
-        assert await listed(Jobs(folder)) == states  # after a restart
-        aside = [path for path in folder.iterdir() if "-aside-" in path.name]
-        assert bool(aside) == is_put_aside
-        lines = [one for one in caplog.messages if "written again from memory" in one]
-        assert len(lines) == ("log" not in kind or kind == "removed without its log")
-
-    run(work())
+    async with kept(folder) as jobs:
+        names = [await jobs.create() for _ in range(3)]
+        jobs.complete(names[0])
+        await jobs.ask(f"/v1/videos/{names[1]}", method="DELETE")
+        shutil.copy(folder / NAME, folder / "backup")
+        names.append(await jobs.create())
+        damage(folder / NAME)
+        if not is_busy:
+            await asyncio.sleep(0.4)
+        new = await jobs.create()
+        states = await listed(jobs)
+        assert states == dict.fromkeys((new, *names[2:]), "queued") | {names[0]: "completed"}
+        assert (await becomes(jobs, 200))["reason"] is None
+        assert stored(folder) == states | {names[1]: "deleted"}
+    assert await listed(Jobs(folder)) == states  # after a restart
+    aside = [path for path in folder.iterdir() if "-aside-" in path.name]
+    assert bool(aside) == is_put_aside, aside
 
 
-def test_a_folder_that_is_moved_away(folder: Path) -> None:
+async def test_a_journal_that_is_lost_is_written_again(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From memory, whole, with a line in the log; all kinds at once, in folders of their own."""
+    cases = {f"{kind} {is_busy}": (kind, is_busy) for kind in DAMAGES for is_busy in (True, False)}
+    folder.mkdir()
+    trials = [lose(*case, folder / name) for name, case in cases.items()]
+    ends = await asyncio.gather(*trials, return_exceptions=True)
+    wrong = {name: end for name, end in zip(cases, ends, strict=True) if end is not None}
+    assert not wrong
+    lines = {
+        name: sum(f"/{name}/" in one and "from memory" in one for one in caplog.messages)
+        for name in cases
+    }
+    is_told = {n: "log" not in k or k == "removed without its log" for n, (k, _) in cases.items()}
+    assert lines == is_told
+
+
+async def test_a_folder_that_is_moved_away(folder: Path) -> None:
     """Nothing is made under its old name, and the service goes on when it is back."""
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            first = await jobs.create()
-            folder.rename(folder.with_name("moved"))
-            for _ in range(2):
-                status, headers, _ = await jobs.ask("/v1/videos", {"prompt": PROMPT})
-                assert status == 503 and int(headers["retry-after"]) > 0
-                told = await becomes(jobs, 503)
-                assert "moved" in told["reason"] and str(folder) not in told["reason"]
-            assert not folder.exists()
-            folder.with_name("moved").rename(folder)
-            await becomes(jobs, 200)
-            second = await jobs.create()
-        assert stored(folder) == {first: "queued", second: "queued"}
-
-    run(work())
+    async with kept(folder) as jobs:
+        first = await jobs.create()
+        folder.rename(folder.with_name("moved"))
+        for _ in range(2):
+            status, headers, _ = await jobs.ask("/v1/videos", {"prompt": PROMPT})
+            assert status == 503 and int(headers["retry-after"]) > 0
+            told = await becomes(jobs, 503)
+            assert "moved" in told["reason"] and str(folder) not in told["reason"]
+        assert not folder.exists()
+        folder.with_name("moved").rename(folder)
+        await becomes(jobs, 200)
+        second = await jobs.create()
+    assert stored(folder) == {first: "queued", second: "queued"}
 
 
 def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
@@ -377,26 +379,26 @@ STARTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", STARTS)
-def test_a_start_with_a_damaged_journal(kind: str, folder: Path) -> None:
+def test_a_start_with_a_damaged_journal(folder: Path) -> None:
     """One sentence that says what to do; then finished videos are there again."""
     run(leave_a_job(folder))
     finished = finish(folder / "jobs" / "video_1")
-    STARTS[kind](folder / NAME)
-    with pytest.raises(InputError, match=r"journal\.sqlite .*; ?.*move it away") as refusal:
-        Jobs(folder)
-    assert "\n" not in str(refusal.value)
-    (folder / NAME).rename(folder / "aside")
-
-    async def work() -> None:
-        assert await listed(Jobs(folder)) == {finished: "completed"}
-
-    run(work())
+    said = {}
+    for kind, damage in STARTS.items():
+        copy = shutil.copytree(folder, folder.with_name("copy"))
+        damage(copy / NAME)
+        with pytest.raises(InputError) as refusal:
+            Jobs(copy)
+        said[kind] = str(refusal.value)
+        (copy / NAME).rename(copy / "aside")
+        assert run(listed(Jobs(copy))) == {finished: "completed"}, kind
+        shutil.rmtree(copy)
+    check_refusals("serve: journals at the start", said, HIDDEN)
 
 
 # Finished videos without a job.
 
-RECORD = {
+RECORD: dict[str, Any] = {
     "settings": {
         "prompt": PROMPT,
         "size": [64, 64],
@@ -425,46 +427,37 @@ def finish(folder: Path, record: Any = RECORD) -> str:
     return folder.name
 
 
-def test_a_finished_video_is_a_job_again(folder: Path) -> None:
-    async def work() -> None:
-        name = finish(folder / "jobs" / "video_1")
-        (folder / "jobs" / "video_2").mkdir()  # an unfinished one
-        async with kept(folder) as jobs:
-            video = (await jobs.ask(f"/v1/videos/{name}"))[2]
-            assert {
-                one: video[one] for one in ("status", "progress", "prompt", "seed", "size")
-            } == {
-                "status": "completed",
-                "progress": 100,
-                "prompt": PROMPT,
-                "seed": 7,
-                "size": "64x64",
-            }
-            assert video["guidance"] == {"high_noise": 4.0, "low_noise": 3.0}
-            assert video["completed_at"] == 1767323045 and video["inference_time_s"] == 2.0
-            assert (await jobs.ask(f"/v1/videos/{name}/content"))[2][4:8] == b"ftyp"
-            assert jobs.service.journal.stored_bytes() > 1000
-            status, _, remix = await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "blue"})
-            assert (status, remix["num_frames"], remix["seed"]) == (200, 5, 7)
-        assert await listed(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
-
-    run(work())
+async def test_a_finished_video_is_a_job_again(folder: Path) -> None:
+    name = finish(folder / "jobs" / "video_1")
+    (folder / "jobs" / "video_2").mkdir()  # an unfinished one
+    async with kept(folder) as jobs:
+        video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+        assert {one: video[one] for one in ("status", "progress", "prompt", "seed", "size")} == {
+            "status": "completed",
+            "progress": 100,
+            "prompt": PROMPT,
+            "seed": 7,
+            "size": "64x64",
+        }
+        assert video["guidance"] == {"high_noise": 4.0, "low_noise": 3.0}
+        assert video["completed_at"] == 1767323045 and video["inference_time_s"] == 2.0
+        assert (await jobs.ask(f"/v1/videos/{name}/content"))[2][4:8] == b"ftyp"
+        assert jobs.service.journal.stored_bytes() > 1000
+        status, _, remix = await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "blue"})
+        assert (status, remix["num_frames"], remix["seed"]) == (200, 5, 7)
+    assert await listed(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
 
 
-def test_a_video_with_a_length_of_64_bits_is_whole(folder: Path) -> None:
+async def test_a_video_with_a_length_of_64_bits_is_whole(folder: Path) -> None:
     """As ISO/IEC 14496-12 writes it: the size 1, the type, then eight bytes of length."""
     name = finish(folder / "jobs" / "video_1")
     with (folder / "jobs" / name / "video.mp4").open("ab") as file:
         file.write(struct.pack(">I4sQ", 1, b"free", 24) + bytes(8))
-
-    async def work() -> None:
-        assert await listed(Jobs(folder)) == {name: "completed"}
-
-    run(work())
+    assert await listed(Jobs(folder)) == {name: "completed"}
 
 
-def change_record(**values: Any) -> Callable[[Path], None]:
-    return lambda folder: (folder / "video.json").write_text(json.dumps(RECORD | values)) and None
+def change_record(**values: Any) -> Callable[[Path], Any]:
+    return lambda folder: (folder / "video.json").write_text(json.dumps(RECORD | values))
 
 
 def link_away(name: str) -> Callable[[Path], None]:
@@ -491,35 +484,28 @@ ALONE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ALONE)
-def test_what_is_no_finished_video_is_left_alone(kind: str, folder: Path) -> None:
-    name = finish(folder / "jobs" / "video_1")
-    ALONE[kind](folder / "jobs" / name)
-    names = sorted(path.name for path in (folder / "jobs" / name).iterdir())
-
-    async def work() -> None:
-        assert await listed(Jobs(folder)) == {}
-
-    run(work())
-    assert sorted(path.name for path in (folder / "jobs" / name).iterdir()) == names
+def test_what_is_no_finished_video_is_left_alone(folder: Path) -> None:
+    finish(folder / "whole")
+    for number, change in enumerate(ALONE.values()):
+        change(shutil.copytree(folder / "whole", folder / "jobs" / f"video_{number}"))
+    before = sorted(folder.rglob("video*/*"))
+    found = run(listed(Jobs(folder)))
+    assert not {kind for number, kind in enumerate(ALONE) if f"video_{number}" in found}
+    assert sorted(folder.rglob("video*/*")) == before
 
 
-def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
+async def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
     """A video that is whole is not made again; one of a deleted job is removed."""
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            names = [await jobs.create() for _ in range(3)]
-            for name in names[:2]:
-                job = jobs.service.find(name)
-                jobs.service.journal.change(job, state="in_progress", attempt=1, total=2)
-            await jobs.service.journal.save()
-            await jobs.ask(f"/v1/videos/{names[2]}", method="DELETE")
-        finish(folder / "jobs" / names[0])
-        finish(folder / "jobs" / names[2])
-        again = Jobs(folder)
-        assert await listed(again) == {names[0]: "completed", names[1]: "queued"}
-        assert (await again.ask(f"/v1/videos/{names[0]}/content"))[0] == 200
-        assert not (folder / "jobs" / names[2]).exists()
-
-    run(work())
+    async with kept(folder) as jobs:
+        names = [await jobs.create() for _ in range(3)]
+        for name in names[:2]:
+            job = jobs.service.find(name)
+            jobs.service.journal.change(job, state="in_progress", attempt=1, total=2)
+        await jobs.service.journal.save()
+        await jobs.ask(f"/v1/videos/{names[2]}", method="DELETE")
+    finish(folder / "jobs" / names[0])
+    finish(folder / "jobs" / names[2])
+    again = Jobs(folder)
+    assert await listed(again) == {names[0]: "completed", names[1]: "queued"}
+    assert (await again.ask(f"/v1/videos/{names[0]}/content"))[0] == 200
+    assert not (folder / "jobs" / names[2]).exists()
