@@ -91,8 +91,3 @@ def _team(device: Device, sizes: tuple[int, int, int]) -> Team:
 
 def none(*_: Any) -> None:
     raise AssertionError("no demo checkpoint is asked for here")
-
-
-def far(found: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference over that of the result."""
-    return ((found - expected).square().mean() / expected.square().mean()).sqrt().item()

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch_npu import microscaled
 from torch_npu.chip import require, require_chip, require_dtype
 from torch_npu.dense import HALF
-from torch_npu.log import record
+from torch_npu.log import outputs_alone, record
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 NZ = 29
 
 
+@outputs_alone
 def npu_dynamic_block_quant(
     x: Tensor,
     *,
