@@ -25,7 +25,7 @@ NAMES = tuple(name for name, row in SMALL_OPS.items() if "npu" in row.make)
 EPS, F32 = 1e-6, torch.float32
 
 
-def fused(*names: str) -> SmallOps:
+def fused(*names: str) -> Any:
     return vendor_ops(names)
 
 
