@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.dist import run
 from tests.npu_sim import checkpoint
-from tests.npu_sim.latents import far, latents, on_cpu
+from tests.npu_sim.latents import latents, on_cpu
+from tests.npu_sim.oracles import far
 
 pytestmark = pytest.mark.dist
 
@@ -43,8 +44,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     return plain, loras, merged
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("recipe", ["lightning-4step", "rcm-4step"])
+@pytest.mark.parametrize(("recipe", "ranks"), [("lightning-4step", 2), ("rcm-4step", 1)])
 def test_a_lora_is_as_if_merged_beforehand(
     recipe: str, ranks: int, adapted: tuple[Path, Path, Path]
 ) -> None:
