@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.dist import Ranks, launcher, run
-from tests.npu_sim.latents import SMALL, WAYS, arguments, latents
+from tests.npu_sim.latents import WAYS, arguments, latents
 from tests.npu_sim.oracles import far
 from tests.npu_sim.ranks import SOC
 from tests.refusals import check_refusals
@@ -70,6 +70,7 @@ class Command:
         return [json.loads(line) for line in lines]
 
 
+QUICK = ("--size", "112*96", "--frame_num", "5")  # decoding takes longest
 ULYSSES = ["--ulysses_size", "2"]
 RING = [*ULYSSES, "--ring_size", "2"]
 BOTH_WAYS = [*RING, "--ring_type", "bidirectional"]
@@ -99,20 +100,19 @@ def test_videos(
     tmp_path: Path,
 ) -> None:
     """The video is there, made by the right kernel; its latents are mode 0's, bit for bit."""
-    way = WAYS[name]
+    way = WAYS[name] if name == "laser" else WAYS[name]._replace(size=QUICK)
     given = way._replace(flags=()) if "ALGO" in env else way
     command = Command(tmp_path, ranks, way.chip, *arguments(rig, given), *topology, *mode, **env)
     plain = run(ranks, latents, [*arguments(rig, way), *topology], way.chip, timeout=300)[0]
     assert torch.equal(command.latents, plain)
-    assert command.frames() == ((9, 176, 208) if way.size == SMALL else (1, 512, 1024))
-    for rank in range(ranks):
-        assert OPERATORS[name] in {call["name"] for call in command.calls(rank)}
+    assert command.frames() == ((1, 512, 1024) if name == "laser" else (5, 96, 112))
+    assert OPERATORS[name] in {call["name"] for call in command.calls(0)}
 
 
 def test_quantised_weights_fused_operations_and_the_clock(rig: Path, tmp_path: Path) -> None:
     """W8A8 on two ranks; the clock is capped before a block's first exchange until its last."""
     exported = quantize(rig, tmp_path / "w8a8")
-    way = WAYS["dense"]._replace(flags=("--sample_steps", "2"))
+    way = WAYS["dense"]._replace(flags=("--sample_steps", "2"), size=QUICK)
     flags = ["--quant_dit_path", exported, "--fa_freq_cap", "1400", "--comm_type", "1"]
     flags += ["--fused_ops", "rope,rms_norm,layer_norm,scale_shift"]
     command = Command(tmp_path, 2, "A2", *arguments(rig, way), *flags)

@@ -22,7 +22,15 @@ def test_boards_of_two_ranks(rig: Path, tmp_path: Path) -> None:
     for board, watts in ((0, "74.0"), (1, "100.0")):  # both dies tell their board's
         told = text("common_two_dies").replace("69.0", watts).replace("74.0", watts)
         install(tool, **{f"info__t_common__i_{board}": told})
-    argv = [*arguments(rig, WAYS["dense"]), *ULYSSES, "--power", "--size", "64*64"]
+    argv = [
+        *arguments(rig, WAYS["dense"]),
+        *ULYSSES,
+        "--power",
+        "--size",
+        "64*64",
+        "--frame_num",
+        "1",
+    ]
     for visible, boards in (("1,0", [0]), ("1,2", [0, 1])):
         environ = {"PATH": f"{tool}:{os.environ['PATH']}", "ASCEND_RT_VISIBLE_DEVICES": visible}
         command = Command(tmp_path, 2, "A3", *argv, **environ)

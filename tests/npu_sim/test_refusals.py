@@ -63,13 +63,6 @@ CALLS: dict[str, tuple[str, Callable[..., Any], Named, tuple[Named, ...]]] = {
             {"pre_tockens": 3},
         ),
     ),
-    "prompt": (
-        "Duo A2 A3",
-        torch_npu.npu_prompt_flash_attention,
-        three(F16, 1, 2, 8, 64)
-        | {"num_heads": 2, "next_tokens": 2**31 - 1, "input_layout": "BNSD"},
-        (),
-    ),
     "laser": (
         "A2 A3",
         ops.la,
@@ -178,16 +171,6 @@ CALLS: dict[str, tuple[str, Callable[..., Any], Named, tuple[Named, ...]]] = {
             {"input": zeros(1, 5, 4, 896)} | dict.fromkeys(WAVES, zeros(1, 5, 1, 896)),
             {"rotary_mode": "quarter"},
         ),
-    ),
-    "rotary, in place": (
-        "A5",
-        torch_npu.npu_apply_rotary_pos_emb,
-        {
-            **dict.fromkeys(("query", "key"), zeros(1, 5, 4, 64)),
-            **dict.fromkeys(("cos", "sin"), zeros(1, 5, 1, 64)),
-            "rotary_mode": "interleave",
-        },
-        (),
     ),
     "modulated norm": (
         "Duo A2 A3",
