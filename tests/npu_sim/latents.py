@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.npu_sim.ranks import on_chip
-from wan import device as devices
 from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.device import Device
@@ -64,13 +63,6 @@ def arguments(checkpoint: object, way: Way) -> list[str]:
 def latents(argv: Sequence[str], chip: str) -> Tensor:
     """float32 [C,F,H,W], as generate.py makes them from this command line, on every rank."""
     asked, pipeline = composed(argv, chip)
-    return pipeline.latents(asked.request, Inputs(asked.image, asked.last_image))
-
-
-def on_cpu(argv: Sequence[str]) -> Tensor:
-    """The same without an NPU, in its dtype."""
-    asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), none)
-    pipeline = build.pipeline(asked.setup, devices.resolve("cpu"))
     return pipeline.latents(asked.request, Inputs(asked.image, asked.last_image))
 
 

@@ -125,8 +125,8 @@ def test_order_of_every_kind_and_mode(kind: str) -> None:
     """Keys and values are quantised once per chunk, masks planned once, queries once per block."""
     asked, wrong = KINDS[kind], {}
     for mode, ring in product(ROWS, (1, 2)):
-        if asked.way == "laser" and ring * ROWS[mode].blocks > 2:
-            continue  # of very many tokens
+        if asked.way == "laser" and prod(grid_of(asked, ring, mode)) > (2048, 4096)[mode in "02"]:
+            continue
         found = run(2 * ring, attend, Topology(2, ring), mode, asked, grid_of(asked, ring, mode))
         if found != [expected(asked, ring, mode)] * (2 * ring):
             wrong[mode, ring] = found

@@ -84,7 +84,7 @@ def test_latents_of_pytorchs_own_kernel(rig: Path) -> None:
 
 def test_latents_of_laser(rig: Path) -> None:
     """2048 tokens, and so no second block of queries."""
-    check_modes(rig, "laser", WAYS["laser"], Topology(2, 1), WHOLE)
+    check_modes(rig, "laser", WAYS["laser"], Topology(2, 1), ["0", "1"])
 
 
 @pytest.mark.slow
@@ -98,6 +98,20 @@ def test_latents_of_all_layouts(rig: Path, name: str, layout: Topology) -> None:
         check_modes(rig, name, WAYS[name]._replace(size=LONG), layout, list(MODES))
     else:
         check_modes(rig, name, WAYS[name]._replace(size=LONG), layout, WHOLE)
+
+
+@pytest.mark.parametrize("task", ["i2v-14B", "flf2v-14B"])
+def test_networks_that_look_at_images(task: str, tmp_path: Path) -> None:
+    folder, images = checkpoint.make(tmp_path / "checkpoint", task, heads=4), []
+    for name in ("image", "last_image")[: 1 if task == "i2v-14B" else 2]:
+        Image.effect_noise((96, 64), 80).convert("RGB").save(tmp_path / f"{name}.png")
+        images += [f"--{name}", str(tmp_path / f"{name}.png")]
+    asked = ["--task", task, "--ckpt_dir", str(folder), "--size", "96*64", "--frame_num", "5"]
+    asked += ["--sample_steps", "2", "--base_seed", "7", *images]
+    (expected,) = run(1, clips, asked, "A2", "cpu")
+    for ranks, flags_of in ((1, []), (2, ["--ulysses_size", "2", "--comm_type", "1"])):
+        found = run(ranks, clips, [*asked, *flags_of, "--device", "npu"], "A2", "npu")
+        assert torch.equal(found[0], found[-1]) and far(found[0], expected) < 1e-2
 
 
 def clips(argv: list[str], chip: str, device: str) -> Tensor:

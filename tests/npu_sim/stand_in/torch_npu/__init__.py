@@ -18,8 +18,6 @@ from torch_npu.quantise import (
     npu_dynamic_quant,
     npu_format_cast,
     npu_quant_matmul,
-    npu_quantize,
-    npu_weight_quant_batchmatmul,
 )
 from torch_npu.small import npu_rms_norm, npu_rotary_mul
 
@@ -36,10 +34,8 @@ __all__ = [
     "npu_format_cast",
     "npu_fusion_attention",
     "npu_quant_matmul",
-    "npu_quantize",
     "npu_rms_norm",
     "npu_rotary_mul",
-    "npu_weight_quant_batchmatmul",
 ]
 
 float8_e4m3fn = torch.float8_e4m3fn

@@ -79,25 +79,6 @@ def npu_dynamic_quant(
     return _rounded(x.float(), scale[..., None], dst_type), scale
 
 
-def npu_quantize(
-    inputs: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    dtype: torch.dtype,
-    axis: int = 1,
-    div_mode: bool = True,
-) -> Tensor:
-    """round(x / scale + zero point) as int8, per value of the last axis."""
-    operation = "npu_quantize"
-    record(operation, inputs, scales)
-    require_dtype(operation, (*HALF, torch.float32), inputs=inputs)
-    require(dtype is torch.qint8 and axis in (-1, inputs.dim() - 1), operation, "qint8, last axis.")
-    require(div_mode, operation, "div_mode False is not simulated.")
-    x = inputs.float() / scales.float()
-    x = x + zero_points.float() if zero_points is not None else x
-    return x.round().clamp(-128, 127).to(torch.int8)
-
-
 def npu_quant_matmul(
     x1: Tensor,
     x2: Tensor,
@@ -171,26 +152,6 @@ def _require_scales(
     if bias is not None:
         kinds = (torch.int32, dtype, torch.float32) if rows is not None or bf16 else (torch.int32,)
         require_dtype(operation, kinds, bias=bias)
-
-
-def npu_weight_quant_batchmatmul(
-    x: Tensor, weight: Tensor, antiquant_scale: Tensor, *, bias: Tensor | None = None
-) -> Tensor:
-    """x [M,K] times int8 weight [K,N] times scale [N] or [1,N], plus bias [N], in float32."""
-    operation = "npu_weight_quant_batchmatmul"
-    record(operation, x, weight)
-    require_dtype(operation, HALF, x=x)
-    require_dtype(operation, (torch.int8,), weight=weight)
-    require_dtype(operation, (x.dtype,), antiquant_scale=antiquant_scale)
-    n = weight.shape[1]
-    fits = tuple(antiquant_scale.shape) in ((n,), (1, n)) and x.shape[1] == weight.shape[0]
-    require(fits, operation, f"scale {tuple(antiquant_scale.shape)}, weight {weight.shape}.")
-    out = x.float() @ weight.float() * antiquant_scale.float()
-    if bias is not None:
-        wanted = torch.float32 if x.dtype is torch.bfloat16 else torch.float16
-        require_dtype(operation, (wanted,), bias=bias)
-        out = out + bias.float()
-    return out.to(x.dtype)
 
 
 def npu_format_cast(x: Tensor, acl_format: int, customize_dtype: torch.dtype | None = None):
