@@ -25,6 +25,7 @@ from wan.checkpoint.layout import describe
 from wan.checkpoint.load import Blueprint, dit_dtypes, rotations
 from wan.checkpoint.quantised import QuantisedDit, resolve
 from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.npu import linear
 from wan.modules.model import WanModel
 from wan.pipeline import adapt
 from wan.pipeline.tiny import make_checkpoint
@@ -93,9 +94,9 @@ def test_tool_rounds_as_mindiesd_does_online(folders: Folders, chip: Choose) -> 
     tensors = load_file(folder / "quant_model_weight_w8a8_dynamic.safetensors")
     for name in ("blocks.0.self_attn.q", "blocks.1.ffn.2"):
         weight = floats[f"{name}.weight"].bfloat16()
-        linear = nn.Linear(*weight.T.shape, bias=False)
-        linear.weight.data = weight
-        theirs = W8A8OnlineQuantLinear(linear, dtype=torch.bfloat16)
+        layer = nn.Linear(*weight.T.shape, bias=False)
+        layer.weight.data = weight
+        theirs = W8A8OnlineQuantLinear(layer, dtype=torch.bfloat16)
         assert torch.equal(theirs.weight.T, tensors[f"{name}.weight"])
         assert torch.equal(theirs.weight_scale, tensors[f"{name}.weight_scale"][:, 0].bfloat16())
 
@@ -146,6 +147,17 @@ def test_network_on_the_npu_has_the_bits_of_the_cpu(
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype), layer
         held = [sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for m in (ours, module)]
         assert held[1] <= held[0] < 1.05 * held[1], layer  # some stored numbers are rounded
+
+
+def test_layers_are_moved_to_the_device(folders: Folders, chip: Choose) -> None:
+    """mindiesd leaves them on the CPU, where those of the simulated NPU lie too."""
+    model = meta_dit(describe(folders["t2v-1.3B"][0]).config)
+    export = read(folders["t2v-1.3B"]).experts["dit"]
+    given = {"use_nz": True, "dtype": torch.bfloat16, "device": torch.device("meta")}
+    linear.quantise(model, export.description, export.linears, **given)
+    for layer in map(model.get_submodule, export.linears):
+        assert type(layer) is W8A8QuantLinear
+        assert all(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
 
 
 def test_fp8_entries_are_read_by_mindiesd(folders: Folders, chip: Choose) -> None:
