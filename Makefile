@@ -15,7 +15,8 @@ demo: $(VENV)/.run
 	$(BIN)/python tools/run_demo.py
 
 # On each core; tensors are small, and threads would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+WORKERS := -n auto --dist loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
@@ -33,7 +34,7 @@ test-versions: | $(VENV)/bin/python
 test-npu: $(VENV)/.dev $(VENV)/.npu_sim
 	MINDIE_LOG_TO_FILE=false MINDIE_LOG_TO_STDOUT=false OMP_NUM_THREADS=1 \
 	PYTHONPATH=$(CURDIR)/tests/npu_sim/stand_in:$(CURDIR)/$(VENV)/npu_sim \
-	$(BIN)/python -m pytest -m "not slow" tests/npu_sim $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" tests/npu_sim $(PYTEST_FLAGS)
 
 # The attention kernels of xfuser, the real one, as far as they compute on a CPU.
 test-xfuser: $(VENV)/.dev $(VENV)/.xfuser

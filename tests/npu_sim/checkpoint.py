@@ -1,6 +1,6 @@
-"""The rig's checkpoint: a t2v-A14B of one layer, with the real number of heads in a size NPUs take.
+"""The rig's checkpoint: a t2v-A14B of one layer, with heads of a size NPUs take.
 
-Everything else is as small as it can be; the width alone (40 x 64) makes 0.2 GB of each expert.
+Everything else is as small as it can be.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from wan.settings.presets import FACE_EVERY
 TASK = "t2v-A14B"
 
 
-def make(out: Path, task: str = TASK, heads: int = 40, layout: str = "official") -> Path:
+def make(
+    out: Path, task: str = TASK, heads: int = 8, layers: int = 1, layout: str = "official"
+) -> Path:
     """Write the folder `out` and return it."""
-    layers = FACE_EVERY if task == "animate-14B" else 1
+    layers = FACE_EVERY if task == "animate-14B" else layers
     sizes = {"num_heads": heads, "dim": heads * HEAD_DIM, "num_layers": layers, "ffn_dim": 64}
     return make_checkpoint(task, out, layout=layout, sizes=sizes)

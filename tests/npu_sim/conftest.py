@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.npu_sim import measured
-
 _STAND_IN = Path(__file__).parent / "stand_in"
 _FOUND = importlib.util.find_spec("torch_npu")
 _SIMULATED = _FOUND is not None and Path(str(_FOUND.origin)).is_relative_to(_STAND_IN)
@@ -36,7 +34,7 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A t2v-A14B checkpoint of one layer with 40 heads of 64. Do not write into it."""
+    """A t2v-A14B checkpoint of one layer with 8 heads of 64. Do not write into it."""
     from tests.npu_sim import checkpoint
 
     return checkpoint.make(tmp_path_factory.mktemp("rig") / "checkpoint")
@@ -49,8 +47,3 @@ def calls() -> Iterator[list[Any]]:
 
     torch_npu.calls.clear()
     yield torch_npu.calls
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for line in measured.lines():
-        terminalreporter.write_line(line)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.npu_sim.ranks import on_chip
-from wan import device as devices
 from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.device import Device
@@ -67,13 +66,6 @@ def latents(argv: Sequence[str], chip: str) -> Tensor:
     return pipeline.latents(asked.request, Inputs(asked.image, asked.last_image))
 
 
-def on_cpu(argv: Sequence[str]) -> Tensor:
-    """The same without an NPU, in its dtype."""
-    asked = resolve(flags.parse([*argv, "--device", "cpu", "--precision", "bf16"]), none)
-    pipeline = build.pipeline(asked.setup, devices.resolve("cpu"))
-    return pipeline.latents(asked.request, Inputs(asked.image, asked.last_image))
-
-
 def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     """What generate.py makes of a command line."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
@@ -91,8 +83,3 @@ def _team(device: Device, sizes: tuple[int, int, int]) -> Team:
 
 def none(*_: Any) -> None:
     raise AssertionError("no demo checkpoint is asked for here")
-
-
-def far(found: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference over that of the result."""
-    return ((found - expected).square().mean() / expected.square().mean()).sqrt().item()

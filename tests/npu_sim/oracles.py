@@ -1,9 +1,11 @@
-"""What attention must come to, made without our kernels and quantisers.
+"""Random inputs, and what attention must come to, made without our kernels and quantisers.
 
 Legend: B batch, S tokens, N heads, D head size.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +14,49 @@ from torch import Tensor
 from tests.npu_sim.ranks import HEAD_DIM, SPARSITY, Grid, Kind
 
 
-def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
-    """Dense attention in float64, 512 rows at a time."""
+def made(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def qkv(
+    rows: int,
+    keys: int,
+    heads: int = 2,
+    size: int = HEAD_DIM,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[B,S,N,D] each."""
+    q, k, v = (
+        made(batch, s, heads, size, seed=i, dtype=dtype) for i, s in enumerate((rows, keys, keys))
+    )
+    return q, k, v
+
+
+def exact(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Dense attention in float64, 512 rows at a time unless there is a mask."""
     q, k, v = (x.double().transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
-    rows = [F.scaled_dot_product_attention(part, k, v) for part in q.split(512, dim=2)]
-    return torch.cat(rows, 2).transpose(1, 2)
+    attend = F.scaled_dot_product_attention
+    if mask is not None:
+        return attend(q, k, v, mask).transpose(1, 2)
+    return torch.cat([attend(part, k, v) for part in q.split(512, dim=2)], 2).transpose(1, 2)
+
+
+def log_sum_exp(q_BSND: Tensor, k_BSND: Tensor) -> Tensor:
+    """[B,N,S] in float64."""
+    q, k = (x.double().transpose(1, 2) for x in (q_BSND, k_BSND))
+    return (q @ k.mT * q.shape[-1] ** -0.5).logsumexp(-1)
+
+
+def worst(found: Tensor, expected: Tensor) -> float:
+    """Largest difference."""
+    return (found.double() - expected.double()).abs().max().item()
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of the result."""
+    found, expected = found.double(), expected.double()
+    return ((found - expected).square().mean() / expected.square().mean()).sqrt().item()
 
 
 def dequantised(x_BSND: Tensor, rows: int) -> Tensor:
@@ -42,14 +82,21 @@ def fp8(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
     return exact(q, k, dequantised(v_BSND, 256))
 
 
-def rainfusion(kind: Kind, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, grid: Grid) -> Tensor:
+def rainfusion(
+    kind: Kind,
+    q_BSND: Tensor,
+    k_BSND: Tensor,
+    v_BSND: Tensor,
+    grid: Grid,
+    sparsity: float = SPARSITY,
+) -> Tensor:
     """mindiesd's own, of tokens in raster order."""
     import mindiesd
 
-    more = {"precision": "fp8"} if kind.way == "v3-fp8" else {}
-    precise = {"inner_precise": 4} if kind.chip == "A5" else {}
+    more: dict[str, Any] = {"precision": "fp8"} if kind.way == "v3-fp8" else {}
+    more |= {"inner_precise": 4} if kind.chip == "A5" else {}
     return mindiesd.sparse_attention(
         q_BSND, k_BSND, v_BSND, head_num=q_BSND.shape[2], input_layout="BSND",
-        sparse_type=f"rf_{kind.way[:2]}", sparsity=SPARSITY,
-        latent_shape_q=list(grid), latent_shape_k=list(grid), **more, **precise,
+        sparse_type=f"rf_{kind.way[:2]}", sparsity=sparsity,
+        latent_shape_q=list(grid), latent_shape_k=list(grid), **more,
     )  # fmt: skip

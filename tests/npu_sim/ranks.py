@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from functools import cache
 from math import prod
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from tests.distributed.topology import Topology, attention_layer
 from wan import device as devices
 from wan.device import Device
-from wan.kernels.base import Method, Payload, StepInfo, Target
+from wan.kernels.base import Load, Method, Payload, StepInfo, Target
 from wan.kernels.select import Selected, select
 from wan.modules.attnlayer import FAPowerCapAttention
 from wan.settings.attention import Attention
@@ -83,9 +84,9 @@ def on_chip(name: str) -> Device:
     return device
 
 
-def target(chip: str, head_dim: int = HEAD_DIM) -> Target:
+def target(chip: str, head_dim: int = HEAD_DIM, load: Load = resolve_name) -> Target:
     """For kernels of a chip."""
-    return Target(Device(torch.device("cpu"), DEVICES[chip]), head_dim, torch.bfloat16)
+    return Target(Device(torch.device("cpu"), DEVICES[chip]), head_dim, torch.bfloat16, load)
 
 
 def composed(kind: Kind) -> Selected:
@@ -103,14 +104,20 @@ def layer_of(
 
 
 @cache
-def in_raster(heads: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [1,S,N,D] in bfloat16."""
+def in_raster(
+    heads: int,
+    grid: Grid,
+    size: int = HEAD_DIM,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [B,S,N,D]."""
     generator, tokens = torch.Generator().manual_seed(heads * prod(grid)), prod(grid)
-    shape = (1, tokens, heads, HEAD_DIM)
-    trend = torch.randn(1, tokens // 40 + 1, heads, HEAD_DIM, generator=generator)
+    trend = torch.randn(batch, tokens // 40 + 1, heads, size, generator=generator)
     trend = trend.repeat_interleave(40, 1)[:, :tokens]
     return tuple(  # type: ignore[return-value]
-        (trend + torch.randn(shape, generator=generator)).bfloat16() for _ in range(3)
+        (trend + torch.randn(batch, tokens, heads, size, generator=generator)).to(dtype)
+        for _ in range(3)
     )
 
 

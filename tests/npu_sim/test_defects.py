@@ -21,8 +21,9 @@ from torch import Tensor
 from tests.conftest import Tiny
 from tests.dist import REPO, run
 from tests.distributed.topology import Topology
-from tests.npu_sim import measured, oracles
-from tests.npu_sim.latents import SMALL, WAYS, arguments, composed, far, latents
+from tests.npu_sim import oracles
+from tests.npu_sim.latents import SMALL, WAYS, arguments, composed, latents
+from tests.npu_sim.oracles import far
 from tests.npu_sim.ranks import KINDS, Grid, Kind, arranged, layer_of, step_info
 from tests.npu_sim.ranks import composed as parts_of
 from wan.kernels.base import StepInfo
@@ -74,9 +75,8 @@ def test_a_sparse_step_of_a_network_is_that_of_mindiesd(name: str, rig: Path) ->
 
     Their own class for v2 needs an odd number.
     """
-    for error, effect in run(1, sparse_steps, rig, name, (3, 4, 2))[0]:
-        measured.note(f"network, {name}", 1, {"from mindiesd": error, "from dense": effect})
-        assert error < 1e-3 < effect
+    found = run(1, sparse_steps, rig, name, (3, 4, 2))[0]
+    assert all(error < 1e-3 < effect for error, effect in found), found
 
 
 def dense_steps_of_laser() -> set[str]:
@@ -93,9 +93,7 @@ def dense_steps_of_laser() -> set[str]:
 
 def test_dense_steps_before_rainfusion_take_the_kernel_asked_for() -> None:
     assert run(1, dense_steps_of_laser) == [{"mindiesd.la"}]
-    assert (
-        KINDS["v2-before"].attention.attention_algo == "fused"
-    )  # and test_event_order has its kernel
+    # test_event_order has the fused one
 
 
 def two_shapes(argv: list[str], sizes: list[tuple[str, ...]]) -> list[Tensor]:
@@ -151,14 +149,13 @@ def made_in_a_call(name: str, mode: str) -> set[str]:
     return seen
 
 
-@pytest.mark.parametrize("mode", ["0", "overlap"])
 @pytest.mark.parametrize("name", ["dense", "fp8-transport", "v2", "v3-fp8"])
-def test_a_call_makes_no_group_stream_or_kernel(name: str, mode: str) -> None:
+def test_a_call_makes_no_group_stream_or_kernel(name: str) -> None:
     """Only exchanges and their memory, and the sums of a ring; it does not read the environment."""
-    made = {"Pending.__init__", "Pieces.__init__"} | (
-        {"Merged.__init__"} if name == "dense" else set()
-    )
-    assert run(4, made_in_a_call, name, mode) == [made] * 4
+    made = {"Pending.__init__", "Pieces.__init__"}
+    made |= {"Merged.__init__"} if name == "dense" else set()
+    for mode in ("0", "overlap"):
+        assert run(4, made_in_a_call, name, mode) == [made] * 4, mode
 
 
 def on_a_lonely_ring(argv: list[str]) -> tuple[Tensor, list[tuple[int, ...]]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from math import prod
 from typing import Any
 from unittest import mock
@@ -119,14 +120,17 @@ def grid_of(kind: Kind, ring: int, mode: str) -> Grid:
     return (2 * ring * ROWS[mode].blocks, 32, 32)
 
 
-@pytest.mark.parametrize("ring", [1, 2])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
-def test_order_of_every_kind_and_mode(kind: Kind, ring: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_order_of_every_kind_and_mode(kind: str) -> None:
     """Keys and values are quantised once per chunk, masks planned once, queries once per block."""
-    for mode in ROWS:
-        grid = grid_of(kind, ring, mode)
-        found = run(2 * ring, attend, Topology(2, ring), mode, kind, grid)
-        assert found == [expected(kind, ring, mode)] * (2 * ring), mode
+    asked, wrong = KINDS[kind], {}
+    for mode, ring in product(ROWS, (1, 2)):
+        if asked.way == "laser" and prod(grid_of(asked, ring, mode)) > (2048, 4096)[mode in "02"]:
+            continue
+        found = run(2 * ring, attend, Topology(2, ring), mode, asked, grid_of(asked, ring, mode))
+        if found != [expected(asked, ring, mode)] * (2 * ring):
+            wrong[mode, ring] = found
+    assert not wrong
 
 
 def attend_at_steps(kind: Kind, mode: str) -> list[str]:
@@ -143,15 +147,15 @@ def attend_at_steps(kind: Kind, mode: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("mode", ROWS)
-def test_masks_of_later_steps(mode: str) -> None:
+def test_masks_of_later_steps() -> None:
     """RainFusion begins at step 1 and plans at every second step from there."""
     kind = KINDS["v3"]
     assert kind.attention.sparse_start_step == 1
     kind = kind._replace(attention=replace(kind.attention, mask_refresh_interval=2))
-    dense, planned = expected(KINDS["v3-before"], 1, mode), expected(kind, 1, mode)
-    steps = [dense, planned, planned.replace("plan ", ""), planned]
-    assert run(2, attend_at_steps, kind, mode) == [steps] * 2
+    for mode in ROWS:
+        dense, planned = expected(KINDS["v3-before"], 1, mode), expected(kind, 1, mode)
+        steps = [dense, planned, planned.replace("plan ", ""), planned]
+        assert run(2, attend_at_steps, kind, mode) == [steps] * 2, mode
 
 
 def forward_a_model(kind: Kind, mode: str, layers: int) -> str:
@@ -190,10 +194,10 @@ def note(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "fp8", "fp8-transport", "v2", "v3-fp8"])
-@pytest.mark.parametrize("mode", ["0", "2"])
-def test_a_model_communicates_in_self_attention_alone(name: str, mode: str) -> None:
+def test_a_model_communicates_in_self_attention_alone(name: str) -> None:
     """Nothing for the text, which is attended to densely; the velocities are gathered once."""
     kind = KINDS[name]
-    block = f"{expected(kind, 1, mode)} text FA end"
-    found = run(2, forward_a_model, kind, mode, 2)
-    assert found == [f"{block} {block} s-gather"] * 2
+    for mode in ("0", "2"):
+        block = f"{expected(kind, 1, mode)} text FA end"
+        found = run(2, forward_a_model, kind, mode, 2)
+        assert found == [f"{block} {block} s-gather"] * 2, mode

@@ -13,7 +13,8 @@ from mindiesd.quantization.layer import W8A8MXFP8QuantLinear
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.npu_sim.latents import Way, arguments, far
+from tests.npu_sim.latents import Way, arguments
+from tests.npu_sim.oracles import far
 from tests.pipelines import no_demo
 from wan import device
 from wan.checkpoint.layout import describe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,28 @@ from mindiesd.quantization.utils import create_online_hadamard_rot
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.npu_sim.oracles import made
+from tests.refusals import check_refusals
 from tools.quantize_dit import quantize
 from wan import device
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import Blueprint, dit_dtypes, rotations
 from wan.checkpoint.quantised import QuantisedDit, resolve
 from wan.kernels.int8_linear import W8A8Linear
+from wan.kernels.npu import linear
 from wan.modules.model import WanModel
 from wan.pipeline import adapt
 from wan.pipeline.tiny import make_checkpoint
+from wan.planner import operators
 from wan.settings.errors import InputError
 
 Choose = Callable[[str], None]
+Folders = dict[str, tuple[Path, Path]]
 DTYPES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Task -> tiny checkpoint and its export, of the smaller one with FP8 attention."""
     root = tmp_path_factory.mktemp("quantised")
     made = {}
@@ -59,43 +65,38 @@ def stored(rows: int, columns: int, smooth: bool, prefix: str = "layer") -> dict
     return tensors
 
 
-@pytest.mark.parametrize("smooth", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("use_nz", [False, True])
-def test_layer_has_the_bits_of_mindiesd(
-    dtype: torch.dtype, smooth: bool, use_nz: bool, tmp_path: Path, chip: Choose, calls: list[Any]
-) -> None:
-    tensors = stored(72, 96, smooth)
+def test_layer_has_the_bits_of_mindiesd(tmp_path: Path, chip: Choose, calls: list[Any]) -> None:
     description = tmp_path / "quant_model_description_w8a8_dynamic.json"
+    weights = tmp_path / "quant_model_weight_w8a8_dynamic.safetensors"
     entries = {"model_quant_type": "W8A8_DYNAMIC", "layer.weight": "W8A8_DYNAMIC"}
-    description.write_text(json.dumps(entries))
-    save_file(tensors, tmp_path / "quant_model_weight_w8a8_dynamic.safetensors")
-    for path in tmp_path.iterdir():
-        path.chmod(0o640)
-    network = nn.ModuleDict({"layer": nn.Linear(96, 72, device="meta")})
-    mindiesd.quantize(network, quant_des_path=str(description), use_nz=use_nz, dtype=dtype)
-    assert type(network["layer"]) is W8A8QuantLinear
-    ours = W8A8Linear(*tensors.values(), dtype=dtype)
-    x = torch.randn(2, 50, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x[0, 3] = 0
-    calls.clear()
-    theirs = network["layer"](x)
-    assert [call.name for call in calls] == ["npu_dynamic_quant", "npu_quant_matmul"]
-    assert theirs.dtype == dtype and torch.equal(ours(x), theirs)
+    for dtype, smooth, use_nz in product(DTYPES, (False, True), (False, True)):
+        tensors = stored(72, 96, smooth)
+        description.write_text(json.dumps(entries))
+        save_file(tensors, weights)
+        description.chmod(0o640)
+        weights.chmod(0o640)
+        network = nn.ModuleDict({"layer": nn.Linear(96, 72, device="meta")})
+        mindiesd.quantize(network, quant_des_path=str(description), use_nz=use_nz, dtype=dtype)
+        assert type(network["layer"]) is W8A8QuantLinear
+        ours = W8A8Linear(*tensors.values(), dtype=dtype)
+        x = made(2, 50, 96, dtype=dtype)
+        x[0, 3] = 0
+        calls.clear()
+        theirs = network["layer"](x)
+        assert [call.name for call in calls] == ["npu_dynamic_quant", "npu_quant_matmul"]
+        assert theirs.dtype == dtype and torch.equal(ours(x), theirs), (smooth, use_nz)
 
 
-def test_tool_rounds_as_mindiesd_does_online(
-    folders: dict[str, tuple[Path, Path]], chip: Choose
-) -> None:
+def test_tool_rounds_as_mindiesd_does_online(folders: Folders, chip: Choose) -> None:
     """mindiesd's own quantiser of float weights gives the tool's payloads and scales."""
     checkpoint, folder = folders["t2v-1.3B"]
     floats = load_file(checkpoint / "diffusion_pytorch_model.safetensors")
     tensors = load_file(folder / "quant_model_weight_w8a8_dynamic.safetensors")
     for name in ("blocks.0.self_attn.q", "blocks.1.ffn.2"):
         weight = floats[f"{name}.weight"].bfloat16()
-        linear = nn.Linear(*weight.T.shape, bias=False)
-        linear.weight.data = weight
-        theirs = W8A8OnlineQuantLinear(linear, dtype=torch.bfloat16)
+        layer = nn.Linear(*weight.T.shape, bias=False)
+        layer.weight.data = weight
+        theirs = W8A8OnlineQuantLinear(layer, dtype=torch.bfloat16)
         assert torch.equal(theirs.weight.T, tensors[f"{name}.weight"])
         assert torch.equal(theirs.weight_scale, tensors[f"{name}.weight_scale"][:, 0].bfloat16())
 
@@ -110,48 +111,57 @@ def network(pair: tuple[Path, Path], where: device.Device, name: str) -> WanMode
     )
 
 
-def meta_dit(folder: Path) -> WanModel:
+def meta_dit(config: dict[str, Any]) -> WanModel:
     with torch.device("meta"):
-        return WanModel(**describe(folder).config)
+        return WanModel(**config)
 
 
 def velocity(model: WanModel) -> Tensor:
-    generator = torch.Generator().manual_seed(6)
-    x = torch.randn(model.in_dim, 2, 8, 8, generator=generator)
-    text = torch.randn(9, model.text_dim, generator=generator)
+    x = made(model.in_dim, 2, 8, 8, dtype=torch.float32)
+    text = made(9, model.text_dim, seed=1, dtype=torch.float32)
     with torch.inference_mode():
         return model([x], torch.tensor([700.0]), [text], 32)[0]
 
 
-@pytest.mark.parametrize(
-    "task, name", [("t2v-A14B", "low_noise"), ("t2v-A14B", "high_noise"), ("t2v-1.3B", "dit")]
-)
+@pytest.mark.parametrize(("task", "name"), [("t2v-A14B", "low_noise"), ("t2v-1.3B", "dit")])
 def test_network_on_the_npu_has_the_bits_of_the_cpu(
-    task: str,
-    name: str,
-    folders: dict[str, tuple[Path, Path]],
-    chip: Choose,
-    calls: list[Any],
+    task: str, name: str, folders: Folders, chip: Choose, calls: list[Any]
 ) -> None:
     """The meta network filled by mindiesd, the rest by us; FP8 entries change nothing."""
-    calls.clear()
     model = network(folders[task], device.resolve("npu"), name)
     assert torch_npu.npu.config.allow_internal_format is False
-    quantised = {n for n, module in model.named_modules() if type(module) is W8A8QuantLinear}
+    quantised = {n: m for n, m in model.named_modules() if type(m) is W8A8QuantLinear}
     export = read(folders[task]).experts[name]
-    assert quantised == export.linears.keys() and len(quantised) == 10 * len(model.blocks)
+    assert quantised.keys() == export.linears.keys() and len(quantised) == 10 * len(model.blocks)
     assert [call.name for call in calls] == ["npu_format_cast"] * len(quantised)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     calls.clear()
     out = velocity(model)
     assert len([call for call in calls if call.name == "npu_quant_matmul"]) == len(quantised)
     assert torch.equal(out, velocity(network(folders[task], device.resolve("cpu"), name)))
+    planned = meta_dit(describe(folders[task][0]).experts[name].config)
+    operators.quantise(planned, export.sizes)
+    for layer, module in quantised.items():
+        ours, x = planned.get_submodule(layer), made(1, 7, module.weight.shape[0])
+        found, expected = ours(x.to("meta")), module(x)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), layer
+        held = [sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for m in (ours, module)]
+        assert held[1] <= held[0] < 1.05 * held[1], layer  # some stored numbers are rounded
 
 
-def test_fp8_entries_are_read_by_mindiesd(
-    folders: dict[str, tuple[Path, Path]], chip: Choose
-) -> None:
-    model = meta_dit(folders["t2v-1.3B"][0])
+def test_layers_are_moved_to_the_device(folders: Folders, chip: Choose) -> None:
+    """mindiesd leaves them on the CPU, where those of the simulated NPU lie too."""
+    model = meta_dit(describe(folders["t2v-1.3B"][0]).config)
+    export = read(folders["t2v-1.3B"]).experts["dit"]
+    given = {"use_nz": True, "dtype": torch.bfloat16, "device": torch.device("meta")}
+    linear.quantise(model, export.description, export.linears, **given)
+    for layer in map(model.get_submodule, export.linears):
+        assert type(layer) is W8A8QuantLinear
+        assert all(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
+
+
+def test_fp8_entries_are_read_by_mindiesd(folders: Folders, chip: Choose) -> None:
+    model = meta_dit(describe(folders["t2v-1.3B"][0]).config)
     export = read(folders["t2v-1.3B"]).experts["dit"]
     mindiesd.quantize(model, quant_des_path=str(export.description), dtype=torch.bfloat16)
     found = rotations(read(folders["t2v-1.3B"]))
@@ -163,15 +173,18 @@ def test_fp8_entries_are_read_by_mindiesd(
             assert torch.equal(ours, matrix) and torch.equal(ours, online)
 
 
-def test_file_modes(folders: dict[str, tuple[Path, Path]], tmp_path: Path, chip: Choose) -> None:
+def test_file_modes(folders: Folders, chip: Choose) -> None:
     """What mindiesd refuses we refuse before, with the command that helps."""
     export = read(folders["t2v-1.3B"]).experts["dit"]
-    model = meta_dit(folders["t2v-1.3B"][0])
+    model = meta_dit(describe(folders["t2v-1.3B"][0]).config)
+    sentences = {}
     for path in (export.description, export.weights):
         for mode in (0o644, 0o660, 0o740):
             path.chmod(mode)
             with pytest.raises(PermissionError):
                 mindiesd.quantize(model, quant_des_path=str(export.description))
-            with pytest.raises(InputError, match=f"mode {mode:04o}.*chmod 0640"):
+            with pytest.raises(InputError) as refused:
                 read(folders["t2v-1.3B"])
+        sentences[path.suffix] = str(refused.value)
         path.chmod(0o640)
+    check_refusals("npu: modes of files", sentences, hide=[r"quantised\d+"])

@@ -17,7 +17,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -66,9 +65,16 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor, *, op_type: str, **_: An
 
 def _laser_inputs(*qkv_BNSD: Tensor) -> list[Tensor]:
     halves = [x.to(torch.float16) for x in qkv_BNSD]
-    for i, x in enumerate(halves):
-        halves[i] = F.pad(x, (0, -x.shape[3] % _LASER_HEAD, 0, -x.shape[2] % _LASER_ROWS))
+    for i in range(len(halves)):
+        for axis, multiple in ((2, _LASER_ROWS), (3, _LASER_HEAD)):
+            halves[i] = _padded(halves[i], axis, multiple)
     return [x.contiguous() for x in halves]
+
+
+def _padded(x: Tensor, axis: int, multiple: int) -> Tensor:
+    size = list(x.shape)
+    size[axis] = -size[axis] % multiple
+    return torch.cat([x, x.new_empty(size)], axis) if size[axis] else x
 
 
 def _block_quant(x_BNSD: Tensor, block_size: int, dst_type: torch.dtype, **_: Any) -> Any:
@@ -81,8 +87,18 @@ def _fp8_attention(q_BNSD: Tensor, *_: Any, out_dtype: torch.dtype, **__: Any) -
     return [torch.empty_like(q_BNSD, dtype=out_dtype)]
 
 
-def _sparse_attention(q: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(q, dtype=torch.bfloat16)
+def _sparse_by_table(q_TND: Tensor, *_: Any, **__: Any) -> Tensor:
+    lse = torch.empty_like(q_TND)  # mindiesd declares it so large, and keeps the result only
+    out_TND = torch.empty_like(q_TND, dtype=torch.bfloat16)
+    del lse
+    return out_TND
+
+
+def _sparse_by_mask(q_BNSD: Tensor, *_: Any, **__: Any) -> Tensor:
+    lse_BNS = q_BNSD.new_empty(q_BNSD.shape[:3], dtype=torch.float32)
+    out_BNSD = torch.empty_like(q_BNSD, dtype=torch.bfloat16)
+    del lse_BNS
+    return out_BNSD
 
 
 def _like(x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -107,8 +123,8 @@ _STAND_INS: dict[str, Any] = {
     "mindiesd.layers._custom_ops:layernorm": lambda x, **_: (_like(x),),
     "mindiesd.layers.quant.block_quant:fa_block_quant_preprocess": _block_quant,
     f"{_FLASH}.fused_infer_attention_score:fused_infer_attention_score_v2": _fp8_attention,
-    f"{_FLASH}.sparse_flash_attn_rf_v2:rain_fusion_attention": _sparse_attention,
-    f"{_FLASH}.sparse_flash_attn_rf_v3:rain_fusion_attention_v3": _sparse_attention,
+    f"{_FLASH}.sparse_flash_attn_rf_v2:rain_fusion_attention": _sparse_by_table,
+    f"{_FLASH}.sparse_flash_attn_rf_v3:rain_fusion_attention_v3": _sparse_by_mask,
     # What asks its device, compiles, or sets a clock when it is made.
     "wan.kernels.sdpa:on_cuda": SdpaKernel,
     "wan.kernels.sdpa:sdpa_on_cuda": SdpaKernel,

@@ -8,11 +8,7 @@ which, with ".<RANK>" behind its name, each call is appended as a line of JSON.
 import torch
 
 from torch_npu import hccl, npu, plugin, simulate
-from torch_npu.dense import (
-    npu_fused_infer_attention_score,
-    npu_fusion_attention,
-    npu_prompt_flash_attention,
-)
+from torch_npu.dense import npu_fusion_attention
 from torch_npu.log import Call, calls
 from torch_npu.microscaled import npu_dynamic_mx_quant
 from torch_npu.quantise import (
@@ -22,15 +18,8 @@ from torch_npu.quantise import (
     npu_dynamic_quant,
     npu_format_cast,
     npu_quant_matmul,
-    npu_quantize,
-    npu_weight_quant_batchmatmul,
 )
-from torch_npu.small import (
-    npu_apply_rotary_pos_emb,
-    npu_fast_gelu,
-    npu_rms_norm,
-    npu_rotary_mul,
-)
+from torch_npu.small import npu_rms_norm, npu_rotary_mul
 
 __version__ = "2.13.0"
 __all__ = [
@@ -38,21 +27,15 @@ __all__ = [
     "calls",
     "get_npu_format",
     "npu",
-    "npu_apply_rotary_pos_emb",
     "npu_dtype_cast",
     "npu_dynamic_block_quant",
     "npu_dynamic_mx_quant",
     "npu_dynamic_quant",
-    "npu_fast_gelu",
     "npu_format_cast",
-    "npu_fused_infer_attention_score",
     "npu_fusion_attention",
-    "npu_prompt_flash_attention",
     "npu_quant_matmul",
-    "npu_quantize",
     "npu_rms_norm",
     "npu_rotary_mul",
-    "npu_weight_quant_batchmatmul",
 ]
 
 float8_e4m3fn = torch.float8_e4m3fn

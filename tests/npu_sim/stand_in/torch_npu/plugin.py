@@ -24,11 +24,7 @@ from torch_npu.log import record
 from torch_npu.quantise import dequantised, require_block_scale
 from torch_npu.schemas import SCHEMAS
 from torch_npu.small import FLOATS
-from torch_npu.sparse import (
-    block_sparse_attention,
-    eagle_quant_block_sparse_attention,
-    rainfusionattention,
-)
+from torch_npu.sparse import block_sparse_attention, rainfusionattention
 
 LIBRARY_NAME = "libPTAExtensionOPS.so"
 
@@ -65,19 +61,6 @@ def la(
     rows = key.shape[2] - padded
     done = attend(query, key[:, :, :rows], value[:, :, :rows], scale_value)
     return done.peak + done.total.log(), done.out
-
-
-def la_preprocess(
-    query: Tensor, key: Tensor, value: Tensor, align_len: int = 256
-) -> tuple[Tensor, Tensor, Tensor]:
-    """float16 [B,N,S,D] from [B,S,N,D], S padded with zeros to align_len."""
-    record("mindiesd.la_preprocess", query, key, value)
-    require_chip("mindiesd.la_preprocess", "A2", "A3")
-    tensors = (x.half().transpose(1, 2) for x in (query, key, value))
-    padded = (
-        torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % align_len)).contiguous() for x in tensors
-    )
-    return tuple(padded)  # type: ignore[return-value]
 
 
 def fused_infer_attention_score_v2(
@@ -188,9 +171,8 @@ def _not_simulated(name: str) -> Callable[..., Any]:
 DONE = {
     f.__name__: f
     for f in (
-        la, la_preprocess, fused_infer_attention_score_v2, layernorm, adaln, adaln_v2,
+        la, fused_infer_attention_score_v2, layernorm, adaln, adaln_v2,
         frequency_regulator, rainfusionattention, block_sparse_attention,
-        eagle_quant_block_sparse_attention,
     )
 }  # fmt: skip
 

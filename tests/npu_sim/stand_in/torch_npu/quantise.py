@@ -10,12 +10,13 @@ from torch import Tensor
 from torch_npu import microscaled
 from torch_npu.chip import require, require_chip, require_dtype
 from torch_npu.dense import HALF
-from torch_npu.log import record
+from torch_npu.log import outputs_alone, record
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 NZ = 29
 
 
+@outputs_alone
 def npu_dynamic_block_quant(
     x: Tensor,
     *,
@@ -78,25 +79,6 @@ def npu_dynamic_quant(
     return _rounded(x.float(), scale[..., None], dst_type), scale
 
 
-def npu_quantize(
-    inputs: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    dtype: torch.dtype,
-    axis: int = 1,
-    div_mode: bool = True,
-) -> Tensor:
-    """round(x / scale + zero point) as int8, per value of the last axis."""
-    operation = "npu_quantize"
-    record(operation, inputs, scales)
-    require_dtype(operation, (*HALF, torch.float32), inputs=inputs)
-    require(dtype is torch.qint8 and axis in (-1, inputs.dim() - 1), operation, "qint8, last axis.")
-    require(div_mode, operation, "div_mode False is not simulated.")
-    x = inputs.float() / scales.float()
-    x = x + zero_points.float() if zero_points is not None else x
-    return x.round().clamp(-128, 127).to(torch.int8)
-
-
 def npu_quant_matmul(
     x1: Tensor,
     x2: Tensor,
@@ -112,7 +94,7 @@ def npu_quant_matmul(
 ) -> Tensor:
     """[M,K] x [K,N] in integers, then scale [N] (or [1]), pertoken_scale [M], a float bias [N].
 
-    An int32 bias is added before the scales. group_sizes: MXFP8 instead, see `microscaled`.
+    group_sizes: MXFP8 instead, see `microscaled`.
     """
     operation = "npu_quant_matmul"
     record(operation, x1, x2)
@@ -127,12 +109,8 @@ def npu_quant_matmul(
     require(offset is None, operation, "offset is not simulated.")
     # float64 holds the integer sums exactly up to K = 2^37, and multiplies faster than int64
     product = x1.double() @ x2.double()
-    if bias is not None and bias.dtype is torch.int32:
-        product, bias = product + bias, None
-    if scale.dtype is torch.int64:
-        scale = scale.to(torch.int32).view(torch.float32)
-    out = product.float() * scale.float()
-    out = out if pertoken_scale is None else out * pertoken_scale[:, None]
+    assert pertoken_scale is not None
+    out = product.float() * scale.float() * pertoken_scale[:, None]
     out = out if bias is None else out + bias.float()
     return out.to(output_dtype)
 
@@ -145,51 +123,23 @@ def _require_product(
     require(k <= 65535, operation, f"K {k} is above 65535.")
     require(k == k2, operation, f"inner sizes differ: {tuple(x1.shape)} and {tuple(x2.shape)}.")
     require(tuple(scale.shape) in ((n,), (1,)), operation, f"scale {tuple(scale.shape)}, N {n}.")
-    if rows is not None:
-        require(tuple(rows.shape) == (m,), operation, f"pertoken_scale {tuple(rows.shape)}, M {m}.")
+    require(rows is not None, operation, "without pertoken_scale it is not simulated.")
+    require(tuple(rows.shape) == (m,), operation, f"pertoken_scale {tuple(rows.shape)}, M {m}.")
     if bias is not None:
         require(tuple(bias.shape) == (n,), operation, f"bias {tuple(bias.shape)}, N {n}.")
 
 
 def _require_scales(
-    operation: str,
-    scale: Tensor,
-    rows: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype | None,
+    operation: str, scale: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype | None
 ) -> None:
     """Which dtypes go together, by the operator's own table."""
     require(dtype in HALF, operation, f"output_dtype {dtype} is not simulated.")
-    bf16 = dtype is torch.bfloat16
-    if rows is not None:
-        require_chip(operation + " with pertoken_scale", "A2", "A3", "A5")
-        require_dtype(operation, (torch.float32,), pertoken_scale=rows)
-    second = torch.bfloat16 if bf16 else torch.int64
-    one = not bf16 and rows is not None
-    require_dtype(operation, (torch.float32,) if one else (torch.float32, second), scale=scale)
+    require_chip(operation + " with pertoken_scale", "A2", "A3", "A5")
+    require_dtype(operation, (torch.float32,), pertoken_scale=rows)
+    more = (torch.bfloat16,) if dtype is torch.bfloat16 else ()
+    require_dtype(operation, (torch.float32, *more), scale=scale)
     if bias is not None:
-        kinds = (torch.int32, dtype, torch.float32) if rows is not None or bf16 else (torch.int32,)
-        require_dtype(operation, kinds, bias=bias)
-
-
-def npu_weight_quant_batchmatmul(
-    x: Tensor, weight: Tensor, antiquant_scale: Tensor, *, bias: Tensor | None = None
-) -> Tensor:
-    """x [M,K] times int8 weight [K,N] times scale [N] or [1,N], plus bias [N], in float32."""
-    operation = "npu_weight_quant_batchmatmul"
-    record(operation, x, weight)
-    require_dtype(operation, HALF, x=x)
-    require_dtype(operation, (torch.int8,), weight=weight)
-    require_dtype(operation, (x.dtype,), antiquant_scale=antiquant_scale)
-    n = weight.shape[1]
-    fits = tuple(antiquant_scale.shape) in ((n,), (1, n)) and x.shape[1] == weight.shape[0]
-    require(fits, operation, f"scale {tuple(antiquant_scale.shape)}, weight {weight.shape}.")
-    out = x.float() @ weight.float() * antiquant_scale.float()
-    if bias is not None:
-        wanted = torch.float32 if x.dtype is torch.bfloat16 else torch.float16
-        require_dtype(operation, (wanted,), bias=bias)
-        out = out + bias.float()
-    return out.to(x.dtype)
+        require_dtype(operation, (dtype, torch.float32), bias=bias)
 
 
 def npu_format_cast(x: Tensor, acl_format: int, customize_dtype: torch.dtype | None = None):

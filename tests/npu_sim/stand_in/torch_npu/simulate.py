@@ -27,14 +27,16 @@ class OnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.device:
             return func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name == "pin_memory":
+        if func is torch.Tensor.pin_memory:
             return args[0]
-        if name == "is_pinned":
+        if func is torch.Tensor.is_pinned:
             return False
-        named = {key: _on_cpu(value) for key, value in (kwargs or {}).items()}
-        named.pop("pin_memory", None)
-        return func(*map(_on_cpu, args), **named)
+        if any(isinstance(value, torch.device | str) for value in args):
+            args = tuple(map(_on_cpu, args))
+        if not kwargs:
+            return func(*args)
+        named = {key: _on_cpu(value) for key, value in kwargs.items() if key != "pin_memory"}
+        return func(*args, **named)
 
 
 class _Generators(type(torch.Generator)):

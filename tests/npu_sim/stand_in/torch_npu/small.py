@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_npu.chip import name as chip_name
 from torch_npu.chip import require, require_chip, require_dtype, require_same_dtype
 from torch_npu.dense import HALF
-from torch_npu.log import record
+from torch_npu.log import outputs_alone, record
 
 FLOATS = (*HALF, torch.float32)
-DUO_FLOATS = (torch.float16, torch.float32)
 
 
+@outputs_alone
 def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """(normalised over gamma's axes, reciprocal of the root mean square): computed in float32."""
     operation = "npu_rms_norm"
@@ -39,6 +38,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     return turned.to(x.dtype)
 
 
+@outputs_alone
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     """x cos + rotated(x) sin, with r1 = cos and r2 = sin, of x's dtype.
 
@@ -63,39 +63,3 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "ha
         others = input.shape[:3].numel() // max(r1.shape[:3])
         require(others < 1000, operation, f"B * N is {others}, must be below 1000.")
     return _rotate(input, r1, r2, rotary_mode)
-
-
-def npu_apply_rotary_pos_emb(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    layout: str = "BSND",
-    rotary_mode: str = "half",
-) -> tuple[Tensor, Tensor]:
-    """Rotates query and key in place and returns them. Only the A5 knows interleave."""
-    operation = "npu_apply_rotary_pos_emb"
-    record(operation, query, key, cos, mode=rotary_mode)
-    require(rotary_mode in ("half", "interleave"), operation, f"unknown mode {rotary_mode}.")
-    a5 = chip_name() == "A5"
-    require(a5 or rotary_mode == "half", operation, f"mode {rotary_mode} is for the A5 only.")
-    require_dtype(operation, FLOATS if chip_name() != "Duo" else DUO_FLOATS, query=query)
-    require_same_dtype(operation, query=query, key=key, cos=cos, sin=sin)
-    require(layout == "BSND", operation, f"layout {layout} is not simulated.")
-    require(query.dim() == key.dim() == cos.dim() == 4, operation, "4 dims [B,S,N,D] are needed.")
-    batch, rows, _, size = query.shape
-    fits = size <= 1024 and size % 2 == 0 if a5 else size in (64, 128)
-    require(fits, operation, f"D {size}: 64 or 128, on the A5 even and up to 1024.")
-    allowed = [(batch, rows, 1, size)] + [(1, rows, 1, size)] * a5
-    fits = tuple(cos.shape) in allowed and cos.shape == sin.shape
-    require(fits, operation, f"cos {tuple(cos.shape)}; needed: {allowed}.")
-    for x in (query, key):
-        x.copy_(_rotate(x, cos, sin, rotary_mode))
-    return query, key
-
-
-def npu_fast_gelu(x: Tensor) -> Tensor:
-    record("npu_fast_gelu", x)
-    require_dtype("npu_fast_gelu", FLOATS, x=x)
-    return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
