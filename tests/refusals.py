@@ -20,6 +20,7 @@ _LOCAL = {
     re.escape(_REPO): "REPO",
     r"[\d.]+ [GM]B free": "N GB free",
     r"\(Error opening [^)]*\)": "(what ffmpeg says)",
+    r"[\x00-\x08\x7f]": "?",  # which an editor would not show
 }
 _SENTENCE = re.compile(r".*[^\s.][.?]")
 

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.cli.test_vace import write as control_video
 from tests.conftest import slow
 from tests.dist import run
 from tests.distributed.topology import ROWS, Topology
@@ -26,6 +25,7 @@ from tests.npu_sim.latents import (
     none,
 )
 from tests.npu_sim.oracles import far
+from tests.tasks.tasks import moving_box as control_video
 from tools.make_character import write as draw
 from tools.make_sound import write
 from wan import device as devices

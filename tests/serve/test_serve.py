@@ -22,9 +22,9 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.cli.test_vace import write
 from tests.dist import REPO, TORCHRUN, free_port
 from tests.serve.serving import PROMPT, Faults, Served, frames, generated, opened, post
+from tests.tasks.tasks import moving_box
 from tools import make_character, make_sound
 
 pytestmark = [
@@ -319,7 +319,7 @@ def test_a_video_its_mask_and_several_pictures(tmp_path: Path) -> None:
     """As a form, as data URLs, and by generate.py; a second attempt finds them again."""
     names = ("v.mp4", "m.mp4", "a.png", "b.png")
     for name in names[:2]:
-        write(tmp_path / name)
+        moving_box(tmp_path / name)
     for name, colour in (("a.png", "red"), ("b.png", "blue")):
         Image.new("RGB", (40, 30), colour).save(tmp_path / name)
     files = {name: (tmp_path / name).read_bytes() for name in names}
