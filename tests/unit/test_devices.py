@@ -24,7 +24,8 @@ def test_npu_of_a_soc_version() -> None:
     assert {soc: devices.of_type("npu", soc).name for soc in ends} == ends
     others = (0, 199, 206, 219, 226, 249, 256, 259, 261)
     found = {str(soc): said(devices.of_type, "npu", soc) for soc in others}
-    check_refusals("devices: SOC versions", found)
+    assert all(found.values())
+    check_refusals("devices: SOC versions", {"261": found["261"]})
 
 
 def test_what_a_device_flag_may_mean() -> None:
@@ -99,7 +100,7 @@ def test_weights_that_each_device_takes() -> None:
         for name in sorted(ALL):
             sentence = refusal(devices.DEVICES[name], PLAIN, weights=weights)
             assert (not sentence) == (name in takers[algorithm]), (name, algorithm)
-            if sentence:
+            if sentence and name in ("CPU", "A2"):
                 found[f"{algorithm} on {name}"] = sentence
     check_refusals("devices: weights", found)
 
