@@ -65,6 +65,16 @@ def slow(*case: object) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Variables that a run sets for its process, such as RANK, end with the test."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small tensors, and a machine that may be busy: threads would wait for each other."""

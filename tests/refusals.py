@@ -9,14 +9,17 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from wan.settings.errors import InputError
 
 FILE = Path(__file__).with_suffix(".txt")
 _REPO = str(Path(__file__).parents[1])
 # What differs from machine to machine.
 _LOCAL = {
-    r"/\S*/pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?": "TMP/",
+    r"/\S*/pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?[\w-]+": "TMP",
     re.escape(_REPO): "REPO",
     r"[\d.]+ [GM]B free": "N GB free",
     r"\(Error opening [^)]*\)": "(what ffmpeg says)",
@@ -49,6 +52,17 @@ def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str]
     changed = difflib.unified_diff(_lines(known), _lines(found), FILE.name, "said now", "", "", 0)
     difference = "\n".join(changed)
     assert not difference, f"{table}; see tests/refusals.py\n{difference}"
+
+
+def said(
+    call: Callable[..., Any], *args: Any, kind: type[Exception] = InputError, **keywords: Any
+) -> str:
+    """Returns the sentence that a call is refused with; "" where it is not refused."""
+    try:
+        call(*args, **keywords)
+    except kind as refusal:
+        return str(refusal)
+    return ""
 
 
 def _lines(cases: Mapping[str, str]) -> list[str]:

@@ -18,8 +18,7 @@ from tests.conftest import slow
 from tests.numerics.official import distance
 from tests.numerics.procedural import procedural
 from tests.numerics.test_animate import animate, inputs, state, told
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan.checkpoint import keymaps, lora
 from wan.checkpoint.layout import check_task, describe
 from wan.checkpoint.load import Blueprint, merged

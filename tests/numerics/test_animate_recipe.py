@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tests.numerics.plain import Plain, Weights, attention, normed, raster, rms, silu, tiny
 from tests.numerics.recorded import STEP, Samples
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan.modules.animate import MotionEncoder, WanAnimateModel
 from wan.modules.interfaces import Collaborators
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.refusals import check_refusals
-from tests.unit.refused import said
+from tests.refusals import check_refusals, said
 from wan.settings import attention as subject
 from wan.settings import schedule, values
 from wan.settings.attention import Attention

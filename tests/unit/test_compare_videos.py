@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from tests.dist import REPO
-from tests.refusals import check_refusals
-from tests.unit.refused import FOLDER, said
+from tests.refusals import check_refusals, said
 from tools.compare_videos import main
 
 SIDE, FRAMES = 96, 9
@@ -133,7 +132,7 @@ def test_what_is_refused(clips: Path) -> None:
         name: said(main, [same, str(clips / other), *flags])
         for name, (other, *flags) in table.items()
     }
-    check_refusals("tools: compare_videos.py", found, [FOLDER])
+    check_refusals("tools: compare_videos.py", found)
 
 
 def test_folders_and_their_page_as_a_user_asks_for_them(clips: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.pipelines import on_cpu
 from tests.refusals import check_refusals
-from tests.unit.refused import FOLDER
 from tools import convert_checkpoint as tool
 from wan.checkpoint.layout import describe
 from wan.checkpoint.load import mapped
@@ -102,7 +101,7 @@ def test_networks_of_pth_files(tiny, tmp_path: Path, capfd: pytest.CaptureFixtur
     shutil.copy(given["low_noise"], tmp_path / "again")
     again = ["--ckpt_dir", str(tmp_path / "again"), "--out", str(out)]
     found["pth files in a folder"] = refused(again, capfd)
-    check_refusals("tools: convert_checkpoint.py, pth files", found, [FOLDER])
+    check_refusals("tools: convert_checkpoint.py, pth files", found)
 
 
 def refused(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
@@ -139,5 +138,5 @@ def test_what_is_refused(tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     for name, argv in table.items():
         found[name] = refused(argv, capfd)
         assert name == "NaN" or not (tmp_path / "new").exists(), name
-    check_refusals("tools: convert_checkpoint.py", found, [FOLDER])
+    check_refusals("tools: convert_checkpoint.py", found)
     assert os.listdir(begun) == [tool.UNFINISHED]

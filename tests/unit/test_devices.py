@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.refusals import check_refusals
-from tests.unit.refused import said
+from tests.refusals import check_refusals, said
 from wan.settings import devices
 from wan.settings.attention import Attention
 from wan.settings.errors import InputError

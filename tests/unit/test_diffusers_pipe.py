@@ -19,8 +19,7 @@ from torch import Tensor
 
 from tests.diffusers_runs import TOLERANCE, Video
 from tests.dist import REPO
-from tests.refusals import check_refusals
-from tests.unit.refused import said
+from tests.refusals import check_refusals, said
 from wan.diffusers import (
     VERSIONS,
     apply_cache_on_pipe,

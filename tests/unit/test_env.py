@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.refusals import check_refusals
-from tests.unit.refused import said
+from tests.refusals import check_refusals, said
 from wan import env
 from wan.cli import flags
 from wan.cli.resolve import resolve

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from tests.conftest import slow
 from tests.pipelines import composed, latents
-from tests.refusals import check_refusals
-from tests.unit.refused import FOLDER, said
+from tests.refusals import check_refusals, said
 from tests.unit.test_marks import mark, written
 from wan.kernels.kept_linear import FP8Linear, KeptLinear, check_capability
 
@@ -99,5 +98,5 @@ def test_what_is_refused(tiny: Any) -> None:
         "an NPU": said(composed, tiny("t2v-1.3B"), *flags, "--device", "npu"),
         "an older GPU": said(check_capability, (8, 6)),
     }
-    check_refusals("fp8 weights", found, [FOLDER])
+    check_refusals("fp8 weights", found)
     check_capability((8, 9))

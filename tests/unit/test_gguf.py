@@ -27,8 +27,7 @@ from tests import gguf_files
 from tests.conftest import slow
 from tests.gguf_files import KINDS, finish, kind_of, meant, quantise, with_gguf
 from tests.pipelines import composed, held, latents
-from tests.refusals import check_refusals
-from tests.unit.refused import FOLDER, said
+from tests.refusals import check_refusals, said
 from wan.checkpoint.dequantise import TO_FLOAT, dequantise
 from wan.checkpoint.files import file_tensors
 from wan.checkpoint.gguf import metadata
@@ -171,7 +170,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         started = time.process_time()
         found[name] = said(file_tensors, path)
         assert time.process_time() - started < 0.5, name
-    check_refusals("gguf: files", found, [FOLDER])
+    check_refusals("gguf: files", found)
 
 
 def test_500_damaged_headers(file: Path, tmp_path: Path) -> None:

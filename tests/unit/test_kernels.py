@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.refusals import check_refusals
-from tests.unit.refused import said
+from tests.refusals import check_refusals, said
 from wan import log
 from wan.device import Device
 from wan.kernels.base import Payload, StepInfo, Target

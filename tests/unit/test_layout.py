@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.pipelines import composed
-from tests.refusals import check_refusals
-from tests.unit.refused import FOLDER, said
+from tests.refusals import check_refusals, said
 from wan import WanT2V
 from wan.checkpoint.config import dit_config
 from wan.checkpoint.files import TensorInfo, fingerprint, read_json, safetensors_header
@@ -72,7 +71,7 @@ def refusal(folder: Path) -> str:
 
 def check(table: str, found: dict[str, str]) -> None:
     assert max(map(len, found.values())) < 600
-    check_refusals(f"checkpoints: {table}", found, [FOLDER, r"(?<=config.json \().*(?=\); )"])
+    check_refusals(f"checkpoints: {table}", found, [r"(?<=config.json \().*(?=\); )"])
 
 
 def set_config(folder: Path, name: str = "config.json", **values: Any) -> None:

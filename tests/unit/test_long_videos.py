@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 
 import wan
-from tests.refusals import check_refusals
-from tests.unit.refused import said
+from tests.refusals import check_refusals, said
 from wan.cli import flags
 from wan.cli.resolve import resolve
 from wan.pipeline.conditioning import chained_channels

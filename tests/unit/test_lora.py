@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.pipelines import on_cpu
-from tests.refusals import check_refusals
-from tests.unit.refused import FOLDER, said
+from tests.refusals import check_refusals, said
 from wan.checkpoint import lora
 from wan.checkpoint.keymaps import dit_diffusers_name
 from wan.checkpoint.layout import Checkpoint, describe
@@ -324,7 +323,7 @@ def test_flags_against_names(styles: Any) -> None:
     halves = ("style_high", "style"), ("fox", "fox-LOW"), ("a/x", "xLow")
     found = {" and ".join(names): said(styles, *names) for names in halves}
     found["a flag of the other"] = said(styles, lora_low_noise="style_high")
-    check_refusals("LoRA: experts", found, [FOLDER])
+    check_refusals("LoRA: experts", found)
     assert styles("style_high", "style_low", "style")["notices"] == [], "the pair is whole"
     for name in ("style_H", "high_quality", "high/style"):
         assert styles(lora_low_noise=name)["low_noise"] == [name]
@@ -387,7 +386,7 @@ def test_an_adapter_is_merged_as_peft_does_or_refused(
             assert torch.allclose(found, wanted, atol=1e-6, rtol=1e-5), config
         else:
             refused[str(config)] = said(read, path, tiny("t2v-1.3B"))
-    check_refusals("LoRA: adapters of PEFT", refused, [FOLDER, r"(?<=magnitude_vector)\S*"])
+    check_refusals("LoRA: adapters of PEFT", refused, [r"(?<=magnitude_vector)\S*"])
 
 
 UNKNOWN: tuple[dict[str, Any], ...] = (
@@ -421,7 +420,7 @@ def test_settings_of_peft_that_are_not_computed(tiny: Any, tmp_path: Path) -> No
         assert next(iter(config)) in sentence and "\n" not in sentence, (config, where)
         if number % len(places) == 0 or number < len(places):
             found[f"{config} {where}"] = sentence
-    check_refusals("LoRA: settings of PEFT", found, [FOLDER])
+    check_refusals("LoRA: settings of PEFT", found)
 
 
 def test_a_configuration_among_other_files_is_adapter_models(tiny: Any, tmp_path: Path) -> None:
@@ -517,7 +516,7 @@ def test_bad_files(tiny: Any, tmp_path: Path) -> None:
         path = tmp_path / f"style-0000{number}-of-00002.safetensors"
         save_file(PAIR, path)
     found["a shard"] = said(read, path, tiny("t2v-1.3B"))
-    check_refusals("LoRA: files", found, [FOLDER])
+    check_refusals("LoRA: files", found)
 
 
 def test_bad_places(tiny: Any, tmp_path: Path) -> None:
@@ -538,7 +537,7 @@ def test_bad_places(tiny: Any, tmp_path: Path) -> None:
     }
     checkpoint = describe(tiny("t2v-1.3B"))
     found = {name: said(lora.resolve, values, checkpoint) for name, values in table.items()}
-    check_refusals("LoRA: places", found, [FOLDER, r"(?<=file \().*(?=\); )"])
+    check_refusals("LoRA: places", found, [r"(?<=file \().*(?=\); )"])
 
 
 def test_a_pipeline_runs_with_merged_weights(

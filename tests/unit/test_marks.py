@@ -16,8 +16,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.pipelines import latents
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan.checkpoint.files import safetensors_header
 from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.layout import describe

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.numerics.recorded import STEP, Samples
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan.kernels.base import StepInfo
 from wan.kernels.sdpa import SdpaKernel
 from wan.modules.interfaces import Collaborators, LocalAttention

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan import host
 from wan.evidence import npu_smi
 from wan.evidence.meter import MeterError

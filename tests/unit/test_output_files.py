@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan.output_files import (
     LATENTS,
     RECORD,

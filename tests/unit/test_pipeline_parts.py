@@ -22,8 +22,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPVisionModel
 
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan import log
 from wan.kernels.base import StepInfo
 from wan.pipeline import clip, conditioning

@@ -22,8 +22,7 @@ import transformers as tf
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan.cli import extend_prompt
 from wan.cli.extend_prompt import check, extended
 from wan.settings.command import PromptExtension

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from tests.conftest import slow
 from tests.pipelines import on_cpu
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from tools import quantize_dit
 from tools.quantize_dit import quantize
 from wan.checkpoint.layout import describe

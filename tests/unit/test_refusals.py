@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines import planned
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan import env
 from wan.settings import flags, rules, values
 from wan.settings.errors import COMMAND_LINE, InputError

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from tests.conftest import slow
 from tests.pipelines import QUICK, composed, held, latents, planned
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from tools.quantize_dit import quantize
 from wan import WanTI2V, host
 from wan import device as devices

@@ -21,8 +21,7 @@ from transformers import T5Tokenizer
 from tests import gguf_files
 from tests.conftest import slow
 from tests.pipelines import composed, latents
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan.checkpoint.keymaps import t5_transformers_name
 from wan.checkpoint.layout import describe
 from wan.checkpoint.vocabulary import vocabulary

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.pipelines import no_demo, planned
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from tools import flags_table
 from wan import cli
 from wan.cli import extend_prompt, flags

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from wan.device import Device
 from wan.kernels.base import AttendRows, Payload, StepInfo, Target
 from wan.kernels.flex import FlexBlocks, compiled_for_each_shape, flex_mask

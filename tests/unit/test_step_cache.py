@@ -22,8 +22,7 @@ from torch.nn.modules import module as module_hooks
 import wan
 from tests.conftest import slow
 from tests.pipelines import planned
-from tests.refusals import check_refusals
-from tests.said import said
+from tests.refusals import check_refusals, said
 from tools import calibrate_mag
 from wan.cache import mag, policy
 from wan.cache.mag import Mag
