@@ -24,16 +24,7 @@ from wan.serve.journal import QueuedVideo
 from wan.serve.service import Limits
 from wan.settings.errors import InputError
 
-AGAIN = {"x_stainless_retry_count": "1"}
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Jobs:
-    return Jobs(tmp_path / "jobs")
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
+AGAIN: dict[str, Any] = {"x_stainless_retry_count": "1"}
 
 
 # Repeats.
@@ -42,14 +33,14 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 async def remix_of(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
     other = await jobs.create({"seed": 99})
 
-    def ask(**headers: str) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
+    def ask(**headers: Any) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
         return jobs.ask(f"/v1/videos/{other}/remix", {"prompt": "a blue star"}, **headers)
 
     return ask
 
 
 async def create_of(jobs: Jobs) -> Callable[..., Coroutine[Any, Any, tuple[int, Any, Any]]]:
-    def ask(**headers: str) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
+    def ask(**headers: Any) -> Coroutine[Any, Any, tuple[int, Any, Any]]:
         return jobs.ask("/v1/videos", {"prompt": PROMPT}, **headers)
 
     return ask
@@ -59,54 +50,43 @@ ROUTES = pytest.mark.parametrize("route", [create_of, remix_of])
 
 
 @ROUTES
-def test_a_repeat_without_a_key(route: Any, jobs: Jobs) -> None:
-    async def work() -> None:
-        ask = await route(jobs)
-        first = (await ask())[2]["id"]
-        assert (await ask(**AGAIN))[2]["id"] == first
-        assert (await ask())[2]["id"] != first  # no repeat
-        newest = (await ask(Idempotency_Key="k"))[2]["id"]  # another client's
-        assert (await ask(**AGAIN))[2]["id"] not in (first, newest)
-        for job in jobs.service.journal.in_state("queued"):  # an hour passes
-            jobs.service.journal.change(job, created=job.created - 3600)
-        made = {job.id for job in jobs.service.journal.in_state("queued")}
-        assert (await ask(**AGAIN))[2]["id"] not in made
-
-    run(work())
+async def test_a_repeat_without_a_key(route: Any, jobs: Jobs) -> None:
+    ask = await route(jobs)
+    first = (await ask())[2]["id"]
+    assert (await ask(**AGAIN))[2]["id"] == first
+    assert (await ask())[2]["id"] != first  # no repeat
+    newest = (await ask(Idempotency_Key="k"))[2]["id"]  # another client's
+    assert (await ask(**AGAIN))[2]["id"] not in (first, newest)
+    for job in jobs.service.journal.in_state("queued"):  # an hour passes
+        jobs.service.journal.change(job, created=job.created - 3600)
+    made = {job.id for job in jobs.service.journal.in_state("queued")}
+    assert (await ask(**AGAIN))[2]["id"] not in made
 
 
 @ROUTES
-def test_a_repeat_after_a_refusal_is_a_new_job(route: Any, jobs: Jobs) -> None:
-    async def work() -> None:
-        ask = await route(jobs)
-        old = (await ask())[2]["id"]
-        jobs.service.limits = Limits(queue=0)
-        for headers in ({}, {"x_stainless_retry_count": "0"}):
-            assert (await ask(**headers))[0] == 429
-        jobs.service.limits = Limits()
-        again = (await ask(**AGAIN))[2]
-        assert again["id"] != old and again["status"] == "queued"
-        assert (await ask(x_stainless_retry_count="2"))[2]["id"] == again[
-            "id"
-        ]  # its answer is lost
-
-    run(work())
+async def test_a_repeat_after_a_refusal_is_a_new_job(route: Any, jobs: Jobs) -> None:
+    ask = await route(jobs)
+    old = (await ask())[2]["id"]
+    jobs.service.limits = Limits(queue=0)
+    for headers in ({}, {"x_stainless_retry_count": "0"}):
+        assert (await ask(**headers))[0] == 429
+    jobs.service.limits = Limits()
+    again = (await ask(**AGAIN))[2]
+    assert again["id"] != old and again["status"] == "queued"
+    assert (await ask(x_stainless_retry_count="2"))[2]["id"] == again["id"]  # its answer is lost
 
 
 @ROUTES
-def test_a_key(route: Any, jobs: Jobs) -> None:
-    async def work() -> None:
-        ask = await route(jobs)
-        first = (await ask(Idempotency_Key="k"))[2]["id"]
-        jobs.complete(first)
-        assert (await ask(Idempotency_Key="k"))[2]["id"] == first
-        assert (await ask(Idempotency_Key="other"))[2]["id"] != first
-        status, _, told = await jobs.ask("/v1/videos", {"prompt": "x"}, Idempotency_Key="k")
-        assert (status, told["error"]["code"]) == (422, "idempotency_key_reused")
-        await jobs.ask(f"/v1/videos/{first}", method="DELETE")
-        assert (await ask(Idempotency_Key="k"))[2]["id"] != first
-
-    run(work())
+async def test_a_key(route: Any, jobs: Jobs) -> None:
+    ask = await route(jobs)
+    first = (await ask(Idempotency_Key="k"))[2]["id"]
+    jobs.complete(first)
+    assert (await ask(Idempotency_Key="k"))[2]["id"] == first
+    assert (await ask(Idempotency_Key="other"))[2]["id"] != first
+    status, _, told = await jobs.ask("/v1/videos", {"prompt": "x"}, Idempotency_Key="k")
+    assert (status, told["error"]["code"]) == (422, "idempotency_key_reused")
+    await jobs.ask(f"/v1/videos/{first}", method="DELETE")
+    assert (await ask(Idempotency_Key="k"))[2]["id"] != first
 
 
 # Clients of the synchronous routes that leave.
@@ -118,7 +98,7 @@ async def begin(jobs: Jobs, path: str, **headers: str) -> tuple[str, asyncio.Eve
     task = asyncio.create_task(jobs.ask(path, {"prompt": PROMPT}, left=left, **headers))
     while not (waiting := jobs.service.journal.in_state("queued")):
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
     return waiting[-1].id, left, task
 
 
@@ -129,155 +109,131 @@ async def leave(jobs: Jobs, left: asyncio.Event, task: Any) -> None:
     await asyncio.sleep(0.05)
 
 
-SYNCHRONOUS = pytest.mark.parametrize("path", ["/v1/videos/sync", "/v1/videos/generations"])
+async def test_who_leaves_cancels_unless_somebody_has_the_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As who has made the job on another route with the same key, before or afterwards."""
+    monkeypatch.setattr(waiters, "REJOIN", 0.1)
 
-
-@SYNCHRONOUS
-def test_who_leaves_alone_cancels(path: str, jobs: Jobs) -> None:
-    async def work() -> None:
-        name, left, task = await begin(jobs, path)
+    async def leave_after(route: str, creates: str) -> str | None:
+        jobs = Jobs(tmp_path / f"{route}-{creates}")
+        key: dict[str, Any] = {"Idempotency_Key": "k"} if creates else {}
+        if creates == "before":
+            await jobs.create(**key)
+        name, left, task = await begin(jobs, f"/v1/videos/{route}", **key)
+        if creates == "after":
+            assert await jobs.create(**key) == name
         await leave(jobs, left, task)
-        assert jobs.state(name) == "deleted"
+        await asyncio.sleep(0.2)
+        return jobs.state(name)
 
-    run(work())
-
-
-@SYNCHRONOUS
-@pytest.mark.parametrize("first", [True, False])
-def test_who_was_given_the_id_keeps_the_job(path: str, first: bool, jobs: Jobs) -> None:
-    async def work() -> None:
-        if first:
-            await jobs.create(Idempotency_Key="k")
-        name, left, task = await begin(jobs, path, Idempotency_Key="k")
-        if not first:
-            assert await jobs.create(Idempotency_Key="k") == name
-        await leave(jobs, left, task)
-        await asyncio.sleep(0.3)
-        assert jobs.state(name) == "queued"
-
-    waiters.REJOIN, before = 0.1, waiters.REJOIN
-    try:
-        run(work())
-    finally:
-        waiters.REJOIN = before
+    cases = [
+        (route, creates) for route in ("sync", "generations") for creates in ("", "before", "after")
+    ]
+    states = await asyncio.gather(*[leave_after(*case) for case in cases])
+    wanted = {case: "queued" if case[1] else "deleted" for case in cases}
+    assert dict(zip(cases, states, strict=True)) == wanted
 
 
-def test_who_comes_back_with_its_key(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_comes_back_with_its_key(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before or just after the first connection closes; the last that leaves cancels."""
-    monkeypatch.setattr(waiters, "REJOIN", 0.6)
-
-    async def work() -> None:
-        name, first, task = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
-        _, second, other = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
-        await leave(jobs, first, task)
-        await asyncio.sleep(0.8)
-        assert jobs.state(name) == "queued"
-        await leave(jobs, second, other)
-        third_name, third, again = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
-        await asyncio.sleep(0.8)
-        assert third_name == name and jobs.state(name) == "queued"
-        await leave(jobs, third, again)
-        await asyncio.sleep(0.8)
-        assert jobs.state(name) == "deleted"
-
-    run(work())
+    monkeypatch.setattr(waiters, "REJOIN", 0.2)
+    name, first, task = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
+    _, second, other = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
+    await leave(jobs, first, task)
+    await asyncio.sleep(0.3)
+    assert jobs.state(name) == "queued"
+    await leave(jobs, second, other)
+    third_name, third, again = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
+    await asyncio.sleep(0.3)
+    assert third_name == name and jobs.state(name) == "queued"
+    await leave(jobs, third, again)
+    await asyncio.sleep(0.3)
+    assert jobs.state(name) == "deleted"
 
 
-def test_after_a_restart_a_job_is_somebodys(tmp_path: Path) -> None:
-    async def work() -> None:
-        name = await Jobs(tmp_path / "jobs").create(Idempotency_Key="k")
-        jobs = Jobs(tmp_path / "jobs")
-        same, left, task = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
-        await leave(jobs, left, task)
-        assert same == name and jobs.state(name) == "queued"
-
-    run(work())
+async def test_after_a_restart_a_job_is_somebodys(tmp_path: Path) -> None:
+    name = await Jobs(tmp_path / "jobs").create(Idempotency_Key="k")
+    jobs = Jobs(tmp_path / "jobs")
+    same, left, task = await begin(jobs, "/v1/videos/sync", Idempotency_Key="k")
+    await leave(jobs, left, task)
+    assert same == name and jobs.state(name) == "queued"
 
 
 # What is left of a deleted job.
 
 
-async def clean(jobs: Jobs) -> None:
-    """Lets the service clean up once."""
+async def clean(jobs: Jobs, until: Callable[[], object]) -> None:
+    """Lets the service clean up until something holds."""
     task = asyncio.create_task(jobs.service._clean())
-    await asyncio.sleep(0.5)
+    for _ in range(500):
+        await asyncio.sleep(0.01)
+        if until():
+            break
     task.cancel()
+    assert until()
 
 
-def test_nothing_of_a_deleted_job_is_left_at_once(jobs: Jobs) -> None:
-    async def work() -> None:
-        words = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
-        name = await jobs.create(words, Idempotency_Key="zq key zq")
-        jobs.complete(name)
-        assert jobs.files_with("zq private zq")
-        await jobs.ask(f"/v1/videos/{name}", method="DELETE")
-        assert not jobs.files_with("zq ")
-
-    run(work())
+async def test_nothing_of_a_deleted_job_is_left_at_once(jobs: Jobs) -> None:
+    words = {"prompt": "zq private zq", "negative_prompt": "zq unwanted zq"}
+    name = await jobs.create(words, Idempotency_Key="zq key zq")
+    jobs.complete(name)
+    assert jobs.files_with("zq private zq")
+    await jobs.ask(f"/v1/videos/{name}", method="DELETE")
+    assert not jobs.files_with("zq ")
 
 
 @pytest.mark.parametrize("limits", [Limits(keep_days=1), Limits(quota=0)], ids=["days", "quota"])
-def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path) -> None:
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs", limits)
-        name = await jobs.create({"prompt": "zq private zq"})
-        jobs.complete(name, ended=time.time() - 2 * 86400)
-        await clean(jobs)
-        assert jobs.state(name) == "deleted" and not jobs.files_with("zq private zq")
-
-    run(work())
+async def test_nothing_of_an_expired_job_is_left(limits: Limits, tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", limits)
+    name = await jobs.create({"prompt": "zq private zq"})
+    jobs.complete(name, ended=time.time() - 2 * 86400)
+    await clean(jobs, lambda: not jobs.files_with("zq private zq"))
+    assert jobs.state(name) == "deleted"
 
 
-def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
-    """Of many jobs with words of any length, half of them deleted in any order."""
-
-    async def work() -> None:
-        chance, journal = random.Random(5), jobs.service.journal
-        await jobs.create()
-        (first,) = journal.in_state("queued")
-        alive, dead = [first], []
-        for number in range(600):
-            words = f"zq{number:05}zq " * chance.choice([1, 2, 9, 99, 900])
-            job = QueuedVideo(
-                f"video_{chance.getrandbits(96):024x}", {"prompt": words}, key=words[:9]
-            )
-            await journal.add(job)
-            alive.append(job)
-            if chance.random() < 0.5:
-                dead.append(alive.pop(chance.randrange(1, len(alive))))
-                journal.delete(dead[-1])
-        assert await journal.save()
-        journal.wipe()
-        content = (jobs.folder / "journal.sqlite").read_bytes()
-        content += (jobs.folder / "journal.sqlite-wal").read_bytes()
-        assert not [job.id for job in dead if job.settings["prompt"][:9].encode() in content]
-        assert all(job.settings["prompt"][:9].encode() in content for job in alive[1:])
-
-    run(work())
+async def test_nothing_is_left_in_pages_that_were_split(jobs: Jobs) -> None:
+    """Of many jobs whose rows grow to any length, half of them deleted in any order."""
+    chance, journal = random.Random(1), jobs.service.journal
+    await jobs.create()
+    (first,) = journal.in_state("queued")
+    alive: list[QueuedVideo] = [first]
+    dead: list[QueuedVideo] = []
+    for number in range(100):
+        words = f"zq{number:05}zq " * chance.choice([1, 2, 9, 99, 900])
+        job = QueuedVideo(f"video_{chance.getrandbits(96):024x}", {"prompt": words}, key=words[:9])
+        await journal.add(job)
+        alive.append(job)
+        one = chance.choice(alive)
+        journal.change(one, error={"message": f"{one.key}" * chance.choice([1, 9, 99])})
+        if chance.random() < 0.5:
+            dead.append(alive.pop(chance.randrange(1, len(alive))))
+            journal.delete(dead[-1])
+    assert await journal.save()
+    journal.wipe()
+    content = (jobs.folder / "journal.sqlite").read_bytes()
+    content += (jobs.folder / "journal.sqlite-wal").read_bytes()
+    assert not [job.id for job in dead if job.settings["prompt"][:9].encode() in content]
+    assert all(job.settings["prompt"][:9].encode() in content for job in alive[1:])
 
 
-def test_a_journal_of_an_earlier_version(tmp_path: Path) -> None:
+async def test_a_journal_of_an_earlier_version(tmp_path: Path) -> None:
     """Its deleted jobs have their words still, and it lacks later columns."""
-
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs")
-        kept, name = await jobs.create(), await jobs.create({"prompt": "zq private zq"})
-        jobs.service.journal.close()
-        with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as file, file:
-            file.execute("ALTER TABLE jobs DROP COLUMN guidance")
-            file.execute("UPDATE jobs SET state = 'deleted', ended = 1 WHERE id = ?", [name])
-        (jobs.folder / "jobs" / name / "upload-image").write_bytes(b"zq private zq")
-        again = Jobs(tmp_path / "jobs")
-        await clean(again)
-        assert not again.files_with("zq private zq")
-        assert (await again.ask(f"/v1/videos/{kept}"))[2]["guidance"] is None
-        made = await again.create()
-        assert (await again.ask(f"/v1/videos/{made}"))[2]["guidance"] == {
-            "high_noise": 3.0,
-            "low_noise": 3.0,
-        }
-
-    run(work())
+    jobs = Jobs(tmp_path / "jobs")
+    kept, name = await jobs.create(), await jobs.create({"prompt": "zq private zq"})
+    jobs.service.journal.close()
+    with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as file, file:
+        file.execute("ALTER TABLE jobs DROP COLUMN guidance")
+        file.execute("UPDATE jobs SET state = 'deleted', ended = 1 WHERE id = ?", [name])
+    (jobs.folder / "jobs" / name / "upload-image").write_bytes(b"zq private zq")
+    again = Jobs(tmp_path / "jobs")
+    await clean(again, lambda: not again.files_with("zq private zq"))
+    assert (await again.ask(f"/v1/videos/{kept}"))[2]["guidance"] is None
+    made = await again.create()
+    assert (await again.ask(f"/v1/videos/{made}"))[2]["guidance"] == {
+        "high_noise": 3.0,
+        "low_noise": 3.0,
+    }
 
 
 ORPHANS = {
@@ -329,39 +285,39 @@ def test_only_files_of_a_job_are_removed(tmp_path: Path) -> None:
     assert not job.exists()
 
 
-def test_the_quota_takes_the_oldest_end_first(tmp_path: Path) -> None:
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs")
-        old, new = await jobs.create(), await jobs.create()
-        jobs.complete(new)
-        failed = jobs.service.find(old)
-        jobs.service.journal.change(failed, state="failed", ended=time.time() - 60, bytes=5)
-        assert jobs.service.journal.stored_bytes() > 5
-        jobs.service.limits = Limits(quota=jobs.service.journal.stored_bytes() - 1)
-        await clean(jobs)
-        assert (jobs.state(old), jobs.state(new)) == ("deleted", "completed")
-
-    run(work())
+async def test_the_quota_takes_the_oldest_end_first(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs")
+    old, new = await jobs.create(), await jobs.create()
+    jobs.complete(new)
+    failed = jobs.service.find(old)
+    jobs.service.journal.change(failed, state="failed", ended=time.time() - 60, bytes=5)
+    assert jobs.service.journal.stored_bytes() > 5
+    jobs.service.limits = Limits(quota=jobs.service.journal.stored_bytes() - 1)
+    await clean(jobs, lambda: jobs.state(old) == "deleted")
+    assert jobs.state(new) == "completed"
 
 
 # Prompts and guidance.
 
-BODIES = [None, {}, {"seed": 3}, {"prompt": ""}, {"prompt": " \n\u200b"}, {"prompt": None}]
+BODIES: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"seed": 3},
+    {"prompt": ""},
+    {"prompt": " \n\u200b"},
+    {"prompt": None},
+]
 BODIES += [{"prompt": []}, {"prompt": ["a", ""]}]
 
 
-@pytest.mark.parametrize("route", ["", "/sync", "/generations", "/ID/remix"])
-def test_a_prompt_is_required(route: str, jobs: Jobs) -> None:
-    async def work() -> None:
-        name = await jobs.create()
-        path = f"/v1/videos{route.replace('ID', name)}"
+async def test_a_prompt_is_required(jobs: Jobs) -> None:
+    name, wrong = await jobs.create(), []
+    for route in ("", "/sync", "/generations", f"/{name}/remix"):
         for body in BODIES:
-            content = b"" if body is None else body
-            status, _, told = await jobs.ask(path, content)
-            assert (status, told["error"]["param"]) == (400, "prompt"), (body, told)
-        assert len(jobs.service.journal.in_state("queued")) == 1
-
-    run(work())
+            status, _, told = await jobs.ask(f"/v1/videos{route}", b"" if body is None else body)
+            if (status, told["error"]["param"]) != (400, "prompt"):
+                wrong.append((route, body, told))
+    assert not wrong and len(jobs.service.journal.in_state("queued")) == 1
 
 
 def test_where_files_say_what_is_made(tmp_path: Path) -> None:
@@ -374,108 +330,91 @@ def test_where_files_say_what_is_made(tmp_path: Path) -> None:
                 fields.asked(body, of_task, task)
 
 
-def test_guidance_of_each_expert(jobs: Jobs) -> None:
-    async def work() -> None:
-        for given, high, low in (
-            ({"guidance_high": 6, "guidance_low": 2}, 6.0, 2.0),
-            ({"guidance_high": "6"}, 6.0, 3.0),
-            ({"guidance_low": 2.5}, 3.0, 2.5),
-            ({"guidance_scale": 6, "guidance_scale_2": 2}, 6.0, 2.0),
-            ({"guidance_scale": 6}, 6.0, 6.0),
-            ({"sample_guide_scale": "2,6"}, 6.0, 2.0),
-        ):
-            video = (await jobs.ask("/v1/videos", {"prompt": PROMPT} | given))[2]
-            assert video["guidance"] == {"high_noise": high, "low_noise": low}, given
-        for other in ("guidance_scale", "sample_guide_scale"):
-            body = {"prompt": PROMPT, "guidance_low": 3, other: 4}
-            status, _, told = await jobs.ask("/v1/videos", body)
-            assert status == 400 and told["error"]["param"] == "guidance_low", told
-
-    run(work())
+async def test_guidance_of_each_expert(jobs: Jobs) -> None:
+    for given, high, low in (
+        ({"guidance_high": 6, "guidance_low": 2}, 6.0, 2.0),
+        ({"guidance_high": "6"}, 6.0, 3.0),
+        ({"guidance_low": 2.5}, 3.0, 2.5),
+        ({"guidance_scale": 6, "guidance_scale_2": 2}, 6.0, 2.0),
+        ({"guidance_scale": 6}, 6.0, 6.0),
+        ({"sample_guide_scale": "2,6"}, 6.0, 2.0),
+    ):
+        video = (await jobs.ask("/v1/videos", {"prompt": PROMPT} | given))[2]
+        assert video["guidance"] == {"high_noise": high, "low_noise": low}, given
+    for other in ("guidance_scale", "sample_guide_scale"):
+        body = {"prompt": PROMPT, "guidance_low": 3, other: 4}
+        status, _, told = await jobs.ask("/v1/videos", body)
+        assert status == 400 and told["error"]["param"] == "guidance_low", told
 
 
 # Lists, estimates, HTTP.
 
 
-def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs) -> None:
-    async def work() -> None:
-        made = [await jobs.create() for _ in range(3)]
-        page = (await jobs.ask(f"/v1/videos?after={made[0]}&order=asc"))[2]
-        assert [video["id"] for video in page["data"]] == made[1:]
-        await jobs.ask(f"/v1/videos/{made[1]}", method="DELETE")
-        for order, rest in (("desc", made[0]), ("asc", made[2])):
-            page = (await jobs.ask(f"/v1/videos?after={made[1]}&order={order}"))[2]
-            assert [video["id"] for video in page["data"]] == [rest]
-        assert (await jobs.ask("/v1/videos?after=video_none"))[0] == 404
-
-    run(work())
+async def test_a_page_goes_on_after_a_video_also_after_a_deleted_one(jobs: Jobs) -> None:
+    made = [await jobs.create() for _ in range(3)]
+    page = (await jobs.ask(f"/v1/videos?after={made[0]}&order=asc"))[2]
+    assert [video["id"] for video in page["data"]] == made[1:]
+    await jobs.ask(f"/v1/videos/{made[1]}", method="DELETE")
+    for order, rest in (("desc", made[0]), ("asc", made[2])):
+        page = (await jobs.ask(f"/v1/videos?after={made[1]}&order={order}"))[2]
+        assert [video["id"] for video in page["data"]] == [rest]
+    assert (await jobs.ask("/v1/videos?after=video_none"))[0] == 404
 
 
-def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
-    async def work() -> None:
-        for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
-            name = await jobs.create({"num_inference_steps": steps})
-            jobs.complete(name, seconds)
-        long = jobs.service.find(await jobs.create({"num_inference_steps": 40}))
-        assert jobs.service.planned_seconds(long) == pytest.approx(90)
-        last = jobs.service.find(await jobs.create())
-        assert jobs.service.seconds_ahead(last) == pytest.approx(90)
-        jobs.service.delete(long)
-        assert jobs.service.seconds_ahead(last) == pytest.approx(0)
-
-    run(work())
+async def test_an_estimate_has_a_constant_part(jobs: Jobs) -> None:
+    for steps, seconds in ((1, 12.0), (2, 14.0), (4, 18.0)):
+        name = await jobs.create({"num_inference_steps": steps})
+        jobs.complete(name, seconds)
+    long = jobs.service.find(await jobs.create({"num_inference_steps": 40}))
+    assert jobs.service.planned_seconds(long) == pytest.approx(90)
+    last = jobs.service.find(await jobs.create())
+    assert jobs.service.seconds_ahead(last) == pytest.approx(90)
+    jobs.service.delete(long)
+    assert jobs.service.seconds_ahead(last) == pytest.approx(0)
 
 
-def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:
-    async def work() -> None:
-        names = [await jobs.create() for _ in range(5)]
-        jobs.complete(names[0])
-        with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as other:
-            other.execute("BEGIN IMMEDIATE")
-            began = time.monotonic()
-            for path in ("/health", "/metrics", "/v1/videos", *map("/v1/videos/{}".format, names)):
-                await jobs.ask(path)
-            assert time.monotonic() - began < 0.5
-            assert jobs.state(names[0]) == "completed"
-
-    run(work())
+async def test_a_poll_does_not_wait_for_the_disk(jobs: Jobs) -> None:
+    names = [await jobs.create() for _ in range(5)]
+    jobs.complete(names[0])
+    with closing(sqlite3.connect(jobs.folder / "journal.sqlite")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        for path in ("/health", "/metrics", "/v1/videos", *map("/v1/videos/{}".format, names)):
+            await jobs.ask(path)
+        assert time.monotonic() - began < 0.5
+        assert jobs.state(names[0]) == "completed"
 
 
-def test_headers_that_http_requires(tmp_path: Path) -> None:
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs", Limits(), "0123456789abcdef")
-        bearer = {"Authorization": "bearer 0123456789abcdef"}
-        name = await jobs.create(**bearer)
-        one = f"/v1/videos/{name}"
-        for path, methods in (("/v1/videos", "GET, HEAD, POST"), (one, "DELETE, GET, HEAD")):
-            status, headers, _ = await jobs.ask(path, method="PUT", **bearer)
-            assert (status, headers["allow"]) == (405, methods)
-        for wrong in ({}, {"Authorization": "Basic 0123456789abcdef"}, {"Authorization": "bearer"}):
-            status, headers, _ = await jobs.ask("/v1/models", **wrong)
-            assert (status, headers["www-authenticate"]) == (401, "Bearer")
-        jobs.complete(name)
-        status, headers, content = await jobs.ask(f"{one}/content", **bearer)
-        assert (status, content) == (200, b"video")
-        for tags in (headers["etag"], f'"x", W/{headers["etag"]}', "*"):
-            status, _, content = await jobs.ask(f"{one}/content", If_None_Match=tags, **bearer)
-            assert (status, content) == (304, b"")
-        for more in ({"If_None_Match": '"x"'}, {"Range": "items=0-1"}):
-            assert (await jobs.ask(f"{one}/content", **more, **bearer))[2] == b"video"
+async def test_headers_that_http_requires(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs", Limits(), "0123456789abcdef")
+    bearer: dict[str, Any] = {"Authorization": "bearer 0123456789abcdef"}
+    name = await jobs.create(**bearer)
+    one = f"/v1/videos/{name}"
+    for path, methods in (("/v1/videos", "GET, HEAD, POST"), (one, "DELETE, GET, HEAD")):
+        status, headers, _ = await jobs.ask(path, method="PUT", **bearer)
+        assert (status, headers["allow"]) == (405, methods)
+    others: tuple[dict[str, Any], ...] = ({"Range": "items=0-1"}, {"If_None_Match": '"x"'})
+    for wrong in (None, "Basic 0123456789abcdef", "bearer", "bearer 0123456789abcdeg"):
+        given: dict[str, Any] = {} if wrong is None else {"Authorization": wrong}
+        status, headers, _ = await jobs.ask("/v1/models", **given)
+        assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    jobs.complete(name)
+    status, headers, content = await jobs.ask(f"{one}/content", **bearer)
+    assert (status, content) == (200, b"video")
+    for tags in (headers["etag"], f'"x", W/{headers["etag"]}', "*"):
+        status, _, content = await jobs.ask(f"{one}/content", If_None_Match=tags, **bearer)
+        assert (status, content) == (304, b"")
+    for more in others:
+        assert (await jobs.ask(f"{one}/content", **more, **bearer))[2] == b"video"
 
-    run(work())
 
-
-def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
+async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
     url = f"data:image/png;base64,{base64.b64encode(bytes(2_000_000)).decode()}"
     part = '--edge\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
     form = part.format("prompt", PROMPT) + part.format("input_reference", url) + "--edge--\r\n"
-
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs")
-        kind = "multipart/form-data; boundary=edge"
-        status, _, told = await jobs.ask("/v1/videos", form.encode(), Content_Type=kind)
-        assert status == 400 and "takes no" in told["error"]["message"], told  # read, then refused
-        as_json = {"prompt": PROMPT, "input_reference": url}
-        assert (await jobs.ask("/v1/videos", json.loads(json.dumps(as_json))))[2] == told
-
-    run(work())
+    jobs = Jobs(tmp_path / "jobs")
+    kind = "multipart/form-data; boundary=edge"
+    status, _, told = await jobs.ask("/v1/videos", form.encode(), Content_Type=kind)
+    assert status == 400 and "takes no" in told["error"]["message"], told  # read, then refused
+    as_json = {"prompt": PROMPT, "input_reference": url}
+    assert (await jobs.ask("/v1/videos", json.loads(json.dumps(as_json))))[2] == told

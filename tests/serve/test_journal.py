@@ -27,7 +27,7 @@ from wan.settings.errors import InputError
 
 NAME = "journal.sqlite"
 WORDS = "zq private zq"
-HIDDEN = (r"\S*(?=/journal\.sqlite)", r"(?<=damaged )\(.*?\)(?=;)")  # paths, words of SQLite
+HIDDEN = (r"/\S*(?=/journal\.sqlite)", r"(?<=damaged \().*?(?=\);)")  # paths, words of SQLite
 
 
 @pytest.fixture
@@ -95,78 +95,66 @@ async def listed(jobs: Jobs) -> dict[str, str]:
     return {video["id"]: video["status"] for video in data}
 
 
-def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
+async def test_writing_ends_where_a_change_was_just_made(folder: Path) -> None:
     """A stop queues again what runs, and cancels the writer in the same moment."""
-
-    async def work() -> None:
-        jobs = Jobs(folder)
-        book = jobs.service.journal
-        writer = asyncio.create_task(book.keep())
-        job = await jobs.create()
-        await asyncio.sleep(0.05)  # it waits for a change
-        book.change(jobs.service.find(job), done=1)
-        writer.cancel()
-        done, _ = await asyncio.wait([writer], timeout=5)
-        assert done and writer.cancelled()
-        book.close()
-        assert stored(folder) == {job: "queued"}
-
-    run(work())
+    jobs = Jobs(folder)
+    book = jobs.service.journal
+    writer = asyncio.create_task(book.keep())
+    job = await jobs.create()
+    await asyncio.sleep(0.05)  # it waits for a change
+    book.change(jobs.service.find(job), done=1)
+    writer.cancel()
+    done, _ = await asyncio.wait([writer], timeout=5)
+    assert done and writer.cancelled()
+    book.close()
+    assert stored(folder) == {job: "queued"}
 
 
 # Locked by another program.
 
 
-def test_a_short_lock_is_waited_for(folder: Path) -> None:
+async def test_a_short_lock_is_waited_for(folder: Path) -> None:
     """A new job and a deletion are answered when they are on disk, others meanwhile."""
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            old = await jobs.create({"prompt": WORDS})
-            with locked(folder):
-                new = asyncio.create_task(jobs.ask("/v1/videos", {"prompt": PROMPT}))
-                gone = asyncio.create_task(jobs.ask(f"/v1/videos/{old}", method="DELETE"))
-                began, longest = time.monotonic(), 0.0
-                while time.monotonic() < began + 0.4:
-                    before = time.monotonic()
-                    assert (await jobs.ask("/health"))[2]["status"] == "starting"
-                    longest = max(longest, time.monotonic() - before)
-                    await asyncio.sleep(0.02)
-                assert longest < 0.2 and not new.done() and not gone.done()
-            status, _, video = await new
-            assert (status, (await gone)[0]) == (200, 200)
-            assert stored(folder) == {old: "deleted", video["id"]: "queued"}
-            assert not jobs.files_with(WORDS)
-
-    run(work())
+    async with kept(folder) as jobs:
+        old = await jobs.create({"prompt": WORDS})
+        with locked(folder):
+            new = asyncio.create_task(jobs.ask("/v1/videos", {"prompt": PROMPT}))
+            gone = asyncio.create_task(jobs.ask(f"/v1/videos/{old}", method="DELETE"))
+            began, longest = time.monotonic(), 0.0
+            while time.monotonic() < began + 0.4:
+                before = time.monotonic()
+                assert (await jobs.ask("/health"))[2]["status"] == "starting"
+                longest = max(longest, time.monotonic() - before)
+                await asyncio.sleep(0.02)
+            assert longest < 0.2 and not new.done() and not gone.done()
+        status, _, video = await new
+        assert (status, (await gone)[0]) == (200, 200)
+        assert stored(folder) == {old: "deleted", video["id"]: "queued"}
+        assert not jobs.files_with(WORDS)
 
 
-def test_a_long_lock(folder: Path) -> None:
+async def test_a_long_lock(folder: Path) -> None:
     """New jobs are refused and leave nothing; what becomes of others is written afterwards."""
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            done, deleted, waits = [await jobs.create({"prompt": WORDS}) for _ in range(3)]
-            with locked(folder):
-                told = await becomes(jobs, 503)
-                assert "locked" in told["reason"]
-                for path in ("/v1/videos", f"/v1/videos/{done}/remix", "/v1/videos/sync"):
-                    status, headers, answer = await jobs.ask(path, {"prompt": PROMPT})
-                    assert (status, headers["x-should-retry"]) == (503, "true"), answer
-                    assert int(headers["retry-after"]) > 0
-                jobs.complete(done)
-                gone = asyncio.create_task(jobs.ask(f"/v1/videos/{deleted}", method="DELETE"))
-                await asyncio.sleep(0.1)
-                states = await listed(jobs)
-                assert states == {done: "completed", waits: "queued"}
-            await becomes(jobs, 200)
-            assert (await gone)[0] == 200
-            new = await jobs.create()
-            assert stored(folder) == states | {deleted: "deleted", new: "queued"}
-            assert {path.name for path in (folder / "jobs").iterdir()} == {done, waits, new}
+    async with kept(folder) as jobs:
+        done, deleted, waits = [await jobs.create({"prompt": WORDS}) for _ in range(3)]
+        with locked(folder):
+            told = await becomes(jobs, 503)
+            assert "locked" in told["reason"]
+            for path in ("/v1/videos", f"/v1/videos/{done}/remix", "/v1/videos/sync"):
+                status, headers, answer = await jobs.ask(path, {"prompt": PROMPT})
+                assert (status, headers["x-should-retry"]) == (503, "true"), answer
+                assert int(headers["retry-after"]) > 0
+            jobs.complete(done)
+            gone = asyncio.create_task(jobs.ask(f"/v1/videos/{deleted}", method="DELETE"))
+            await asyncio.sleep(0.1)
+            states = await listed(jobs)
+            assert states == {done: "completed", waits: "queued"}
+        await becomes(jobs, 200)
+        assert (await gone)[0] == 200
+        new = await jobs.create()
         assert stored(folder) == states | {deleted: "deleted", new: "queued"}
-
-    run(work())
+        assert {path.name for path in (folder / "jobs").iterdir()} == {done, waits, new}
+    assert stored(folder) == states | {deleted: "deleted", new: "queued"}
 
 
 def test_a_lock_during_the_start(
@@ -295,20 +283,16 @@ async def lose(kind: str, is_busy: bool, folder: Path) -> None:
     assert bool(aside) == is_put_aside, aside
 
 
-def test_a_journal_that_is_lost_is_written_again(
+async def test_a_journal_that_is_lost_is_written_again(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """From memory, whole, with a line in the log; all kinds at once, in folders of their own."""
     cases = {f"{kind} {is_busy}": (kind, is_busy) for kind in DAMAGES for is_busy in (True, False)}
     folder.mkdir()
-
-    async def work() -> None:
-        trials = [lose(*case, folder / name) for name, case in cases.items()]
-        ends = await asyncio.gather(*trials, return_exceptions=True)
-        wrong = {name: end for name, end in zip(cases, ends, strict=True) if end is not None}
-        assert not wrong
-
-    run(work())
+    trials = [lose(*case, folder / name) for name, case in cases.items()]
+    ends = await asyncio.gather(*trials, return_exceptions=True)
+    wrong = {name: end for name, end in zip(cases, ends, strict=True) if end is not None}
+    assert not wrong
     lines = {
         name: sum(f"/{name}/" in one and "from memory" in one for one in caplog.messages)
         for name in cases
@@ -317,25 +301,21 @@ def test_a_journal_that_is_lost_is_written_again(
     assert lines == is_told
 
 
-def test_a_folder_that_is_moved_away(folder: Path) -> None:
+async def test_a_folder_that_is_moved_away(folder: Path) -> None:
     """Nothing is made under its old name, and the service goes on when it is back."""
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            first = await jobs.create()
-            folder.rename(folder.with_name("moved"))
-            for _ in range(2):
-                status, headers, _ = await jobs.ask("/v1/videos", {"prompt": PROMPT})
-                assert status == 503 and int(headers["retry-after"]) > 0
-                told = await becomes(jobs, 503)
-                assert "moved" in told["reason"] and str(folder) not in told["reason"]
-            assert not folder.exists()
-            folder.with_name("moved").rename(folder)
-            await becomes(jobs, 200)
-            second = await jobs.create()
-        assert stored(folder) == {first: "queued", second: "queued"}
-
-    run(work())
+    async with kept(folder) as jobs:
+        first = await jobs.create()
+        folder.rename(folder.with_name("moved"))
+        for _ in range(2):
+            status, headers, _ = await jobs.ask("/v1/videos", {"prompt": PROMPT})
+            assert status == 503 and int(headers["retry-after"]) > 0
+            told = await becomes(jobs, 503)
+            assert "moved" in told["reason"] and str(folder) not in told["reason"]
+        assert not folder.exists()
+        folder.with_name("moved").rename(folder)
+        await becomes(jobs, 200)
+        second = await jobs.create()
+    assert stored(folder) == {first: "queued", second: "queued"}
 
 
 def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
@@ -447,42 +427,33 @@ def finish(folder: Path, record: Any = RECORD) -> str:
     return folder.name
 
 
-def test_a_finished_video_is_a_job_again(folder: Path) -> None:
-    async def work() -> None:
-        name = finish(folder / "jobs" / "video_1")
-        (folder / "jobs" / "video_2").mkdir()  # an unfinished one
-        async with kept(folder) as jobs:
-            video = (await jobs.ask(f"/v1/videos/{name}"))[2]
-            assert {
-                one: video[one] for one in ("status", "progress", "prompt", "seed", "size")
-            } == {
-                "status": "completed",
-                "progress": 100,
-                "prompt": PROMPT,
-                "seed": 7,
-                "size": "64x64",
-            }
-            assert video["guidance"] == {"high_noise": 4.0, "low_noise": 3.0}
-            assert video["completed_at"] == 1767323045 and video["inference_time_s"] == 2.0
-            assert (await jobs.ask(f"/v1/videos/{name}/content"))[2][4:8] == b"ftyp"
-            assert jobs.service.journal.stored_bytes() > 1000
-            status, _, remix = await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "blue"})
-            assert (status, remix["num_frames"], remix["seed"]) == (200, 5, 7)
-        assert await listed(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
-
-    run(work())
+async def test_a_finished_video_is_a_job_again(folder: Path) -> None:
+    name = finish(folder / "jobs" / "video_1")
+    (folder / "jobs" / "video_2").mkdir()  # an unfinished one
+    async with kept(folder) as jobs:
+        video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+        assert {one: video[one] for one in ("status", "progress", "prompt", "seed", "size")} == {
+            "status": "completed",
+            "progress": 100,
+            "prompt": PROMPT,
+            "seed": 7,
+            "size": "64x64",
+        }
+        assert video["guidance"] == {"high_noise": 4.0, "low_noise": 3.0}
+        assert video["completed_at"] == 1767323045 and video["inference_time_s"] == 2.0
+        assert (await jobs.ask(f"/v1/videos/{name}/content"))[2][4:8] == b"ftyp"
+        assert jobs.service.journal.stored_bytes() > 1000
+        status, _, remix = await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "blue"})
+        assert (status, remix["num_frames"], remix["seed"]) == (200, 5, 7)
+    assert await listed(Jobs(folder)) == {name: "completed", remix["id"]: "queued"}
 
 
-def test_a_video_with_a_length_of_64_bits_is_whole(folder: Path) -> None:
+async def test_a_video_with_a_length_of_64_bits_is_whole(folder: Path) -> None:
     """As ISO/IEC 14496-12 writes it: the size 1, the type, then eight bytes of length."""
     name = finish(folder / "jobs" / "video_1")
     with (folder / "jobs" / name / "video.mp4").open("ab") as file:
         file.write(struct.pack(">I4sQ", 1, b"free", 24) + bytes(8))
-
-    async def work() -> None:
-        assert await listed(Jobs(folder)) == {name: "completed"}
-
-    run(work())
+    assert await listed(Jobs(folder)) == {name: "completed"}
 
 
 def change_record(**values: Any) -> Callable[[Path], Any]:
@@ -523,22 +494,18 @@ def test_what_is_no_finished_video_is_left_alone(folder: Path) -> None:
     assert sorted(folder.rglob("video*/*")) == before
 
 
-def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
+async def test_a_kill_before_the_journal_had_the_end(folder: Path) -> None:
     """A video that is whole is not made again; one of a deleted job is removed."""
-
-    async def work() -> None:
-        async with kept(folder) as jobs:
-            names = [await jobs.create() for _ in range(3)]
-            for name in names[:2]:
-                job = jobs.service.find(name)
-                jobs.service.journal.change(job, state="in_progress", attempt=1, total=2)
-            await jobs.service.journal.save()
-            await jobs.ask(f"/v1/videos/{names[2]}", method="DELETE")
-        finish(folder / "jobs" / names[0])
-        finish(folder / "jobs" / names[2])
-        again = Jobs(folder)
-        assert await listed(again) == {names[0]: "completed", names[1]: "queued"}
-        assert (await again.ask(f"/v1/videos/{names[0]}/content"))[0] == 200
-        assert not (folder / "jobs" / names[2]).exists()
-
-    run(work())
+    async with kept(folder) as jobs:
+        names = [await jobs.create() for _ in range(3)]
+        for name in names[:2]:
+            job = jobs.service.find(name)
+            jobs.service.journal.change(job, state="in_progress", attempt=1, total=2)
+        await jobs.service.journal.save()
+        await jobs.ask(f"/v1/videos/{names[2]}", method="DELETE")
+    finish(folder / "jobs" / names[0])
+    finish(folder / "jobs" / names[2])
+    again = Jobs(folder)
+    assert await listed(again) == {names[0]: "completed", names[1]: "queued"}
+    assert (await again.ask(f"/v1/videos/{names[0]}/content"))[0] == 200
+    assert not (folder / "jobs" / names[2]).exists()

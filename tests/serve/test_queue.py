@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from base64 import b64encode
-from collections.abc import Coroutine
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, IdleRanks, Jobs
 from wan.serve.repeats import digest_of
 from wan.serve.service import Limits
@@ -21,16 +20,6 @@ from wan.serve.service import Limits
 AGAIN: dict[str, Any] = {"x_stainless_retry_count": "1"}
 ALONE = Limits(together=1)
 LOST: dict[str, Any] = {"code": "ranks_lost", "message": "The ranks have ended."}
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Jobs:
-    """A service whose ranks make one video at a time."""
-    return Jobs(tmp_path / "jobs", ALONE)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
 
 
 def names(ranks: IdleRanks) -> list[list[str]]:
@@ -49,111 +38,86 @@ def all_made(jobs: Jobs, ranks: IdleRanks) -> list[str]:
 # Order.
 
 
-def test_higher_priorities_come_first_and_then_earlier_requests(jobs: Jobs) -> None:
-    async def work() -> None:
-        made = {
-            (priority, number): await jobs.create({"priority": priority})
-            for number, priority in enumerate([0, 5, -3, 5, 0, 100])
-        }
-        wanted = [made[key] for key in sorted(made, key=lambda key: (-key[0], key[1]))]
-        waiting = [job.id for job in jobs.service.journal.in_state("queued")]
-        assert waiting == wanted
-        assert all_made(jobs, jobs.have_ranks()) == wanted
-
-    run(work())
+async def test_higher_priorities_come_first_and_then_earlier_requests(jobs: Jobs) -> None:
+    made = {
+        (priority, number): await jobs.create({"priority": priority})
+        for number, priority in enumerate([0, 5, -3, 5, 0, 100])
+    }
+    wanted = [made[key] for key in sorted(made, key=lambda key: (-key[0], key[1]))]
+    waiting = [job.id for job in jobs.service.journal.in_state("queued")]
+    assert waiting == wanted
+    assert all_made(jobs, jobs.have_ranks()) == wanted
 
 
-def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
+async def test_the_wait_is_that_of_the_jobs_before(jobs: Jobs) -> None:
     """A job of 10 s that runs since 4 s; before the job are the 10 s of one of more priority."""
-
-    async def work() -> None:
-        jobs.complete(await jobs.create(), 10.0)
-        ranks = jobs.have_ranks()
-        running, last = await jobs.create(), await jobs.create()
-        first = await jobs.create({"priority": 1})
-        assert names(ranks) == [[running]]
-        job = jobs.service.find(running)
-        job.started = (job.started or 0) - 4
-        for name, seconds in ((first, 6), (last, 16), (None, 26)):
-            until = None if name is None else jobs.service.find(name)
-            assert jobs.service.seconds_ahead(until) == pytest.approx(seconds, abs=1)
-        job.started = (job.started or 0) - 60  # it takes longer than was thought
-        assert jobs.service.seconds_ahead(jobs.service.find(last)) == pytest.approx(10)
-
-    run(work())
+    jobs.complete(await jobs.create(), 10.0)
+    ranks = jobs.have_ranks()
+    running, last = await jobs.create(), await jobs.create()
+    first = await jobs.create({"priority": 1})
+    assert names(ranks) == [[running]]
+    job = jobs.service.find(running)
+    job.started = (job.started or 0) - 4
+    for name, seconds in ((first, 6), (last, 16), (None, 26)):
+        until = None if name is None else jobs.service.find(name)
+        assert jobs.service.seconds_ahead(until) == pytest.approx(seconds, abs=1)
+    job.started = (job.started or 0) - 60  # it takes longer than was thought
+    assert jobs.service.seconds_ahead(jobs.service.find(last)) == pytest.approx(10)
 
 
-def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> None:
+async def test_estimates_after_a_restart_are_of_the_newest_jobs(jobs: Jobs) -> None:
     """The median of the last five: of 1, ..., 8 s it is 6."""
-
-    async def work() -> None:
-        for seconds in range(1, 9):
-            jobs.complete(await jobs.create(), float(seconds), ended=1e9 + seconds)
-        jobs.service.journal.close()
-        again = Jobs(jobs.folder, ALONE)
-        job = again.service.find(await again.create())
-        assert again.service.planned_seconds(job) == 6.0
-
-    run(work())
+    for seconds in range(1, 9):
+        jobs.complete(await jobs.create(), float(seconds), ended=1e9 + seconds)
+    jobs.service.journal.close()
+    again = Jobs(jobs.folder, ALONE)
+    job = again.service.find(await again.create())
+    assert again.service.planned_seconds(job) == 6.0
 
 
-def test_an_estimate_of_other_work(jobs: Jobs) -> None:
+async def test_an_estimate_of_other_work(jobs: Jobs) -> None:
     """Half as long without guidance; and where more steps took less time, by the median rate."""
-
-    async def work() -> None:
-        jobs.complete(await jobs.create({"num_inference_steps": 2}), 10.0)
-        halved = jobs.service.find(await jobs.create({"guidance_scale": 1}))
-        assert jobs.service.planned_seconds(halved) == pytest.approx(5)
-        jobs.complete(await jobs.create({"num_inference_steps": 1}), 20.0)
-        longer = jobs.service.find(await jobs.create({"num_inference_steps": 4}))
-        assert jobs.service.planned_seconds(longer) == pytest.approx(4 * (20 / 1 + 10 / 2) / 2)
-
-    run(work())
+    jobs.complete(await jobs.create({"num_inference_steps": 2}), 10.0)
+    halved = jobs.service.find(await jobs.create({"guidance_scale": 1}))
+    assert jobs.service.planned_seconds(halved) == pytest.approx(5)
+    jobs.complete(await jobs.create({"num_inference_steps": 1}), 20.0)
+    longer = jobs.service.find(await jobs.create({"num_inference_steps": 4}))
+    assert jobs.service.planned_seconds(longer) == pytest.approx(4 * (20 / 1 + 10 / 2) / 2)
 
 
-def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:
-    async def work() -> None:
-        begun = await jobs.create()
-        ranks = jobs.have_ranks()
-        other = await jobs.create({"num_inference_steps": 3})
-        same = [await jobs.create() for _ in range(6)]
-        assert all_made(jobs, ranks) == [begun, *same[:4], other, *same[4:]]
-
-    run(work())
+async def test_four_later_jobs_of_the_last_shape_may_pass_one(jobs: Jobs) -> None:
+    begun = await jobs.create()
+    ranks = jobs.have_ranks()
+    other = await jobs.create({"num_inference_steps": 3})
+    same = [await jobs.create() for _ in range(6)]
+    assert all_made(jobs, ranks) == [begun, *same[:4], other, *same[4:]]
 
 
-def test_no_job_passes_one_of_more_priority(jobs: Jobs) -> None:
-    async def work() -> None:
-        begun = await jobs.create()
-        ranks = jobs.have_ranks()
-        lower = await jobs.create({"priority": -1})
-        other = await jobs.create({"num_inference_steps": 3})
-        assert all_made(jobs, ranks) == [begun, other, lower]
-
-    run(work())
+async def test_no_job_passes_one_of_more_priority(jobs: Jobs) -> None:
+    begun = await jobs.create()
+    ranks = jobs.have_ranks()
+    lower = await jobs.create({"priority": -1})
+    other = await jobs.create({"num_inference_steps": 3})
+    assert all_made(jobs, ranks) == [begun, other, lower]
 
 
 # Limits.
 
 
-def test_as_many_jobs_wait_as_the_limit_says(tmp_path: Path) -> None:
+async def test_as_many_jobs_wait_as_the_limit_says(tmp_path: Path) -> None:
     """A job that runs does not count, and neither does one that was deleted."""
-
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs", Limits(queue=2, together=1))
-        waiting = [await jobs.create() for _ in range(2)]
-        body = {"prompt": PROMPT}
-        status, headers, told = await jobs.ask("/v1/videos", body)
-        assert (status, told["error"]["code"]) == (429, "queue_full")
-        assert int(headers["retry-after"]) > 0
-        await jobs.ask(f"/v1/videos/{waiting[0]}", method="DELETE")
-        await jobs.create()
-        assert (await jobs.ask("/v1/videos", body))[0] == 429
-        jobs.have_ranks()
-        await jobs.create()
-        assert (await jobs.ask("/v1/videos", body))[0] == 429
-
-    run(work())
+    jobs = Jobs(tmp_path / "jobs", Limits(queue=2, together=1))
+    waiting = [await jobs.create() for _ in range(2)]
+    body = {"prompt": PROMPT}
+    status, headers, told = await jobs.ask("/v1/videos", body)
+    assert (status, told["error"]["code"]) == (429, "queue_full")
+    assert int(headers["retry-after"]) > 0 and headers["x-should-retry"] == "true"
+    await jobs.ask(f"/v1/videos/{waiting[0]}", method="DELETE")
+    await jobs.create()
+    assert (await jobs.ask("/v1/videos", body))[0] == 429
+    jobs.have_ranks()
+    await jobs.create()
+    assert (await jobs.ask("/v1/videos", body))[0] == 429
 
 
 LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [
@@ -170,65 +134,49 @@ LIMITS: list[tuple[Limits, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("limits", "body", "is_taken"), LIMITS, ids=str)
-def test_what_a_request_may_ask_for(
-    limits: Limits, body: dict[str, Any], is_taken: bool, tmp_path: Path
-) -> None:
+async def test_what_a_request_may_ask_for(tmp_path: Path) -> None:
     """Of a long video all clips count, their frames and their prompts."""
-
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs", limits, flags=["--task", "i2v-A14B"])
+    wrong, said = {}, {}
+    for number, (limits, body, is_taken) in enumerate(LIMITS):
+        jobs = Jobs(tmp_path / str(number), limits, flags=["--task", "i2v-A14B"])
         asked = {"prompt": PROMPT, "input_reference": data_url(picture(1)), **body}
         status, _, told = await jobs.ask("/v1/videos", asked)
-        assert (status == 200) == is_taken, told
         stored = len(picture(1)) if is_taken else 0
-        assert jobs.service.journal.stored_bytes() == stored
+        if ((status == 200), jobs.service.journal.stored_bytes()) != (is_taken, stored):
+            wrong[number] = limits, body, told
+        if not is_taken:
+            said[f"{number}: {body}"] = told["error"]["message"]
+    assert not wrong
+    check_refusals("serve: limits", said)
 
-    run(work())
 
-
-@pytest.mark.parametrize(
-    ("body", "frames"),
-    [
-        ({"seconds": 1}, 9),
-        ({"seconds": 0.6}, 5),
-        ({"seconds": 1, "fps": 16}, 17),
-        ({"seconds": 0.5, "fps": 24}, 13),
-        ({"seconds": 0.01}, 1),
-    ],
-    ids=str,
-)
-def test_seconds_are_the_nearest_number_of_frames(
-    body: dict[str, Any], frames: int, jobs: Jobs
-) -> None:
+async def test_seconds_are_the_nearest_number_of_frames(jobs: Jobs) -> None:
     """Of 1, 5, 9, ...; the demo has 8 a second where the request has no others."""
-
-    async def work() -> None:
-        assert (await jobs.ask("/v1/videos", {"prompt": PROMPT, **body}))[2]["num_frames"] == frames
-
-    run(work())
+    rows = {(1, 8): 9, (0.6, 8): 5, (1, 16): 17, (0.5, 24): 13, (0.01, 8): 1}
+    found = {}
+    for seconds, fps in rows:
+        more = {} if fps == 8 else {"fps": fps}
+        body = {"prompt": PROMPT, "seconds": seconds, **more}
+        found[seconds, fps] = (await jobs.ask("/v1/videos", body))[2]["num_frames"]
+    assert found == rows
 
 
 @pytest.mark.parametrize("waiting", [2, 3])
-def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_path: Path) -> None:
+async def test_as_many_jobs_share_a_load_as_the_limit_says(waiting: int, tmp_path: Path) -> None:
     """Where loading takes all the time, all that are allowed to share it do."""
-
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs", Limits(together=2))
-        ranks = jobs.have_ranks()
-        first = await jobs.create()
-        rest = [await jobs.create() for _ in range(waiting)]
-        low = await jobs.create({"priority": -1})
-        job = jobs.service.find(first)
-        jobs.service.video(job).write_bytes(b"video")
-        jobs.tell("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
-        for name in [*rest, low]:
-            if jobs.state(name) == "in_progress":
-                jobs.complete(name)
-        pairs = [rest[place : place + 2] for place in range(0, waiting, 2)]
-        assert names(ranks)[: 1 + len(pairs)] == [[first], *pairs]
-
-    run(work())
+    jobs = Jobs(tmp_path / "jobs", Limits(together=2))
+    ranks = jobs.have_ranks()
+    first = await jobs.create()
+    rest = [await jobs.create() for _ in range(waiting)]
+    low = await jobs.create({"priority": -1})
+    job = jobs.service.find(first)
+    jobs.service.video(job).write_bytes(b"video")
+    jobs.tell("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
+    for name in [*rest, low]:
+        if jobs.state(name) == "in_progress":
+            jobs.complete(name)
+    pairs = [rest[place : place + 2] for place in range(0, waiting, 2)]
+    assert names(ranks)[: 1 + len(pairs)] == [[first], *pairs]
 
 
 # Pictures.
@@ -246,7 +194,7 @@ def data_url(content: bytes) -> str:
     return f"data:image/png;base64,{b64encode(content).decode()}"
 
 
-def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
+async def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
     """The ranks get each picture at the place that it has in the request."""
     pictures = [picture(number) for number in range(12)]
     kind = "multipart/form-data; boundary=edge"
@@ -254,50 +202,39 @@ def test_more_than_ten_pictures_stay_in_order(tmp_path: Path) -> None:
     form = head.format("prompt", "").encode() + PROMPT.encode() + b"\r\n"
     for one in pictures:
         form += head.format("src_ref_images", '; filename="x.png"').encode() + one + b"\r\n"
-
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "vace-A14B"])
-        ranks = jobs.have_ranks()
-        status, _, video = await jobs.ask("/v1/videos", form + b"--edge--\r\n", Content_Type=kind)
-        assert status == 200, video
-        ((given,),) = ranks.given
-        files = map(Path, given["settings"]["src_ref_images"])
-        assert [file.read_bytes() for file in files] == pictures
-
-    run(work())
+    jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "vace-A14B"])
+    ranks = jobs.have_ranks()
+    status, _, video = await jobs.ask("/v1/videos", form + b"--edge--\r\n", Content_Type=kind)
+    assert status == 200, video
+    ((given,),) = ranks.given
+    files = map(Path, given["settings"]["src_ref_images"])
+    assert [file.read_bytes() for file in files] == pictures
 
 
 # Repeats.
 
 
-def test_a_repeat_is_that_of_the_last_equal_request(jobs: Jobs) -> None:
+async def test_a_repeat_is_that_of_the_last_equal_request(jobs: Jobs) -> None:
     """Also when the earlier ones are done, and after the last one was deleted."""
-
-    async def work() -> None:
-        body = {"prompt": PROMPT, "seed": 3}
-        made = [await jobs.create(body) for _ in range(3)]
-        jobs.complete(made[0])
-        assert (await jobs.ask("/v1/videos", body, **AGAIN))[2]["id"] == made[2]
-        other_order = dict(reversed(body.items()))
-        assert (await jobs.ask("/v1/videos", other_order, **AGAIN))[2]["id"] == made[2]
-        other = (await jobs.ask("/v1/videos", body | {"seed": 4}, **AGAIN))[2]["id"]
-        assert other not in made
-        await jobs.ask(f"/v1/videos/{made[2]}", method="DELETE")
-        assert (await jobs.ask("/v1/videos", body, **AGAIN))[2]["id"] == made[1]
-
-    run(work())
+    body = {"prompt": PROMPT, "seed": 3}
+    made = [await jobs.create(body) for _ in range(3)]
+    jobs.complete(made[0])
+    assert (await jobs.ask("/v1/videos", body, **AGAIN))[2]["id"] == made[2]
+    other_order = dict(reversed(body.items()))
+    assert (await jobs.ask("/v1/videos", other_order, **AGAIN))[2]["id"] == made[2]
+    other = (await jobs.ask("/v1/videos", body | {"seed": 4}, **AGAIN))[2]["id"]
+    assert other not in made
+    await jobs.ask(f"/v1/videos/{made[2]}", method="DELETE")
+    assert (await jobs.ask("/v1/videos", body, **AGAIN))[2]["id"] == made[1]
 
 
-def test_repeats_are_found_after_a_restart(jobs: Jobs) -> None:
-    async def work() -> None:
-        made = [await jobs.create() for _ in range(2)]
-        keyed = await jobs.create({}, Idempotency_Key="k")
-        jobs.service.journal.close()
-        again = Jobs(jobs.folder, ALONE)
-        assert (await again.ask("/v1/videos", {"prompt": PROMPT}, **AGAIN))[2]["id"] == made[1]
-        assert await again.create({}, Idempotency_Key="k") == keyed
-
-    run(work())
+async def test_repeats_are_found_after_a_restart(jobs: Jobs) -> None:
+    made = [await jobs.create() for _ in range(2)]
+    keyed = await jobs.create({}, Idempotency_Key="k")
+    jobs.service.journal.close()
+    again = Jobs(jobs.folder, ALONE)
+    assert (await again.ask("/v1/videos", {"prompt": PROMPT}, **AGAIN))[2]["id"] == made[1]
+    assert await again.create({}, Idempotency_Key="k") == keyed
 
 
 def test_fields_and_contents_are_told_apart() -> None:
@@ -335,140 +272,113 @@ async def begun(jobs: Jobs) -> str:
     return name
 
 
-def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -> None:
+async def test_a_job_whose_ranks_were_lost_goes_on_after_its_clips(jobs: Jobs) -> None:
     """It begins with no step done; the second time it fails, and what it left is removed."""
-
-    async def work() -> None:
-        jobs.have_ranks()
-        name = await begun(jobs)
-        kept = leave(jobs, name)
-        jobs.service.find(name).started = 1.0  # long ago
-        jobs.tell("ended", **LOST)
-        video = (await jobs.ask(f"/v1/videos/{name}"))[2]
-        assert (video["status"], video["progress"]) == ("queued", 0)
-        assert files(jobs, name) == kept
-        jobs.tell("ready")
-        video = (await jobs.ask(f"/v1/videos/{name}"))[2]
-        assert (video["status"], video["progress"], video["attempt"]) == ("in_progress", 0, 2)
-        assert jobs.service.find(name).started == pytest.approx(time.time(), abs=60)
-        jobs.tell("ended", **LOST)
-        video = (await jobs.ask(f"/v1/videos/{name}"))[2]
-        assert (video["status"], video["error"]["code"]) == ("failed", "ranks_lost")
-        assert files(jobs, name) == {"upload-image"}
-
-    run(work())
+    jobs.have_ranks()
+    name = await begun(jobs)
+    kept = leave(jobs, name)
+    jobs.service.find(name).started = 1.0  # long ago
+    jobs.tell("ended", **LOST)
+    video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+    assert (video["status"], video["progress"]) == ("queued", 0)
+    assert files(jobs, name) == kept
+    jobs.tell("ready")
+    video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+    assert (video["status"], video["progress"], video["attempt"]) == ("in_progress", 0, 2)
+    assert jobs.service.find(name).started == pytest.approx(time.time(), abs=60)
+    jobs.tell("ended", **LOST)
+    video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+    assert (video["status"], video["error"]["code"]) == ("failed", "ranks_lost")
+    assert files(jobs, name) == {"upload-image"}
 
 
-def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
+async def test_a_job_that_ran_when_the_front_was_killed(jobs: Jobs) -> None:
     """It is queued again with its clips and no step done; after a second kill it has failed."""
-
-    async def work() -> None:
-        jobs.have_ranks()
-        name = await begun(jobs)
-        kept = leave(jobs, name)
-        await jobs.service.journal.save()
-        again = Jobs(jobs.folder, ALONE)
-        video = (await again.ask(f"/v1/videos/{name}"))[2]
-        assert (video["status"], video["progress"]) == ("queued", 0)
-        assert files(jobs, name) == kept
-        again.have_ranks()
-        leave(again, name)
-        await again.service.journal.save()
-        last = Jobs(jobs.folder, ALONE)
-        video = (await last.ask(f"/v1/videos/{name}"))[2]
-        assert (video["status"], video["error"]["code"]) == ("failed", "interrupted")
-        assert files(jobs, name) == {"upload-image"}
-
-    run(work())
+    jobs.have_ranks()
+    name = await begun(jobs)
+    kept = leave(jobs, name)
+    await jobs.service.journal.save()
+    again = Jobs(jobs.folder, ALONE)
+    video = (await again.ask(f"/v1/videos/{name}"))[2]
+    assert (video["status"], video["progress"]) == ("queued", 0)
+    assert files(jobs, name) == kept
+    again.have_ranks()
+    leave(again, name)
+    await again.service.journal.save()
+    last = Jobs(jobs.folder, ALONE)
+    video = (await last.ask(f"/v1/videos/{name}"))[2]
+    assert (video["status"], video["error"]["code"]) == ("failed", "interrupted")
+    assert files(jobs, name) == {"upload-image"}
 
 
-def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
+async def test_a_job_that_is_deleted_while_it_runs(jobs: Jobs) -> None:
     """The next one begins, and its files are gone, when the ranks have ended it."""
-
-    async def work() -> None:
-        ranks = jobs.have_ranks()
-        name = await begun(jobs)
-        following = await jobs.create()
-        leave(jobs, name)
-        await jobs.ask(f"/v1/videos/{name}", method="DELETE")
-        assert (ranks.cancelled, names(ranks)) == ([name], [[name]])
-        jobs.tell("failed", job=name, code="cancelled", message="The video was cancelled.")
-        assert names(ranks) == [[name], [following]]
-        assert not (jobs.folder / "jobs" / name).exists()
-        jobs.tell("step", job=name, done=5, total=10, follows=True)  # of what is over
-        jobs.tell("done", job=name, texts=[0, 1], seconds=1.0, loading=0.0)
-        assert jobs.state(name) == "deleted" and jobs.state(following) == "in_progress"
-
-    run(work())
+    ranks = jobs.have_ranks()
+    name = await begun(jobs)
+    following = await jobs.create()
+    leave(jobs, name)
+    await jobs.ask(f"/v1/videos/{name}", method="DELETE")
+    assert (ranks.cancelled, names(ranks)) == ([name], [[name]])
+    jobs.tell("failed", job=name, code="cancelled", message="The video was cancelled.")
+    assert names(ranks) == [[name], [following]]
+    assert not (jobs.folder / "jobs" / name).exists()
+    jobs.tell("step", job=name, done=5, total=10, follows=True)  # of what is over
+    jobs.tell("done", job=name, texts=[0, 1], seconds=1.0, loading=0.0)
+    assert jobs.state(name) == "deleted" and jobs.state(following) == "in_progress"
 
 
-def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
+async def test_a_stop_is_no_attempt(jobs: Jobs) -> None:
     """However often the service is stopped, what it was making is made after the next start."""
-
-    async def work() -> None:
-        now = jobs
+    now = jobs
+    now.have_ranks()
+    name = await begun(now)
+    kept = leave(now, name)
+    for _ in range(3):
+        await now.service.stop()
+        assert files(now, name) == kept
+        now.service.journal.close()
+        now = Jobs(jobs.folder, ALONE)
+        video = (await now.ask(f"/v1/videos/{name}"))[2]
+        assert (video["status"], video["progress"], video["attempt"]) == ("queued", 0, 0)
         now.have_ranks()
-        name = await begun(now)
-        kept = leave(now, name)
-        for _ in range(3):
-            await now.service.stop()
-            assert files(now, name) == kept
-            now.service.journal.close()
-            now = Jobs(jobs.folder, ALONE)
-            video = (await now.ask(f"/v1/videos/{name}"))[2]
-            assert (video["status"], video["progress"], video["attempt"]) == ("queued", 0, 0)
-            now.have_ranks()
-            assert now.state(name) == "in_progress"
-
-    run(work())
+        assert now.state(name) == "in_progress"
 
 
-def test_who_may_have_been_the_cause_is_made_alone(tmp_path: Path) -> None:
+async def test_who_may_have_been_the_cause_is_made_alone(tmp_path: Path) -> None:
     """Of several jobs that ran without enough memory none fails; each is made by itself then."""
-
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs", Limits(together=2))
-        ranks = jobs.have_ranks()
-        first = await jobs.create()
-        both = [await jobs.create() for _ in range(2)]
-        job = jobs.service.find(first)
-        jobs.service.video(job).write_bytes(b"video")
-        jobs.tell("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
-        assert names(ranks)[1:] == [both]
-        jobs.tell("ended", code="out_of_memory", message="No memory is left.")
-        assert [jobs.state(name) for name in both] == ["queued", "queued"]
-        jobs.tell("ready")
-        assert names(ranks)[2:] == [both[:1]]
-        jobs.tell("ended", code="out_of_memory", message="No memory is left.")
-        assert jobs.state(both[0]) == "failed"
-
-    run(work())
+    jobs = Jobs(tmp_path / "jobs", Limits(together=2))
+    ranks = jobs.have_ranks()
+    first = await jobs.create()
+    both = [await jobs.create() for _ in range(2)]
+    job = jobs.service.find(first)
+    jobs.service.video(job).write_bytes(b"video")
+    jobs.tell("done", job=first, texts=[0, 1], seconds=10.0, loading=10.0)
+    assert names(ranks)[1:] == [both]
+    jobs.tell("ended", code="out_of_memory", message="No memory is left.")
+    assert [jobs.state(name) for name in both] == ["queued", "queued"]
+    jobs.tell("ready")
+    assert names(ranks)[2:] == [both[:1]]
+    jobs.tell("ended", code="out_of_memory", message="No memory is left.")
+    assert jobs.state(both[0]) == "failed"
 
 
-def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None:
+async def test_a_remix_of_a_long_video_has_as_many_clips(tmp_path: Path) -> None:
     """And begins with the same picture."""
-
-    async def work() -> None:
-        jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "i2v-A14B"])
-        url = data_url(picture(200))
-        name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": url})
-        remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
-        assert remix["num_frames"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["num_frames"]
-        job = jobs.service.find(remix["id"])
-        assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
-        assert jobs.service.file(job, "image").read_bytes() == picture(200)
-
-    run(work())
+    jobs = Jobs(tmp_path / "jobs", ALONE, flags=["--task", "i2v-A14B"])
+    url = data_url(picture(200))
+    name = await jobs.create({"prompt": ["a", "b", "c"], "input_reference": url})
+    remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "d"}))[2]
+    assert remix["num_frames"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["num_frames"]
+    job = jobs.service.find(remix["id"])
+    assert (job.settings["prompt"], job.settings["num_clip"]) == ("d", 3)
+    assert jobs.service.file(job, "image").read_bytes() == picture(200)
 
 
-def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs) -> None:
-    async def work() -> None:
-        name = await jobs.create({"priority": 7, "seed": 5, "guidance_scale": 2})
-        remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "a blue star"}))[2]
-        job = jobs.service.find(remix["id"])
-        assert (job.priority, job.settings["base_seed"]) == (7, 5)
-        assert job.settings["prompt"] == "a blue star"
-        assert remix["guidance"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["guidance"]
-        assert json.loads(jobs.service.find(name).shape) == json.loads(job.shape)
-
-    run(work())
+async def test_a_remix_has_the_priority_and_the_settings_of_the_other(jobs: Jobs) -> None:
+    name = await jobs.create({"priority": 7, "seed": 5, "guidance_scale": 2})
+    remix = (await jobs.ask(f"/v1/videos/{name}/remix", {"prompt": "a blue star"}))[2]
+    job = jobs.service.find(remix["id"])
+    assert (job.priority, job.settings["base_seed"]) == (7, 5)
+    assert job.settings["prompt"] == "a blue star"
+    assert remix["guidance"] == (await jobs.ask(f"/v1/videos/{name}"))[2]["guidance"]
+    assert json.loads(jobs.service.find(name).shape) == json.loads(job.shape)

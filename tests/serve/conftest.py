@@ -1,0 +1,29 @@
+"""Fixtures of the service's tests, which may be coroutines: each has an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from pathlib import Path
+
+import pytest
+
+from tests.serve.jobs import Jobs
+from wan.serve.service import Limits
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 60))
+    return True
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Jobs:
+    """A service whose ranks make one video at a time."""
+    return Jobs(tmp_path / "jobs", Limits(together=1))
