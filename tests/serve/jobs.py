@@ -55,14 +55,18 @@ class Jobs:
         limits: Limits | None = None,
         key: str | None = None,
         flags: Sequence[str] = (),
+        **guards: Any,
     ) -> None:
+        """Opens it. guards: Further arguments of `wan.serve.app.make`."""
         argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
         argv += ["--save_file", str(folder / "video.mp4")]
         folder.mkdir(exist_ok=True)
         run, given = command._run(argv, 1, 1)
         self.folder = folder
         self.service = Service(argv, given, run, folder, 1, limits=limits or Limits())
-        self.app: ASGIApp = app.make(self.service, Metrics(), host="localhost", api_key=key)
+        self.app: ASGIApp = app.make(
+            self.service, Metrics(), host="localhost", api_key=key, **guards
+        )
 
     async def ask(
         self,
@@ -109,7 +113,7 @@ class Jobs:
         is_json = told.get("content-type") == "application/json"
         return start["status"], told, json.loads(answer) if is_json else answer
 
-    async def create(self, fields: Mapping[str, Any] | None = None, **headers: str) -> str:
+    async def create(self, fields: Mapping[str, Any] | None = None, **headers: Any) -> str:
         """Queues a video and returns its id."""
         body = {"prompt": PROMPT} | dict(fields or {})
         status, _, video = await self.ask("/v1/videos", body, **headers)

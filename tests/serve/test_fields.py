@@ -1,13 +1,12 @@
-"""Every field of a request with odd values: refused in one sentence, and no job is left."""
+"""What requests may say: fields, bodies, and who asks; what is refused leaves no job."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
-import pytest
-
+from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import fields
 from wan.settings.flags import FLAGS
@@ -34,21 +33,165 @@ NO_NUMBER = ("nan", "inf", "-inf", "many", "", "1,,1", "9" * 5000, "\0")
 TEXTS = ("prompt", "negative_prompt")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_odd_values(name: str, tmp_path: Path) -> None:
-    jobs = Jobs(tmp_path / "jobs")
-    texts = {} if name in TEXTS else {text: json.dumps(text) for text in NO_NUMBER}
-
-    async def ask() -> None:
+async def test_odd_values(jobs: Jobs) -> None:
+    wrong = []
+    for name in NAMES:
+        texts = {} if name in TEXTS else {text: json.dumps(text) for text in NO_NUMBER}
         for what, value in (NEVER | texts).items():
             prompt = "" if name == "prompt" else f'"prompt": "{PROMPT}", '
             body = f'{{{prompt}"{name}": {value}}}'.encode()
             status, _, answer = await jobs.ask("/v1/videos", body)
-            assert 400 <= status < 500, (what, status, answer)
             sentence = answer["error"]["message"]
-            assert 0 < len(sentence) < 700 and "\n" not in sentence, (what, sentence)
-        _, _, listed = await jobs.ask("/v1/videos")
-        assert listed["data"] == []
-        assert (await jobs.ask("/health"))[2]["queued"] == 0
+            if not (400 <= status < 500 and 0 < len(sentence) < 700 and "\n" not in sentence):
+                wrong.append((name, what, status, sentence))
+    assert not wrong
+    assert (await jobs.ask("/v1/videos"))[2]["data"] == []
+    assert (await jobs.ask("/health"))[2]["queued"] == 0
 
-    asyncio.run(asyncio.wait_for(ask(), 60))
+
+REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
+    # what is asked for, and the field that the refusal is about
+    "unknown field": ({"colour": "red"}, "colour"),
+    "size": ({"size": "17x33"}, "size"),
+    "frames": ({"num_frames": 6}, "num_frames"),
+    "steps": ({"num_inference_steps": 0}, "num_inference_steps"),
+    "twice": ({"seed": 1, "base_seed": 2}, "base_seed"),
+    "seconds and frames": ({"seconds": 1, "num_frames": 5}, "seconds"),
+    "boundary": ({"boundary_ratio": 0.5}, "boundary_ratio"),
+    "image": ({"input_reference": "data:image/png;base64,AAAA"}, "task"),
+    "no base64": ({"input_reference": "data:image/png;base64,AA!"}, "input_reference"),
+    "path": ({"image": "/etc/passwd"}, "image"),
+    "other path": ({"audio": "/etc/passwd"}, "audio"),
+    "other picture": ({"src_ref_images": "/etc/passwd"}, "src_ref_images"),
+    "pictures": ({"src_ref_images": ["data:image/png;base64,AA=="] * 99}, "src_ref_images"),
+    "folder": ({"src_root_path": "/etc"}, "src_root_path"),
+    "save_file": ({"save_file": "x.mp4"}, "save_file"),
+    "latents": ({"latent_path": "x"}, "latent_path"),
+    "of loading": ({"comm_type": 2}, "comm_type"),
+    "step cache": ({"step_cache": "mag"}, "step_cache"),
+    "model": ({"model": "sora-2"}, "model"),
+    "second guidance alone": ({"guidance_scale_2": 3}, "guidance_scale_2"),
+    "two guidances": ({"guidance_scale": 3, "sample_guide_scale": 4}, "sample_guide_scale"),
+    "three guidances": ({"guidance_high": 3, "guidance_scale_2": 4}, "guidance_high"),
+    "priority": ({"priority": 101}, "priority"),
+    "too long": ({"num_frames": 4001}, None),
+    "prompt": ({"prompt": "x" * 10_001}, None),
+    "no prompt": ({"prompt": "\u200b"}, "prompt"),
+    "null": ({"seed": None}, "seed"),
+    "deep": ({"seed": [[[[[[[[[1]]]]]]]]]}, None),
+}
+
+
+async def test_refusals(jobs: Jobs) -> None:
+    """Each names its field, none a path of this machine, and none should be repeated."""
+    said, wrong = {}, {}
+    for kind, (asked, param) in REFUSED.items():
+        status, headers, told = await jobs.ask("/v1/videos", {"prompt": PROMPT} | asked)
+        said[kind] = told["error"]["message"]
+        found = (status, headers["x-should-retry"], told["error"]["param"])
+        if found != (400, "false", param) or str(jobs.folder) in said[kind]:
+            wrong[kind] = found
+    assert not wrong
+    assert (await jobs.ask("/health"))[2]["queued"] == 0 and not [*(jobs.folder / "jobs").iterdir()]
+    check_refusals("serve: fields", said, ["Only base64 data is allowed"])  # Python's words
+
+
+async def test_bodies_that_cannot_be_read(jobs: Jobs) -> None:
+    """Neither JSON nor a form, or with something twice."""
+    form = {"content_type": "multipart/form-data; boundary=edge"}
+    part = '--edge\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
+    twice = part.format("seed", 1) + part.format("seed", 2) + "--edge--\r\n"
+    bodies: dict[str, tuple[bytes, dict[str, Any]]] = {
+        "no JSON": (b"{" * 10, {}),
+        "a list": (b"[1]", {}),
+        "deep": (b"[" * 100_000, {}),
+        "digits": (b'{"seed": ' + b"9" * 5000 + b"}", {}),
+        "NaN": (b'{"seed": NaN}', {}),
+        "half a pair": (b'{"prompt": "\\ud800"}', {}),
+        "a form without an edge": (b"x", {"content_type": "multipart/form-data"}),
+        "twice": (twice.encode(), form),
+    }
+    said, wrong = {}, {}
+    for kind, (body, headers) in bodies.items():
+        status, _, told = await jobs.ask("/v1/videos", body, **headers)
+        said[kind] = told["error"]["message"]
+        if status != 400:
+            wrong[kind] = status
+    assert not wrong
+    del said["a form without an edge"]  # in the words of Starlette
+    check_refusals("serve: bodies", said, ["'Expecting.*'"])  # Python's words
+
+
+async def test_other_routes_refuse_what_they_do_not_know(jobs: Jobs) -> None:
+    name = await jobs.create()
+    prompt = {"prompt": PROMPT}
+    asked: dict[str, tuple[str, Any, int]] = {
+        "order": ("/v1/videos?order=up", None, 400),
+        "limit": ("/v1/videos?limit=0", None, 400),
+        "too many": ("/v1/videos?limit=101", None, 400),
+        "no such video": ("/v1/videos/video_x", None, 404),
+        "no id": ("/v1/videos/..", None, 404),
+        "variant": (f"/v1/videos/{name}/content?variant=sound", None, 400),
+        "not done": (f"/v1/videos/{name}/content", None, 404),
+        "more than a prompt": (f"/v1/videos/{name}/remix", prompt | {"seed": 1}, 400),
+        "response": ("/v1/videos/generations", prompt | {"response_format": "url"}, 400),
+        "output": ("/v1/videos/generations", prompt | {"output_format": "avi"}, 400),
+    }
+    said, wrong = {}, {}
+    for kind, (path, body, status) in asked.items():
+        found, _, told = await jobs.ask(path, body)
+        said[kind] = told["error"]["message"]
+        if found != status:
+            wrong[kind] = found
+    assert not wrong
+    check_refusals("serve: routes", said)
+    assert (await jobs.ask("/v1/nothing"))[0] == 404
+
+
+async def test_what_is_accepted_under_other_names(jobs: Jobs) -> None:
+    body = {"model": "t2v-A14B", "comm_type": 0, "seconds": "0.3", "guidance_scale": 4}
+    body |= {"guidance_scale_2": 3, "num_inference_steps": "1", "flow_shift": 5, "fps": 16}
+    body |= {"size": "64x64", "boundary_ratio": 0.875, "priority": "3", "seed": 6}
+    status, _, video = await jobs.ask("/v1/videos", {"prompt": PROMPT} | body)
+    assert status == 200, video
+    shown = {name: video[name] for name in ("model", "num_frames", "fps", "seed", "size", "steps")}
+    assert shown == {
+        "model": "t2v-A14B",
+        "num_frames": 5,
+        "fps": 16,
+        "seed": 6,
+        "size": "64x64",
+        "steps": [0, 1],
+    }
+    job = jobs.service.find(video["id"])
+    assert (job.priority, job.settings["sample_shift"]) == (3, 5)
+    assert job.guidance == {"high_noise": 4.0, "low_noise": 3.0}
+
+
+async def test_who_may_ask(tmp_path: Path) -> None:
+    """Hosts, pages and keys that are foreign, bodies that are too large, and nobody when busy."""
+    key = "0123456789abcdef"
+    busy: list[bool] = []
+    jobs = Jobs(tmp_path / "jobs", key=key, most_bytes=50, is_busy=lambda: bool(busy))
+    own: dict[str, Any] = {"authorization": f"Bearer {key}"}
+    asked: dict[str, tuple[dict[str, Any], int]] = {
+        "": ({}, 200),
+        "IP": ({"host": "127.0.0.1:8000"}, 200),
+        "name with a port": ({"host": "LocalHost:80"}, 200),
+        "other host": ({"host": "evil.example"}, 421),
+        "own page": ({"origin": "http://localhost"}, 200),
+        "other page": ({"origin": "http://evil.example"}, 403),
+        "no page": ({"origin": "null"}, 403),
+        "no key": ({"authorization": ""}, 401),
+        "long": ({"content_length": "51"}, 413),
+        "short": ({"content_length": "50"}, 200),
+        "no length": ({"content_length": "-1"}, 413),
+    }
+    found = {n: (await jobs.ask("/v1/videos", **own | h))[0] for n, (h, _) in asked.items()}
+    assert found == {name: status for name, (_, status) in asked.items()}
+    assert (await jobs.ask("/v1/videos", b"x" * 51, **own))[0] == 413  # without a length
+    assert (await jobs.ask("/liveness"))[0] == 200 and (await jobs.ask("/"))[0] == 200
+    busy.append(True)
+    status, headers, told = await jobs.ask("/v1/videos", **own)
+    assert (status, headers["retry-after"], told["error"]["code"]) == (503, "5", "busy")
+    assert (await jobs.ask("/health"))[2]["queued"] == 0

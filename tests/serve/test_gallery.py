@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import check_refusals
 from wan import gallery
 
 
@@ -37,7 +38,9 @@ def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder, said in ((tmp_path / "none", "is no folder"), (tmp_path, "holds no videos")):
+    said = {}
+    for case, folder in {"no folder": tmp_path / "none", "no videos": tmp_path}.items():
         assert gallery.main([str(folder)]) == 2
-        assert said in capsys.readouterr().err
+        said[case] = capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+    check_refusals("gallery", said)

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import uvicorn
 
+from tests.refusals import check_refusals
 from wan.serve import __main__ as command
+from wan.serve.folders import lock_journal
+
+HIDDEN = [r"(?<=known here \().*?(?=\);)", r"(?<=aaa)a{99,}"]  # libc's words, and many letters
+Capsys = pytest.CaptureFixture[str]
 
 BAD = ("-1", "nan", "inf", "-inf", "1e308", "1e400", str(10**30), "9" * 5000, "many", "", "\ud800")
 NUMBERS = (
@@ -44,7 +49,7 @@ def tree(folder: Path) -> dict[Path, str]:
     }
 
 
-def refuse(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def refuse(folder: Path, capsys: Capsys, *options: str) -> str:
     """Starts the service, which must refuse; returns the sentence."""
     before = tree(folder)
     assert command.run(options) == 2
@@ -55,36 +60,68 @@ def refuse(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> s
     return sentence
 
 
-@pytest.mark.parametrize("option", NUMBERS)
-def test_numbers_have_ranges(option: str, folder: Path, capsys) -> None:
+def test_numbers_have_ranges(folder: Path, capsys: Capsys) -> None:
     """The sentence says what was given and what is allowed."""
-    for value in (*BAD, *(["0"] if option in ZERO else [])):
-        sentence = refuse(folder, capsys, f"{option}={value}")
-        assert option in sentence and "must be" in sentence, sentence
+    wrong = []
+    for option in NUMBERS:
+        for value in (*BAD, *(["0"] if option in ZERO else [])):
+            sentence = refuse(folder, capsys, f"{option}={value}")
+            if option not in sentence or "must be" not in sentence:
+                wrong.append((option, value, sentence))
+    assert not wrong
 
 
-@pytest.mark.parametrize("port", ["0", "-1", "65536", "9" * 5000, "nan", "x", ""])
-def test_port_of_a_node(port: str, folder: Path, capsys) -> None:
-    options = ("--nodes", "2", "--ranks", "2", "--node_address", f"127.0.0.1:{port}")
-    assert "HOST:PORT" in refuse(folder, capsys, *options)
-
-
-@pytest.mark.parametrize("host", ["nowhere.invalid", "a" * 300, "-", "x\0y", "", "203.0.113.77"])
-@pytest.mark.parametrize("kind", ["service", "node"])
-def test_hosts(kind: str, host: str, folder: Path, capsys) -> None:
+def test_addresses(folder: Path, capsys: Capsys) -> None:
     (folder / "key").write_text("k" * 16)
-    options = ["--host", host, "--api_key", "key"]
-    if kind == "node":
-        options = ["--nodes", "2", "--ranks", "2", "--node_address", f"{host}:29500"]
-        options += ["--", "--ulysses_size", "2"]
-    refuse(folder, capsys, *options)
+    two = ("--nodes", "2", "--ranks", "2", "--node_address")
+    said: dict[str, str] = {}
+    for host in ("nowhere.invalid", "a" * 300, "-", "x\0y", "", "203.0.113.77"):
+        service = refuse(folder, capsys, "--host", host, "--api_key", "key")
+        node = refuse(folder, capsys, *two, f"{host}:29500", "--", "--ulysses_size", "2")
+        said |= {f"service {host[:20]!r}": service, f"node {host[:20]!r}": node}
+    for port in ("0", "-1", "65536", "9" * 5000, "nan", "x", ""):
+        said[f"port {port[:20]!r}"] = refuse(folder, capsys, *two, f"127.0.0.1:{port}")
+    check_refusals("serve: addresses", said, HIDDEN)
 
 
-def test_a_port_in_use(folder: Path, capsys) -> None:
+def test_a_port_in_use(folder: Path, capsys: Capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         for journal in ("videos", "new"):
             assert port in refuse(folder, capsys, "--port", port, "--journal", journal)
+
+
+def test_options(folder: Path, capsys: Capsys) -> None:
+    """Those that do not fit each other, or that are about one video."""
+    (folder / "short").write_text("k" * 15)
+    rows = (
+        "--node_address a:1",
+        "--nodes 2 --ranks 2",
+        "--nodes 2 --ranks 3",
+        "--host 0.0.0.0",
+        "--ranks 0",
+        "--api_key none",
+        "--api_key short",
+        "--host 0.0.0.0 --api_key short",
+        "--steps 3",
+        "-- --image x.png",
+        "-- --prompt_file x",
+        "-- --trace x",
+        "-- --save_latents x",
+        "-- --plan",
+        "-- --ckpt_dir none",
+        "-- --ulysses_size 2",
+        "-- --size 17*33",
+        *(f"--name {name}" for name in ("a/b", "a" * 64, "---", "ä", "\ud800")),
+    )
+    said = {row.replace("\ud800", "half"): refuse(folder, capsys, *row.split()) for row in rows}
+    check_refusals("serve: options", said)
+
+
+def test_a_folder_of_another_service(folder: Path, capsys: Capsys) -> None:
+    with lock_journal(folder / "videos"):
+        said = refuse(folder, capsys)
+    check_refusals("serve: a folder of another service", {"taken": said})
 
 
 def _link(path: Path) -> None:
@@ -106,33 +143,27 @@ PLACES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_folders_of_jobs(name: str, folder: Path, capsys) -> None:
+def test_folders_of_jobs(folder: Path, capsys: Capsys) -> None:
     """A file, links, and folders that have something else under a name of the service."""
     (folder / "precious").write_text("precious")
-    journal = folder / "journal"
-    path = journal / name if name else journal
-    if name in ("linked", "file/inside", "n" * 300):
-        journal = path
-    if path.parent != folder and name != "file/inside":
-        path.parent.mkdir(exist_ok=True)
-    if name == "file/inside":
-        path.parent.parent.mkdir()
-    PLACES[name](path)
-    refuse(folder, capsys, "--journal", str(journal))
+    said = {}
+    for number, (name, spoil) in enumerate(PLACES.items()):
+        journal = folder / f"journal{number}"
+        path = journal / name
+        if name:
+            path.parents[name.count("/")].mkdir()
+        spoil(path if name else journal)
+        is_inside = name in ("linked", "file/inside", "n" * 300)
+        said[name[:20] or "a file"] = refuse(
+            folder, capsys, "--journal", str(path if is_inside else journal)
+        )
+    check_refusals("serve: folders of jobs", said, [r"/\S*(?=/journal\d+)", r"nnn+"])
 
 
-@pytest.mark.parametrize("kind", ["folder", "FIFO", "link"])
-def test_locks_that_are_no_file(kind: str, folder: Path, capsys) -> None:
+def test_locks_that_are_no_file(folder: Path, capsys: Capsys) -> None:
     lock = folder / "videos" / "lock"
-    if kind == "link":
-        _link(lock)
-    else:
-        lock.mkdir() if kind == "folder" else os.mkfifo(lock)
-    assert "lock" in refuse(folder, capsys)
+    for spoil in (Path.mkdir, os.mkfifo, _link):
+        spoil(lock)
+        assert "lock" in refuse(folder, capsys)
+        lock.rmdir() if lock.is_dir() else lock.unlink()
     assert not (folder / "precious").exists()
-
-
-def test_names_of_replicas(folder: Path, capsys) -> None:
-    for name in ("a/b", "a" * 64, "---", "ä", "\ud800"):
-        assert "--name" in refuse(folder, capsys, "--name", name)
