@@ -55,15 +55,16 @@ class Jobs:
         limits: Limits | None = None,
         key: str | None = None,
         flags: Sequence[str] = (),
+        ranks: int = 1,
         **guards: Any,
     ) -> None:
         """Opens it. guards: Further arguments of `wan.serve.app.make`."""
         argv = ["--size", "64*64", "--frame_num", "5", "--sample_steps", "2", *flags]
-        argv += ["--save_file", str(folder / "video.mp4")]
+        argv += ["--ulysses_size", str(ranks), "--save_file", str(folder / "video.mp4")]
         folder.mkdir(exist_ok=True)
-        run, given = command._run(argv, 1, 1)
+        run, given = command._run(argv, ranks, 1)
         self.folder = folder
-        self.service = Service(argv, given, run, folder, 1, limits=limits or Limits())
+        self.service = Service(argv, given, run, folder, ranks, limits=limits or Limits())
         self.app: ASGIApp = app.make(
             self.service, Metrics(), host="localhost", api_key=key, **guards
         )

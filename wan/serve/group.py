@@ -26,7 +26,9 @@ _GRACE = 15.0  # seconds in which ranks that are told to stop, or have lost one 
 _RECOVERY = 15.0  # seconds in which ranks that seem to hang may go on
 _HELLO = 10.0  # seconds in which a rank that has connected shows that it knows the secret
 _STRANGERS = 32  # connections at most that have not
-_LONGEST = 60.0  # seconds between two starts of a group that does not come up
+_SHORTEST = 1.0  # seconds between two starts of a group
+_LONGEST = 60.0  # of one that does not come up
+_LOOK = 1.0  # seconds between two looks at whether ranks hang
 _LOG = 10_000_000  # bytes from which on the ranks' log is begun anew
 
 
@@ -132,15 +134,15 @@ class RankGroup:
             temporary.chmod(0o600)
             told = {"host": self._nodes.host, "port": port, "secret": self._secret}
             temporary.write_text(json.dumps(told | {"flags": self._argv, "texts": self._texts}))
-        wait = 1.0
+        wait = _SHORTEST
         async with server:
             while not self._stopping:
                 began = time.monotonic()
                 came_up = await self._one(address)
                 if self._stopping:
                     break
-                wait = 1.0 if came_up else min(wait * 2, _LONGEST)
-                await asyncio.sleep(max(wait - (time.monotonic() - began), 0.2))
+                wait = _SHORTEST if came_up else min(wait * 2, _LONGEST)
+                await asyncio.sleep(max(wait - (time.monotonic() - began), _SHORTEST / 5))
                 self.restarts += 1
 
     async def stop(self) -> None:
@@ -211,7 +213,7 @@ class RankGroup:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kills a group that hangs and does not recover; `_one` sees its end."""
         while not self._stopping:
-            await asyncio.sleep(1)
+            await asyncio.sleep(_LOOK)
             now = time.monotonic()
             trouble = self._monitor.check(now)
             if trouble is None:

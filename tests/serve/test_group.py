@@ -1,0 +1,245 @@
+"""The group of ranks as the front sees it: processes without a model that do as the prompt says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.jobs import Jobs
+from wan.serve import group, monitor
+from wan.serve.journal import ATTEMPTS
+from wan.serve.service import Limits
+
+RANK = '''#!PYTHON
+"""In place of Python: torchrun of two ranks, and each of these."""
+import os, signal, sys, time
+from pathlib import Path
+
+from wan.serve import link
+
+def run_both():
+    ranks = []
+    for number in range(2):
+        pid = os.fork()
+        if not pid:
+            os.setsid()
+            os.environ["RANK"] = str(number)
+            return
+        ranks.append(pid)
+    os.wait()
+    for pid in ranks:
+        os.kill(pid, signal.SIGTERM)
+    sys.exit(1)
+
+def make(job, settings, file):
+    what = settings["prompt"]
+    if what == "die":
+        os._exit(3)
+    if what == "lose memory":
+        front.say("lost", code="out_of_memory", message="No memory is left.")
+        os._exit(4)
+    if what == "be deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    total = settings.get("sample_steps", 2)
+    for done in range(total + 1):
+        if job in front.cancelled or front.over.is_set():
+            return front.say("failed", job=job, code="cancelled", message="It was cancelled.")
+        front.say("step", job=job, done=done, total=total, follows=done < total)
+        time.sleep(0.02)
+    Path(file).write_bytes(b"video")
+    front.say("done", job=job, texts=[0, 1], seconds=1.0, loading=0.0)
+
+folder = Path(sys.argv[-1]).parent
+with (folder / "starts").open("a") as file:
+    file.write(f"{time.monotonic()}\\n")
+if (folder / "broken").exists():
+    sys.exit(1)
+assert sys.argv[1:] == [*ARGV, str(folder / "front.json")], sys.argv
+link.HEARTBEAT = 0.1
+run_both()
+rank = int(os.environ["RANK"])
+front = link.FrontLink(link.told_by(folder / "front.json"), rank, 0)
+front.say("ready")
+while True:
+    command = front.next(10)
+    if command and command["do"] == "stop":
+        sys.exit(0)
+    for job in command["jobs"] if command else ():
+        make(**job)
+'''
+ARGV = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+ARGV += ["-m", "wan.serve.ranks"]
+LOOK = 0.1
+Trial = Callable[[Jobs], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that ranks are started with; waits are short."""
+    path = tmp_path / "python"
+    path.write_text(RANK.replace("#!PYTHON", f"#!{sys.executable}").replace("ARGV", repr(ARGV)))
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+    for name, seconds in {"_SHORTEST": LOOK, "_LOOK": LOOK, "_RECOVERY": 1.0}.items():
+        monkeypatch.setattr(group, name, seconds)
+    monkeypatch.setattr(monitor, "SILENCE", 0.8)
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[Jobs]:
+    """A service with two ranks."""
+    jobs = Jobs(folder, Limits(together=1), ranks=2)
+    living = asyncio.create_task(jobs.service.start())
+    try:
+        yield jobs
+    finally:
+        await jobs.service.stop()
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
+    assert not any(map(lives, jobs.service.group.pids.values()))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process has not ended; who has started it may not have noticed."""
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+async def wait(whether: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not whether():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def ended(jobs: Jobs, name: str) -> tuple[str, str | None, int]:
+    """How a job has ended, with which error, and at which attempt."""
+    await wait(lambda: jobs.state(name) in ("completed", "failed"))
+    video = (await jobs.ask(f"/v1/videos/{name}"))[2]
+    return video["status"], (video["error"] or {"code": None})["code"], video["attempt"]
+
+
+async def make_and_cancel(jobs: Jobs) -> None:
+    """Jobs are made one after the other; what is deleted while it runs ends soon."""
+    first, long, last = [await jobs.create({"num_inference_steps": n}) for n in (2, 1000, 2)]
+    assert await ended(jobs, first) == ("completed", None, 1)
+    await wait(lambda: jobs.service.find(long).done > 2)
+    await jobs.ask(f"/v1/videos/{long}", method="DELETE")
+    assert await ended(jobs, last) == ("completed", None, 1)
+    await wait(lambda: not (jobs.folder / "jobs" / long).exists())
+    assert jobs.service.group.restarts == 0
+
+
+async def lose(jobs: Jobs) -> None:
+    """A job is made again once; one that left no memory is not."""
+    wanted = {"die": ("failed", "ranks_lost", ATTEMPTS), "well": ("completed", None, 1)}
+    wanted |= {"lose memory": ("failed", "out_of_memory", 1), "at last": ("completed", None, 1)}
+    names = {prompt: await jobs.create({"prompt": prompt}) for prompt in wanted}
+    found = {prompt: await ended(jobs, name) for prompt, name in names.items()}
+    assert found == wanted and jobs.service.group.restarts == 3
+    error = (await jobs.ask(f"/v1/videos/{names['lose memory']}"))[2]["error"]
+    assert "No memory is left. --plan finds" in error["message"]
+
+
+async def fail_to_start(jobs: Jobs) -> None:
+    """It is tried again and again, after longer and longer; a job waits for that."""
+    (jobs.folder / "broken").touch()
+    name = await jobs.create()
+    await wait(lambda: jobs.service.group.restarts >= 4)
+    status, _, told = await jobs.ask("/health")
+    assert (status, told["status"], jobs.state(name)) == (503, "starting", "queued")
+    assert told["reason"] == "The ranks have ended unexpectedly."
+    starts = [float(line) for line in (jobs.folder / "starts").read_text().split()]
+    gaps = [later - one for one, later in zip(starts, starts[1:], strict=False)]
+    assert 0.7 < gaps[2] < 5 and gaps[0] < gaps[2]
+    (jobs.folder / "broken").unlink()
+    assert await ended(jobs, name) == ("completed", None, 1)
+    assert (await jobs.ask("/health"))[2]["reason"] is None
+
+
+async def hang(jobs: Jobs) -> None:
+    """A rank may go on in time; else it is killed, and a deleted job does not come back."""
+    ranks = jobs.service.group
+    names = [await jobs.create({"num_inference_steps": n}) for n in (1000, 2)]
+    await wait(lambda: jobs.service.find(names[0]).done > 2)
+    pids = {**ranks.pids}
+    assert {*pids} == {0, 1}
+    os.kill(pids[1], signal.SIGSTOP)
+    await wait(lambda: not ranks.ready)
+    status, _, told = await jobs.ask("/health")
+    assert (status, told["status"], told["restarts"]) == (503, "stalled", 0)
+    assert "Rank 1 has not answered" in told["reason"]
+    os.kill(pids[1], signal.SIGCONT)
+    await wait(lambda: ranks.ready)
+    assert jobs.service.find(names[0]).attempt == 1 and ranks.trouble is None
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    await wait(lambda: not ranks.ready)
+    await jobs.ask(f"/v1/videos/{names[0]}", method="DELETE")
+    assert await ended(jobs, names[1]) == ("completed", None, 1)
+    assert ranks.restarts == 1 and not any(map(lives, pids.values()))
+    assert not (jobs.folder / "jobs" / names[0]).exists()
+    assert (await jobs.ask("/health"))[0] == 200
+
+
+async def meet_strangers(jobs: Jobs) -> None:
+    """Who does not know the secret is closed, and nothing that it says is heard."""
+    file = jobs.folder / "front.json"
+    told = json.loads(file.read_text())
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    hello = {"is": "hello", "secret": "x", "rank": 0, "node": 0, "pid": 1}
+    for line in (json.dumps(hello), "[]", "1", "{}", "[" * 10_000, json.dumps({"secret": None})):
+        reader, writer = await asyncio.open_connection("127.0.0.1", told["port"])
+        writer.write(line.encode() + b'\n{"is": "lost", "code": "x", "message": "x"}\n')
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+    assert await ended(jobs, await jobs.create()) == ("completed", None, 1)
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", told["port"]), 1):
+        pass
+
+
+async def test_a_group(tmp_path: Path) -> None:
+    """Each in a service of its own, side by side."""
+
+    async def run(trial: Trial) -> None:
+        async with running(tmp_path / trial.__name__) as jobs:
+            if trial is not fail_to_start:
+                await wait(lambda: jobs.service.group.ready)
+            await trial(jobs)
+
+    trials: list[Trial] = [make_and_cancel, lose, fail_to_start, hang, meet_strangers]
+    ends: list[Any] = await asyncio.gather(*map(run, trials), return_exceptions=True)
+    wrong = {one.__name__: end for one, end in zip(trials, ends, strict=True) if end is not None}
+    if wrong:
+        raise ExceptionGroup(", ".join(wrong), [*wrong.values()])
+
+
+async def test_a_stop_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that do not listen are killed; what they were making is queued as before."""
+    monkeypatch.setattr(group, "_GRACE", 0.3)
+    async with running(tmp_path / "jobs") as jobs:
+        name = await jobs.create({"prompt": "be deaf"})
+        await wait(lambda: jobs.state(name) == "in_progress")
+        pids = [*jobs.service.group.pids.values()]
+        began = time.monotonic()
+    assert time.monotonic() - began < 5 and len(pids) == 2
+    assert not any(map(lives, pids))
+    video = (await Jobs(jobs.folder).ask(f"/v1/videos/{name}"))[2]
+    assert (video["status"], video["attempt"]) == ("queued", 0)
