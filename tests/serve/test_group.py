@@ -58,7 +58,7 @@ def make(job, settings, file):
         if job in front.cancelled or front.over.is_set():
             return front.say("failed", job=job, code="cancelled", message="It was cancelled.")
         front.say("step", job=job, done=done, total=total, follows=done < total)
-        time.sleep(0.02)
+        time.sleep(0.05)
     Path(file).write_bytes(b"video")
     front.say("done", job=job, texts=[0, 1], seconds=1.0, loading=0.0)
 

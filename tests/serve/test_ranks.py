@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.dist import Ranks, launcher
+from wan import env
 from wan.cli import flags, main
 from wan.device import resolve
 from wan.distributed.control import Control
-from wan.pipeline import build
+from wan.pipeline import build, denoise
 from wan.pipeline.denoise import Conditions, Denoising
 from wan.serve import ranks
 from wan.settings.presets import PRESETS
@@ -59,8 +63,7 @@ def denoising(steps: int) -> Denoising:
     return Denoising(request, Conditions(torch.ones(request.latent_shape), text, text))
 
 
-@pytest.mark.parametrize("clips", [1, 3])
-@pytest.mark.parametrize("phases", [None, 1])
+@pytest.mark.parametrize(("clips", "phases"), [(1, None), (1, 1), (3, None), (3, 1)])
 def test_each_step_is_told_once(clips: int, phases: int | None) -> None:
     """Also of a video that is paused between its experts, and over all clips of a long one."""
     front: Any = Front()
@@ -105,3 +108,46 @@ def test_the_last_texts_are_kept(
     assert ranks.Ranks(flags.parse(argv), pipeline, None, front, 2).serve() == 0
     texts = [one["texts"] for one in front.said if one["is"] == "done"]
     assert [tuple(one) for one in texts] == [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1)]
+
+
+# Errors.
+
+
+def run_without_memory(front: str) -> int:
+    """A rank that runs out of memory in the first step of a video, if it is the second one."""
+
+    def velocity(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    if env.rank():
+        denoise.velocity = velocity
+    return ranks.run(Path(front))
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("serve")
+def test_a_rank_without_memory_says_so_and_all_end(tmp_path: Path) -> None:
+    argv = ["--size", "32*32", "--frame_num", "5", "--sample_steps", "2", "--ulysses_size", "2"]
+    argv += ["--save_file", str(tmp_path / "none.mp4")]
+    job = {"job": "a", "settings": {"prompt": "x"}, "file": str(tmp_path / "a.mp4")}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        front = {"host": "127.0.0.1", "port": server.getsockname()[1], "secret": "open"}
+        file = tmp_path / "front.json"
+        file.write_text(json.dumps(front | {"flags": argv, "texts": 2}))
+        with Ranks(launcher(2), run_without_memory, str(file)) as processes:
+            links = {}
+            for _ in range(2):
+                link = server.accept()[0].makefile("rw")
+                hello = json.loads(link.readline())
+                assert (hello["is"], hello["secret"], hello["node"]) == ("hello", "open", 0)
+                assert hello["pid"] == processes.processes[hello["rank"]].pid
+                links[hello["rank"]] = link
+            for link in links.values():
+                while json.loads(link.readline())["is"] != "ready":
+                    pass
+            links[0].write(json.dumps({"do": "make", "jobs": [job]}) + "\n")
+            links[0].flush()
+            told = [json.loads(line) for line in links[1]]
+            (lost,) = [one for one in told if one["is"] == "lost"]
+            assert lost["code"] == "out_of_memory" and all(processes.ended())

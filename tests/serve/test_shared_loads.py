@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import imageio
-import numpy as np
 import pytest
 
-from tests.dist import GENERATE
-from tests.serve.serving import PROMPT, Served
+from tests.serve.serving import PROMPT, Served, frames, generated
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("serve"), pytest.mark.slow]
 
@@ -41,13 +36,9 @@ def slow(tmp_path: Path) -> Iterator[tuple[Served, Path]]:
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "sitecustomize.py").write_text(_SLOW_LOADS)
-    served = Served(tmp_path / "jobs", 2, ["--together", 3], ["--comm_type", 1], path=modules)
-    yield served, modules / "loads"
-    assert served.stop() == 0
-
-
-def _frames(path: Path) -> np.ndarray:
-    return np.stack(list(imageio.get_reader(path).iter_data()))
+    options = ["--together", 3]
+    with Served(tmp_path / "jobs", 2, options, ["--comm_type", 1], path=modules) as served:
+        yield served, modules / "loads"
 
 
 def _loads(file: Path) -> list[str]:
@@ -75,11 +66,9 @@ def test_experts_are_loaded_once_for_several_jobs(
     assert _loads(loads) == 3 * both  # the first by itself, three of the others, and the last
     assert not (served.folder / "jobs" / gone).exists()
     given = ["--frame_num", 5, "--sample_steps", 8, "--prompt", PROMPT, "--comm_type", 1]
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    own = [*start, GENERATE, *given, "--ulysses_size", 2, "--base_seed", 2]
-    subprocess.run([*map(str, own), "--save_file", tmp_path / "own.mp4"], check=True, timeout=300)
-    there = served.folder / "jobs" / made[1] / "video.mp4"
-    assert (_frames(there) == _frames(tmp_path / "own.mp4")).all()
+    given += ["--ulysses_size", 2, "--base_seed", 2]
+    own = generated(tmp_path / "own.mp4", *given, ranks=2)
+    assert (frames(served.folder / "jobs" / made[1] / "video.mp4") == own).all()
     again = [served.create(seed=seed, num_inference_steps=8) for seed in range(4)]
     served.wait(lambda: served.health()["running"] == 3)
     os.kill(served.ranks()[-1], signal.SIGKILL)

@@ -152,11 +152,10 @@ class RankGroup:
         process = self._process
         if process is None:
             return
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_GRACE):
                 await process.wait()
-        except TimeoutError:
-            await self._end(process)
+        await self._end(process)  # also ranks that torchrun has left behind
 
     def make(self, jobs: Sequence[dict[str, Any]], shapes: Mapping[str, str]) -> None:
         """Has videos made, which all have to end before others are given.
