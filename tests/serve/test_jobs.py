@@ -153,6 +153,18 @@ async def test_who_comes_back_with_its_key(jobs: Jobs, monkeypatch: pytest.Monke
     assert jobs.state(name) == "deleted"
 
 
+async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> None:
+    name, _, task = await begin(jobs, "/v1/videos/generations")
+    jobs.complete(name)
+    status, _, told = await task
+    content = base64.b64encode(b"video").decode()
+    assert (status, told) == (200, {"video_id": name, "video_bytes": content})
+    await jobs.service.stop()
+    status, headers, told = await jobs.ask("/v1/videos", {"prompt": PROMPT})
+    assert (status, told["error"]["code"], headers["retry-after"]) == (503, "stopping", "30")
+    assert (await jobs.ask("/health"))[2]["status"] == "stopping"
+
+
 async def test_after_a_restart_a_job_is_somebodys(tmp_path: Path) -> None:
     name = await Jobs(tmp_path / "jobs").create(Idempotency_Key="k")
     jobs = Jobs(tmp_path / "jobs")
