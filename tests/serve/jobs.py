@@ -64,10 +64,10 @@ class Jobs:
         folder.mkdir(exist_ok=True)
         run, given = command._run(argv, ranks, 1)
         self.folder = folder
-        self.service = Service(argv, given, run, folder, ranks, limits=limits or Limits())
-        self.app: ASGIApp = app.make(
-            self.service, Metrics(), host="localhost", api_key=key, **guards
-        )
+        metrics = Metrics()
+        more: dict[str, Any] = {"limits": limits or Limits(), "seen": metrics.seen}
+        self.service = Service(argv, given, run, folder, ranks, **more)
+        self.app: ASGIApp = app.make(self.service, metrics, host="localhost", api_key=key, **guards)
 
     async def ask(
         self,
@@ -121,13 +121,19 @@ class Jobs:
         assert status == 200, video
         return str(video["id"])
 
-    def complete(self, name: str, seconds: float = 1.0, ended: float | None = None) -> None:
-        """Ends a job as one whose video is there."""
+    def complete(
+        self,
+        name: str,
+        seconds: float = 1.0,
+        ended: float | None = None,
+        record: Mapping[str, Any] = {"prompt": PROMPT},
+    ) -> None:
+        """Ends a job as one whose video and record are there."""
         job = self.service.journal.get(name)
         assert job is not None
         self.service._running[name] = job
         self.service.video(job).write_bytes(b"video")
-        (self.service.folder(job) / "video.json").write_text(json.dumps({"prompt": PROMPT}))
+        (self.service.folder(job) / "video.json").write_text(json.dumps(record))
         self.service._told(
             {"is": "done", "job": name, "texts": [0, 1], "seconds": seconds, "loading": 0.0}
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.refusals import check_refusals
 from tests.serve.jobs import PROMPT, Jobs
 from wan.serve import __main__ as command
 from wan.serve import fields, waiters
@@ -150,6 +151,18 @@ async def test_who_comes_back_with_its_key(jobs: Jobs, monkeypatch: pytest.Monke
     await leave(jobs, third, again)
     await asyncio.sleep(0.3)
     assert jobs.state(name) == "deleted"
+
+
+async def test_who_waits_gets_the_video_until_the_service_stops(jobs: Jobs) -> None:
+    name, _, task = await begin(jobs, "/v1/videos/generations")
+    jobs.complete(name)
+    status, _, told = await task
+    content = base64.b64encode(b"video").decode()
+    assert (status, told) == (200, {"video_id": name, "video_bytes": content})
+    await jobs.service.stop()
+    status, headers, told = await jobs.ask("/v1/videos", {"prompt": PROMPT})
+    assert (status, told["error"]["code"], headers["retry-after"]) == (503, "stopping", "30")
+    assert (await jobs.ask("/health"))[2]["status"] == "stopping"
 
 
 async def test_after_a_restart_a_job_is_somebodys(tmp_path: Path) -> None:
@@ -418,3 +431,104 @@ async def test_a_large_data_url_in_a_form(tmp_path: Path) -> None:
     assert status == 400 and "takes no" in told["error"]["message"], told  # read, then refused
     as_json = {"prompt": PROMPT, "input_reference": url}
     assert (await jobs.ask("/v1/videos", json.loads(json.dumps(as_json))))[2] == told
+
+
+# What is told of videos.
+
+RECORD: dict[str, Any] = {
+    "seconds": {"text": 1.0, "denoising": 4.0},
+    "peak_memory_bytes": {"device": 5e6, "host": 1e6},
+    "power": {
+        "joules": 70.0,
+        "devices": [
+            {"mean_w": 30.0, "mean_mhz": 900.0, "throttled": 0.5, "seconds": 4.0},
+            {"mean_w": 40.0},
+        ],
+    },
+}
+
+
+async def test_what_a_video_says(tmp_path: Path) -> None:
+    """When it waits, is made, is there, has a damaged record, and has lost its file."""
+    jobs = Jobs(tmp_path / "jobs", Limits(keep_days=2, together=1))
+    names = [await jobs.create() for _ in range(2)]
+    one, poll = f"/v1/videos/{names[0]}", "openai-poll-after-ms"
+    _, headers, video = await jobs.ask(one)
+    assert headers[poll] == "1000" and abs(video["created_at"] - time.time()) < 60
+    assert (video["status"], video["completed_at"], video["expires_at"]) == ("queued", None, None)
+    jobs.have_ranks()
+    jobs.tell("step", job=names[0], done=1, total=2, follows=True)
+    _, headers, video = await jobs.ask(one)
+    assert (video["progress"], video["steps"], headers[poll]) == (49, [1, 2], "1000")
+    jobs.complete(names[0], 100.0, 1e9, RECORD)
+    _, headers, video = await jobs.ask(one)
+    wanted: dict[str, Any] = {"progress": 100, "completed_at": 10**9, "error": None}
+    wanted |= {"expires_at": 10**9 + 2 * 86400, "inference_time_s": 100.0}
+    wanted |= {"stage_durations": RECORD["seconds"], "peak_memory_mb": 5.0}
+    wanted |= {"power": RECORD["power"]}
+    assert {name: video[name] for name in wanted} == wanted and poll not in headers
+    waiting = await jobs.create()
+    _, headers, _ = await jobs.ask(f"/v1/videos/{waiting}")  # 100 s of the one that is made
+    assert 45_000 < int(headers[poll]) <= 50_000
+    for limit, more in ((2, True), (3, False)):
+        page = (await jobs.ask(f"/v1/videos?limit={limit}"))[2]
+        shown = [video["id"] for video in page["data"]]
+        assert (shown, page["has_more"]) == ([waiting, *names[::-1]][:limit], more)
+        assert (page["first_id"], page["last_id"]) == (shown[0], shown[-1])
+    folder = jobs.folder / "jobs" / names[0]
+    status, headers, _ = await jobs.ask(f"{one}/content")
+    assert status == 200 and headers["content-disposition"].startswith("inline;")
+    (folder / "video.json").write_text(json.dumps({"peak_memory_bytes": {"device": "x"}}))
+    video = (await jobs.ask(one))[2]
+    assert (video["stage_durations"], video["peak_memory_mb"]) == (None, None)
+    said = {}
+    for change in ("unreadable", "gone", "no file"):
+        (folder / "video.mp4").unlink(missing_ok=True)
+        if change == "unreadable":
+            (folder / "video.mp4").write_bytes(b"x")
+        if change == "no file":
+            (folder / "video.mp4").mkdir()
+        variant = "?variant=thumbnail" if change == "unreadable" else ""
+        status, _, told = await jobs.ask(f"{one}/content{variant}")
+        assert (status, told["error"]["code"]) == (410, "gone")
+        said[change] = told["error"]["message"]
+    check_refusals("serve: lost videos", said)
+
+
+async def test_metrics(jobs: Jobs) -> None:
+    made, failed, gone, waiting = [await jobs.create() for _ in range(4)]
+    jobs.complete(made, 5.0, record=RECORD)
+    jobs.have_ranks()
+    jobs.tell("failed", job=failed, code="not_finite", message="It is black.")
+    await jobs.ask(f"/v1/videos/{gone}", method="DELETE")
+    jobs.tell("ended", code="ranks_lost", message="They have ended.")
+    text = (await jobs.ask("/metrics"))[2].decode()
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    wanted = {
+        'wan_jobs_total{event="created"}': 4,
+        'wan_jobs_total{event="completed"}': 1,
+        'wan_jobs_total{event="failed"}': 1,
+        'wan_jobs_total{event="deleted"}': 1,
+        'wan_failures_total{code="not_finite"}': 1,
+        "wan_restarts_total": 1,
+        "wan_job_seconds_sum": 5,
+        "wan_queue_seconds_count": 2,
+        'wan_stage_seconds_sum{stage="text"}': 1,
+        "wan_step_seconds_sum": 2,
+        'wan_texts_total{from="cache"}': 0,
+        'wan_texts_total{from="encoder"}': 1,
+        "wan_energy_joules_total": 70,
+        "wan_joules_per_video": 70,
+        'wan_power_watts{rank="0"}': 30,
+        'wan_power_watts{rank="1"}': 40,
+        'wan_clock_mhz{rank="0"}': 900,
+        "wan_clock_limited_seconds_total": 2,
+        'wan_peak_memory_bytes{kind="device"}': 5e6,
+        "wan_jobs_waiting": 1,
+        "wan_jobs_running": 0,
+        "wan_ranks_ready": 1,
+        "wan_seconds_ahead": 5,
+        "wan_stored_bytes": jobs.service.journal.stored_bytes(),
+    }
+    assert {name: float(found.get(name, "nan")) for name in wanted} == wanted
+    assert jobs.state(waiting) == "queued"

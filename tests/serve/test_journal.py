@@ -311,11 +311,12 @@ async def test_a_folder_that_is_moved_away(folder: Path) -> None:
             assert status == 503 and int(headers["retry-after"]) > 0
             told = await becomes(jobs, 503)
             assert "moved" in told["reason"] and str(folder) not in told["reason"]
+        assert (await jobs.ask(f"/v1/videos/{first}", method="DELETE"))[0] == 202  # not on disk yet
         assert not folder.exists()
         folder.with_name("moved").rename(folder)
         await becomes(jobs, 200)
         second = await jobs.create()
-    assert stored(folder) == {first: "queued", second: "queued"}
+    assert stored(folder) == {first: "deleted", second: "queued"}
 
 
 def test_a_full_disk_and_no_reserve(tmp_path: Path, folder: Path) -> None:
