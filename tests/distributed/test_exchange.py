@@ -110,8 +110,9 @@ def exchange_what_cannot_be() -> None:
     for axes in ((1, 1), (2, 2), (0, 1), (2, 3), (-2, 1)):
         with pytest.raises(ValueError, match=f"scatter_idx and gather_idx are {axes[0]} and"):
             all_to_all_4D(x, *axes, None)
-    with pytest.raises(ValueError, match="3 tokens cannot be divided among 2 ranks"):
-        all_to_all_4D(x, 1, 2, None)
+    for heads in (None, (1, 3)):  # also where ranks have heads of their own number
+        with pytest.raises(ValueError, match="3 tokens cannot be divided among 2 ranks"):
+            all_to_all_4D(x, 1, 2, None, heads)
     with pytest.raises(ValueError, match="3 heads cannot be divided among 2 ranks"):
         all_to_all_4D(x.transpose(1, 2), 2, 1, None)
 

@@ -22,7 +22,7 @@ from wan import device as devices
 from wan import host
 from wan.cli.failures import describe, say, terminable
 from wan.distributed.mesh import Team
-from wan.distributed.start import Once, Patience, Prepared, run
+from wan.distributed.start import Once, Patience, Prepared, Statement, run, verdict
 from wan.settings.errors import InputError
 
 pytestmark = pytest.mark.dist
@@ -126,6 +126,14 @@ def test_one_sentence_where_ranks_differ(what: str, sentence: str, code: int) ->
         assert ranks.ended() == [code] * 3, ranks.said()
     assert ranks.lines() == [sentence.replace("HOST", socket.gethostname())]
     assert ("TypeError: a defect" in ranks.texts[1]) == (what == "fails"), "the traceback is shown"
+
+
+def test_what_one_rank_alone_states_is_compared() -> None:
+    less, more = {"--frame_num": 5}, {"--frame_num": 5, "--lora": "a"}
+    for facts, how in (((less, more), "a, but not given"), ((more, less), "not given, but a")):
+        said = [Statement(rank, "here", facts=own) for rank, own in enumerate(facts)]
+        sentence = f"rank 1 on here: --lora is {how} on rank 0; start all ranks alike."
+        assert verdict(said) == sentence
 
 
 def make(outcome: str) -> int:
