@@ -276,6 +276,15 @@ def test_wrong_mixtures(what: str, tree: Path, tmp_path: Path) -> None:
     assert words in said and "\n" not in said and said.endswith("."), said
 
 
+def test_damaged_files_of_other_models_are_left_alone(tree: Path, tmp_path: Path) -> None:
+    """Such as a download that was ended; what this task needs is there."""
+    root = Path(shutil.copytree(tree, tmp_path / "models"))
+    for name in ("flux*", VAES["Wan2.2_VAE"]):
+        cut(name, 9)(root, {})
+    asked, _ = composed(root, "--task", "t2v-A14B")
+    assert asked.setup.checkpoint.vae == root / "vae" / VAES["Wan2.1_VAE"]
+
+
 # The tokenizer in a text encoder's file.
 
 
