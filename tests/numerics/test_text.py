@@ -29,3 +29,17 @@ def test_a_prompt_is_embedded_as_with_512_tokens(tiny, dtype: torch.dtype, words
     assert found.shape == (length, whole.shape[1])
     limit = 1e-6 if dtype == torch.float32 else 0.03  # the last bit of a product of other rows
     assert (found - whole[:length]).abs().max() <= limit * whole[:length].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cleaned"),
+    [
+        ("<b> a &amp;amp; b", "<b> a & b"),  # ftfy leaves HTML's words where there are tags
+        ("a &lt; b", "a < b"),
+        ("  a\n\t b\u3000c ", "a b c"),
+        ("ｆｕｌｌ，ｗｉｄｔｈ", "full,width"),
+        ("schÃ¶n, “q”", 'schön, "q"'),
+    ],
+)
+def test_a_prompt_is_cleaned_as_officially(prompt: str, cleaned: str) -> None:
+    assert text.clean_prompt(prompt) == cleaned
