@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import imageio
 import numpy as np
@@ -17,6 +18,9 @@ from tests.conftest import slow
 from tests.dist import GENERATE, TORCHRUN
 from tests.inputs import changed_contents
 from wan.cli import main as generate
+from wan.pipeline.following import controlled
+from wan.pipeline.sources import ControlSources
+from wan.settings.presets import PRESETS
 
 SIZE = (64, 48)
 
@@ -135,6 +139,31 @@ def test_repeated_pictures_and_a_step_cache(asked: list[str], files: Path, tmp_p
     record = json.loads((tmp_path / "v.json").read_text())
     assert record["step_cache"]["computed"]["cond"] == [0, 3]
     assert len(record["settings"]["src_ref_images"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "default", "counted"),
+    [
+        (100, None, None, None),
+        (80, None, None, 77),
+        (80, 33, None, None),
+        (33, None, 17, None),
+        (16, None, 17, 13),
+        (33, 33, 81, None),
+    ],
+)
+def test_how_many_frames_of_a_source_are_taken(
+    source: int, given: int | None, default: int | None, counted: int | None
+) -> None:
+    """As many as are asked for, by the checkpoint's or the task's default; or all, 4n + 1."""
+    values, defaults, wanted = (
+        {} if count is None else {"frame_num": count} for count in (given, default, counted)
+    )
+    video: Any = object()  # which is not read yet
+    found = controlled(
+        values, PRESETS["vace-1.3B"], ControlSources(frames=source, video=video), defaults
+    )
+    assert found == {"references": 0, **wanted}
 
 
 def test_a_shorter_and_larger_video_than_the_default(
@@ -331,6 +360,16 @@ def test_bad_input(
     assert run(*asked, *flags(tmp_path), "--save_file", out) == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("generate.py")]
     assert said in line and not out.exists()
+
+
+@pytest.mark.parametrize("count", [2, 7, 9])
+def test_a_weight_for_some_control_blocks(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The published network has eight, which take one number or eight."""
+    weights = ",".join(["0.5"] * count)
+    plan = ("--plan", "--task", "vace-14B", "--device", "cuda")
+    assert run(*plan, "--conditioning_scale", weights) == 2
+    said = f"has {count} numbers, and the network has 8 control blocks; give one number, or 8"
+    assert said in capsys.readouterr().err
 
 
 def test_other_tasks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
