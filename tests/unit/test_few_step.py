@@ -140,6 +140,7 @@ def test_experts_by_step() -> None:
 
 REFUSED = {
     "rising": ("--timesteps 500,1000", "must be falling timesteps"),
+    "twice the same": ("--timesteps 1000,500,500", "must be falling timesteps"),
     "not numbers": ("--timesteps a,b", "must be a number"),
     "beyond": ("--timesteps 1001,5", "above 0 and at most 1000"),
     "shift beside": ("--timesteps 1000,500 --sample_shift 5", "drop it, or --sample_shift"),
