@@ -116,7 +116,8 @@ def test_many_videos_may_be_left_and_others_made_between(grouped: bool, tiny) ->
     expected = [model.generate(text, **args) for text in ("one", "two")]
     videos = model.generate_many(["one", "two", "three"], group_by_expert=grouped, **args)
     assert torch.equal(next(videos), expected[0])
-    assert torch.equal(model.generate("two", offload_model="block", **args), expected[1])
+    for offload in ("block", False):
+        assert torch.equal(model.generate("two", offload_model=offload, **args), expected[1])
     assert torch.equal(next(videos), expected[1])
     made = weakref.ref(model._pipeline.experts.get("high_noise"))
     videos.close()
@@ -175,6 +176,19 @@ def test_an_edited_boundary_counts(tiny) -> None:
     config.boundary = 0.1
     edited = wan.WanT2V(config, tiny("t2v-A14B")).generate("a", sampling_steps=4, **args)
     assert not torch.equal(usual, edited)
+
+
+def test_an_edited_negative_prompt_counts(tiny) -> None:
+    """It stands for what a call leaves open."""
+    from copy import deepcopy
+
+    config = deepcopy(WAN_CONFIGS["ti2v-5B"])
+    config.sample_neg_prompt = "grey"
+    args = {"size": (32, 32), "output_type": "latent", **QUICK}
+    usual, edited = (wan.WanTI2V(one, tiny("ti2v-5B")) for one in ("ti2v-5B", config))
+    found = edited.generate("a", **args)
+    assert torch.equal(found, usual.generate("a", n_prompt="grey", **args))
+    assert not torch.equal(found, usual.generate("a", **args))
 
 
 @pytest.mark.parametrize(
