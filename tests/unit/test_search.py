@@ -448,3 +448,23 @@ def test_a_tokenizer_of_other_values_in_gguf(changed: dict[str, Any], tmp_path: 
     writer.close()
     with pytest.raises(InputError, match="holds a damaged tokenizer"):
         vocabulary(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("kind", ["UINT8", "INT8", "INT32"])
+def test_rules_of_a_tokenizer_in_gguf_are_bytes_with_or_without_a_sign(
+    kind: str, tmp_path: Path
+) -> None:
+    import gguf
+
+    rules, path = bytes(range(256)), tmp_path / "x.gguf"
+    values = [value - 256 if kind == "INT8" and value > 127 else value for value in rules]
+    writer = gguf.GGUFWriter(path, "t5encoder")
+    writer.add_token_list(["<pad>", "</s>", "<unk>"])
+    writer.add_token_scores([0.0, 0.0, 0.0])
+    array, number = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind]
+    writer.add_key_value(f"{GGML}.precompiled_charsmap", values, array, sub_type=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert vocabulary(path).charsmap == rules
