@@ -17,6 +17,7 @@ from wan.cli import main as generate
 from wan.cli import many
 from wan.cli.clip_files import ClipFiles
 from wan.pipeline.clips import Clip
+from wan.pipeline.video import save_latents
 
 # Clips. Those of a run count as done for another run where it would make the same.
 
@@ -207,3 +208,28 @@ def test_a_video_of_another_precision_is_made_again(again: Callable[..., bool]) 
     """The CPU has float32 where nothing is said."""
     assert again("plain", LINES["plain"], "--precision", "fp32")
     assert not again("plain", LINES["plain"], "--precision", "bf16")
+
+
+# Latents that are decoded again. The new video has another name than what is there.
+
+
+@pytest.mark.parametrize(
+    ("there", "name"),
+    [
+        ([], "v.mp4"),
+        (["v.mp4"], "v-2.mp4"),
+        (["v.json"], "v-2.mp4"),
+        (["v.mp4", "v-2.json"], "v-3.mp4"),
+    ],
+)
+def test_decoding_writes_over_no_video_and_no_record(
+    there: list[str], name: str, tmp_path: Path
+) -> None:
+    """A video may have been moved away, and its record left."""
+    made = generate.resolved([*COMMON, "--save_file", str(tmp_path / "v.mp4")])
+    latents = tmp_path / "x.safetensors"
+    save_latents(torch.zeros(made.request.latent_shape), latents, made.settings)
+    for file in there:
+        (tmp_path / file).touch()
+    again = generate.resolved(["--decode_latents", str(latents)])
+    assert again.output.save_file == tmp_path / name

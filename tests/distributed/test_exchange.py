@@ -109,6 +109,9 @@ def exchange_what_cannot_be() -> dict[str, str]:
         with pytest.raises(ValueError) as refusal:
             all_to_all_4D(given, *axes, None)
         said[name] = str(refusal.value)
+    with pytest.raises(ValueError) as refusal:  # also where ranks have heads of their own number
+        all_to_all_4D(x, 1, 2, None, (1, 3))
+    said["tokens beside heads"] = str(refusal.value)
     return said
 
 

@@ -27,7 +27,7 @@ from wan import device as devices
 from wan import host
 from wan.cli.failures import describe, say, terminable
 from wan.distributed.mesh import Team
-from wan.distributed.start import Once, Patience, Prepared, run
+from wan.distributed.start import Once, Patience, Prepared, Statement, run, verdict
 from wan.settings.errors import InputError
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pairs")]
@@ -145,6 +145,14 @@ def differ(what: str) -> int:
         return prepared({"--frame_num": 5 + (rank() if what == "fact" else 0), "line 2": line})
 
     return start(prepare)
+
+
+def test_what_one_rank_alone_states_is_compared() -> None:
+    less, more = {"--frame_num": 5}, {"--frame_num": 5, "--lora": "a"}
+    for facts, how in (((less, more), "a, but not given"), ((more, less), "not given, but a")):
+        said = [Statement(rank, "here", facts=own) for rank, own in enumerate(facts)]
+        sentence = f"rank 1 on here: --lora is {how} on rank 0; start all ranks alike."
+        assert verdict(said) == sentence
 
 
 def make(outcome: str) -> int:

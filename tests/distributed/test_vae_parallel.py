@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from wan.checkpoint.layout import describe
 from wan.cli import main as generate
 from wan.device import resolve
 from wan.distributed.exchange import ALONE
+from wan.pipeline import memory
 from wan.pipeline.decoding import Codec
 from wan.pipeline.vae import Collected, blueprint, published
 from wan.run import make_setup
@@ -200,6 +202,21 @@ def test_published_widths(world: int, version: str, size: tuple[int, ...]) -> No
     assert most <= 1 and share <= 1e-4
 
 
+def fails_on_one_rank() -> None:
+    def make() -> int:
+        if torch.distributed.get_rank() == 1:
+            raise MemoryError("no room")
+        return torch.distributed.get_rank()
+
+    with pytest.raises(MemoryError, match="A rank has run out of memory in the autoencoder"):
+        shared(4).together(make)
+    assert shared(4).together(torch.distributed.get_rank) == torch.distributed.get_rank()
+
+
+def test_all_ranks_give_up_with_one_that_has_no_memory() -> None:
+    run(3, fails_on_one_rank)
+
+
 QUICK = ["--size", "64*96", "--frame_num", "9", "--sample_steps", "1", "--base_seed", "7"]
 
 
@@ -328,3 +345,32 @@ def test_an_idle_rank_waits_as_often_as_the_others_agree(
             found.append(agreements(Codec(setup, resolve("cpu"), vae.get, rows), frames))
         main, idle = found
         assert main == idle and min(main) > frames, (is_shared, frames)
+
+
+class DamagedError(Exception):
+    """A file of weights is no more what it was, which no other method mends."""
+
+
+@pytest.mark.parametrize(
+    ("free", "method"),
+    [(1.1, "whole frames"), (0.6, "rows shared by all ranks"), (0.4, "tiles")],
+)
+def test_a_rank_needs_memory_for_its_own_rows(
+    free: float, method: str, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks that share the rows each has half; what fails but for memory ends the run."""
+    monkeypatch.setattr("wan.vae.sharded.dist.all_reduce", lambda *_, **__: None)
+    setup = make_setup({}, PRESETS["t2v-1.3B"], describe(tiny("t2v-1.3B")), world=2)[0]
+    need = memory.vae_activations(setup, "decode", (3, 32, 16))
+    device: Any = SimpleNamespace(free_memory=lambda: free * need, empty_cache=lambda: None)
+
+    def load() -> NoReturn:
+        raise DamagedError
+
+    def rows(height: int, together: bool) -> ShardedRows:
+        return ShardedRows(ALONE, even(height, 2) if together else (height, 0), CPU)
+
+    codec = Codec(setup, device, load, rows)
+    with pytest.raises(DamagedError):
+        codec.decode(random(16, 3, 4, 2), Collected(CPU), lambda: None)
+    assert codec.used == method

@@ -33,3 +33,17 @@ def test_a_prompt_is_embedded_as_with_512_tokens(tiny: Any, dtype: torch.dtype) 
         assert found.shape == (length, whole.shape[1]), words
         error = (found - whole[:length]).abs().max()
         assert error <= limit * whole[:length].abs().max(), words
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cleaned"),
+    [
+        ("<b> a &amp;amp; b", "<b> a & b"),  # ftfy leaves HTML's words where there are tags
+        ("a &lt; b", "a < b"),
+        ("  a\n\t b\u3000c ", "a b c"),
+        ("ｆｕｌｌ，ｗｉｄｔｈ", "full,width"),
+        ("schÃ¶n, “q”", 'schön, "q"'),
+    ],
+)
+def test_a_prompt_is_cleaned_as_officially(prompt: str, cleaned: str) -> None:
+    assert text.clean_prompt(prompt) == cleaned

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import Refusals, Tiny, slow
 from tests.tasks.conftest import Asked, frames, run
 from tests.tasks.tasks import QUICK, moving_box, picture
+from wan.pipeline.following import controlled
+from wan.pipeline.sources import ControlSources
+from wan.settings.presets import PRESETS
 
 pytestmark = pytest.mark.xdist_group("tasks")
 
@@ -68,6 +72,30 @@ def test_a_shorter_and_larger_video_than_the_default(one: Asked, tmp_path: Path)
     assert run(*argv, "--src_video", source, "--save_file", tmp_path / "v.mp4") == 0
     record = json.loads((tmp_path / "v.json").read_text())
     assert record["video"] == {"frames": 5, "width": 64, "height": 48, "fps": 24}
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "default", "counted"),
+    [
+        (100, None, None, None),
+        (80, None, None, 77),
+        (80, 33, None, None),
+        (33, None, 17, None),
+        (16, None, 17, 13),
+        (33, 33, 81, None),
+    ],
+)
+def test_how_many_frames_of_a_source_are_taken(
+    source: int, given: int | None, default: int | None, counted: int | None
+) -> None:
+    """As many as are asked for, by the checkpoint's or the task's default; or all, 4n + 1."""
+    values, defaults, wanted = (
+        {} if count is None else {"frame_num": count} for count in (given, default, counted)
+    )
+    video: Any = object()  # which is not read yet
+    sources = ControlSources(frames=source, video=video)
+    found = controlled(values, PRESETS["vace-1.3B"], sources, defaults)
+    assert found == {"references": 0, **wanted}
 
 
 @pytest.mark.slow
@@ -131,5 +159,8 @@ def test_what_is_refused(
         (tmp_path / name).write_bytes(b"x" * 999)
     start = without(one, *one.inputs)
     refusals("vace", {case: [*start, *flags] for case, flags in BAD.items()})
+    weights = {f"{n} of 8 weights": ",".join(["0.5"] * n) for n in (2, 7, 9)}
+    plan = ["--plan", "--task", "vace-14B", "--device", "cuda", "--conditioning_scale"]
+    refusals("vace: plans", {case: [*plan, scale] for case, scale in weights.items()})
     others = {case: ["--task", "t2v-1.3B", *flags] for case, flags in OF_OTHERS.items()}
     refusals("vace: with other tasks", others)

@@ -110,7 +110,8 @@ def test_many_videos_may_be_left_and_others_made_between(grouped: bool, t2v) -> 
     expected = [t2v.generate(text, **LATENT) for text in ("one", "two")]
     videos = t2v.generate_many(["one", "two", "three"], group_by_expert=grouped, **LATENT)
     assert torch.equal(next(videos), expected[0])
-    assert torch.equal(t2v.generate("two", offload_model="block", **LATENT), expected[1])
+    for offload in ("block", False):
+        assert torch.equal(t2v.generate("two", offload_model=offload, **LATENT), expected[1])
     assert torch.equal(next(videos), expected[1])
     made = weakref.ref(t2v._pipeline.experts.get("high_noise"))
     videos.close()
@@ -159,6 +160,17 @@ def test_an_edited_boundary_counts(t2v, tiny) -> None:
     config.boundary = 0.1
     edited = wan.WanT2V(config, tiny("t2v-A14B")).generate("a", **LATENT)
     assert not torch.equal(edited, t2v.generate("a", **LATENT))
+
+
+def test_an_edited_negative_prompt_counts(tiny) -> None:
+    """It stands for what a call leaves open."""
+    config = deepcopy(WAN_CONFIGS["ti2v-5B"])
+    config.sample_neg_prompt = "grey"
+    args = {"size": (32, 32), "output_type": "latent", **QUICK}
+    usual, edited = (wan.WanTI2V(one, tiny("ti2v-5B")) for one in ("ti2v-5B", config))
+    found = edited.generate("a", **args)
+    assert torch.equal(found, usual.generate("a", n_prompt="grey", **args))
+    assert not torch.equal(found, usual.generate("a", **args))
 
 
 def sparse(tiny, **settings) -> wan.WanT2V:

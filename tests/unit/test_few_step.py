@@ -137,6 +137,7 @@ def test_refused() -> None:
     eight = "1000,700,600,500,400,300,200,100"
     table = {
         "rising": "--timesteps 500,1000",
+        "twice the same": "--timesteps 1000,500,500",
         "not numbers": "--timesteps a,b",
         "beyond": "--timesteps 1001,5",
         "shift beside": "--timesteps 1000,500 --sample_shift 5",

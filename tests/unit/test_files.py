@@ -83,6 +83,17 @@ def test_a_large_file_that_differs_in_a_byte(tmp_path: Path) -> None:
     assert len(seen) == 4
 
 
+def test_a_small_file_that_differs_in_a_byte(tmp_path: Path) -> None:
+    """Anywhere: a LoRA of some megabytes is compared whole."""
+    path, found = tmp_path / "x.safetensors", set[str]()
+    for place in range(0, 1_000_000, 49_999):
+        content = bytearray(1_000_000)
+        content[place] = 1
+        path.write_bytes(content)
+        found.add(fingerprint([path]))
+    assert len(found) == 21
+
+
 def test_shards_are_numbered_with_as_many_digits_as_they_were(tmp_path: Path) -> None:
     for width in (3, 5):
         paths = [tmp_path / f"x-{n:0{width}}-of-{2:0{width}}.safetensors" for n in (1, 2)]

@@ -69,6 +69,17 @@ def test_bfloat16_is_rounded_once() -> None:
     assert (found.double() - expected(linear, x)).abs().max() <= 2**-8 * found.abs().max()
 
 
+@pytest.mark.parametrize("kind", [KeptLinear, FP8Linear])
+def test_each_row_of_a_large_weight_has_its_own_scale(kind: type[KeptLinear]) -> None:
+    """A weight is upcast some rows at a time, 16.8 million values at most."""
+    side = 4100
+    scale = torch.arange(1.0, side + 1).unsqueeze(1)
+    weight = torch.ones(side, side, dtype=torch.uint8).mul_(56).view(E4M3)  # the bits of 1.0
+    linear = kind(weight, Tensor.float, None, in_features=side, scale=scale)
+    unit = torch.eye(1, side)
+    torch.testing.assert_close(linear(unit), scale.T)
+
+
 @pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 def test_a_run(precision: str, tiny: Any, tmp_path: Path, one_thread: None) -> None:
     """Near the run of the same values; a layer that is marked so keeps its products."""

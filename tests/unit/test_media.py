@@ -208,6 +208,16 @@ def test_a_plain_sound_keeps_its_samples(tmp_path: Path) -> None:
         assert (media.read_sound(path).samples == decoded).all(), suffix
 
 
+def test_channels_are_averaged(tmp_path: Path) -> None:
+    """A voice may be on the left, on the right, or in the middle."""
+    path, graph = tmp_path / "a.wav", "amerge,aformat=channel_layouts=stereo"
+    tones = [*lavfi("sine=f=300:d=1.3:r=16000"), *lavfi("sine=f=700:d=1.3:r=16000,volume=3")]
+    ffmpeg(*tones, "-filter_complex", graph, path)
+    left, right = np.frombuffer(ffmpeg("-i", path, "-f", "f32le", "-"), np.float32).reshape(-1, 2).T
+    assert np.abs(left - right).max() > 0.1
+    np.testing.assert_allclose(media.read_sound(path).samples, (left + right) / 2, atol=1e-6)
+
+
 def stripes(path: Path, width: int, height: int) -> Path:
     pixels = torch.from_numpy(COLOURS / 127.5 - 1).float().T.repeat_interleave(width // 4, 1)
     video.save_video(pixels[:, None, None].expand(3, 3, height, width), Output(path, fps=16))

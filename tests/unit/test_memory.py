@@ -258,3 +258,14 @@ def test_weights_that_are_used_where_they_are_mapped_take_nothing(task: str, tin
     """Those of attention to the sound or the face, too, which are not named as blocks."""
     words = ("--task", task, "--ckpt_dir", tiny(task), "--device", "cpu", "--precision", "bf16")
     assert not needed(*words)["denoising"]["DiT weights"]
+
+
+@pytest.mark.parametrize(
+    ("offload", "parameters"), [("cpu", 2 * 14_288_491_584 + 5_680_910_336), ("true", 0)]
+)
+def test_host_memory_of_networks_that_wait(offload: str, parameters: int) -> None:
+    """By hand: both experts and the text encoder in bfloat16."""
+    words = ["--task", "t2v-A14B", "--size", "64*64", "--frame_num", "5", "--device", "cuda"]
+    words += ["--convert_model_dtype", "--offload_model", offload]
+    run = planned(*words)
+    assert Planner(run.setup, run.request).host() == 2 * parameters

@@ -162,6 +162,17 @@ def test_text_cache_is_exact_and_computes_once() -> None:
     assert not torch.equal(a, b), "a context changed in place must not be found in the cache"
 
 
+def test_training_uses_nothing_that_is_kept() -> None:
+    """Each forward with gradients has a graph of its own, also behind one without."""
+    net, (x, context) = model(collaborators=CACHED).requires_grad_(True), inputs()
+    with torch.no_grad():
+        net([x], torch.tensor([7]), [context], 18)
+    for _ in range(2):
+        net.zero_grad()
+        net([x], torch.tensor([7]), [context], 18)[0].square().mean().backward()
+        assert [name for name, one in net.named_parameters() if one.grad is None] == []
+
+
 @torch.no_grad()
 def test_moving_the_model_forgets_text() -> None:
     """What was computed with the weights before is computed again."""

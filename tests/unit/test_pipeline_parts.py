@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import imageio
@@ -26,11 +27,11 @@ from tests.refusals import check_refusals, said
 from wan import log
 from wan.kernels.base import StepInfo
 from wan.pipeline import clip, conditioning
-from wan.pipeline.denoise import Conditions, guide, velocity
+from wan.pipeline.denoise import Conditions, Denoising, guide, velocity
 from wan.pipeline.pipeline import Experts
 from wan.pipeline.video import load_latents, save_latents, save_video, to_uint8
 from wan.settings.command import Output
-from wan.settings.errors import InputError
+from wan.settings.errors import InputError, NotFiniteError
 from wan.settings.presets import PRESETS
 from wan.settings.request import Request, make_request
 from wan.settings.timesteps import expert_at, schedule
@@ -46,16 +47,25 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def prepare(r: Request, image: Image.Image | None, encode) -> Conditions:
+def prepare(
+    r: Request, image: Image.Image | None, encode, start: torch.Tensor | None = None
+) -> Conditions:
     contexts = (torch.zeros(1, 4), torch.zeros(1, 4))
     images = [] if image is None else [image]
-    return conditioning.prepare(r, contexts, images, encode, None, torch.device("cpu"))
+    return conditioning.prepare(r, contexts, images, encode, None, torch.device("cpu"), start)
 
 
 def test_noise_is_the_first_draw_of_the_seed() -> None:
     generator = torch.Generator().manual_seed(3)
     expected = torch.randn(16, 3, 8, 12, generator=generator)
     assert torch.equal(prepare(request("t2v-A14B"), None, None).start, expected)
+
+
+def test_later_noise_is_that_of_the_seed_whatever_a_video_begins_with() -> None:
+    r, start = request("t2v-A14B"), torch.ones(16, 3, 8, 12)
+    drawn, given = (prepare(r, None, None, latents) for latents in (None, start))
+    assert torch.equal(given.start, start)
+    assert torch.equal(given.draw(), drawn.draw())
 
 
 def test_clip_features_are_those_of_transformers(tiny, tmp_path: Path) -> None:
@@ -174,6 +184,19 @@ def test_what_the_model_is_told() -> None:
         given_y = kwargs.pop("y", None)
         assert given_y is None if y is None else given_y[0] is y
         assert kwargs == {"step": replace(step, branch=branch), "seq_len": 6}
+
+
+@pytest.mark.parametrize(("broken", "noticed"), [(0, 1), (1, 3), (2, 3)])
+def test_latents_that_are_not_finite_make_no_video(broken: int, noticed: int) -> None:
+    """They are looked at behind the first step and the last one; a look waits for the device."""
+    asked = replace(request("t2v-1.3B"), sample_steps=3)
+
+    def network(x: list[torch.Tensor], *_: object, step: StepInfo, **__: object) -> Any:
+        return [torch.full_like(x[0], torch.nan if step.index == broken else 0.0)]
+
+    experts: Any = SimpleNamespace(get=lambda _: network, prefetch=lambda _: None)
+    with pytest.raises(NotFiniteError, match=f"after step {noticed} of 3"):
+        Denoising(asked, prepare(asked, None, None)).advance(experts)
 
 
 @pytest.mark.parametrize(("offload", "loads"), [(True, "abab"), (False, "ab")])

@@ -140,6 +140,19 @@ def test_bytes_against_the_layers(
     assert waited == pytest.approx(to_all * (ulysses - 1) / ulysses + hops, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("words", "branches"), [("", 2), ("--cfg_size 2", 1), ("--sample_guide_scale 1", 1)]
+)
+def test_a_rank_calls_each_layer_once_a_step_and_branch(
+    words: str, branches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the guidance branches it computes both, or one of them, or there is one."""
+    monkeypatch.chdir(tmp_path)
+    given = f"--task t2v-1.3B --ulysses_size 2 --sample_steps 5 {words}"
+    run = planned(*given.split())
+    assert Workload.of(run).layers == 30 * 5 * branches
+
+
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict"]) == 0
     out = capsys.readouterr().out

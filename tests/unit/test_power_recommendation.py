@@ -61,6 +61,16 @@ def test_a_mode_whose_interval_overlaps_the_fastest_ones_is_as_good() -> None:
     assert recommend(results)[0] == BLOCK
 
 
+@pytest.mark.parametrize(
+    ("seconds", "is_faster"),
+    [([9.5, 9.6, 9.7, 9.8, 9.9], True), ([9.7, 9.8, 9.9, 10.3, 10.4], False)],
+)
+def test_a_mode_must_be_certainly_faster(seconds: list[float], is_faster: bool) -> None:
+    """By hand: the baseline takes 10 s; the other mode takes less in all or in most rounds."""
+    chosen, _ = recommend([Result(BASE, [10.0] * 5), Result(INSERT, seconds)])
+    assert chosen == (INSERT if is_faster else BASE)
+
+
 def test_rest_is_told_from_overlap() -> None:
     words = {
         0.97: "the rests that help.",

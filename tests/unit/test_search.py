@@ -259,6 +259,15 @@ def test_wrong_mixtures(tree: Path, tmp_path: Path) -> None:
     check_refusals("search: mixtures", found, hide=PARSERS)
 
 
+def test_damaged_files_of_other_models_are_left_alone(tree: Path, tmp_path: Path) -> None:
+    """Such as a download that was ended; what this task needs is there."""
+    root = Path(shutil.copytree(tree, tmp_path / "models"))
+    for name in ("flux*", VAES["Wan2.2_VAE"]):
+        cut(name, 9)(root, {})
+    asked, _ = composed(root, "--task", "t2v-A14B")
+    assert asked.setup.checkpoint.vae == root / "vae" / VAES["Wan2.1_VAE"]
+
+
 # The tokenizer in a text encoder's file.
 
 
@@ -424,3 +433,23 @@ def test_damaged_tokenizers_are_refused(spiece: Path, tiny: Any, tmp_path: Path)
         found[str(changed)] = said(vocabulary, path)
     sentence = re.compile(r"\S+ holds a damaged tokenizer \(.+\); download it again\.")
     assert not {name: words for name, words in found.items() if not sentence.fullmatch(words)}
+
+
+@pytest.mark.parametrize("kind", ["UINT8", "INT8", "INT32"])
+def test_rules_of_a_tokenizer_in_gguf_are_bytes_with_or_without_a_sign(
+    kind: str, tmp_path: Path
+) -> None:
+    import gguf
+
+    rules, path = bytes(range(256)), tmp_path / "x.gguf"
+    values = [value - 256 if kind == "INT8" and value > 127 else value for value in rules]
+    writer = gguf.GGUFWriter(path, "t5encoder")
+    writer.add_token_list(["<pad>", "</s>", "<unk>"])
+    writer.add_token_scores([0.0, 0.0, 0.0])
+    array, number = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind]
+    writer.add_key_value(f"{GGML}.precompiled_charsmap", values, array, sub_type=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert vocabulary(path).charsmap == rules

@@ -108,6 +108,16 @@ def test_every_official_flag_is_known_or_refused_by_name() -> None:
     assert not set(flags.FLAGS) & set(flags.REFUSED)
 
 
+@pytest.mark.parametrize(
+    ("size", "shift"), [((832, 480), 3.0), ((480, 832), 3.0), ((1280, 720), 5.0), ((480, 480), 5.0)]
+)
+def test_the_shift_of_a_small_video(size: tuple[int, int], shift: float) -> None:
+    """Of Wan2.1's image models, also upright; what is asked for wins."""
+    preset = PRESETS["i2v-14B"]
+    assert make_request(preset, {"size": size}, size).sample_shift == shift
+    assert make_request(preset, {"size": size, "sample_shift": 7.0}, size).sample_shift == 7.0
+
+
 AT_ONCE = [task for task, preset in PRESETS.items() if preset.infer_frames is None]
 
 

@@ -348,10 +348,10 @@ def test_branches_samples_and_runs_have_their_own() -> None:
         through(cache, blocks, x, step(0, branch=branch))
     assert blocks.calls == [2]
     through(cache, blocks, x, step(1))
-    assert blocks.calls == [2]
+    assert blocks.calls == [2] and cache.skipped_steps() == 1
     cache.begin(listed(False, False))
     through(cache, blocks, x, step(1))
-    assert blocks.calls == [3]
+    assert blocks.calls == [3] and cache.skipped_steps() == 0
 
 
 TURNS = [(branch, sample) for branch in policy.BRANCHES for sample in (0, 1)]
@@ -447,13 +447,15 @@ def test_attention_outputs_are_kept_for_the_next_steps_only() -> None:
     assert not any(ref() is not None for ref in alive), "nobody will ask for them again"
 
 
-def test_the_rebuilt_branch_has_the_kept_difference() -> None:
+@pytest.mark.parametrize(("h", "w"), [(8, 8), (5, 7)])
+def test_the_rebuilt_branch_has_the_kept_difference(h: int, w: int) -> None:
     """Low frequencies of it as they were, high ones a fifth stronger."""
     cache = kept("cfg")
     cache.begin({"cond": (True, True), "uncond": (True, False)})
-    h = w = 8
-    slow = torch.cos(2 * torch.pi * torch.arange(w) / w).expand(2, 3, h, w)
-    fast = torch.cos(torch.pi * torch.arange(w)).expand(2, 3, h, w)
+    slow, fast = (
+        torch.cos(2 * torch.pi * periods * torch.arange(w) / w).expand(2, 3, h, w)
+        for periods in (1, w // 2)
+    )
     cond, later = torch.randn(2, 3, h, w), torch.randn(2, 3, h, w)
     told = {"cond": cond, "uncond": cond + slow + fast}
     first = cache(0, both_here, told.__getitem__)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.conftest import slow
 from wan.checkpoint.keymaps import vae_diffusers_name
-from wan.pipeline.vae import STATISTICS, VideoVAE
+from wan.pipeline.vae import STATISTICS, Collected, VideoVAE
+from wan.vae import tiles
 from wan.vae.network import VERSIONS, Autoencoder
 
 FILES = {"2.1": ("t2v-A14B", "Wan2.1_VAE.pth"), "2.2": ("ti2v-5B", "Wan2.2_VAE.pth")}
@@ -129,3 +130,21 @@ def test_bfloat16_is_near(pair, version: str) -> None:
     near, exact = decoded(rounded, z), decoded(our, z)
     assert near.dtype == torch.bfloat16
     assert ((near - exact).square().mean() / exact.square().mean()).sqrt() <= 0.05
+
+
+def test_what_a_plan_counts_of_tiles() -> None:
+    """By hand: the video, 64 rows of each tile above, 64 columns of the one to the left."""
+    widths, height = (256, 256, 116), 256  # of tiles that begin at the columns 0, 192 and 384
+    pixels = 300 * 500 + 64 * (sum(widths) + height)
+    assert tiles.kept_bytes((300, 500), 5) == 4 * 3 * 5 * pixels
+    assert tiles.kept_bytes((256, 256), 5) == 0
+
+
+def test_a_video_that_is_decoded_anew_begins_with_its_first_frame() -> None:
+    whole, video = Collected(torch.device("cpu")), torch.rand(3, 5, 4, 6)
+    whole.begin((5, 4, 6))
+    whole.put(torch.rand(3, 1, 4, 6))  # then memory was too short
+    whole.begin((5, 4, 6))
+    for first, end in ((0, 1), (1, 5)):
+        whole.put(video[:, first:end])
+    assert torch.equal(whole.video, video)
