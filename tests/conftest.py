@@ -20,18 +20,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 Tiny = Callable[..., Path]
 
 
-LONG = (
-    "serve",
-    "ranks",
-    "pairs",
-    "test_long_videos.py",
-    "test_s2v.py",
-    "test_plan.py",
-    "test_animate.py",
-)
+LONG = ("serve", "tasks", "ranks", "pairs", "test_long_videos.py", "torchrun", "test_plan.py")
 """Groups of tests that take longest: they begin first, so that no worker waits for another."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files stay with a worker; those that need ranks with one, which starts pools of them once.
 

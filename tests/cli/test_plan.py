@@ -60,7 +60,7 @@ def test_a_checkpoints_own_sizes(tiny, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "task", ["ti2v-5B", *map(slow, ("t2v-14B", "t2v-1.3B", "i2v-A14B", "i2v-14B"))]
+    "task", [*map(slow, ("ti2v-5B", "t2v-14B", "t2v-1.3B", "i2v-A14B", "i2v-14B"))]
 )
 def test_every_task_without_a_checkpoint_or_image(task: str, plan: Plan) -> None:
     code, out, _ = plan("--plan", "--task", task, "--ulysses_size", 4)

@@ -124,6 +124,7 @@ def run_without_memory(front: str) -> int:
     return ranks.run(Path(front))
 
 
+@pytest.mark.slow  # two interpreters; tests/distributed/test_launch.py has it without a service
 @pytest.mark.dist
 @pytest.mark.xdist_group("serve")
 def test_a_rank_without_memory_says_so_and_all_end(tmp_path: Path) -> None:

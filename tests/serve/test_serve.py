@@ -222,6 +222,7 @@ def test_a_job_that_one_rank_cannot_go_on_with(
 STRANGE = (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b'{"secret": "no"}\n', b"x" * 100_000)
 
 
+@pytest.mark.slow  # tests/serve/test_group.py has it with ranks that have no model
 def test_a_killed_rank(served: Served) -> None:
     """Its job is made again by new ranks, which strangers at the front's port do not keep out."""
     before = served.health()["restarts"]

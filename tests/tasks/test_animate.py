@@ -12,7 +12,7 @@ import torch
 
 from tests.conftest import Refusals
 from tests.tasks.conftest import Asked
-from tools.make_character import write
+from tests.tasks.tasks import moving_box
 
 pytestmark = pytest.mark.xdist_group("tasks")
 
@@ -67,10 +67,8 @@ def redrawn(*names: str, size: tuple[int, int] = (48, 32), count: int = 8) -> Ch
     """Some videos are of another size or length than the others."""
 
     def change(folder: Path) -> None:
-        other = folder.parent / f"{folder.name} redrawn"
-        write(other, size, count)
         for name in names:
-            shutil.copy(other / name, folder / name)
+            moving_box(folder / name, (512, 512) if name == FACE else size, count)
 
     return change
 

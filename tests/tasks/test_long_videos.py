@@ -21,7 +21,7 @@ from tests.tasks.conftest import frames, run
 from tests.tasks.tasks import QUICK
 from wan.cli import main as generate
 
-PROMPTS = ["one", "two", "three", "four"]
+PROMPTS = ["one", "two", "three"]
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +55,19 @@ def kept(asked: list[str], whole: Path, tmp_path_factory: pytest.TempPathFactory
 
 def test_a_video_of_clips(whole: Path) -> None:
     """9 frames, and 4 more of each further clip."""
-    assert frames(whole).shape == (9 + 3 * 4, 32, 48, 3)
+    assert frames(whole).shape == (9 + 2 * 4, 32, 48, 3)
     assert sorted(path.name for path in whole.parent.iterdir()) == ["v.json", "v.mp4"]
     record = json.loads(whole.with_suffix(".json").read_text())
-    assert record["video"]["frames"] == 21 and record["seed"] == 7
+    assert record["video"]["frames"] == 17 and record["seed"] == 7
     assert record["settings"]["clip_prompts"] == PROMPTS
-    assert (record["settings"]["num_clip"], record["settings"]["chain"]) == (4, "latent")
+    assert (record["settings"]["num_clip"], record["settings"]["chain"]) == (3, "latent")
 
 
 def test_a_killed_run_goes_on_where_it_was(asked: list[str], whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "v.mp4"
     argv, clips = [*asked, "--save_file", str(out)], out.with_suffix(".clips")
     with Ranks([{}], generate.main, argv) as killed:
-        killed.until(0, "Clip 3 of 4")
+        killed.until(0, "Clip 3 of 3")
         killed.processes[0].kill()
         assert killed.ended() == [-signal.SIGKILL]
     made = {path.name: path.stat().st_mtime_ns for path in clips.glob("000[12].*")}
@@ -86,7 +86,7 @@ def test_more_clips_of_a_video_that_is_there(
     assert run(*argv, *PROMPTS[:2]) == 0
     assert frames(out).shape[0] == 13
     assert run(*argv, *PROMPTS) == 0
-    assert "2 of 4 clips are in" in capfd.readouterr().out
+    assert "2 of 3 clips are in" in capfd.readouterr().out
     assert (frames(out) == frames(whole)).all()
     assert run(*argv, "one", "other", "three") == 0
     assert "clip 2 is made again: it differs in prompt" in capfd.readouterr().out
@@ -218,7 +218,7 @@ def test_ranks_go_on_with_a_video_of_one_process(
     argv = [*start, "--save_latents", "--save_file", out, "--clip_prompts"]
     assert run(*argv, *PROMPTS[:2]) == 0
     done = torchrun(2, *argv, *PROMPTS, "--ulysses_size", "2")
-    assert done.returncode == 0 and "2 of 4 clips are in" in done.stdout + done.stderr
+    assert done.returncode == 0 and "2 of 3 clips are in" in done.stdout + done.stderr
     assert np.abs(frames(out).astype(int) - frames(whole)).mean() < 0.05
 
 

@@ -57,7 +57,7 @@ def test_the_files_of_a_run(task: str, asked: Ask) -> None:
     assert {path.name for path in one.video.parent.iterdir()} == names
 
 
-@of("i2v", "vace", "long")
+@of("vace", "long")
 def test_a_record_repeats_the_video(task: str, asked: Ask, tmp_path: Path) -> None:
     one, again = asked(task), tmp_path / "again.mp4"
     assert run("--from_json", one.video.with_suffix(".json"), "--save_file", again) == 0
@@ -65,7 +65,7 @@ def test_a_record_repeats_the_video(task: str, asked: Ask, tmp_path: Path) -> No
     assert again.with_suffix(".latents.safetensors").exists() == one.task.latents
 
 
-@of("vace", "ti2v")
+@of("ti2v")
 def test_kept_latents_decode_to_the_video(
     task: str, asked: Ask, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,14 +81,14 @@ def test_kept_latents_decode_to_the_video(
         assert "--save_latents" in capfd.readouterr().err
 
 
-@of("i2v", "s2v", "animate", "vace")
+@of("i2v", "vace")
 def test_moving_each_block_changes_no_bit(task: str, asked: Ask, tmp_path: Path) -> None:
     one = asked(task)
     flags = ["--offload_model", "block", "--text_kv_cache", "false"]
     assert (one.made(tmp_path / "v.mp4", *flags) == one.frames).all()
 
 
-@of("t2v", "long")
+@of("t2v")
 def test_keeping_all_networks_changes_no_bit(task: str, asked: Ask, tmp_path: Path) -> None:
     one = asked(task)
     assert (one.made(tmp_path / "v.mp4", "--offload_model", "false") == one.frames).all()
@@ -100,7 +100,7 @@ def test_projecting_the_text_anew_changes_no_bit(task: str, asked: Ask, tmp_path
     assert (one.made(tmp_path / "v.mp4", "--text_kv_cache", "false") == one.frames).all()
 
 
-@of("t2v", "ti2v")
+@of("ti2v")
 def test_diffusers_files_give_the_same_video(
     task: str, asked: Ask, tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -113,7 +113,7 @@ def test_diffusers_files_give_the_same_video(
     assert (one.made(tmp_path / "v.mp4", *flags) == one.frames).all()
 
 
-@of("vace", "first and last")
+@of("vace")
 def test_a_step_cache_begins_anew_with_each_video(task: str, asked: Ask, tmp_path: Path) -> None:
     """And with each clip: the record has the steps of the last one."""
     one = asked(task)
@@ -123,7 +123,7 @@ def test_a_step_cache_begins_anew_with_each_video(task: str, asked: Ask, tmp_pat
     assert computed["cond"] == [0, 1, 3] == computed["uncond"]
 
 
-@of("i2v", "long")
+@of("long")
 @pytest.mark.parametrize("grouped", [False, slow(True)])
 def test_a_prompt_file(task: str, grouped: bool, asked: Ask, tmp_path: Path) -> None:
     """Between others: nothing of one video is left for the next."""
@@ -140,7 +140,7 @@ def test_a_prompt_file(task: str, grouped: bool, asked: Ask, tmp_path: Path) -> 
     assert (first != second).any() and (third != second).any()
 
 
-@of("vace", "t2v")
+@of("vace")
 def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: Path) -> None:
     one, out = asked(task), Output(save_file=tmp_path / "v.mp4", fps=asked(task).task.fps)
     model = one.task.python(one.task.checkpoint, one.folder)
@@ -171,7 +171,7 @@ def test_ranks_compare_what_the_video_is_made_from(task: str, asked: Ask, tmp_pa
     assert {flag for flag, _ in one.task.compared} == one.inputs.keys()
 
 
-@of("t2v", "vace")
+@of("vace")
 def test_the_plan_is_what_a_run_takes(task: str, asked: Ask, tmp_path: Path) -> None:
     """Tensors that live at the same time, weights in mapped files left out."""
     one = asked(task)

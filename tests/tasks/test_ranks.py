@@ -34,7 +34,7 @@ DEFAULT = {
     ("t2v", "BlockAttn, sharded weights"),
     ("i2v", "ring, shared VAE"),
     ("vace", "InsertComm"),
-    ("s2v", "a branch each"),
+    ("ti2v", "a branch each"),
     ("long", "overlap"),
 }
 
@@ -63,9 +63,8 @@ def url(path: Path) -> str:
     return f"data:{kind};base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-@pytest.mark.parametrize(
-    "task", [name if name == "first and last" else slow(name) for name in TASKS]
-)
+@pytest.mark.slow  # tests/serve has the service of t2v
+@pytest.mark.parametrize("task", TASKS)
 def test_a_service_makes_the_video(
     task: str, asked: Callable[[str], Asked], tmp_path: Path
 ) -> None:

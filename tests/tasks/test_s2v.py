@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import wan
-from tests.conftest import Refusals, Tiny
+from tests.conftest import Refusals, Tiny, slow
 from tests.tasks.conftest import Asked, frames, run
 from tools.make_sound import write
 from wan.modules.s2v import WanModel_S2V
@@ -68,16 +68,18 @@ def test_the_sound_can_be_cut_to_the_picture(one: Asked, tmp_path: Path) -> None
     assert alike(ours, sound, 3000, 6000) > 0.9 > alike(ours, sound, 0, 6000)
 
 
-def test_poses_and_the_picture_as_first_frame(one: Asked, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("more", "frames"), [(["--start_from_ref"], 12), slow([], 9)])
+def test_poses_and_the_picture_as_first_frame(
+    more: list[str], frames: int, one: Asked, tmp_path: Path
+) -> None:
     pose = tmp_path / "pose.mp4"
     drawn = np.zeros((10, 64, 96, 3), np.uint8)
     for i, frame in enumerate(drawn):
         frame[20:40, 6 * i : 6 * i + 20] = 255
     imageio.mimwrite(pose, [*drawn], fps=16)
-    flags = ["--pose_video", pose, "--num_clip", "1"]
-    assert one.made(tmp_path / "v.mp4", *flags, "--start_from_ref").shape[0] == 12
-    posed = one.made(tmp_path / "w.mp4", *flags)
-    assert np.abs(posed.astype(int) - one.frames[:9]).max() > 20
+    flags = ["--pose_video", pose, "--num_clip", "1", *more]
+    posed = one.made(tmp_path / "v.mp4", *flags).astype(int)
+    assert len(posed) == frames and np.abs(posed[-9:] - one.frames[:9]).max() > 20
 
 
 def test_clips_before_a_failure_are_kept(
