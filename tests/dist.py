@@ -8,6 +8,8 @@ whatever goes wrong, what every rank has said is shown and the ranks go.
 from __future__ import annotations
 
 import atexit
+import gc
+import itertools
 import multiprocessing as mp
 import os
 import re
@@ -47,7 +49,7 @@ def run(world: int, work: Callable[..., Any], *args: Any, timeout: float = 120) 
 
 
 class Pool:
-    """`world` processes in one gloo group."""
+    """`world` processes that are a gloo group while they work."""
 
     def __init__(self, world: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="wan-store-")
@@ -90,22 +92,26 @@ def _serve(pipe: Any, rank: int, world: int, store: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    while True:
+    for number in itertools.count():
         try:
             work, args = pipe.recv()
         except EOFError:
             os._exit(0)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}{number}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=60),
+        )
         try:
-            pipe.send((True, work(*args)))
+            answer = True, work(*args)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        else:  # each group that is left has a thread of gloo that looks for news 100 times a second
+            dist.destroy_process_group()
+            gc.collect()
+        pipe.send(answer)
 
 
 @atexit.register

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
-from functools import cache
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -58,9 +58,13 @@ def shard(x_BSND: Tensor, plan: TokenPlan, fill: float) -> Tensor:
     return F.pad(x_BSND[:, first : first + valid], [0, 0, 0, 0, 0, missing], value=fill)
 
 
-@cache
 def groups(ulysses: int, ring: int) -> tuple[Group, Group]:
-    """This rank's Ulysses group and ring group; made once per pool, by all of its ranks."""
+    """This rank's Ulysses group and ring group; made once in a work, by all of its ranks."""
+    return _groups(ulysses, ring, dist.group.WORLD)
+
+
+@lru_cache(4)
+def _groups(ulysses: int, ring: int, _: Group) -> tuple[Group, Group]:
     rows = [[r * ulysses + u for u in range(ulysses)] for r in range(ring)]
     columns = [list(column) for column in zip(*rows, strict=True)]
     limit = timedelta(seconds=60)  # groups do not take over the default group's
