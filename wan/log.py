@@ -10,11 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("wan")
+_SILENT = ContextVar("silent", default=False)
+logger.addFilter(lambda record: record.levelno >= logging.WARNING or not _SILENT.get())
 _HIDDEN = threading.Event()  # prompts stay out of the log
 
 
@@ -38,6 +41,16 @@ def set_level(name: str) -> None:
     """ "info" or "debug": what the main rank says."""
     if logger.isEnabledFor(logging.INFO):
         logger.setLevel(name.upper())
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Drops the messages below WARNING and the progress bars of this thread, of no other one."""
+    before = _SILENT.set(True)
+    try:
+        yield
+    finally:
+        _SILENT.reset(before)
 
 
 def hide_prompts() -> None:
@@ -66,7 +79,7 @@ def progress(total: int | None, description: str, unit: str) -> Any:
         desc=description,
         unit=unit,
         unit_scale=unit == "B",
-        disable=not logger.isEnabledFor(logging.INFO),
+        disable=_SILENT.get() or not logger.isEnabledFor(logging.INFO),
         dynamic_ncols=not lines,
         **lines,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -346,3 +347,23 @@ def test_messages_to_who_left_early(monkeypatch: pytest.MonkeyPatch, capfd) -> N
         lost = capfd.readouterr().err
         log.logger.info("%d", "no number")
     assert not lost and "TypeError" in capfd.readouterr().err
+
+
+def test_silence_is_that_of_one_thread(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as that which measures a plan in a service; warnings are heard all the same."""
+    for name in ("handlers", "propagate"):
+        monkeypatch.setattr(log.logger, name, getattr(log.logger, name))
+    log.setup()
+    with log.silence():
+        other = threading.Thread(target=log.logger.info, args=("other thread",))
+        other.start()
+        other.join()
+        log.logger.info("silent thread")
+        log.logger.warning("a warning")
+        with log.progress(3, "sampling", "step") as bar:
+            assert bar.disable
+    log.logger.info("afterwards")
+    said = [line.split("] ")[1] for line in capfd.readouterr().out.splitlines()]
+    assert said == ["other thread", "a warning", "afterwards"]

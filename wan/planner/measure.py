@@ -8,7 +8,6 @@ PyTorch's fake tensors.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from wan import log
 from wan.cache.policy import BRANCHES
 from wan.checkpoint.config import ControlConfig, SoundConfig
 from wan.checkpoint.files import TensorInfo
@@ -372,10 +372,8 @@ class Planner:
     @contextmanager
     def _as_rank(self, rank: int, parallel: Parallel) -> Iterator[mesh.Team | None]:
         """Gives this process a rank of a run, and yields its team, None where it is alone."""
-        logging.disable(logging.INFO)  # progress bars are logged, too
         several = parallel.world_size > 1
-        with torch.no_grad(), WithoutData(), ExitStack() as after:
-            after.callback(logging.disable, logging.NOTSET)
+        with torch.no_grad(), WithoutData(), log.silence(), ExitStack() as after:
             if several:
                 fake_process_group(rank, parallel.world_size)
                 after.callback(dist.destroy_process_group)
