@@ -108,7 +108,7 @@ class Served:
     def start(self) -> None:
         """Starts the front, and waits until its ranks can make videos."""
         self._front = Ranks([self._environment], _front, self._argv, self._descriptors)
-        self._process = self._front.processes[0]
+        self.front = self._front.processes[0]
         self.wait(lambda: self.health().get("status") == "ok", 120)
 
     def __enter__(self) -> Served:
@@ -122,7 +122,7 @@ class Served:
         """Waits until something holds."""
         deadline = time.monotonic() + seconds
         while not whether():
-            assert self._process.is_alive(), f"the front has ended\n{self.said()}"
+            assert self.front.is_alive(), f"the front has ended\n{self.said()}"
             assert time.monotonic() < deadline, f"waited {seconds} s\n{self.said()}"
             time.sleep(0.05)
 
@@ -202,15 +202,15 @@ class Served:
 
     def kill(self) -> None:
         """Kills the front."""
-        self._process.kill()
-        self._process.join()
+        self.front.kill()
+        self.front.join()
 
     def stop(self) -> int:
         """Stops the service as an operator does; returns its exit code."""
-        if self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGTERM)
-        self._process.join(60)
-        code: int | None = self._process.exitcode
+        if self.front.is_alive():
+            os.kill(self.front.pid, signal.SIGTERM)
+        self.front.join(60)
+        code: int | None = self.front.exitcode
         assert code is not None, self.said()
         return code
 
