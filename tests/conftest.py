@@ -118,6 +118,7 @@ class Refusals(Protocol):
         table: str,
         cases: Mapping[str, Sequence[object]],
         folders: Mapping[str, Path] | None = None,
+        hide: Sequence[str] = (),
     ) -> None: ...
 
 
@@ -128,7 +129,7 @@ def refusals(
     """refusals(table, {case: argv}): generate.py refuses each case, as `refusals.txt` has it.
 
     In one sentence, with exit code 2, before a weight is read or the demo checkpoint is made, and
-    nothing is written. folders: By case, where it is started.
+    nothing is written. folders: By case, where it is started. hide: As for `check_refusals`.
     """
     from tests.refusals import check_refusals
     from wan.cli import main
@@ -148,6 +149,7 @@ def refusals(
         table: str,
         cases: Mapping[str, Sequence[object]],
         folders: Mapping[str, Path] | None = None,
+        hide: Sequence[str] = (),
     ) -> None:
         before = sorted(tmp_path.rglob("*"))
         codes, said = {}, {}
@@ -160,7 +162,7 @@ def refusals(
             assert said[case].startswith("generate.py: "), (case, said[case])
             said[case] = said[case].removeprefix("generate.py: ")
         assert {case: code for case, code in codes.items() if code != 2} == {}, said
-        check_refusals(table, said)
+        check_refusals(table, said, hide)
         assert sorted(tmp_path.rglob("*")) == before, "something was written"
 
     return check

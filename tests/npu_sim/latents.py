@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -13,9 +12,7 @@ from torch import Tensor
 from tests.npu_sim.ranks import on_chip
 from wan.cli import flags
 from wan.cli.resolve import resolve
-from wan.device import Device
 from wan.distributed import mesh
-from wan.distributed.mesh import Team
 from wan.pipeline import build
 from wan.pipeline.pipeline import Inputs, Pipeline
 from wan.run import Run
@@ -72,13 +69,8 @@ def composed(argv: Sequence[str], chip: str) -> tuple[Run, Pipeline]:
     os.environ.update(WORLD_SIZE=world, RANK=rank, LOCAL_RANK=rank)
     asked = resolve(flags.parse(argv), none)
     device = on_chip(chip)
-    team = None if world == "1" else _team(device, asked.setup.parallel.sizes)
+    team = None if world == "1" else mesh.form(device, asked.setup.parallel.sizes)
     return asked, build.pipeline(asked.setup, device, team)
-
-
-@cache
-def _team(device: Device, sizes: tuple[int, int, int]) -> Team:
-    return mesh.form(device, sizes)
 
 
 def none(*_: Any) -> None:
