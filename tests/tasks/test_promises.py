@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests import failing
@@ -116,12 +117,14 @@ def test_diffusers_files_give_the_same_video(
 
 @of("vace")
 def test_a_step_cache_begins_anew_with_each_video(task: str, asked: Ask, tmp_path: Path) -> None:
-    """And with each clip: the record has the steps of the last one."""
+    """And with each clip: the record has the steps of the last one; experts begin with a step."""
     one = asked(task)
     flags = ["--step_cache", "steps:1,3", "--sample_steps", "6", "--step_cache_force"]
     one.made(tmp_path / "v.mp4", *flags)
     computed = json.loads((tmp_path / "v.json").read_text())["step_cache"]["computed"]
-    assert computed["cond"] == [0, 1, 3] == computed["uncond"]
+    steps, experts = computed["cond"], PRESETS[one.task.checkpoint].experts
+    assert {0, 1, 3} <= {*steps} and len(steps) == 2 + len(experts)
+    assert computed["uncond"] == steps
 
 
 @of("long")
@@ -149,7 +152,12 @@ def test_the_python_class_makes_the_same_video(task: str, asked: Ask, tmp_path: 
     one, out = asked(task), Output(save_file=tmp_path / "v.mp4", fps=asked(task).task.fps)
     model = one.task.python(one.task.checkpoint, one.folder)
     save_video(one.task.call(model, one.inputs), out)
-    assert (frames(tmp_path / "v.mp4") == one.frames).all()
+    found, wanted = frames(tmp_path / "v.mp4"), one.frames
+    if task in ("s2v", "long"):  # encoded with a sound, or clip by clip
+        off = found[: len(wanted)].astype(int) - wanted
+        assert len(found) == one.task.shape[0] and np.abs(off).mean() < 1
+    else:
+        assert (found == wanted).all()
 
 
 @of("ti2v")

@@ -78,7 +78,9 @@ def test_a_service_makes_the_video(
         tmp_path / "jobs", flags=["--task", one.task.checkpoint, "--ckpt_dir", one.folder]
     )
     try:
-        video = served.ended(served.create(**body | dict(one.task.body)))
+        status, _, made = served.ask("/v1/videos", body | dict(one.task.body))
+        assert status == 200, made
+        video = served.ended(made["id"])
         assert video["status"] == "completed", video
         (tmp_path / "v.mp4").write_bytes(served.ask(f"/v1/videos/{video['id']}/content")[2])
     finally:
