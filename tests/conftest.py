@@ -171,11 +171,6 @@ def refusals(
 @pytest.fixture(scope="session")
 def image_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 96 x 64 PNG with a gradient and noise."""
-    import numpy as np
-    from PIL import Image
+    from tests.tasks.tasks import picture
 
-    rng = np.random.default_rng(0)
-    pixels = np.linspace(0, 200, 96)[None, :, None] + 55 * rng.random((64, 96, 3))
-    path = tmp_path_factory.mktemp("images") / "cat.png"
-    Image.fromarray(pixels.astype(np.uint8)).save(path)
-    return path
+    return picture(tmp_path_factory.mktemp("images") / "cat.png")

@@ -108,7 +108,7 @@ def _serve(pipe: Any, rank: int, world: int, store: str) -> None:
             answer = True, work(*args)
         except BaseException:
             answer = False, traceback.format_exc()
-        else:  # each group that is left has a thread of gloo that looks for news 100 times a second
+        else:  # each group that is left has a thread of gloo that goes on polling
             dist.destroy_process_group()
             gc.collect()
         pipe.send(answer)

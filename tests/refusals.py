@@ -41,7 +41,7 @@ def check_refusals(table: str, sentences: Mapping[str, str], hide: Sequence[str]
     for case, text in sentences.items():
         for pattern, word in patterns.items():
             text = re.sub(pattern, word, text)
-        found[case] = text.strip()
+        found[case] = text.strip().encode(errors="backslashreplace").decode()
     wrong = {case: text for case, text in found.items() if not _SENTENCE.fullmatch(text)}
     assert not wrong, f"not one sentence in {table}: {wrong}"
     tables = _read()

@@ -27,28 +27,34 @@ def _version(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def _without_group(nodeid: str) -> str:
+    """pytest-xdist writes `@` and the group behind a name, whose parameters may have an `@`."""
+    at = nodeid.rfind("@")
+    return nodeid[:at] if at > nodeid.rfind("]") else nodeid
+
+
 class _Resumed:
     def __init__(self, config: pytest.Config) -> None:
         assert config.cache is not None
         self._file = config.cache.mkdir("passed") / _version(config.rootpath)
         # Those that passed before: what this run adds must not change what its workers collect.
         self._before = {*self._file.read_text().split("\n")} if self._file.exists() else set()
-        self._failed: set[str] = set()
+        self._open: set[str] = set()  # what has failed, or was skipped
         self._records = not hasattr(config, "workerinput")
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        left = [item for item in items if item.nodeid not in self._before]
+        left = [item for item in items if _without_group(item.nodeid) not in self._before]
         if len(left) < len(items):
             config.hook.pytest_deselected(items=[*{*items} - {*left}])
         items[:] = left
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.rsplit("@", 1)[0]  # of its group
-        if report.failed:
-            self._failed.add(name)
-        elif self._records and report.when == "teardown" and name not in self._failed:
+        name = _without_group(report.nodeid)
+        if not report.passed:
+            self._open.add(name)
+        elif self._records and report.when == "teardown" and name not in self._open:
             with self._file.open("a") as file:
                 file.write(f"{name}\n")
 

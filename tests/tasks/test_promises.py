@@ -184,7 +184,7 @@ def test_ranks_compare_what_the_video_is_made_from(task: str, asked: Ask, tmp_pa
 
 
 @of("vace")
-def test_the_plan_is_what_a_run_takes(task: str, asked: Ask, tmp_path: Path) -> None:
+def test_a_run_takes_no_more_than_planned(task: str, asked: Ask, tmp_path: Path) -> None:
     """Tensors that live at the same time, weights in mapped files left out."""
     one = asked(task)
     argv = [*one.argv, "--save_file", str(tmp_path / "v.mp4"), "--device", "cpu"]
