@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ def _environment() -> Iterator[None]:
     """Variables that a run sets for its process, such as RANK, end with the test."""
     before = dict(os.environ)
     yield
+    assert logging.root.manager.disable == 0, "the test leaves the log of its process disabled"
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)

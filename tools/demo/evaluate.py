@@ -10,7 +10,6 @@ motion begins.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from tools.demo.scenes import (
     random_scene,
 )
 from tools.demo.score import Seen, foreground, look
-from wan import WanI2V, WanT2V
+from wan import WanI2V, WanT2V, log
 from wan.cli.flags import Parser
 from wan.cli.programs import output_path, run_program, typed
 from wan.configs import WAN_CONFIGS
@@ -248,6 +247,7 @@ def _is_scores(file: Path) -> bool:
 SCORES = OutputKind("scores of tools.demo.evaluate", _is_scores)
 
 
+@log.silence()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of both tasks")
@@ -266,7 +266,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args(argv)
-    logging.disable(logging.INFO)
     folder, report = options.checkpoint, dict[str, Any]()
     report["vae"] = score_vae(folder / "t2v-A14B" / "Wan2.1_VAE.safetensors", options.prompts)
     print(report["vae"], flush=True)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,7 +42,7 @@ from tools.demo.outputs import PICTURE
 from tools.demo.render import render
 from tools.demo.scenes import Scene, caption
 from tools.demo.score import look
-from wan import WanI2V, WanT2V
+from wan import WanI2V, WanT2V, log
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
 from wan.configs import WAN_CONFIGS
@@ -372,6 +371,7 @@ def _family(variant: str) -> str:
     return re.split("[ :]", variant)[0] + (", order 1" if variant.endswith("order 1") else "")
 
 
+@log.silence()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, required=True, help="a line for each video")
@@ -382,7 +382,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--speed", type=Path, help="results of a quiet machine; default: the same")
     parser.add_argument("--report", type=Path, help="write NAME.md and NAME.png of the results")
     options = parser.parse_args(argv)
-    logging.disable(logging.INFO)
     if options.report is None:
         run(options)
     else:

@@ -8,7 +8,6 @@ published ones. FOLDER keeps the checkpoints, of which `generate.py --ckpt_dir` 
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.gguf_files import with_gguf
 from tools.demo.evaluate import rows
 from tools.quantize_dit import quantize
-from wan import WanT2V
+from wan import WanT2V, log
 from wan.checkpoint.quantised import FOLDERS
 from wan.cli.flags import Parser
 from wan.cli.programs import run_program, typed
@@ -70,12 +69,12 @@ def size(checkpoint: Path, loading: dict[str, Any]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
+@log.silence()
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=typed(integer(1, 10_000)), default=100)
     options = parser.parse_args(argv)
-    logging.disable(logging.INFO)
     runs = (
         (
             f"{name}, {size(folder, loading) / 1e6:.1f} MB",
