@@ -1,12 +1,14 @@
-"""The network of Wan2.2 Animate, with the official names and forward signature: a moved character.
+"""The network of Wan2.2 Animate, with the official names and forward signature.
 
-It is `WanModel` with image tokens, poses added to the video's tokens, and a second attention behind
-every fifth block: each token attends to five tokens of the face of its own latent frame, so this
-needs no exchange between devices. The first latent frame is the reference picture, whose face is
-zeros. What depends on the clip alone is computed once where the text's keys and values are kept.
+It is `WanModel` with CLIP image tokens, a pose embedding that is added to the video tokens, and
+face attention after every fifth block: each token attends to the five face tokens of its latent
+frame, which needs no communication between ranks. The first latent frame is the reference image,
+whose face tokens are zeros. Face features and their keys and values are computed once per clip if
+`text_kv_cache` is on.
 
 Legend: B batch (always 1), C channels, F H W latent frames/height/width, N the video's tokens on
-this device, L all of this device, P pictures of a face, T latent frames, A tokens of a face.
+this rank, L all tokens on this rank, H heads, D head size, P face images, T latent frames, A tokens
+of a face.
 """
 
 from __future__ import annotations
@@ -36,18 +38,23 @@ from wan.modules.textcache import KeptByInput
 from wan.settings.presets import FACE_EVERY, FACE_SIDE
 from wan.settings.schedule import Grid
 
-_BLUR = (1.0, 3.0, 3.0, 1.0)  # rows and columns of the motion encoder's blurs, times 8
-_MOTIONS = 20  # directions that a face's motion is made of
-_WIDTHS = (32, 64, 128, 256, 512, 512, 512, 512)  # channels of the motion encoder, by halvings
-_FACE_DIM, _FACE_TOKENS = 1024, 4  # channels of a face's tokens, and tokens of a latent frame
-_IMAGE_DIM = 1280  # channels of CLIP's features
+_BLUR = (1.0, 3.0, 3.0, 1.0)  # separable kernel of the motion encoder's blurs, times 8
+_MOTIONS = 20  # motion directions of a face
+_WIDTHS = (32, 64, 128, 256, 512, 512, 512, 512)  # channels of the motion encoder's levels
+_FACE_DIM, _FACE_TOKENS = 1024, 4  # channels and number of face tokens
+_IMAGE_DIM = 1280  # channels of CLIP features
 
 
 class WanAnimateModel(WanModel):
-    """Predicts the flow velocity of noisy video latents, given a picture, poses and faces.
+    """Predicts the flow velocity of noisy video latents from a reference image, poses and faces.
 
-    The arguments are the official ones (config.json); ValueError for what no published network
-    has. motion_encoder_dim: channels of a face's motion.
+    The arguments are those of the official config.json.
+
+    Args:
+        motion_encoder_dim: Channels of the motion features of a face.
+
+    Raises:
+        ValueError: The configuration is not that of a published network.
     """
 
     def __init__(
@@ -64,10 +71,10 @@ class WanAnimateModel(WanModel):
         collaborators: Collaborators | None = None,
         **config: Any,
     ) -> None:
-        """Builds the network. use_context_parallel: it has no effect; the ranks are given."""
+        """Builds the network. use_context_parallel: ignored; `components` defines the ranks."""
         if not use_img_emb:
             raise ValueError(
-                "use_img_emb is False; only networks that see a picture are supported."
+                "use_img_emb is False; only networks with an image embedding are supported."
             )
         given = Collaborators() if collaborators is None else collaborators
         super().__init__(
@@ -106,18 +113,18 @@ class WanAnimateModel(WanModel):
         *,
         step: StepInfo | None = None,
     ) -> list[Tensor]:
-        """Velocities, float32 [out_dim, F, H, W] for each sample.
+        """Predicts velocities, float32 [out_dim, F, H, W] for each sample.
 
         Args:
-            x: Noisy latents, [16, F, H, W] each; the first frame is that of the reference.
+            x: Noisy latents, [16, F, H, W] each; the first frame is the reference image.
             t: Timesteps 0..1000, [B].
-            clip_fea: CLIP's features of the reference, [1, tokens, 1280].
-            context: Text embeddings, [length <= text_len, text_dim] each.
-            seq_len: The official padded length; it must hold the tokens; padding is not computed.
-            y: Masks and known frames, [20, F, H, W] each.
-            pose_latents: Of the pose video, [B, 16, F - 1, H, W].
-            face_pixel_values: Faces in [-1, 1], [B, 3, 4 F - 7, 512, 512].
-            step: Where in the run this call is, for attention layers and caches.
+            clip_fea: CLIP features of the reference image, [1, tokens, 1280].
+            context: Prompt embeddings, [length <= text_len, text_dim] each.
+            seq_len: Upper limit of the number of tokens; sequences are not padded to it.
+            y: Masks and conditioning latents, [20, F, H, W] each.
+            pose_latents: Latents of the pose video, [B, 16, F - 1, H, W].
+            face_pixel_values: Face images in [-1, 1], [B, 3, 4 F - 7, 512, 512].
+            step: Sampling step, expert and branch, for attention layers and caches.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
@@ -129,7 +136,7 @@ class WanAnimateModel(WanModel):
         for i, (sample, row, text, pose, faces) in enumerate(zip(*parts, strict=True)):
             self._check_frames(sample, pose, faces)
             grid = self.grid(sample.shape[1:])
-            # The whole of it is the key: what `split` returns is a new tensor at every call.
+            # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
             seen = self._seen(face_pixel_values, faces, i)
             given, at = self._conditioning(seen, pose, grid), step and replace(step, sample=i)
             found.append(self._forward(sample[None], row, [text], clip_fea, at, given)[0])
@@ -143,7 +150,7 @@ class WanAnimateModel(WanModel):
         tokens, frame = math.prod(grid), math.prod(grid[1:])
         first, own = self.tokens.first(tokens), self.tokens.valid(tokens)
         rope = self.rope.get(grid, pose.device, self.tokens.shard)
-        # The reference picture, in front, has no pose.
+        # The first frame, the reference image, has no pose.
         begin, end = (max(place - frame, 0) for place in (first, first + own))
         posed = patches(pose, self.patch_size)[:, begin:end]
         video = embedded(self.pose_patch_embedding, posed)
@@ -161,7 +168,7 @@ class WanAnimateModel(WanModel):
     def _attend_to_face(
         self, x_BLC: Tensor, layer: int, seen: _Seen, frames: range, runs: Sequence[int]
     ) -> Tensor:
-        """Adds what each token sees of the face; padding stays."""
+        """Adds the face attention of a layer to the video tokens; padding is not changed."""
         adapter: Any
         (adapter,) = self.behind(layer)
         with trace.span("face", layer=layer):
@@ -173,10 +180,13 @@ class WanAnimateModel(WanModel):
         return added(x_BLC, y_BNC)
 
     def _seen(self, whole: Tensor, faces: Tensor, sample: int) -> _Seen:
-        """What the faces become; from the cache where it is on. whole: of all samples."""
+        """Encodes the faces of a sample, or returns the cached features.
+
+        all_faces: the faces of all samples, which are the cache key.
+        """
 
         def make() -> Tensor:
-            alike = faces.stride(2) == 0  # one picture all the time, as the second branch sees
+            alike = faces.stride(2) == 0  # one image repeated, as in the uncond branch
             each = faces[:, :, :1] if alike else faces
             motion_PC = self.motion_encoder(each[0].transpose(0, 1))
             return self.face_encoder(motion_PC.expand(faces.shape[2], -1))
@@ -186,7 +196,7 @@ class WanAnimateModel(WanModel):
         return self._faces.once([whole, sample], lambda: _Seen(True, make()))
 
     def _check_frames(self, x: Tensor, pose: Tensor, faces: Tensor) -> None:
-        """Refuses conditions that do not fit the latents."""
+        """Raises ValueError if poses or faces do not fit the latents."""
         frames, sides = x.shape[1], x.shape[2:]
         pictures = 4 * (frames - 2) + 1
         shapes = {
@@ -196,7 +206,7 @@ class WanAnimateModel(WanModel):
         check_shapes(x, shapes)
 
     def forget_text(self) -> None:
-        """Frees what is kept of the text and of the faces."""
+        """Frees the caches of the text and of the faces."""
         super().forget_text()
         if self._faces is not None:
             self._faces.clear()
@@ -204,12 +214,12 @@ class WanAnimateModel(WanModel):
 
 @dataclass
 class _Seen:
-    """A clip's faces as the network sees them.
+    """Face tokens of a clip and the cached keys and values of the face attention.
 
     Attributes:
-        keeps: Whether `layers` is filled.
-        tokens: Of each latent frame, [T,A,C]; those of the reference are zeros.
-        layers: Layer and this device's frames -> the keys and values of these frames.
+        is_cacheable: Store keys and values in `kv_cache`.
+        tokens: [T,A,C]; those of the reference image are zeros.
+        kv_cache: (layer, this rank's frames) -> keys and values of these frames.
     """
 
     keeps: bool
@@ -218,7 +228,7 @@ class _Seen:
 
 
 class FaceAttention(nn.Module):
-    """Each token attends to the face of its own frame; it knows no positions and no timestep."""
+    """Cross-attention of each token to the face of its frame, without positions or modulation."""
 
     def __init__(self, dim: int, heads: int, given: Collaborators) -> None:
         super().__init__()
@@ -234,15 +244,15 @@ class FaceAttention(nn.Module):
         kv: tuple[Tensor, Tensor] | None,
         runs: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What is added to the tokens, and the keys and values of their frames.
+        """Returns the attention output, and the keys and values of the frames.
 
         Args:
-            x_BNC: Tokens of the frames one after the other, of which there are `runs`, float32.
-            face_TAC: The face in these frames.
-            kv: Its keys and values, [T,A,H,D] each; None: they are computed.
-            runs: How many tokens of each frame there are.
+            x_BNC: Video tokens on this rank, frame by frame, float32.
+            face_TAC: Face tokens of these frames.
+            kv: Cached keys and values, [T,A,H,D] each; None: they are computed.
+            tokens_per_frame: Number of tokens of each frame on this rank.
         """
-        if not runs:  # there is nothing but padding here
+        if not runs:  # this rank has only padding
             return x_BNC, (x_BNC, x_BNC)
         dtype = self.linear2.weight.dtype
         if kv is None:
@@ -253,7 +263,7 @@ class FaceAttention(nn.Module):
         return self.linear2(out_BNHD.flatten(2)), kv
 
     def _heads(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
-        """Each head by itself, normalised in float32."""
+        """Splits the channels into heads and normalizes each head in float32."""
         x = x.unflatten(-1, (self.heads, -1))
         normed = F.rms_norm(x.float(), norm.normalized_shape, norm.weight.float(), norm.eps)
         return normed.to(x.dtype)
@@ -264,7 +274,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 class FaceEncoder(nn.Module):
-    """Turns the motion of a face into tokens of each latent frame, in float32."""
+    """Encodes the motion features of face images as tokens of each latent frame, in float32."""
 
     def __init__(self, dim_in: int, dim: int) -> None:
         super().__init__()
@@ -274,7 +284,7 @@ class FaceEncoder(nn.Module):
         self.padding_tokens = nn.Parameter(torch.zeros(1, 1, 1, dim))
 
     def forward(self, motion_PC: Tensor) -> Tensor:
-        """[T,A,C] of pictures [P,C]; the reference, zeros, stands in front."""
+        """Encodes [P,C] as [T,A,C]; the first frame, the reference image, is zeros."""
         local = self.conv1_local(motion_PC.T[None]).unflatten(1, (_FACE_TOKENS, -1))[0]
         x_ATC = activated(local)
         for conv in (self.conv2, self.conv3):
@@ -287,7 +297,7 @@ class FaceEncoder(nn.Module):
 
 
 class MotionEncoder(nn.Module):
-    """Tells the motion of each face from its picture, in float32 (LIA, arXiv:2203.09043)."""
+    """Encodes the motion of each face image, in float32 (LIA, arXiv:2203.09043)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -306,7 +316,7 @@ class MotionEncoder(nn.Module):
         self.dec.direction.weight = nn.Parameter(torch.randn(dim, _MOTIONS))
 
     def forward(self, faces_P3HW: Tensor) -> Tensor:
-        """[P,C], one picture at a time: a whole video would take gigabytes."""
+        """Encodes face images as [P,C], one at a time: a whole video would take gigabytes."""
         enc: Any = self.enc
         directions = self.directions()
         found = []
@@ -318,16 +328,19 @@ class MotionEncoder(nn.Module):
         return torch.cat(found)
 
     def directions(self) -> Tensor:
-        """[C,20] float32, orthonormal, with the signs of LAPACK's factorisation on the CPU."""
+        """Computes orthonormal motion directions [C,20], float32.
+
+        The QR decomposition runs on the CPU, because its signs are those of LAPACK.
+        """
         decoder: Any = self.dec
         weight = decoder.direction.weight.detach().float()
-        if not weight.is_meta:  # whose shapes alone are asked for
+        if not weight.is_meta:  # on the meta device only the shape is needed
             weight = weight.cpu()
         return torch.linalg.qr(weight + 1e-8)[0]
 
 
 class _Scaled(nn.Module):
-    """A convolution without bias whose weights are divided by the root of their inputs."""
+    """A convolution without bias, with weights divided by the square root of the fan-in."""
 
     def __init__(self, dim_in: int, dim_out: int, side: int, stride: int = 1, pad: int = 0) -> None:
         super().__init__()
@@ -339,14 +352,14 @@ class _Scaled(nn.Module):
 
 
 class _ScaledLinear(nn.Linear):
-    """A linear layer whose weights are divided by the root of their inputs, in float32."""
+    """A linear layer in float32, with weights divided by the square root of the fan-in."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.float() * self.in_features**-0.5, self.bias.float())
 
 
 class _Bias(nn.Module):
-    """Adds a bias, and is then a leaky ReLU that keeps the variance."""
+    """Adds a bias and applies a leaky ReLU scaled by sqrt(2)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -357,9 +370,9 @@ class _Bias(nn.Module):
 
 
 class _Blur(nn.Module):
-    """A blur of each channel, before every second pixel is left out.
+    """Blurs each channel before downsampling.
 
-    Official files also hold its kernel, which is the same everywhere.
+    Official checkpoints also contain the kernel, which is constant.
     """
 
     def __init__(self, pad: int) -> None:
@@ -384,7 +397,7 @@ class _Blur(nn.Module):
 
 
 class _Half(nn.Module):
-    """A residual block that halves the sides."""
+    """A residual block that halves height and width."""
 
     def __init__(self, dim_in: int, dim_out: int) -> None:
         super().__init__()

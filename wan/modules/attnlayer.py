@@ -1,12 +1,13 @@
-"""Sequence-parallel self-attention with FA_Power_Cap: attention in pieces, exchanges between.
+"""Sequence-parallel self-attention with FA_Power_Cap: head chunks separated by all-to-alls.
 
 Legend: B batch, s this rank's tokens, S all tokens, R ring size, P Ulysses size, N all heads,
-N_c heads of a chunk, h_c this rank's share of them, D head size.
+N_c heads of a chunk, h_c heads of a chunk on this rank, D head size.
 
-The device is to rest between pieces of attention, and the exchanges that have to happen anyway are
-the rests. Which pieces, and in which order, is a row of `schedule.MODES`; one loop carries out all
-rows. A chunk is computed by the dense kernel or by a `Method`, in FP8 or block-sparsely. This is
-the only place where exchanges and kernels meet.
+Attention is split into head chunks and query blocks, and the all-to-alls of Ulysses run between
+them, so that the device idles between two attention kernels and its power stays low. A row of
+`MODES` defines how many chunks and blocks there are and in which order they run; one loop executes
+every mode. A chunk is computed by the dense kernel or by an `AttentionBackend` (FP8, block-sparse).
+All-to-alls and attention kernels are called together in this module only.
 """
 
 from __future__ import annotations
@@ -32,21 +33,23 @@ from wan.settings.schedule import Range
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 Chunk = Tensors | Pieces
-"""q, k and v of a chunk of heads, [B,s,N_c,D] each, or the pieces that hold them already."""
+"""q, k and v of a head chunk, [B,s,N_c,D] each, or the send buffer into which they were written."""
 
 
 class Args(Protocol):
-    """What the layer reads of a run's arguments."""
+    """Command-line arguments with the attention mode."""
 
     @property
     def comm_type(self) -> int: ...
 
 
 class _Call(NamedTuple):
-    """What holds for all chunks of one call.
+    """The parameters that all chunks of one call share.
 
-    shape: [B,s,N,D], with dtype and device of the result. shares: for each chunk, the heads of each
-    rank. method: None is the dense kernel.
+    Attributes:
+        shape: [B,s,N,D] of the result.
+        chunk_heads: chunk_heads[c][r] is the number of heads of chunk c on rank r.
+        backend: None: the dense kernel.
     """
 
     shape: Sequence[int]
@@ -59,20 +62,20 @@ class _Call(NamedTuple):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The global heads of each chunk."""
+        """Range of global heads of each chunk."""
         ends = list(accumulate(map(sum, self.shares)))
         return tuple(zip([0, *ends], ends, strict=False))
 
 
 class _Incoming(NamedTuple):
-    """The exchanges of a chunk that have been started, and how many rows share a scale."""
+    """The all-to-alls of a chunk that are in flight, and the rows per scale of q, k and v."""
 
     pending: list[Pending]
     rows: tuple[int, ...] = (1, 1, 1)
 
 
 class _Written(NamedTuple):
-    """Implements `wan.modules.interfaces.Sending`."""
+    """Implements `wan.modules.interfaces.PackedAttentionCall`."""
 
     layer: FAPowerCapAttention
     pieces: Pieces
@@ -85,24 +88,24 @@ class _Written(NamedTuple):
 
 
 class FAPowerCapAttention:
-    """Self-attention of one block over all tokens of the video, of which each rank holds some.
+    """Self-attention of one block over a video's tokens, which are sharded over the ranks.
 
-    For inference: exchanges have no gradient.
+    Inference only: the all-to-alls have no backward pass.
 
     Args:
         args: Any object with `comm_type`.
-        ulysses_pg: The ranks that exchange heads for tokens; None: the default group.
-        fa_alltoall_overlap: Exchanges are hidden under attention; `comm_type` does not matter then.
-        comm_type: In place of `args`. A key of `schedule.MODES`; ValueError for another value.
-        layer: Index of the block, which methods may need.
-        kernel: Dense attention; None: PyTorch's on the device of the tensors.
-        ring: The ranks that pass K/V round.
-        methods: The first one that applies to a call computes it; where none applies, `kernel`.
-        clock: Entered around every call.
-        chunks: Most head chunks of a call, in place of the mode's; ValueError for mode 0.
-        exchange: "split": q, k and v of a chunk are exchanged one after the other; "fused": in one
-            exchange, which changes no bit. ValueError for another value.
-        contiguous: The kernels need contiguous tensors: what arrives together is copied once.
+        ulysses_pg: Process group of the all-to-alls; None: the default group.
+        fa_alltoall_overlap: Overlap the all-to-alls with attention; `comm_type` is then ignored.
+        comm_type: Key of `MODES`, an alternative to `args`. ValueError for another value.
+        layer: Index of the block, for the attention backends.
+        kernel: Dense attention; None: PyTorch's SDPA.
+        ring: Ring attention over groups of Ulysses ranks; None: no ring.
+        backends: The first backend that applies to a call computes it, otherwise `kernel`.
+        clock: Context manager that is entered in every call.
+        chunks: Maximum number of head chunks; None: that of the mode. ValueError for mode 0.
+        exchange: "split": one all-to-all each for q, k and v of a chunk; "fused": a single one with
+            bit-identical results. ValueError for another value.
+        contiguous: Copy q, k and v of a fused all-to-all for kernels that cannot read strides.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class FAPowerCapAttention:
         self.kernel: Kernel = SdpaKernel() if kernel is None else kernel
         self.ring = ring if ring is not None and ring.size > 1 else None
         self.methods, self.exchange = tuple(methods), exchange
-        self.contiguous = contiguous or self.ring is not None  # a ring sends k and v on
+        self.contiguous = contiguous or self.ring is not None  # a ring sends k and v
         self.clock = nullcontext() if clock is None else clock
 
     def __call__(
@@ -148,22 +151,22 @@ class FAPowerCapAttention:
         step: StepInfo | None = None,
         layer: int | None = None,
     ) -> Tensor:
-        """Attention of this rank's tokens to all tokens.
+        """Computes attention of this rank's queries to the keys of all ranks.
 
         Args:
-            query: [B,s,N,D], all heads, after QK-norm and RoPE; key and value likewise.
-            key: As query.
-            value: As query, without norm and RoPE.
-            valid_len: Real tokens of the whole sequence; what lies behind them is never attended
-                to, and its rows of the result are zeros. None: all are real.
-            step: Where in the run this call is, for methods.
-            layer: Index of the block, where the layer was built without it.
+            query: [B,s,N,D], all heads, after QK-norm and RoPE.
+            key: [B,s,N,D], after QK-norm and RoPE.
+            value: [B,s,N,D].
+            valid_len: Number of real tokens in the global sequence; the padding after them is never
+                attended to, and its rows of the result are zeros. None: there is no padding.
+            step: Sampling step, expert and branch, for the attention backends.
+            layer: Index of the block, if the layer was built without it.
 
         Returns:
             [B,s,N,D] in the dtype of query.
 
         Raises:
-            ValueError: N is below P, or a method needs step and layer and does not get them.
+            ValueError: N < P, or a backend needs `step` or `layer` and it is None.
         """
         call = self._call(query.shape, query, valid_len, step, layer)
         chunks = self._split_qkv_by_head((query, key, value), call.ranges)
@@ -171,16 +174,16 @@ class FAPowerCapAttention:
             return self._dispatch(chunks, call)
 
     def begin(self, x_BsC: Tensor, heads: int, step: StepInfo | None) -> _Written | None:
-        """A call whose q, k and v are written where they are sent from, in place of given.
+        """Starts a call whose q, k and v are written directly into the all-to-all send buffer.
 
         Args:
-            x_BsC: A tensor of this rank's tokens, of which only batch, rows, channels, dtype and
-                device count.
-            heads: All heads.
-            step: As for a call.
+            x_BsC: Any tensor of this rank's tokens; only its shape, dtype and device are used.
+            num_heads: N.
+            step: As in `__call__`.
 
         Returns:
-            None where a call takes tensors, because they are not sent together, or not as they are.
+            None if q, k and v must be passed to `__call__` as tensors: with split all-to-alls, with
+            a backend that quantizes before the exchange, and under autograd or torch.compile.
         """
         compiled = torch.compiler.is_compiling() or torch.is_grad_enabled()
         if self.exchange != "fused" or self.world_size == 1 or compiled:
@@ -196,7 +199,7 @@ class FAPowerCapAttention:
     def attend(
         self, pieces: Pieces, *, valid_len: int | None = None, step: StepInfo | None = None
     ) -> Tensor:
-        """As a call, of q, k and v that have been written into `pieces`, which are used up."""
+        """Computes attention of q, k and v in a send buffer; the buffer's memory is released."""
         (part,) = pieces.parts
         shape = (part.batch, part.rows, sum(pieces.heads), part.width)
         call = self._call(shape, pieces.memory, valid_len, step)
@@ -226,7 +229,7 @@ class FAPowerCapAttention:
         return _Call(shape, like.dtype, like.device, shares, valid_len, method, step)
 
     def _dispatch(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
-        """Calls the loop under the mode's published name; a mode without one calls it directly."""
+        """Runs the loop under the published method name of the mode, if it has one."""
         if self.fa_alltoall_overlap:
             return self._run_fa_alltoall_overlap(chunks, call)
         if self.comm_type == 1:
@@ -250,11 +253,12 @@ class FAPowerCapAttention:
         return self._run(chunks, call)
 
     def _run(self, chunks: dict[int, Chunk], call: _Call) -> Tensor:
-        """The one loop of all modes: the mode's order says what happens to which chunk.
+        """Runs the actions (start, attend, finish) on the chunks in the order of the mode.
 
-        No exchange in is started before the last chunk finished so far, also where it is compiled.
+        The all-to-alls of a chunk are issued after those of the last finished chunk; a compiled
+        graph keeps this order by a data dependency.
         """
-        out_BsND: Tensor | None = None  # not made before it is needed: attention is the peak
+        out_BsND: Tensor | None = None  # allocated late: attention is the memory peak
         incoming: dict[int, _Incoming] = {}
         outgoing: dict[int, Pending] = {}
         finished: Pending | None = None
@@ -283,12 +287,12 @@ class FAPowerCapAttention:
         return out_BsND
 
     def _split_qkv_by_head(self, qkv: Tensors, ranges: tuple[Range, ...]) -> dict[int, Chunk]:
-        """Views of the chunks' heads."""
+        """Slices q, k and v into views of the heads of each chunk."""
         q, k, v = qkv
         return {i: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b]) for i, (a, b) in enumerate(ranges)}
 
     def _packed(self, qkv_BsND: Tensors, call: _Call) -> QKV:
-        """What is sent: q, k, v themselves, or what the method makes of them before."""
+        """Converts q, k and v to the tensors that are sent; only some backends quantize here."""
         if call.method is None:
             q, k, v = qkv_BsND
             return Payload(q), Payload(k), Payload(v)
@@ -302,9 +306,10 @@ class FAPowerCapAttention:
     def _exchange_in(
         self, chunk: Tensors | Pieces, share: tuple[int, ...], call: _Call, after: Pending | None
     ) -> _Incoming:
-        """Start [B,s,N_c,D] -> [B,S,h_c,D] for q, k, v: heads scattered, tokens gathered.
+        """Starts the all-to-alls [B,s,N_c,D] -> [B,S,h_c,D] of q, k and v.
 
-        The values of all three go first, then the scales, which are small; or all go together.
+        Heads are scattered and tokens gathered. The values of q, k and v are sent first, then the
+        small scales; a fused exchange sends all of them in one all-to-all.
         """
 
         def start(tensors: Sequence[Tensor] | Pieces, what: str) -> Pending:
@@ -323,11 +328,11 @@ class FAPowerCapAttention:
         return _Incoming([start([x], name) for name, x in named.items()], rows)
 
     def _exchange_out(self, out_BShD: Tensor, share: tuple[int, ...]) -> Pending:
-        """Start [B,S,h_c,D] -> [B,s,N_c,D]."""
+        """Starts the all-to-all [B,S,h_c,D] -> [B,s,N_c,D] of a chunk's result."""
         return start_out(out_BShD, share, self.ulysses_pg, async_op=self.overlaps)
 
     def _attention_forward(self, incoming: _Incoming, call: _Call) -> Tensor:
-        """One chunk [B,S/R,h_c,D]: queries in blocks, each against all keys; padding cut away."""
+        """Computes one chunk [B,S/R,h_c,D], a query block at a time; padded rows are zeros."""
         q, k, v = _received(incoming)
         if self.contiguous:
             q, k, v = (x.map(_contiguous) for x in (q, k, v))
@@ -350,7 +355,7 @@ class FAPowerCapAttention:
     def _attend(
         self, q: Payload, k: Payload, v: Payload, ranges: list[Range], valid: list[int], call: _Call
     ) -> list[Tensor]:
-        """Each query block against the keys of all ranks of the ring."""
+        """Computes attention of each query block to the keys of all ring ranks."""
         if self.ring is not None:
             if call.method is None and self.kernel.can_return_lse:
                 blocks = [q.values[:, a:b] for a, b in ranges]
@@ -372,7 +377,7 @@ class FAPowerCapAttention:
         return attended
 
     def _dense(self, k: Payload, v: Payload) -> AttendRows:
-        """The dense kernel in the form of a method."""
+        """Wraps the dense kernel as the function that a backend's `prepare_kv` returns."""
 
         def attend(q: Payload, _: int) -> Tensor:
             with trace.span("attention", q.values, keys=k.values.shape[1], method="dense"):
@@ -389,7 +394,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _received(incoming: _Incoming) -> QKV:
-    """q, k, v once they have arrived; nothing else keeps them alive."""
+    """Waits for the all-to-alls of a chunk and returns q, k and v, their only references."""
     arrived = [x for pending in incoming.pending for x in pending.tensors()]
     scales: Sequence[Tensor | None] = arrived[3:] or [None] * 3
     q, k, v = map(Payload, arrived[:3], scales, incoming.rows)

@@ -1,14 +1,15 @@
-"""The transformer block and the head, with the official parameter names, and what they are made of.
+"""The transformer block, its layers and the output head, with the official parameter names.
 
-Legend: B batch, L this device's tokens, T text tokens, C channels, N heads, D head size, R runs.
+Legend: B batch, L this rank's tokens, T text tokens, C channels, N heads, D head size, R timestep
+segments.
 
-A run is a row of consecutive tokens with the same timestep; they share one row of modulation, which
-is never expanded per token. A text-to-video forward has one run; the 5B image mode has two (first
-frame at t=0, then the rest).
+A timestep segment is a span of consecutive tokens with the same timestep. Its tokens share one row
+of modulation, which is never expanded per token. Text-to-video has one segment; image-to-video of
+the 5B model has two (the first frame at t=0, then the rest).
 
-The matrix products run in the dtype of `context_BTC`, which is that of their weights; the residual
-stream, the head and what is between two products (`small_ops`) in float32. In inference the
-residual stream is updated in place, which saves one copy of it at the peak.
+Matrix products run in the dtype of `context_BTC`, which is the dtype of their weights. The residual
+stream, the head and the operations between matrix products (`small_ops`) run in float32. In
+inference the residual stream is updated in place, which saves a copy of it at the memory peak.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from wan.modules.small_ops import BlockOps, Put
 from wan.modules.textcache import TextKV
 
 Runs = tuple[int, ...]
-"""Lengths of this device's runs of tokens."""
+"""Number of tokens of each timestep segment on this rank."""
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """What all blocks of a network have in common."""
+    """Sizes and options that all blocks of a network share."""
 
     dim: int
     ffn_dim: int
@@ -42,19 +43,18 @@ class BlockSizes:
     qk_norm: bool = True
     cross_attn_norm: bool = True
     eps: float = 1e-6
-    image_tokens: bool = False  # before the text's, with keys and values of their own (Wan2.1)
+    image_tokens: bool = False  # CLIP tokens with separate K/V projections (Wan2.1)
     text_len: int = 512
 
 
 @dataclass(frozen=True)
 class ForwardInfo:
-    """What all blocks of one forward pass get.
+    """Context of one forward pass, which all blocks share.
 
     Attributes:
-        runs: Lengths of this device's runs of tokens.
-        rope: The table's rows of this device's tokens.
-        valid_len: Real tokens of the whole sequence.
-        step: Where in the run this is, for attention layers.
+        rope: Rows of the RoPE table of this rank's tokens.
+        valid_len: Number of real tokens in the global sequence.
+        step: Sampling step, expert and branch, for attention layers and caches.
     """
 
     runs: Runs
@@ -64,7 +64,7 @@ class ForwardInfo:
 
 
 class WanAttentionBlock(nn.Module):
-    """Self-attention, cross-attention and feed-forward; the timestep gates the first and third."""
+    """Self-attention, cross-attention and feed-forward, modulated by the timestep (adaLN)."""
 
     def __init__(
         self, sizes: BlockSizes, layer: int, collaborators: Collaborators | None = None
@@ -89,17 +89,16 @@ class WanAttentionBlock(nn.Module):
         kv: TextKV | None,
         info: ForwardInfo,
     ) -> tuple[Tensor, TextKV]:
-        """One block.
+        """Runs the block.
 
         Args:
-            x_BLC: Residual stream, float32; in inference it is updated in place.
-            e0_BR6C: Modulation of each run by its timestep, float32.
-            context_BTC: Embedded text, behind image tokens if any, in the dtype of the products.
-            kv: The text's keys and values of this layer; None: computed here.
-            info: What all blocks are told.
+            x_BLC: Residual stream, float32; updated in place in inference.
+            e0_BR6C: Modulation of each timestep segment, float32.
+            context_BTC: Embedded image tokens, if any, and text, in the dtype of the weights.
+            kv: Cached keys and values of the context for this layer; None: they are computed.
 
         Returns:
-            The residual stream, and the text's keys and values.
+            The residual stream, and the keys and values of the context.
         """
         dtype, runs, ops = context_BTC.dtype, info.runs, self.ops
         modulation = self.modulation.float().unsqueeze(1) + e0_BR6C
@@ -127,7 +126,7 @@ class WanAttentionBlock(nn.Module):
 
 
 class Head(nn.Module):
-    """Modulated norm and projection to the channels of a patch, in float32."""
+    """Modulated norm and projection to the values of a patch, in float32."""
 
     def __init__(self, dim: int, out_features: int, eps: float, ops: BlockOps) -> None:
         super().__init__()
@@ -142,7 +141,7 @@ class Head(nn.Module):
 
 
 class WanAttention(nn.Module):
-    """The projections q, k, v, o of both attentions, and norms of q and k over all channels."""
+    """Projections q, k, v, o of self- and cross-attention, with QK-norm over all channels."""
 
     def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
         super().__init__()
@@ -155,22 +154,25 @@ class WanAttention(nn.Module):
     def queries(
         self, x_BLC: Tensor, rope: RopeTable | None = None, put: Put | None = None
     ) -> Tensor:
-        """[B,L,N,D], normalised (and rotated); `put` gets them in place of the caller."""
+        """Projects, normalizes and rotates queries [B,L,N,D].
+
+        rope: None: no rotation. write: receives the result; the returned tensor is then not used.
+        """
         with trace.span("project", what="q"):
             return self.normed(self.norm_q, self.q(x_BLC), rope, put)
 
     def keys(self, x_BLC: Tensor, rope: RopeTable | None = None, put: Put | None = None) -> Tensor:
-        """As `queries`."""
+        """Projects, normalizes and rotates keys; see `project_q`."""
         with trace.span("project", what="k"):
             return self.normed(self.norm_k, self.k(x_BLC), rope, put)
 
     def values(self, x_BLC: Tensor) -> Tensor:
-        """[B,L,N,D]."""
+        """Projects values [B,L,N,D]."""
         with trace.span("project", what="v"):
             return self.v(x_BLC).unflatten(-1, (self.num_heads, -1))
 
     def out(self, x_BLND: Tensor) -> Tensor:
-        """[B,L,C]."""
+        """Projects the attention output [B,L,N,D] to [B,L,C]."""
         with trace.span("project", what="o"):
             return self.o(x_BLND.flatten(2))
 
@@ -181,13 +183,13 @@ class WanAttention(nn.Module):
         rope: RopeTable | None = None,
         put: Put | None = None,
     ) -> Tensor:
-        """Normalised (and rotated) queries or keys [B,L,N,D]; x is used up."""
+        """Normalizes and rotates queries or keys [B,L,N,D]; x may be overwritten."""
         weight_C = norm.weight if isinstance(norm, nn.RMSNorm) else None
         return self.ops.norm_heads(x_BLC, weight_C, self.num_heads, self.eps, rope, put)
 
 
 class WanSelfAttention(WanAttention):
-    """Every token attends to all tokens of the video."""
+    """Self-attention over all tokens of the video."""
 
     def __init__(self, sizes: BlockSizes, layer: int, given: Collaborators) -> None:
         super().__init__(sizes, given)
@@ -203,7 +205,7 @@ class WanSelfAttention(WanAttention):
             self.keys(x_BLC, info.rope, partial(call.put, 1))
             call.put(2, self.values(x_BLC))
             return self.out(call.attend(**known))
-        # The layer's arguments are given without names, so that they are freed when it returns.
+        # q, k and v are temporaries without a name here, so that the layer can free them early.
         out_BLND = self.attention(
             self.queries(x_BLC, info.rope),
             self.keys(x_BLC, info.rope),
@@ -214,9 +216,9 @@ class WanSelfAttention(WanAttention):
 
 
 class WanCrossAttention(WanAttention):
-    """Every token attends to the text, its zero-padded rows included (as the official model).
+    """Cross-attention to the text, including its zero padding as in the official model.
 
-    Image tokens, if any, have a softmax of their own, and the two results are added.
+    Attention to the image tokens (Wan2.1) has a separate softmax; the two results are added.
     """
 
     def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
@@ -228,7 +230,7 @@ class WanCrossAttention(WanAttention):
             self.norm_k_img = nn.RMSNorm(sizes.dim, sizes.eps) if sizes.qk_norm else nn.Identity()
 
     def text_kv(self, context_BTC: Tensor) -> TextKV:
-        """Keys and values of the text, and of the image; the same at every step of a prompt."""
+        """Projects keys and values of the text and the image, which are the same in all steps."""
         if self.k_img is None:
             return self.keys(context_BTC), self.values(context_BTC)
         text, image = context_BTC[:, -self.text_len :], context_BTC[:, : -self.text_len]
@@ -248,15 +250,13 @@ class WanCrossAttention(WanAttention):
 
 
 class ImageEmbedding(nn.Module):
-    """CLIP's features of one image, or of the first and the last one, as tokens (Wan2.1).
-
-    It computes in float32.
+    """Projects CLIP features of one or two images to context tokens, in float32 (Wan2.1).
 
     Args:
         dim_in: Channels of the features.
         dim: Channels of a token.
-        positions: Tokens of both images where these have position embeddings of their own (first
-            and last frame), else 0.
+        positions: Number of learned position embeddings: the tokens of both images for the
+            first-and-last-frame model, else 0.
     """
 
     def __init__(self, dim_in: int, dim: int, positions: int = 0) -> None:
@@ -271,7 +271,7 @@ class ImageEmbedding(nn.Module):
         self.emb_pos = nn.Parameter(torch.zeros(1, positions, dim_in)) if positions else None
 
     def forward(self, features_NTC: Tensor) -> Tensor:
-        """[1,T,C], or [1,2T,C] of two images."""
+        """Returns [1,T,C] for one image, [1,2T,C] for two."""
         x = features_NTC.float()
         if self.emb_pos is not None:
             x = x.reshape(-1, *self.emb_pos.shape[1:]) + self.emb_pos.float()
@@ -285,7 +285,7 @@ class ImageEmbedding(nn.Module):
 
 
 class TanhGELU(nn.Module):
-    """GELU in its tanh form."""
+    """GELU with the tanh approximation."""
 
     def __init__(self, ops: BlockOps) -> None:
         super().__init__()
@@ -296,5 +296,5 @@ class TanhGELU(nn.Module):
 
 
 def fp32_linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    """The layer applied in float32, also when its weights are stored in bfloat16."""
+    """Applies a linear layer in float32; its weights may have another dtype."""
     return F.linear(x.float(), linear.weight.float(), linear.bias.float())

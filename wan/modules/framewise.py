@@ -1,7 +1,7 @@
-"""What networks share that give each latent frame something of its own to attend to.
+"""Per-frame cross-attention of S2V and Animate: tokens attend to the features of their own frame.
 
-Legend: B batch, C channels, N the video's tokens on this device, H heads, D head size, T latent
-frames, A tokens that a frame attends to, R runs of tokens of the same frame.
+Legend: B batch, C channels, N the video's tokens on this rank, L all tokens on this rank, H heads,
+D head size, T latent frames, A tokens that a frame attends to.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from wan.kernels.base import Kernel
 
 
 def own_frames(first: int, own: int, frame: int) -> tuple[range, list[int]]:
-    """Which latent frames a device's tokens belong to, and how many tokens of each it has.
+    """Finds the latent frames of this rank's tokens, and how many tokens of each are on the rank.
 
     Args:
-        first: The place of its first token in the video.
-        own: How many of the video's tokens it has.
-        frame: Tokens of a latent frame.
+        token_offset: Global index of this rank's first token.
+        num_local_tokens: Video tokens on this rank.
+        frame_size: Tokens of a latent frame.
     """
     if not own:
         return range(0), []
@@ -32,7 +32,10 @@ def own_frames(first: int, own: int, frame: int) -> tuple[range, list[int]]:
 def attend_in_frames(
     kernel: Kernel, q_BNHD: Tensor, k_TAHD: Tensor, v_TAHD: Tensor, runs: Sequence[int]
 ) -> Tensor:
-    """Each token attends to what its own frame has; [1,N,H,D]. runs: of at least one frame."""
+    """Computes attention [1,N,H,D] of each token to the A keys and values of its frame.
+
+    tokens_per_frame: at least one frame; the frames are padded to the longest and form a batch.
+    """
     longest, pieces = max(runs), q_BNHD[0].split(list(runs))
     whole = [F.pad(piece, (0, 0, 0, 0, 0, longest - len(piece))) for piece in pieces]
     out = kernel(torch.stack(whole), k_TAHD, v_TAHD)
@@ -40,7 +43,7 @@ def attend_in_frames(
 
 
 def added(x_BLC: Tensor, y_BNC: Tensor, scale: float = 1.0) -> Tensor:
-    """The residual stream with scale * y added to its first tokens; in inference in place."""
+    """Adds scale * y to the first N tokens of the residual stream; in place in inference."""
     own = y_BNC.shape[1]
     if torch.is_grad_enabled():
         return torch.cat((x_BLC[:, :own].add(y_BNC, alpha=scale), x_BLC[:, own:]), dim=1)
@@ -49,9 +52,9 @@ def added(x_BLC: Tensor, y_BNC: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def check_shapes(x: Tensor, expected: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> None:
-    """Raises ValueError for a condition that does not fit the latents x.
+    """Raises ValueError if a conditioning tensor does not fit the latents x.
 
-    expected: Name -> the tensor, and the shape that fits.
+    expected: Name -> tensor and expected shape.
     """
     for name, (tensor, shape) in expected.items():
         if tensor.shape != shape:
@@ -62,7 +65,7 @@ def check_shapes(x: Tensor, expected: Mapping[str, tuple[Tensor, tuple[int, ...]
 
 
 class CausalConv(nn.Module):
-    """A convolution over time that sees no later step; before the first, the first is repeated."""
+    """A causal convolution over time, padded by repeating the first step; in float32."""
 
     def __init__(self, dim_in: int, dim_out: int, stride: int = 1) -> None:
         super().__init__()
@@ -75,6 +78,6 @@ class CausalConv(nn.Module):
 
 
 def activated(x_BCT: Tensor) -> Tensor:
-    """[B,T,C]: normalised over channels, without weights, and SiLU."""
+    """Applies layer norm without weights and SiLU; [B,C,T] to [B,T,C]."""
     x_BTC = x_BCT.transpose(1, 2)
     return F.silu(F.layer_norm(x_BTC, x_BTC.shape[-1:], eps=1e-6))

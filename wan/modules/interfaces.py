@@ -1,6 +1,6 @@
-"""What `WanModel` needs from outside, and the versions that serve a single device.
+"""Interfaces of the components of `WanModel`, and their implementations for one device.
 
-Legend: B batch, S all tokens, L this device's tokens, N heads, D head size, C channels.
+Legend: B batch, S all tokens, L this rank's tokens, N heads, D head size, C channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wan.settings.schedule import Grid
 
 
 class SelfAttention(Protocol):
-    """Self-attention over all tokens of the video, given this device's tokens of all heads."""
+    """Self-attention over all tokens of a video; takes this rank's q, k and v with all heads."""
 
     def __call__(
         self,
@@ -35,65 +35,65 @@ class SelfAttention(Protocol):
 
 
 class Sending(Protocol):
-    """A call of self-attention whose q, k and v are written where they will be sent from."""
+    """A self-attention call whose q, k and v are written directly into the send buffer."""
 
     def put(self, place: int, x_BLND: Tensor, first: int = 0) -> None:
-        """Takes tokens from `first` on, of q (place 0), k (1) or v (2)."""
+        """Writes tokens offset, offset + 1, ... of q (index 0), k (1) or v (2)."""
         ...
 
     def attend(self, *, valid_len: int | None = None, step: StepInfo | None = None) -> Tensor:
-        """The call, once everything has been written."""
+        """Computes attention after all tokens of q, k and v have been written."""
         ...
 
 
 @runtime_checkable
 class SendsWritten(Protocol):
-    """Self-attention that may want q, k and v written in place of given."""
+    """Self-attention that can take q, k and v written directly into its all-to-all send buffer."""
 
     def begin(self, x_BLC: Tensor, heads: int, step: StepInfo | None) -> Sending | None:
-        """A call for these tokens; None: it is to be called with tensors."""
+        """Starts a call for tokens like x; None: pass q, k and v to `__call__` instead."""
         ...
 
 
 MakeAttention = Callable[[int], SelfAttention]
-"""Makes the self-attention of a block from the block's index."""
+"""make_attention(layer): the self-attention of a block."""
 
 
 class TokenShard(Protocol):
-    """Which tokens this device computes, and in which order the tokens of a grid stand.
+    """How the token sequence is ordered and sharded over the ranks; tokens are dimension 1.
 
-    Outside, tokens are in raster order (frame, row, column); attention does not mind another one.
-    The methods see the token axis as dimension 1. `shard` pads where the devices need equal parts,
-    and whoever attends masks by valid_len; padded tokens belong to the last run.
+    Tokens outside the blocks are in raster order (frame, row, column). Inside, another order is
+    possible, because attention is permutation-equivariant. Shards are padded to equal lengths;
+    self-attention masks the padding by `valid_len`, and padded tokens belong to the last segment.
     """
 
     def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
-        """The whole sequence, from raster order into the order in which tokens stand."""
+        """Permutes the global sequence from raster order into the order of the shards."""
         ...
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
-        """This device's tokens out of the whole (arranged, padded) sequence."""
+        """Permutes and pads the global sequence in raster order; returns this rank's tokens."""
         ...
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
-        """The whole sequence in raster order, from every device's part."""
+        """Gathers the shards of all ranks into the global sequence in raster order."""
         ...
 
     def runs(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Lengths, on this device, of consecutive arranged runs given by their whole lengths."""
+        """Lengths on this rank of consecutive segments, from their lengths in the sequence."""
         ...
 
     def valid(self, tokens: int) -> int:
-        """How many of this device's tokens are real, of so many in all."""
+        """Number of tokens on this rank that are not padding, in a sequence of `num_tokens`."""
         ...
 
     def first(self, tokens: int) -> int:
-        """The place of this device's first token in a sequence of so many."""
+        """Global index of this rank's first token in a sequence of `num_tokens`."""
         ...
 
 
 class LocalAttention:
-    """Self-attention when one device holds the whole sequence: a single kernel call."""
+    """Self-attention on one device: a single kernel call."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -108,14 +108,14 @@ class LocalAttention:
         valid_len: int | None = None,
         step: StepInfo | None = None,
     ) -> Tensor:
-        """Keys at or behind valid_len are not attended to; step does not matter here."""
+        """Computes attention to the first `valid_len` keys; `step` is ignored."""
         k_BLND, v_BLND = k_BLND[:, :valid_len], v_BLND[:, :valid_len]
         with trace.span("attention", q_BLND, chunk=0, block=0, method="dense"):
             return self.kernel(q_BLND, k_BLND, v_BLND)
 
 
 class LocalTokens:
-    """One device computes every token, in raster order; nothing is padded."""
+    """The sequence of one device: in raster order, without padding."""
 
     def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
         return x_BSC
@@ -137,25 +137,26 @@ class LocalTokens:
 
 
 Blocks = Callable[[Tensor, int, int | None], Tensor]
-"""blocks(x_BLC, first, last): x, updated in place, behind the blocks first to last (excluded)."""
+"""run_blocks(x_BLC, first, last): runs blocks first to last - 1 and returns x, updated in place."""
 SkipBlocks = Callable[[Tensor, Blocks, StepInfo | None, int, torch.dtype], Tensor]
-"""skip(x_BLC, blocks, step, valid, dtype): x behind all blocks; see `wan.cache.residual`."""
+"""skip(x_BLC, run_blocks, step, num_valid, dtype): the output of the last block, for which blocks
+may be skipped; see `wan.cache.residual`."""
 SkipAttention = Callable[[Callable[[], Tensor], StepInfo | None, int], Tensor]
-"""skip(attend, step, layer): what attend() returns or has returned; see `wan.cache.attention`."""
+"""skip(attend, step, layer): attend(), or its output of an earlier step; see
+`wan.cache.attention`."""
 
 
 @dataclass(frozen=True)
 class Collaborators:
-    """What a model is given beside its sizes; the defaults serve a single device.
+    """Components a model is built with. The defaults are for one device.
 
     Attributes:
-        attention: Makes each block's self-attention over all tokens.
-        kernel: Dense attention, used for the text.
-        tokens: Which tokens this device computes.
-        ops: What blocks compute between matrix products.
-        text_kv_cache: Whether the text's keys and values are kept from step to step.
-        step_cache: Skips blocks.
-        attention_cache: Skips self-attention.
+        attention: Builds the self-attention of each block.
+        kernel: Dense attention of the cross-attention.
+        ops: Norms, modulation, RoPE and GELU.
+        text_kv_cache: Cache the keys and values of the prompt between steps.
+        step_cache: Skips blocks in some steps.
+        attention_cache: Skips self-attention in some steps.
     """
 
     attention: MakeAttention = lambda layer: LocalAttention(SdpaKernel())

@@ -1,9 +1,9 @@
 """The Wan2.2 diffusion transformer (DiT) with the official names and forward signature.
 
-Legend: B batch, C channels, F H W latent frames/height/width, L this device's tokens, S all tokens,
-T text tokens, R runs of tokens that share a timestep.
+Legend: B batch, C channels, F H W latent frames/height/width, L this rank's tokens, S all tokens,
+N this rank's video tokens, M this rank's extra tokens, T text tokens, R timestep segments.
 
-Dtypes are explicit, there is no autocast; `docs/numerics.md` has the table.
+Dtypes are explicit, without autocast; `docs/numerics.md` lists them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ MODEL_TYPES = ("t2v", "i2v", "ti2v", "flf2v", "s2v", "animate", "vace")
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What the blocks of one forward are given beside the residual stream.
+    """Inputs that all blocks of one forward pass share.
 
     Attributes:
-        modulation: [B,R,6,C], of each run by its timestep, float32.
-        text: The embedded text, and what layers keep of it.
-        info: What all blocks are told.
+        modulation: [B,R,6,C] float32, of each timestep segment.
+        text: The embedded prompt and its cached keys and values.
     """
 
     modulation: Tensor
@@ -52,22 +51,23 @@ class BlockInputs:
 
 
 After = Callable[[Tensor, BlockInputs], Tensor]
-"""after(x_BLC, beside): the residual stream, which it may update in place in inference."""
+"""after_block(x_BLC, block_inputs): returns the residual stream; may update it in place in
+inference."""
 
 
 @dataclass(frozen=True)
 class Conditioning:
-    """What a network does beside the plain forward of a video, in the one form that all use.
+    """Extra tokens, embeddings and hooks that a subclass adds to the forward pass of `WanModel`.
 
     Attributes:
-        rope: The rows of this device's tokens, those behind the video's included.
-        first: The place in the whole sequence of this device's first token.
-        own: How many of the video's tokens are on this device; they come first.
-        video: [B,N,C], what is added to the `own` tokens once they are embedded; None: nothing.
-        behind: How many tokens stand behind the video's in the whole sequence; their timestep is 0.
-        standing: [B,M,C] float32, those of them that are on this device.
-        after: Layer -> what is done to the residual stream behind its block.
-        begin: Gets the stream before the first block, where that is computed.
+        rope: Rows of the RoPE table of this rank's tokens, including the extra tokens.
+        token_offset: Global index of this rank's first token.
+        num_local_video_tokens: Video tokens on this rank; they precede the extra tokens.
+        video_embedding: [B,N,C], added to the embedded video tokens.
+        num_extra_tokens: Tokens appended to the video tokens in the global sequence, at timestep 0.
+        extra_tokens: [B,M,C] float32, the ones on this rank.
+        after_block: Layer -> hook that updates the residual stream after its block.
+        before_blocks: Hook that receives the residual stream before block 0, unless it is skipped.
     """
 
     rope: RopeTable
@@ -83,11 +83,15 @@ class Conditioning:
 class WanModel(nn.Module):
     """Predicts the flow velocity of noisy video latents.
 
-    The arguments are the official ones (config.json); ValueError for a model type, window or head
-    count that does not exist. image_dim: channels of the CLIP features that a Wan2.1 image model
-    takes beside the text, else 0. image_positions: of first-and-last-frame ones, tokens of both
-    images. collaborators: what several devices, other kernels and caches need; without them the
-    model serves a single device.
+    The arguments up to `eps` are those of the official config.json.
+
+    Args:
+        image_dim: Channels of the CLIP features of a Wan2.1 image-to-video model, else 0.
+        image_positions: Tokens of both images of a Wan2.1 first-and-last-frame model, else 0.
+        components: Attention, kernels, sharding and caches; None: those for one device.
+
+    Raises:
+        ValueError: The model type, window size or number of heads is not supported.
     """
 
     def __init__(
@@ -162,17 +166,18 @@ class WanModel(nn.Module):
         clip_fea: Tensor | None = None,
         step: StepInfo | None = None,
     ) -> list[Tensor]:
-        """Velocities, float32 [out_dim, F, H, W] for each sample.
+        """Predicts velocities, float32 [out_dim, F, H, W] for each sample.
 
         Args:
             x: Noisy latents, [C, F, H, W] each.
-            t: Timesteps 0..1000, [B] or one per token, [B, >= tokens]; on the host, or fetched.
-            context: Text embeddings, [length <= text_len, text_dim] each.
-            seq_len: The official padded length; it must hold the tokens; padding is not computed.
-            y: i2v conditioning, concatenated to x on channels.
-            clip_fea: Of Wan2.1's image models, CLIP features [images, tokens, image_dim]; all
-                samples share them.
-            step: Where in the run this call is, for attention layers and caches.
+            t: Timesteps 0..1000, [B] or one per token, [B, >= tokens]; a tensor on an accelerator
+                is copied to the host.
+            context: Prompt embeddings, [length <= text_len, text_dim] each.
+            seq_len: Upper limit of the number of tokens; sequences are not padded to it.
+            y: Image conditioning latents, concatenated to x on channels.
+            clip_fea: CLIP features [images, tokens, image_dim] of a Wan2.1 image model; all samples
+                share them.
+            step: Sampling step, expert and branch, for attention layers and caches.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
@@ -234,25 +239,28 @@ class WanModel(nn.Module):
         return self._unpatchify(x_BSC[:, :tokens], grid)
 
     def grid(self, latent_FHW: Sequence[int]) -> Grid:
-        """Tokens along frame, height and width of latents of this size."""
+        """Number of tokens along frame, height and width for a latent size."""
         f, h, w = (size // patch for size, patch in zip(latent_FHW, self.patch_size, strict=True))
         return f, h, w
 
     def parts(self) -> list[nn.Module]:
-        """The large modules in the order of their calls: each block, and what runs behind it."""
+        """Lists all blocks and adapters in the order in which they run."""
         pairs = ((block, *self.behind(layer)) for layer, block in enumerate(self.blocks))
         return [module for pair in pairs for module in pair]
 
     def wan_blocks(self) -> list[WanAttentionBlock]:
-        """The blocks with self-attention, VACE's control blocks included."""
+        """Lists the blocks with self-attention, including VACE's control blocks."""
         return [one for one in self.parts() if isinstance(one, WanAttentionBlock)]
 
     def behind(self, layer: int) -> Sequence[nn.Module]:
-        """Modules that run behind a block and move with it; the last is called in every forward."""
+        """Adapters that run after a block and are offloaded with it.
+
+        The last one is called in every forward pass.
+        """
         return ()
 
     def _embedded(self, x_BCFHW: Tensor, grid: Grid, given: Conditioning | None) -> Tensor:
-        """This device's tokens, float32 [B,L,C]."""
+        """Embeds this rank's tokens, float32 [B,L,C]."""
         patches_BSK = patches(x_BCFHW, self.patch_size)
         if given is None or (given.video is None and not given.behind):
             return embedded(self.patch_embedding, self.tokens.shard(patches_BSK, grid))
@@ -271,7 +279,7 @@ class WanModel(nn.Module):
         return x.reshape(-1, self.out_dim, f * p, h * q, w * r)
 
     def _text(self, context: list[Tensor], clip_fea: Tensor | None) -> TextState:
-        """The embedded context behind the image's tokens, from the cache where it is on."""
+        """Embeds image and text tokens of the context, or returns the cached embedding."""
         cache = None if torch.is_grad_enabled() else self.text_cache
         key = context if clip_fea is None else [*context, clip_fea]
         state = None if cache is None else cache.get(key)
@@ -288,11 +296,11 @@ class WanModel(nn.Module):
 
     @property
     def text_layers(self) -> int:
-        """How many layers attend to the text."""
+        """Number of layers with cross-attention to the text."""
         return self.num_layers
 
     def _keep_text(self, text: TextState, layer: int, kv: TextKV) -> None:
-        """Keeps a layer's keys and values of the text where the cache is on."""
+        """Stores a layer's keys and values of the context if `text_kv_cache` is on."""
         if self.text_cache is not None and not torch.is_grad_enabled():
             text.kv[layer] = kv
 
@@ -305,7 +313,7 @@ class WanModel(nn.Module):
         y: list[Tensor] | None,
         clip_fea: Tensor | None,
     ) -> None:
-        """Refuse what the network cannot compute, with the shapes in the message."""
+        """Raises ValueError if shapes do not fit each other or the network."""
         self._check_images(y, clip_fea)
         if (
             not x
@@ -346,18 +354,18 @@ class WanModel(nn.Module):
             )
 
     def forget_text(self) -> None:
-        """Frees the cached keys and values."""
+        """Frees the cached embeddings, keys and values."""
         if self.text_cache is not None:
             self.text_cache.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WanModel:
-        """Moving or casting the model makes cached keys and values stale."""
+        """Moves or casts the model; clears the caches, which would be stale."""
         self.forget_text()
         return super()._apply(fn, recurse)
 
 
 def patches(x_BCFHW: Tensor, size: tuple[int, int, int]) -> Tensor:
-    """The values of each patch [B,S,K], as a convolution's weight has them; remainders are cut."""
+    """Flattens patches to [B,S,K] in the order of a Conv3d weight; incomplete patches are cut."""
     p, q, r = size
     f, h, w = (length // one for length, one in zip(x_BCFHW.shape[2:], size, strict=True))
     x_BCFHW = x_BCFHW[:, :, : f * p, : h * q, : w * r]
@@ -366,20 +374,20 @@ def patches(x_BCFHW: Tensor, size: tuple[int, int, int]) -> Tensor:
 
 
 def embedded(conv: nn.Conv3d, patches_BSK: Tensor) -> Tensor:
-    """[B,S,C] float32: a convolution with kernel = stride is a matmul of each patch."""
+    """Embeds patches to [B,S,C] float32; a convolution with kernel = stride is a matmul."""
     weight, bias = conv.weight, conv.bias
     return F.linear(patches_BSK.to(weight.dtype), weight.flatten(1), bias).float()
 
 
 def _in_fp32(layers: nn.Sequential, x: Tensor) -> Tensor:
-    """The layers one after the other, their matrix products in float32."""
+    """Runs layers in sequence, with linear layers in float32."""
     for layer in layers:
         x = fp32_linear(layer, x) if isinstance(layer, nn.Linear) else layer(x)
     return x
 
 
 def timestep_runs(t: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Timesteps [B] or [1, >= tokens] as values [B or 1, R] and the R lengths of their runs."""
+    """Splits timesteps [B] or [1, >= tokens] into segments: values [B or 1, R] and R lengths."""
     if t.dim() == 1:
         return t.unsqueeze(1), (tokens,)
     values, counts = torch.unique_consecutive(t[0, :tokens].cpu(), return_counts=True)
@@ -387,9 +395,9 @@ def timestep_runs(t: Tensor, tokens: int) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def sinusoidal_embedding(t: Tensor, dim: int) -> Tensor:
-    """[..., dim] float32 features (cos block, sin block) of timesteps t.
+    """Returns float32 features [..., dim] of timesteps: first cosines, then sines.
 
-    Computed in float64, on the host: NPUs have no float64, and the official values need it.
+    They are computed in float64 as in the official code, on the host because NPUs have no float64.
     """
     half = dim // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)

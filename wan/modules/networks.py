@@ -1,4 +1,4 @@
-"""Builds the DiT that a configuration describes."""
+"""Builds the DiT of a configuration."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from wan.modules.model import WanModel
 
 
 def network(config: Mapping[str, Any], collaborators: Collaborators | None = None) -> WanModel:
-    """Builds a network.
+    """Builds the DiT of a model type.
 
     Args:
-        config: As `wan.checkpoint.config.dit_config` returns it.
-        collaborators: As for `WanModel`.
+        config: From `wan.checkpoint.config.dit_config`; the arguments of the class.
+        components: Attention, kernels, sharding and caches; None: those for one device.
     """
     module, name = _KINDS.get(config["model_type"], ("wan.modules.model", "WanModel"))
     made: WanModel = getattr(import_module(module), name)(**config, collaborators=collaborators)
@@ -27,4 +27,4 @@ _KINDS = {
     "animate": ("wan.modules.animate", "WanAnimateModel"),
     "vace": ("wan.modules.vace", "VaceWanModel"),
 }
-"""Model type -> where its class is, for those that are no `WanModel`."""
+"""Model type -> module and class; other types are a `WanModel`."""

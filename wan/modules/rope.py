@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RopeTable = tuple[Tensor, Tensor]
-"""(cos, signed sin), both float32 [S, 1, D]; see `rope_table`."""
+"""(cos, signed sin), both float32 [S, 1, D]; see `make_rope_table`."""
 
 
 def axis_sizes(head_dim: int) -> tuple[int, int, int]:
-    """Channels of one head that encode frame, height and width."""
+    """Splits the channels of a head between frame, height and width."""
     return head_dim - 4 * (head_dim // 6), 2 * (head_dim // 6), 2 * (head_dim // 6)
 
 
 Axes = Sequence[int | Sequence[int]]
-"""Of frame, height and width, the positions of a grid's tokens; a number n stands for 0 to n-1."""
+"""Token positions along frame, height and width; a number n means 0 to n-1."""
 
 
 def rope_angles(grid: Axes, head_dim: int) -> Tensor:
-    """Rotation angles, float64 [S, D/2], for tokens in (frame, height, width) raster order."""
+    """Computes the angles, float64 [S, D/2], of tokens in (frame, height, width) raster order."""
     positions = [range(axis) if isinstance(axis, int) else axis for axis in grid]
     lengths, axes = [len(axis) for axis in positions], []
     for axis, (places, channels) in enumerate(zip(positions, axis_sizes(head_dim), strict=True)):
@@ -40,19 +40,19 @@ def rope_angles(grid: Axes, head_dim: int) -> Tensor:
 
 
 def rope_table(grid: Axes, head_dim: int) -> RopeTable:
-    """Cosines and signed sines in `apply_rope`'s layout, computed in float64, stored in float32."""
+    """Makes the table of a grid: computed in float64, stored in float32 for `apply_rope`."""
     return tabulated(rope_angles(grid, head_dim))
 
 
 def tabulated(angles: Tensor) -> RopeTable:
-    """The table of these angles, float64 [S, D/2]."""
+    """Makes the table of angles, float64 [S, D/2]."""
     cos, sin = angles.cos(), angles.sin()
     signed_sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
     return cos.repeat_interleave(2, dim=-1).float()[:, None], signed_sin.float()[:, None]
 
 
 def apply_rope(x_BSND: Tensor, table: RopeTable) -> Tensor:
-    """Rotate every channel pair of x by its token's angles; float32 in, float32 out.
+    """Rotates every channel pair of x by the angles of its token; float32 in, float32 out.
 
     Real arithmetic: (a, b) -> (a cos - b sin, b cos + a sin), because NPUs have no complex type.
     """
@@ -61,8 +61,8 @@ def apply_rope(x_BSND: Tensor, table: RopeTable) -> Tensor:
 
 
 def _swapped(x_BSND: Tensor) -> Tensor:
-    """(b, a) for every pair (a, b)."""
-    if torch.compiler.is_compiling():  # reads of whole vectors, which a CPU's compiler needs
+    """Swaps every pair of channels, (a, b) to (b, a)."""
+    if torch.compiler.is_compiling():  # shifted reads, which a CPU compiler can vectorize
         even = torch.arange(x_BSND.shape[-1], device=x_BSND.device) % 2 == 0
         after, before = F.pad(x_BSND[..., 1:], (0, 1)), F.pad(x_BSND[..., :-1], (1, 0))
         return torch.where(even, after, before)
@@ -71,7 +71,7 @@ def _swapped(x_BSND: Tensor) -> Tensor:
 
 
 class RopeTables:
-    """The table of the grid in use, built when the grid or the device changes."""
+    """Caches the RoPE table of the last grid and device."""
 
     def __init__(self, head_dim: int) -> None:
         self.head_dim = head_dim
@@ -84,7 +84,7 @@ class RopeTables:
         device: torch.device,
         shard: Callable[[Tensor, tuple[int, int, int]], Tensor],
     ) -> RopeTable:
-        """The rows of this device's tokens; `shard` takes them from the whole grid's table."""
+        """Returns the rows of this rank's tokens, which `shard` selects from the grid's table."""
         key = (grid, device, shard)
         if self._table is None or self._key != key:
             cos, sin = rope_table(grid, self.head_dim)

@@ -1,14 +1,15 @@
-"""The network of Wan2.2 S2V, with the official names and forward signature: sound and a picture.
+"""The network of Wan2.2 S2V, with the official names and forward signature.
 
-It is `WanModel` with more tokens and a second attention behind some blocks. The reference picture
-and the end of the clip before stand behind the video's tokens, at timestep 0, and have rotary
-positions of their own. Behind some blocks each token of the video attends to the sound of its own
-latent frame, so this needs no exchange between devices. A pose video is added to the video's
-tokens. What depends on the clip alone is computed once where the text's keys and values are kept.
+It is `WanModel` with extra tokens and audio attention. The tokens of the reference image and of the
+last frames of the previous clip (motion tokens) are appended to the video tokens, at timestep 0 and
+with separate rotary positions. After some blocks each video token attends to the audio of its
+latent frame, which needs no communication between ranks. A pose video is embedded and added to the
+video tokens. Extra tokens, audio tokens and their keys and values are computed once per clip if
+`text_kv_cache` is on.
 
 Legend: B batch (always 1), C channels, F H W latent frames/height/width, N the video's tokens on
-this device, M tokens behind them, L all of this device, T steps of sound, A tokens of sound of a
-latent frame, R runs of tokens of the same frame.
+this rank, M extra tokens, L all tokens on this rank, S layers of wav2vec2, T audio steps or latent
+frames, A audio tokens of a latent frame, R latent frames with tokens on this rank.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from wan.settings.sound import (
     STATED,
 )
 
-REFERENCE_TIME = 30  # where the reference picture stands on the time axis
+REFERENCE_TIME = 30  # position of the reference image on the time axis
 _KINDS = {"video": 0, "reference": 1, "motion": 2}  # rows of `trainable_cond_mask`
-_PACKED = (  # of the clip before, newest first: latent frames, patch, positions on the time axis
+_PACKED = (  # of motion latents, newest first: frames, patch size, positions on the time axis
     ("proj", 1, (1, 2, 2), (-1,)),
     ("proj_2x", 2, (2, 4, 4), (-3,)),
     ("proj_4x", 16, (4, 8, 8), (-19, -14, -9, -4)),
@@ -57,12 +58,17 @@ _PACKED = (  # of the clip before, newest first: latent frames, patch, positions
 
 
 class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
-    """Predicts the flow velocity of noisy video latents, given sound, a picture and poses.
+    """Predicts the flow velocity of noisy video latents from audio, a reference image and poses.
 
-    The arguments are the official ones (config.json); ValueError for what no published network
-    has. audio_dim: channels of the sound's features. num_audio_token: tokens of sound of a latent
-    frame, beside one that is learned. audio_inject_layers: the blocks behind which tokens attend to
-    the sound.
+    The arguments are those of the official config.json.
+
+    Args:
+        audio_dim: Channels of the audio features.
+        num_audio_token: Audio tokens of a latent frame, without the learned padding token.
+        audio_inject_layers: Layers after which video tokens attend to the audio.
+
+    Raises:
+        ValueError: The configuration is not that of a published network.
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         collaborators: Collaborators | None = None,
         **config: Any,
     ) -> None:
-        """Builds the network. zero_init, motion_token_num: they have no effect here."""
+        """Builds the network. zero_init, motion_token_num: ignored."""
         known = {name: config.pop(name, value) for name, value in STATED.items()} | {
             "cond_dim": cond_dim
         }
@@ -128,21 +134,21 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         *,
         step: StepInfo | None = None,
     ) -> list[Tensor]:
-        """Velocities, float32 [out_dim, F, H, W] for each sample.
+        """Predicts velocities, float32 [out_dim, F, H, W] for each sample.
 
         Args:
             x: Noisy latents, [C, F, H, W] each.
             t: Timesteps 0..1000, [B].
-            context: Text embeddings, [length <= text_len, text_dim] each.
-            seq_len: Has no effect, as officially.
-            ref_latents: Of the reference picture, [C, 1, H, W] each.
-            motion_latents: Of the end of the clip before, [C, any, H, W] each.
-            cond_states: Of the pose video, [C, F, H, W] each; None: no pose, as zeros.
-            audio_input: Features of the sound, [B, 25, audio_dim, 4 F].
-            motion_frames: Frames and latent frames before the clip.
-            add_last_motion: Has no effect: only the official default exists.
-            drop_motion_frames: The clip before is not looked at.
-            step: Where in the run this call is, for attention layers and caches.
+            context: Prompt embeddings, [length <= text_len, text_dim] each.
+            seq_len: Ignored, as in the official model.
+            ref_latents: Latents of the reference image, [C, 1, H, W] each.
+            motion_latents: Latents of the last frames of the previous clip, [C, any, H, W] each.
+            cond_states: Latents of the pose video, [C, F, H, W] each; None: zeros.
+            audio_input: Audio features, [B, 25, audio_dim, 4 F].
+            motion_frames: Number of video frames and of latent frames before the clip.
+            add_last_motion: Ignored; only the official default is supported.
+            drop_motion_frames: Do not use `motion_latents`.
+            step: Sampling step, expert and branch, for attention layers and caches.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
@@ -156,7 +162,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
             self._check_frames(sample, ref, motion, pose, sound)
             grid = self.grid(sample.shape[1:])
             scene = self._scene(ref, None if drop_motion_frames else motion, grid)
-            # The whole of it is the key: what `split` returns is a new tensor at every call.
+            # The unsplit tensor is the cache key, because `split` returns a new tensor each time.
             heard = self._sound(audio_input, sound, i, tuple(motion_frames))
             given = self._conditioning(scene, heard, pose, grid)
             at = step and replace(step, sample=i)
@@ -173,7 +179,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
     def _conditioning(
         self, scene: _Scene, heard: _Heard, pose: Tensor | None, grid: Grid
     ) -> Conditioning:
-        if pose is None:  # what the convolution makes of zeros
+        if pose is None:  # the output of the convolution for zeros
             bias = self.cond_encoder.bias
             assert bias is not None
             video = bias.float().expand(1, 1, -1)
@@ -199,7 +205,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
     def _attend_to_sound(
         self, x_BLC: Tensor, layer: int, heard: _Heard, frames: range, runs: Sequence[int]
     ) -> Tensor:
-        """Adds what each token of the video hears; the others stay."""
+        """Adds the audio attention of a layer to the video tokens; others are not changed."""
         modules: Any = self.behind(layer)
         adain, attention = modules
         known = heard.layers.get((layer, frames))
@@ -219,7 +225,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         return added(x_BLC, y_BNC)
 
     def _scene(self, ref: Tensor, motion: Tensor | None, grid: Grid) -> _Scene:
-        """What the picture and the clip before become; from the cache where it is on."""
+        """Returns the reference and motion tokens, computed once per clip if caching is on."""
         make = partial(self._made_scene, ref, motion, grid)
         if self._scenes is None or torch.is_grad_enabled():
             return make()
@@ -263,20 +269,23 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
     def _sound(
         self, whole: Tensor, sound: Tensor, sample: int, motion_frames: tuple[int, ...]
     ) -> _Heard:
-        """What the sound becomes; from the cache where it is on. whole: of all samples."""
+        """Encodes the audio of a sample, or returns the cached tokens.
+
+        all_audio: the audio of all samples, which is the cache key.
+        """
         make = partial(self.casual_audio_encoder, sound[0], motion_frames)
         if self._sounds is None or torch.is_grad_enabled():
             return _Heard(False, *make())
         return self._sounds.once([whole, sample, motion_frames], lambda: _Heard(True, *make()))
 
     def _kind(self, name: str) -> Tensor:
-        """What tells tokens of a kind from others, float32 [C]."""
+        """Learned embedding of a token type, float32 [C]."""
         return self.trainable_cond_mask.weight[_KINDS[name]].float()
 
     def _check_frames(
         self, x: Tensor, ref: Tensor, motion: Tensor, pose: Tensor | None, sound: Tensor
     ) -> None:
-        """Refuses conditions that do not fit the latents."""
+        """Raises ValueError if images, poses or audio do not fit the latents."""
         frames, sides = x.shape[1], x.shape[2:]
         shapes = {
             "ref_latents": (ref, (self.in_dim, 1, *sides)),
@@ -288,7 +297,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
         check_shapes(x, shapes)
 
     def forget_text(self) -> None:
-        """Frees what is kept of the text, of the sound and of the scene."""
+        """Frees the caches of the text, the audio, and the reference and motion tokens."""
         super().forget_text()
         for cache in (self._scenes, self._sounds):
             if cache is not None:
@@ -297,11 +306,7 @@ class WanModel_S2V(WanModel):  # noqa: N801 (the official name)
 
 @dataclass(frozen=True)
 class _Scene:
-    """What the reference picture, the clip before and the sizes become, on this device.
-
-    Attributes:
-        rope, first, own, behind, standing: As in `Conditioning`.
-    """
+    """This rank's reference and motion tokens, and its RoPE table; see `StreamConditioning`."""
 
     rope: RopeTable
     first: int
@@ -312,14 +317,14 @@ class _Scene:
 
 @dataclass
 class _Heard:
-    """A clip's sound as the network hears it.
+    """Audio tokens of a clip and the cached values of the audio attention.
 
     Attributes:
-        keeps: Whether `layers` is filled.
-        local: Tokens of each latent frame, [T,A,C].
-        whole: One vector of each latent frame, [T,C].
-        layers: Layer and this device's frames -> shift and scale of each frame of the clip, and the
-            keys and values of this device's.
+        is_cacheable: Store values in `kv_cache`.
+        audio_emb: Tokens of each latent frame, [T,A,C].
+        audio_emb_global: One vector of each latent frame, [T,C].
+        kv_cache: (layer, this rank's frames) -> shift and scale of all frames, and keys and values
+            of this rank's frames.
     """
 
     keeps: bool
@@ -331,7 +336,7 @@ class _Heard:
 
 
 class AudioAttention(WanAttention):
-    """Each token attends to the sound of its own frame; it knows no positions."""
+    """Cross-attention of each token to the audio of its frame, without positions."""
 
     def __init__(self, sizes: BlockSizes, given: Collaborators) -> None:
         super().__init__(sizes, given)
@@ -345,17 +350,18 @@ class AudioAttention(WanAttention):
         frames: slice,
         runs: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What is added to the tokens, and the keys and values of these frames.
+        """Returns the attention output, and the keys and values of this rank's frames.
 
         Args:
-            x_BNC: Tokens of the frames one after the other, of which there are `runs`; the first
-                and the last frame may be on other devices in part.
-            sound_TAC: The sound of all frames.
-            kv: Keys and values of these frames, [T,A,N,D] each; None: they are computed.
-            frames: Which frames of the clip these are.
-            runs: How many tokens of each frame there are.
+            x_BNC: Video tokens on this rank, frame by frame; the first and the last frame may be
+                partly on other ranks.
+            audio_TAC: Audio tokens of all frames.
+            kv: Cached keys and values of this rank's frames, [T,A,heads,D] each; None: they are
+                computed.
+            frames: This rank's frames.
+            tokens_per_frame: Number of tokens of each frame on this rank.
         """
-        if not runs:  # all of the video's tokens are on other devices
+        if not runs:  # this rank has no video tokens
             return x_BNC, (x_BNC, x_BNC)
         if kv is None:
             own_TAC = sound_TAC[frames]
@@ -365,7 +371,7 @@ class AudioAttention(WanAttention):
 
 
 class AdaIn(nn.Module):
-    """Shift and scale of each latent frame, in float32, from the sound: [T,C] to [T,2C]."""
+    """Computes shift and scale of each latent frame from the audio, [T,C] to [T,2C], in float32."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -376,7 +382,7 @@ class AdaIn(nn.Module):
 
 
 class AudioEncoder(nn.Module):
-    """Turns the sound's features into tokens of each latent frame, in float32."""
+    """Encodes audio features as tokens of each latent frame, in float32."""
 
     def __init__(self, dim_in: int, dim: int, tokens: int) -> None:
         super().__init__()
@@ -393,12 +399,12 @@ class AudioEncoder(nn.Module):
     def forward(
         self, features_SCT: Tensor, motion_frames: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [T,A,C] and one vector [T,C] of each latent frame.
+        """Returns tokens [T,A,C] and one vector [T,C] of each latent frame.
 
         Args:
-            features_SCT: Of each of wav2vec2's layers S and each video frame.
-            motion_frames: Video frames before the clip, for which its first one stands, and the
-                latent frames that they become, which are left out.
+            features_SCT: Features of each wav2vec2 layer and video frame.
+            motion_frames: Number of video frames before the clip, for which the features of its
+                first frame are repeated, and of their latent frames, which are dropped.
         """
         before, left_out = motion_frames
         repeated = features_SCT[..., :1].expand(*features_SCT.shape[:-1], before)
@@ -415,7 +421,7 @@ class AudioEncoder(nn.Module):
         return torch.cat((local_ATC.transpose(0, 1), padding), dim=1), whole_TC
 
     def _rest(self, x_BCT: Tensor) -> Tensor:
-        """What both paths share behind their first convolution: [B,T,C] in, and out."""
+        """Applies the norms and convolutions after the first one; [B,C,T] to [B,T/4,C]."""
         encoder: Any = self.encoder
         x_BTC = activated(x_BCT)
         for conv in (encoder.conv2, encoder.conv3):
@@ -424,5 +430,5 @@ class AudioEncoder(nn.Module):
 
 
 def spread(count: int, span: int) -> list[int]:
-    """Positions of `count` larger patches on an axis of `span` tokens, as officially."""
+    """Spreads `count` larger patches over an axis of `span` tokens as the official code does."""
     return [0] if count == 1 else [i * (span - 1) // (count - 1) for i in range(count)]

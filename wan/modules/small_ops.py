@@ -1,10 +1,10 @@
-"""What a block computes between its matrix products: norms, modulation, RoPE, residuals, GELU.
+"""Operations of a block between its matrix products: norms, modulation, RoPE, residuals, GELU.
 
-Legend: B batch, L this device's tokens, C channels, N heads, D head size, R runs of tokens with the
-same timestep (see `blocks`).
+Legend: B batch, L this rank's tokens, C channels, N heads, D head size, R segments: consecutive
+tokens that share a row of modulation, such as a timestep segment (see `blocks`).
 
-Everything is computed in float32. In inference the residual stream x is updated in place, and a
-step runs on a slice of tokens at a time (`by_slices`); with autograd on, it returns new tensors.
+Operations compute in float32. In inference they update the residual stream x in place and process a
+slice of tokens at a time (`apply_in_slices`); with autograd they return new tensors.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 
 
 Put = Callable[[Tensor, int], None]
-"""put(x_BLND, first): takes the tokens from `first` on, of any floating dtype."""
+"""write(x_BLND, offset): stores tokens offset, offset + 1, ...; any floating dtype."""
 
 
 class Runner(Protocol):
-    """Carries out a step: as it is written, or as a compiled function that does the same."""
+    """Runs an operation of `BlockOps`, either eagerly or as a compiled function."""
 
     def __call__(self, step: Callable[..., Tensor], x: Tensor, /, *rest: object) -> Tensor: ...
 
 
 def as_written(step: Callable[..., Tensor], x: Tensor, /, *rest: object) -> Tensor:
-    """Calls the step."""
+    """Runs an operation eagerly."""
     return step(x, *rest)
 
 
 class BlockOps:
-    """The steps of a block; one instance serves all blocks.
+    """The operations of a block between its matrix products; all blocks share an instance.
 
     Args:
-        ops: A vendor's kernels for single operations.
-        run: Carries out the steps, which are the methods that begin with an underscore: functions
-            of tensors, all rows of which have the same timestep.
-        device_type: Of the device that computes; None: that of the tensors.
+        ops: Vendor kernels, which replace single operations.
+        run_op: Runs the methods whose names start with an underscore. They are functions of tensors
+            of one segment, so that they can be compiled.
+        device_type: Type of the computing device; None: that of the tensors.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class BlockOps:
         eps: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        """layer_norm(x) * (1 + scale) + shift with each run's own rows, in dtype."""
+        """Computes layer_norm(x) * (1 + scale) + shift per segment, in dtype."""
         pieces = _runs(runs, (x_BLC,), (shift_BRC, scale_BRC))
         return _joined([self._run(self._modulated_norm, *piece, eps, dtype) for piece in pieces])
 
     def gated_add(
         self, x_BLC: Tensor, y_BLC: Tensor, gate_BRC: Tensor, runs: Sequence[int]
     ) -> Tensor:
-        """x + gate * y with each run's own gate."""
+        """Computes x + gate * y per segment."""
         pieces = _runs(runs, (x_BLC, y_BLC), (gate_BRC,))
         if torch.is_grad_enabled():
             return _joined([torch.addcmul(x, y, gate) for x, y, gate in pieces])
@@ -92,7 +92,7 @@ class BlockOps:
         norm: torch.nn.LayerNorm,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """`gated_add`, and the layer norm of it in dtype."""
+        """Returns x + gate * y and its layer norm in dtype."""
         affine = norm.weight, norm.bias, norm.eps, dtype
         if torch.is_grad_enabled():
             x_BLC = self.gated_add(x_BLC, y_BLC, gate_BRC, runs)
@@ -110,7 +110,7 @@ class BlockOps:
         eps: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """x + y, and the modulated norm of it."""
+        """Returns x + y and its modulated norm in dtype."""
         if torch.is_grad_enabled():
             x_BLC = x_BLC + y_BLC
             return x_BLC, self.modulated_norm(x_BLC, shift_BRC, scale_BRC, runs, eps, dtype)
@@ -127,10 +127,14 @@ class BlockOps:
         rope: RopeTable | None = None,
         put: Put | None = None,
     ) -> Tensor:
-        """[B,L,N,D] in x's dtype: the RMS norm over all channels, and the rotation; x is used up.
+        """Applies RMS norm over all channels and RoPE; [B,L,N,D] in the dtype of x.
 
-        weight_C: None where the network has no such norm. put: gets the result too, slice by slice
-        where nothing else would, and then x is returned.
+        Args:
+            x_BLC: May be overwritten.
+            weight_C: None: no norm.
+            rope: None: no rotation.
+            write: Receives the result, slice by slice if possible; the returned tensor is then not
+                used.
         """
         if rope is not None:
             if put is not None and self._run is as_written:
@@ -145,7 +149,7 @@ class BlockOps:
         return x_BLND
 
     def gelu(self, x_BLC: Tensor) -> Tensor:
-        """GELU in its tanh form; in place in inference, where the input is always ours."""
+        """Applies GELU with the tanh approximation; in place in inference."""
         if torch.is_grad_enabled():
             return F.gelu(x_BLC, approximate="tanh")
         return self._run(self._gelu, x_BLC)
@@ -217,7 +221,7 @@ class BlockOps:
         return self.by_slices(compute, x_BLC, x_BLC.dtype, overwrite=True)
 
     def _gelu(self, x_BLC: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # the same function by one exponential instead of a tanh
+        if torch.compiler.is_compiling():  # the same function with an exponential instead of tanh
             x = x_BLC.float()
             return x_BLC.copy_(x * torch.sigmoid(_GELU * (x + 0.044715 * x * x * x)))
         return gelu_in_place(x_BLC)
@@ -230,14 +234,15 @@ class BlockOps:
         *rows_L: Tensor,
         overwrite: bool = False,
     ) -> Tensor:
-        """compute(x, *rows) in dtype, for a computation that sees each token alone.
+        """Applies a token-wise function to slices of tokens; returns compute(x, *rows) in dtype.
 
-        Float32 copies of all tokens are the memory peak of a bfloat16 model and, on a CPU, cost
-        more time than the arithmetic; a slice's copies are small and stay in the cache. The
-        compiler, which fuses them away, and autograd, which keeps them, get all tokens at once.
+        Float32 copies of all tokens would be the memory peak of a bfloat16 model and, on a CPU,
+        take longer than the arithmetic; copies of a slice are small and stay in the cache. The
+        compiler, which fuses the copies, and autograd, which saves them, process all tokens at
+        once.
 
-        overwrite: x is used only here, so the result may take its memory (hooks that keep x must
-        copy it).
+        overwrite: x is not needed afterwards, so the result may reuse its memory (a hook that keeps
+        x must copy it).
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return compute(x_BLC, *rows_L).to(dtype)
@@ -248,7 +253,7 @@ class BlockOps:
         return out_BLC
 
     def _in_place(self, x_BLC: Tensor, y_BLC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """x and y for x += y; in slices where PyTorch on a CPU would convert all of y."""
+        """Yields x and y for x += y, in slices if PyTorch would convert all of y on a CPU."""
         on_cpu = (self._device_type or x_BLC.device.type) == "cpu"
         if x_BLC.dtype == y_BLC.dtype or not on_cpu or torch.compiler.is_compiling():
             yield x_BLC, y_BLC
@@ -257,10 +262,10 @@ class BlockOps:
             yield x_BLC[:, part], y_BLC[:, part].to(x_BLC.dtype)
 
     def _slices(self, x_BLC: Tensor) -> Iterator[slice]:
-        """The tokens that are handled at a time."""
+        """Yields slices of tokens that are processed at a time."""
         elements = slice_elements(self._device_type or x_BLC.device.type)
         size = max(1, elements // (x_BLC.shape[0] * x_BLC.shape[2]))
-        if x_BLC.is_meta:  # a plan: every slice takes what one takes, and there may be thousands
+        if x_BLC.is_meta:  # planning: one of thousands of slices has the same memory peak
             yield slice(0, size)
             return
         for first in range(0, x_BLC.shape[1], size):
@@ -270,10 +275,10 @@ class BlockOps:
 def _runs(
     runs: Sequence[int], tokens: Sequence[Tensor], rows: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """For each run its part of the tokens [B,L,C], and its rows [B,1,C]."""
+    """Yields for each segment its slices of the tokens [B,L,C] and its modulations [B,1,C]."""
     if len(tokens[0]) > 1:  # samples of one timestep each, see `WanModel.forward`
         return iter([(*tokens, *rows)])
-    # Of one sample, with the strides of whole tensors: a compiler takes others for another kind.
+    # Index sample 0 first: other strides would make the compiler build another graph.
     parts = ([part[None] for part in x[0].split(list(runs))] for x in tokens)
     return zip(*parts, *([row[None, None] for row in x[0]] for x in rows), strict=True)
 
@@ -282,31 +287,31 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-# The small operations, which a vendor's fused kernels may replace one by one (`SmallOps`; the
-# fourth is `rope.apply_rope`). Results are float32 whatever the input's dtype; weights and
-# modulation too enter the arithmetic as float32.
+# Reference operations, each of which a vendor kernel may replace (`SmallOps`; the fourth is
+# `rope.apply_rope`). Inputs of any floating dtype, weights and modulation are converted to float32;
+# results are float32.
 
 
 def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the channels; float32 [B,L,C]."""
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the channels; float32 [B,L,C]."""
     x = x_BLC.float()
-    # The norm reduction reads x once; mean(x**2) would materialise x**2 first.
+    # The norm reduction reads x once; mean(x**2) would materialize x**2 first.
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
     return x * torch.rsqrt(mean_square + eps) * weight_C.float()
 
 
 def layer_norm(x_BLC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the channels; float32 [B,L,C]."""
+    """Computes (x - mean) / sqrt(var + eps) * weight + bias over the channels; float32 [B,L,C]."""
     weight, bias = (None if p is None else p.float() for p in (weight_C, bias_C))
     return F.layer_norm(x_BLC.float(), x_BLC.shape[-1:], weight, bias, eps)
 
 
 def modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
-    """layer_norm(x) * (1 + scale) + shift, one row of modulation for all tokens; float32 [B,L,C].
+    """Computes layer_norm(x) * (1 + scale) + shift with one row of modulation; float32 [B,L,C].
 
-    shift, scale: float32.
+    shift_B1C, scale_B1C: float32.
     """
     shape = x_BLC.shape[-1:]
-    if x_BLC.shape[0] == 1:  # one row: it is the affine part of the norm, one pass over memory
+    if x_BLC.shape[0] == 1:  # as the affine part of the norm: one pass over memory
         return F.layer_norm(x_BLC.float(), shape, 1 + scale_B1C[0, 0], shift_B1C[0, 0], eps)
     return torch.addcmul(shift_B1C, F.layer_norm(x_BLC.float(), shape, eps=eps), 1 + scale_B1C)

@@ -1,4 +1,4 @@
-"""Keeps what is the same at every step: what a network makes of a prompt, or of other inputs.
+"""Caches values that a network computes from the prompt and other inputs common to all steps.
 
 Legend: B batch, T text tokens, C channels, N heads, D head size.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from wan.torch_private import times_changed
 
 TextKV = tuple[Tensor, ...]
-"""Keys and values of a layer's cross-attention, [B,T,N,D] each; then an image's, if any."""
+"""Cross-attention keys and values of the text, [B,T,N,D] each, then those of the image, if any."""
 
 
 @dataclass
 class TextState:
-    """One prompt as a model sees it: its embedding [B,T,C] and, once computed, each layer's K/V."""
+    """Embedding [B,T,C] of a prompt, and the cached keys and values of each layer."""
 
     embedding: Tensor
     kv: list[TextKV | None] = field(default_factory=list)
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class KeptByInput(Generic[T]):
-    """What a model has made of its last `capacity` inputs (2: both guidance branches).
+    """LRU cache of values computed from inputs; the capacity 2 is one per guidance branch.
 
-    A tensor is recognised as an object, not by its values, so a hit costs nothing; one that was
-    changed in place since (outside inference mode) counts as new. Anything else is compared. No
-    input is kept alive: a clip's pictures are hundreds of megabytes.
+    Tensors are compared by identity and version counter, so that a lookup costs nothing and a
+    tensor changed in place (outside inference mode) is a miss. Other inputs are compared by value.
+    Tensors are weakly referenced: the images of a clip have hundreds of megabytes.
     """
 
     def __init__(self, capacity: int = 2) -> None:
@@ -46,12 +46,12 @@ class KeptByInput(Generic[T]):
         for index, (known, known_versions, state) in enumerate(self._entries):
             same = len(known) == len(inputs) and all(map(_same, known, inputs))
             if same and known_versions == versions:
-                self._entries.append(self._entries.pop(index))  # the others are forgotten first
+                self._entries.append(self._entries.pop(index))  # most recently used
                 return state
         return None
 
     def once(self, inputs: Sequence[object], make: Callable[[], T]) -> T:
-        """What make() returns, or has returned for these inputs."""
+        """Returns the cached value of the inputs, or calls compute() and caches its result."""
         found = self.get(inputs)
         if found is None:
             found = make()

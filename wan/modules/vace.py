@@ -1,11 +1,12 @@
-"""The network of VACE, with the official names and forward signature: a video under control.
+"""The network of VACE (arXiv:2503.07598), with the official names and forward signature.
 
-It is `WanModel` with control blocks: whole Wan blocks with a residual stream of their own, which
-begins with the embedded control and the video's tokens. Behind some blocks what a control block has
-made of this stream is added to the video's; it runs just before that, so that one hint is held at a
-time. A control block attends to all tokens, with the exchanges of any other block.
+It is `WanModel` with control blocks: Wan blocks on a second residual stream, the control stream,
+which starts as the embedded control plus the video tokens. After some blocks of the network, the
+hint of a control block is added to the video stream. A control block runs just before its hint is
+added, so that only one hint is in memory. Its self-attention covers all tokens, like that of any
+other block.
 
-Legend: B batch, C channels, F H W latent frames/height/width, L this device's tokens.
+Legend: B batch, C channels, F H W latent frames/height/width, L this rank's tokens.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ from wan.settings.presets import CONTROL_CHANNELS
 from wan.settings.schedule import Grid
 
 Scales = float | Sequence[float]
-"""What hints are multiplied with: one number, or one for each control block."""
+"""Factor of the hints: one number, or one per control block."""
 
 
 class VaceWanModel(WanModel):
-    """Predicts the flow velocity of noisy video latents under control.
+    """Predicts the flow velocity of noisy video latents with a control video.
 
-    The arguments are the official ones (config.json); ValueError for what no network can be.
-    vace_layers: the blocks behind which hints are added; None: every second one, as officially.
-    vace_in_dim: channels of the control.
+    The arguments are those of the official config.json.
+
+    Args:
+        vace_layers: Layers after which hints are added; None: every second one.
+        vace_in_dim: Channels of the control.
+
+    Raises:
+        ValueError: `vace_layers` does not contain 0, or a layer that does not exist.
     """
 
     def __init__(
@@ -78,16 +84,16 @@ class VaceWanModel(WanModel):
         *,
         step: StepInfo | None = None,
     ) -> list[Tensor]:
-        """Velocities, float32 [out_dim, F, H, W] for each sample.
+        """Predicts velocities, float32 [out_dim, F, H, W] for each sample.
 
         Args:
             x: Noisy latents, [C, F, H, W] each.
             t: Timesteps 0..1000, [B].
-            vace_context: The control, [vace_in_dim, F, H, W] each.
-            context: Text embeddings, [length <= text_len, text_dim] each.
-            seq_len: The official padded length; it must hold the tokens; padding is not computed.
-            vace_context_scale: What hints are multiplied with.
-            step: Where in the run this call is, for attention layers and caches.
+            vace_context: Control latents and masks, [vace_in_dim, F, H, W] each.
+            context: Prompt embeddings, [length <= text_len, text_dim] each.
+            seq_len: Upper limit of the number of tokens; sequences are not padded to it.
+            vace_context_scale: Factor of the hints.
+            step: Sampling step, expert and branch, for attention layers and caches.
 
         Raises:
             ValueError: The arguments do not fit each other or the network.
@@ -118,7 +124,7 @@ class VaceWanModel(WanModel):
         tokens, stream = math.prod(grid), dict[str, Tensor]()
 
         def begin(x_BLC: Tensor) -> None:
-            stream["x"] = x_BLC.clone()  # the first block changes it in place
+            stream["x"] = x_BLC.clone()  # block 0 updates it in place
 
         def after(layer: int) -> After:
             def add_hint(x_BLC: Tensor, beside: BlockInputs) -> Tensor:
@@ -144,7 +150,7 @@ class VaceWanModel(WanModel):
         )
 
     def _scales(self, given: Scales) -> Sequence[float]:
-        """One factor for each control block."""
+        """Returns a factor for each control block."""
         count = len(self.injected)
         scales = [given] * count if isinstance(given, int | float) else [*given]
         if len(scales) != count:
@@ -156,7 +162,7 @@ class VaceWanModel(WanModel):
 
 
 class ControlBlock(WanAttentionBlock):
-    """A Wan block on the control's stream; what it says to the video is projected once more."""
+    """A Wan block on the control stream; its output is projected to a hint for the video stream."""
 
     def __init__(self, sizes: BlockSizes, layer: int, given: Collaborators, first: bool) -> None:
         super().__init__(sizes, layer, given)
@@ -166,16 +172,15 @@ class ControlBlock(WanAttentionBlock):
     def forward(  # type: ignore[override]
         self, c_BLC: Tensor, x_BLC: Tensor | None, beside: BlockInputs, kv: TextKV | None
     ) -> tuple[Tensor, Tensor, TextKV]:
-        """One block.
+        """Runs the block.
 
         Args:
-            c_BLC: The control's stream, float32; in inference it is updated in place.
-            x_BLC: For the first block the video's tokens, float32.
-            beside: What the blocks of this forward are given.
-            kv: The text's keys and values of this layer; None: computed here.
+            c_BLC: Control stream, float32; updated in place in inference.
+            x_BLC: Embedded video tokens, float32, which the first control block adds to the stream.
+            kv: Cached keys and values of the text for this layer; None: they are computed.
 
         Returns:
-            The control's stream, the hint in the dtype of the products, and the keys and values.
+            The control stream, the hint in the dtype of the weights, and the keys and values.
         """
         dtype = beside.text.embedding.dtype
         if self.before_proj is not None:
