@@ -1,4 +1,4 @@
-"""The video autoencoders of Wan 2.1 and 2.2: their layers, the rows that ranks share, tiles.
+"""The video autoencoders of Wan 2.1 and 2.2: layers, row parallelism over ranks, tiled decoding.
 
-Parameters have the names of diffusers' AutoencoderKLWan, whose results these networks give.
+Parameter names and results are those of diffusers' AutoencoderKLWan.
 """

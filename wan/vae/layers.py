@@ -1,7 +1,7 @@
 """The layers of both autoencoders: causal convolutions, norms, attention, resampling.
 
-A video comes in pieces of 1, 2 or 4 frames. The input of a convolution is written once, into a
-tensor that already has room for earlier frames and for the border.
+A video is processed 1, 2 or 4 frames at a time. The input of a convolution is written once, into a
+tensor that also has space for the cached frames and the border.
 
 Legend: B batch (1), C channels, F frames, H rows, W columns, L rows x columns.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from wan.vae.rows import State
 
 silu = partial(F.silu, inplace=True)
-PAST = 2  # earlier frames that a convolution over three frames sees
+PAST = 2  # cached frames of a convolution with kernel size 3 in time
 
 
 def _is_channels_last(x_BCFHW: Tensor) -> bool:
@@ -26,16 +26,17 @@ def _is_channels_last(x_BCFHW: Tensor) -> bool:
 
 
 def arranged(x_BCFHW: Tensor, weight: Tensor) -> Tensor:
-    """x in the dtype and the memory format of a weight."""
+    """Converts x to the dtype and memory format of a weight."""
     is_last = weight.is_contiguous(memory_format=torch.channels_last_3d)
     layout = torch.channels_last_3d if is_last else torch.contiguous_format
     return x_BCFHW.to(weight.dtype).contiguous(memory_format=layout)
 
 
 def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
-    """The input of a 3x3x3 convolution: x, the two frames before it, and a border of one pixel.
+    """Pads the input of a causal 3x3x3 convolution and updates the frame cache.
 
-    Frames before the first one and pixels around the image are zeros.
+    The two previous frames are prepended, and a border of one pixel is added. Frames before the
+    first one and pixels outside the image are zeros.
     """
     _, channels, frames, rows, columns = x_BCFHW.shape
     layout = torch.channels_last_3d if _is_channels_last(x_BCFHW) else torch.contiguous_format
@@ -55,14 +56,14 @@ def padded(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Divides the channels of a pixel by their root mean square. dims: the axes after them."""
+    """RMS norm over the channels of each pixel. dims: number of axes after the channels."""
 
     def __init__(self, channels: int, dims: int = 3) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(channels, *[1] * dims))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Channels are axis 1. The norm is computed in float32 or better. out: may be x."""
+        """Normalizes axis 1. The norm is computed at least in float32. out: may be x."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype).clamp_min_(1e-12)
         out = torch.div(x, length, out=torch.empty_like(x) if out is None else out)
@@ -83,14 +84,14 @@ class ResidualBlock(nn.Module):
     def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
         y = self.conv1(padded(self.conv1, silu(self.norm1(x_BCFHW)), state))
         seen = padded(self.conv2, silu(self.norm2(y, out=y)), state)
-        del y  # before there is another tensor of its size
+        del y  # free it before the next tensor of its size is allocated
         y = self.conv2(seen)
         del seen
         return y.add_(self.conv_shortcut(x_BCFHW))
 
 
 class FrameAttention(nn.Module):
-    """Every pixel of a frame attends to all pixels of that frame, with one head."""
+    """Self-attention over the pixels of each frame, with one head."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ class MidBlock(nn.Module):
 
 
 def _frames(x: Tensor, frames: int, channels: int, rows: int, columns: int) -> Tensor:
-    """An empty [B,C,F,H,W] whose frames lie in memory as a convolution of frames needs them."""
+    """Allocates [B,C,F,H,W] whose frames have the memory format of a 2D convolution's input."""
     shape = (frames, channels, rows, columns)
     layout = torch.channels_last if _is_channels_last(x) else torch.contiguous_format
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
@@ -130,7 +131,7 @@ def _frames(x: Tensor, frames: int, channels: int, rows: int, columns: int) -> T
 
 
 def _conv_frames(conv: nn.Module, x_BCFHW: Tensor) -> Tensor:
-    """A 2D convolution of each frame."""
+    """Applies a 2D convolution to each frame."""
     return conv(x_BCFHW[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0)
 
 
@@ -157,7 +158,10 @@ class Upsample(nn.Module):
 
     @staticmethod
     def _in_time(conv: nn.Conv3d, x_BCFHW: Tensor, state: State) -> Tensor:
-        """[B,C,F,k,H,W]: k frames of each. The first stays one, and later frames do not see it."""
+        """Upsamples [B,C,F,H,W] to [B,C,F,k,H,W] with k = 2, or k = 1 for the first frame.
+
+        The first frame is not an input of the convolution for later frames.
+        """
         past = state.past.get(conv)
         if past is None:
             state.past[conv] = deque([torch.zeros_like(x_BCFHW[:, :, :1])] * PAST, PAST)
@@ -193,9 +197,15 @@ class Downsample(nn.Module):
 
 
 def averaged(x_BCFHW: Tensor, channels: int, time: int, space: int) -> Tensor:
-    """The shortcut of 2.2's encoder: pixels become channels, and groups of channels are averaged.
+    """Computes the shortcut of 2.2's encoder (AvgDown3D in diffusers).
 
-    time: frames that become one, with zeros before the first. space: rows and columns likewise.
+    Pixels are moved to channels, and groups of channels are averaged.
+
+    Args:
+        x_BCFHW: The input of the level.
+        channels: Channels of the result.
+        time: Downsampling factor of frames; zeros are added before the first frame.
+        space: Downsampling factor of rows and columns.
     """
     x = F.pad(x_BCFHW, (0, 0, 0, 0, -x_BCFHW.shape[2] % time, 0))
     for dim, factor in ((4, space), (3, space), (2, time)):
@@ -205,9 +215,15 @@ def averaged(x_BCFHW: Tensor, channels: int, time: int, space: int) -> Tensor:
 
 
 def add_repeated(y_BCFHW: Tensor, x_BCFHW: Tensor, time: int, space: int) -> None:
-    """Add the shortcut of 2.2's decoder to y: channels are repeated and become pixels.
+    """Adds the shortcut of 2.2's decoder to y (DupUp3D in diffusers).
 
-    time: frames made of one, except that the first stays one. space: rows and columns likewise.
+    Channels are repeated and moved to pixels.
+
+    Args:
+        y_BCFHW: The output of the level, changed in place.
+        x_BCFHW: The input of the level.
+        time: Upsampling factor of frames, except that the first frame stays one.
+        space: Upsampling factor of rows and columns.
     """
     channels, frames = y_BCFHW.shape[1], x_BCFHW.shape[2]
     groups = x_BCFHW.unflatten(1, (channels, -1))

@@ -1,11 +1,11 @@
 """The autoencoders of Wan 2.1 (16 latent channels) and 2.2 (48), a latent frame at a time.
 
-Legend: B batch (1), C channels, F H W pixel frames/height/width, f h w latent ones, Z latent
-channels, P sides of a patch of pixels that are channels inside (2.1: 1, 2.2: 2).
+Legend: B batch (1), C channels, F H W pixel frames/height/width, f h w latent frames/height/width,
+Z latent channels.
 
-Layers are causal: it makes no difference how many frames they get at a time. The first ones of the
-encoder and the last ones of the decoder, which have the largest frames, get the frames of a latent
-frame one by one, so that their activations are those of one frame.
+Layers are causal, so results do not depend on how many frames are processed at a time. The first
+layers of the encoder and the last of the decoder have the largest frames; they process the frames
+of a latent frame one at a time to reduce activation memory.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from wan.vae.layers import (
 from wan.vae.rows import WHOLE, Rows, State
 
 _WIDTHS = (1, 2, 4, 4)  # channels of the levels, in units of the base width
-_HALVES_TIME = (False, True, True)  # whether time is halved after each level of the encoder
+_HALVES_TIME = (False, True, True)  # temporal downsampling after each level of the encoder
 _LARGE = 2  # the first level of the decoder in which a latent frame is four frames
 TIME = 4  # frames per latent frame, except the first one
 
 
 @dataclass(frozen=True)
 class Version:
-    """What differs between the two autoencoders.
+    """Parameters in which the two autoencoders differ.
 
     Attributes:
-        z_dim: The channels of the latents.
-        patch: The side of a patch of pixels.
-        shortcuts: Whether each level has a shortcut around it.
+        z_dim: Latent channels.
+        patch: Side of a patch of pixels that is moved to channels.
+        shortcuts: Each level has a residual shortcut.
     """
 
     z_dim: int
@@ -52,12 +52,12 @@ class Version:
 
     @property
     def pixels(self) -> int:
-        """Channels of a frame after patches have become channels."""
+        """Channels of a frame after patches are moved to channels."""
         return 3 * self.patch**2
 
     @property
     def scale(self) -> int:
-        """The side of a latent, in pixels."""
+        """Pixels per latent along height and width."""
         return 8 * self.patch
 
 
@@ -65,19 +65,19 @@ VERSIONS = {"2.1": Version(16, 1, False), "2.2": Version(48, 2, True)}
 
 
 def through(blocks: Iterable[nn.Module], x_BCFHW: Tensor, state: State) -> Tensor:
-    """x after all blocks."""
+    """Runs blocks in sequence."""
     for block in blocks:
         x_BCFHW = block(x_BCFHW, state)
     return x_BCFHW
 
 
 def one_by_one(x_BCFHW: Tensor, channels: int) -> Sequence[Tensor]:
-    """The frames of x, each alone if they are large; the same on all ranks that share rows.
+    """Splits x into single frames if they are large, with the same decision on all ranks.
 
-    Small ones take little memory, and a CPU computes very small convolutions in another way, with
-    other last bits: where channels x frames x rows are 20 480 or fewer (PyTorch 2.13).
+    Small frames need little memory, and PyTorch on a CPU uses another convolution algorithm,
+    with other rounding, where channels x frames x rows is 20 480 or less (PyTorch 2.13).
 
-    channels: Of the layers after it.
+    channels: Channels of the following layers.
     """
     return x_BCFHW.split(1, dim=2) if channels * x_BCFHW.shape[4] >= 16_384 else [x_BCFHW]
 
@@ -116,13 +116,13 @@ class Encoder(nn.Module):
                 blocks += [ResidualBlock(channels, out), ResidualBlock(out, out)]
                 blocks += [Downsample(out, time)] if down else []
         self.down_blocks = nn.ModuleList(blocks)
-        self._large = 1 if version.shortcuts else 3  # blocks with the largest frames
+        self._large = 1 if version.shortcuts else 3  # blocks that process one frame at a time
         self.mid_block = MidBlock(widths[-1])
         self.norm_out = RMSNorm(widths[-1])
         self.conv_out = nn.Conv3d(widths[-1], 2 * version.z_dim, 3)
 
     def forward(self, x_BCFHW: Tensor, state: State) -> Tensor:
-        """The first frame, or four further ones, to the moments of a latent frame [B,2Z,1,h,w]."""
+        """Encodes the first frame, or the next four, to the moments of a latent [B,2Z,1,h,w]."""
         x, p = arranged(x_BCFHW, self.conv_in.weight), self.patch
         x = x.unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 6, 4, 2, 3, 5)
         pieces = one_by_one(x.flatten(1, 3), self.conv_in.out_channels)
@@ -136,7 +136,7 @@ class Encoder(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """A level of the decoder. shortcut: whether it has one, as in 2.2."""
+    """A level of the decoder. shortcut: add the shortcut of 2.2."""
 
     def __init__(self, channels: int, out: int, time: bool, up: bool, shortcut: bool) -> None:
         super().__init__()
@@ -171,14 +171,14 @@ class Decoder(nn.Module):
         for level, (channels, out) in enumerate(zip(widths, widths[1:], strict=False)):
             up = level < len(_HALVES_TIME)
             time = up and _HALVES_TIME[-1 - level]
-            halved = level > 0 and not version.shortcuts  # by the upsampling before it
+            halved = level > 0 and not version.shortcuts  # by the previous upsampling
             channels = channels // 2 if halved else channels
             self.up_blocks.append(UpBlock(channels, out, time, up, version.shortcuts))
         self.norm_out = RMSNorm(widths[-1])
         self.conv_out = nn.Conv3d(widths[-1], version.pixels, 3)
 
     def forward(self, z_BZfhw: Tensor, state: State) -> Tensor:
-        """A latent frame to the first frame, or to the next four."""
+        """Decodes a latent frame to the first frame, or to the next four."""
         x = padded(self.conv_in, arranged(z_BZfhw, self.conv_in.weight), state)
         x = self.mid_block(self.conv_in(x), state)
         x = through(self.up_blocks[:_LARGE], x, state)
@@ -193,7 +193,7 @@ class Decoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Encoder and decoder. Parameters are named as in diffusers' AutoencoderKLWan."""
+    """Encoder and decoder, with the parameter names of diffusers' AutoencoderKLWan."""
 
     def __init__(self, version: str, base_dim: int, decoder_base_dim: int) -> None:
         """version: a key of VERSIONS."""
@@ -210,7 +210,7 @@ class Autoencoder(nn.Module):
         return self.quant_conv.weight.dtype
 
     def channels_last(self) -> Autoencoder:
-        """Change weights and activations to the channels-last memory format; returns itself."""
+        """Converts weights, and so activations, to the channels-last format; returns self."""
         for parameter in self.parameters():
             if parameter.dim() >= 4:
                 last = {4: torch.channels_last, 5: torch.channels_last_3d}[parameter.dim()]
@@ -218,9 +218,9 @@ class Autoencoder(nn.Module):
         return self
 
     def encode(self, video_B3FHW: Tensor, rows: Rows = WHOLE) -> Tensor:
-        """Pixels in [-1, 1], F = 4n+1, to the mean of the latents [B,Z,f,h,w].
+        """Encodes pixels in [-1, 1], F = 4n+1, to the mean of the latents [B,Z,f,h,w].
 
-        rows: The rows of this rank. The result is whole on the main rank and empty on the others.
+        rows: The rows of this rank. The main rank returns all rows, other ranks none.
         """
         state, own = State(rows), rows.own(video_B3FHW, self.version.scale)
         ends = range(1, own.shape[2] + 1, TIME)
@@ -234,7 +234,7 @@ class Autoencoder(nn.Module):
         return rows.together(mean)
 
     def decode(self, z_BZfhw: Tensor, rows: Rows = WHOLE) -> Iterator[Tensor]:
-        """Latents to pixels [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
+        """Decodes latents; yields [B,3,1,H,W], then [B,3,4,H,W] for each further latent frame."""
         state = State(rows)
         z = rows.together(lambda: self.post_quant_conv(z_BZfhw.to(self.dtype)))
         for own in rows.own(z, 1).split(1, dim=2):

@@ -1,4 +1,4 @@
-"""The rows of a video that a rank computes, and the state of the layers; here for one rank alone.
+"""The rows of a video that a rank computes, and the state of the layers; version for one rank.
 
 Legend: B batch (1), C channels, F frames, H rows, W columns, of this rank; L rows x columns.
 """
@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 
 class Rows:
-    """One rank computes all rows. `wan.vae.sharded.ShardedRows` shares them with other ranks."""
+    """All rows on one rank. `wan.vae.sharded.ShardedRows` distributes rows over ranks."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank gets the result."""
+        """Whether this rank returns the result."""
         return True
 
     def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
-        """This rank's rows of a tensor that every rank has. scale: its rows per row of latents."""
+        """Slices this rank's rows of a replicated tensor. scale: rows per row of latents."""
         return x_BCFHW
 
     def halo(self, x_BCFHW: Tensor, above: int, below: int) -> None:
-        """Write the first and the last rows of a padded tensor, `above` and `below` of them (0, 1).
+        """Writes the halo: the first `num_above` and the last `num_below` rows (0 or 1 each).
 
-        They are rows of the ranks above and below; at the border of the image they are zeros.
+        They are copies of rows of the neighbouring ranks, and zeros at the border of the image.
         """
         if above:
             x_BCFHW[..., :above, :].zero_()
@@ -38,11 +38,11 @@ class Rows:
             x_BCFHW[..., -below:, :].zero_()
 
     def gather(self, x_FLC: Tensor) -> Tensor:
-        """The rows of all ranks, in order."""
+        """Gathers the rows of all ranks."""
         return x_FLC
 
     def step(self, half: nn.Module, x_BCFHW: Tensor, state: State) -> Tensor:
-        """half(x, state): all rows of it on the main rank, none on the others.
+        """Runs the encoder or decoder; returns all rows on the main rank, none on other ranks.
 
         Raises:
             MemoryError: On all ranks, if one of several ran out of memory.
@@ -51,7 +51,7 @@ class Rows:
         return frames
 
     def together(self, make: Callable[[], T]) -> T:
-        """make(), with the same error on all ranks as in `step`."""
+        """Returns make(); raises MemoryError on all ranks if one of several ran out of memory."""
         return make()
 
 
@@ -60,11 +60,11 @@ WHOLE = Rows()
 
 @dataclass
 class State:
-    """What the layers of one call share.
+    """State of one call of the encoder or decoder, which its layers share.
 
     Attributes:
         rows: The rows of this rank.
-        past: The last frames that each causal convolution saw, each with its halo.
+        cached_frames: The last input frames of each causal convolution, with their halos.
     """
 
     rows: Rows

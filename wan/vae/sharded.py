@@ -1,12 +1,12 @@
-"""Ranks share the rows of a video's frames; the result is exact for any height and rank count.
+"""Row parallelism of the autoencoder; results are exact for any height and number of ranks.
 
-Every rank runs all layers on its rows. A convolution gets the row above and the row below from the
-neighbouring ranks, attention gets the keys and values of all rows, and the main rank (0) gets the
-frames as they are computed.
+Every rank runs all layers on its rows of the frames. Convolutions exchange one halo row with each
+neighbouring rank, attention gathers the keys and values of all rows, and the main rank (0) gathers
+the output frames.
 
-A rank that runs out of memory must not leave the others waiting in an exchange: it runs the rest of
-the latent frame on tensors without data (device "meta") and sends zeros. Then all ranks learn of it
-and give up together.
+A rank that runs out of memory must not block the others in an exchange: it runs the remaining
+layers of the latent frame on meta tensors and sends zeros. An all-reduce then raises MemoryError on
+all ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 def even(height: int, ranks: int) -> tuple[int, ...]:
-    """Rows of each rank; where there are fewer rows than ranks, the last ones have none."""
+    """Splits rows over ranks as evenly as possible; the last ranks may have none."""
     return tuple(height // ranks + (rank < height % ranks) for rank in range(ranks))
 
 
 class ShardedRows(Rows):
     """The rows that one rank of a group computes.
 
-    heights: The rows of latents of each rank, from the top; the main rank has some. A rank without
-    rows calls `wait` instead of the layers.
+    heights: Rows of latents of each rank, from top to bottom; at least one on the main rank. A rank
+    without rows calls `wait_for_steps` instead of the network.
     """
 
     def __init__(self, group: Group, heights: Sequence[int], device: torch.device) -> None:
@@ -59,12 +59,12 @@ class ShardedRows(Rows):
 
     @property
     def share(self) -> float:
-        """The fraction of all rows that this rank has."""
+        """Fraction of all rows that this rank computes."""
         return self.heights[self.rank] / sum(self.heights)
 
     def own(self, x_BCFHW: Tensor, scale: int) -> Tensor:
         start, stop = (end * scale for end in self._rows)
-        # Rows that make no whole row of latents belong to the last rank.
+        # Remaining rows, fewer than a row of latents has, belong to the last rank.
         return x_BCFHW[..., start : None if self.rank == self.ranks[-1] else stop, :]
 
     def halo(self, x_BCFHW: Tensor, above: int, below: int) -> None:
@@ -89,7 +89,7 @@ class ShardedRows(Rows):
                 rows.copy_(received[peer])
 
     def gather(self, x_FLC: Tensor) -> Tensor:
-        """The rows of one frame, so that the rows of each rank are contiguous."""
+        """Gathers the rows of one frame; with one frame the rows of each rank are contiguous."""
         columns = x_FLC.shape[1] // self.heights[self.rank]
         lengths = [self.heights[rank] * columns for rank in self.ranks]
         whole = x_FLC.new_empty((1, sum(lengths), x_FLC.shape[2]))
@@ -117,9 +117,9 @@ class ShardedRows(Rows):
         return self.together(lambda: self.collect(half(x_BCFHW, state)), follow)
 
     def together(self, make: Callable[[], T], follow: Callable[[], None] = lambda: None) -> T:
-        """make() on every rank that has rows.
+        """Returns make(), called on every rank that has rows.
 
-        follow: Takes part, without memory, in the exchanges that remain after make() has failed.
+        finish_exchanges: Called if make() ran out of memory; takes part in its remaining exchanges.
 
         Raises:
             MemoryError: On all ranks, if one ran out of memory.
@@ -130,22 +130,22 @@ class ShardedRows(Rows):
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        if not found:  # the error and the tensors that it held are freed
+        if not found:  # the error and the tensors in its traceback are freed
             try:
                 follow()
-            except Exception as error:  # this rank ends, and the others with it
-                raise RuntimeError("A rank without memory could not follow the others.") from error
+            except Exception as error:  # this rank exits, then the others
+                raise RuntimeError("A rank without memory could not join the exchanges.") from error
         self._agree(bool(found))
         return found[0]
 
     def wait(self, steps: int) -> Tensor:
-        """A rank without rows takes part in the agreements of so many calls of the others."""
+        """Takes part in the all-reduces of `num_steps` calls of `run_together`, without rows."""
         for _ in range(steps):
             self._agree(True)
         return torch.empty(0)
 
     def collect(self, x_BCFHW: Tensor) -> Tensor:
-        """All rows on the main rank, none on the others."""
+        """Gathers all rows on the main rank; returns no rows on other ranks."""
         if self.rank:
             self._exchange({0: x_BCFHW.contiguous()}, {})
             return x_BCFHW[..., :0, :]
@@ -159,7 +159,7 @@ class ShardedRows(Rows):
         return torch.cat((x_BCFHW, *parts.values()), dim=3) if parts else x_BCFHW
 
     def _exchange(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Send a contiguous tensor to each peer and receive one from each; keys are ranks."""
+        """Sends a contiguous tensor to each peer and receives one from each; keys are ranks."""
         group = process_group(self.group)
         operations = [
             dist.P2POp(verb, tensor, group=group, group_peer=peer)
@@ -178,9 +178,9 @@ class ShardedRows(Rows):
 
 
 class _Following(ShardedRows):
-    """The rows, without data, of a rank that has failed: it sends zeros and drops what it receives.
+    """The rows of a rank that ran out of memory: sends zeros and discards received rows.
 
-    Exchanges that took place before it failed are not repeated.
+    Exchanges that had finished before the failure are skipped.
     """
 
     def __init__(self, rows: ShardedRows) -> None:

@@ -1,6 +1,6 @@
-"""Decoding in tiles with blended borders, which needs less memory and is not exact.
+"""Tiled decoding with blended borders, which needs less memory and is not exact.
 
-Sides, steps and weights are those of diffusers' tiled decoding.
+Tile sizes, strides and blend weights are those of diffusers' tiled decoding.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SIDE, STEP = 256, 192  # pixels of a tile's side, and between tiles; the overlap is blended
+SIDE, STEP = 256, 192  # size and stride of tiles in pixels; the overlap is blended
 _BLEND = SIDE - STEP
 
 
 def decode(
     decode_tile: Callable[[Tensor], Tensor], z_BZfhw: Tensor, scale: int, patch: int, out: Tensor
 ) -> None:
-    """Decode into `out`.
+    """Decodes latents into `out`, a tile at a time.
 
     Args:
         decode_tile: Decodes latents to pixels [B,3,F,H,W].
-        z_BZfhw: The latents.
-        scale: The side of a latent, in pixels.
-        patch: The number of neighbouring rows, and columns, that get the same weight.
+        scale: Pixels per latent along height and width.
+        patch: Number of neighbouring rows and columns with the same blend weight.
         out: [B,3,F,H,W]; pixels are not clamped.
     """
     above: dict[int, Tensor] = {}
@@ -43,7 +42,7 @@ def decode(
 
 
 def _blend(before: Tensor, tile: Tensor, dim: int, patch: int) -> None:
-    """Blend the end of a tile into the beginning of the next one, in place."""
+    """Blends the last rows or columns of a tile into the first ones of the next, in place."""
     shared = min(before.shape[dim], tile.shape[dim])
     step = torch.arange(shared, device=tile.device) // patch * patch
     weight = (step.double() / shared).view(-1, *[1] * (4 - dim))
@@ -53,9 +52,9 @@ def _blend(before: Tensor, tile: Tensor, dim: int, patch: int) -> None:
 
 
 def kept_bytes(sides: tuple[int, int], frames: int) -> int:
-    """The bytes held while a tile is decoded, for planning; 0 where one tile is enough.
+    """Estimates the bytes of tiles and output held while a tile is decoded; 0 for a single tile.
 
-    sides: Height and width of the video.
+    sides: Height and width of the video, in pixels.
     """
     if max(sides) <= SIDE:
         return 0
