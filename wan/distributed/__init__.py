@@ -1,1 +1,1 @@
-"""Several ranks as one: launch, topology, all-to-all, ring, token shards, sharded weights."""
+"""Multi-rank runs: launch, device mesh, all-to-all, ring attention, token shards, FSDP."""

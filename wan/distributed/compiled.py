@@ -1,4 +1,4 @@
-"""The exchange as operations of a compiled graph, which keeps them and their order."""
+"""Packs the send buffer of an all-to-all inside a graph of torch.compile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from wan.distributed.pieces import Pieces, parts_of
 
 
 def packed(tensors: Sequence[Tensor], heads: Sequence[int], after: Tensor | None) -> Pieces:
-    """`pieces.packed`; the tensors are not packed before `after` has been computed."""
+    """Packs tensors as `pack_tensors` does, but not before `after` has been computed."""
     parts = parts_of(tensors)
     if after is None and len(parts) == 1 and len(set(heads)) == 1:
-        # Operations that a compiler fuses with what made the tensors.
+        # The compiler fuses these operations with those that computed the tensors.
         by_rank = [x.unflatten(2, (len(heads), -1)).movedim(2, 0) for x in tensors]
         return Pieces(parts, heads, torch.cat(by_rank, dim=-1).contiguous())
     return Pieces(parts, heads, _pack(list(tensors), list(heads), after))
@@ -23,9 +23,9 @@ def packed(tensors: Sequence[Tensor], heads: Sequence[int], after: Tensor | None
 
 @torch.library.custom_op("wan::pack", mutates_args=())
 def _pack(tensors: list[Tensor], heads: list[int], after: Tensor | None) -> Tensor:
-    """The memory of `pieces.packed`, by one opaque operation that needs `after`.
+    """Returns the memory of `pack_tensors`, by one opaque operation that depends on `after`.
 
-    Nothing else keeps a compiler from exchanging all chunks before the first is attended to.
+    Without this dependency the compiler may exchange all head chunks before it attends to one.
     """
     return pieces.packed(tensors, heads).memory
 

@@ -1,6 +1,6 @@
-"""What ranks tell each other beside the exchanges of a video, over a gloo group of its own.
+"""Small collectives of Python values on the CPU, over a separate gloo group.
 
-Nothing in here waits for a device, and every wait is as long as the run's timeout at most.
+They never wait for a device, and each waits at most for the run's timeout.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 
 class Control:
-    """The ranks' control group; with one process everything is answered at once."""
+    """A gloo group of all ranks; with one process its collectives return at once."""
 
     def __init__(self, team: Team | None) -> None:
-        """Makes the group; every rank calls this."""
+        """Makes the group; every rank must call this."""
         self._group = None
         if team is not None:
             self._group = dist.new_group(backend="gloo", timeout=team.timeout)
 
     def from_main(self, value: T) -> T:
-        """Returns the main rank's picklable value on every rank."""
+        """Returns the picklable value of rank 0 on every rank."""
         if self._group is None:
             return value
         box = [value]
@@ -33,7 +33,7 @@ class Control:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Returns the picklable values of all ranks, in their order, on every rank."""
+        """Returns the picklable values of all ranks, in rank order, on every rank."""
         if self._group is None:
             return [value]
         values = [value] * dist.get_world_size()
@@ -41,7 +41,7 @@ class Control:
         return values
 
     def highest(self, value: int) -> int:
-        """Returns the highest value of all ranks, each from 0 to 255, on every rank."""
+        """Returns the maximum over all ranks of a value from 0 to 255."""
         if self._group is None:
             return value
         byte = torch.tensor([value], dtype=torch.uint8)

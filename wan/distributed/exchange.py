@@ -1,4 +1,4 @@
-"""The all-to-all of Ulysses sequence parallelism (arXiv:2309.14509), which trades heads for tokens.
+"""The all-to-all of Ulysses sequence parallelism (arXiv:2309.14509): heads against tokens.
 
 Legend: B batch, s this rank's tokens, S the group's tokens, N all heads, h heads of a rank,
 D head size, P ranks in the group.
@@ -20,18 +20,18 @@ from wan.torch_private import all_gather, all_to_all_in_graph
 
 
 class Alone(Enum):
-    """Stands for a group of this process only, also where torch.distributed runs for others."""
+    """A group of this process only, also where torch.distributed is initialized."""
 
     ALONE = "alone"
 
 
 ALONE = Alone.ALONE
 Group = dist.ProcessGroup | Alone | None
-"""None: the default group where there is one, else this process alone."""
+"""None: the default group if torch.distributed is initialized, else this process only."""
 
 
 def process_group(group: Group) -> dist.ProcessGroup | None:
-    """Returns the group in the form that torch.distributed takes; it must have several ranks."""
+    """Converts a group of several ranks to the argument that torch.distributed takes."""
     return None if group is Alone.ALONE else group
 
 
@@ -46,17 +46,16 @@ def group_rank(group: Group) -> int:
 
 
 class Pending:
-    """An exchange that has been started. It keeps what is sent alive until `wait`.
+    """A started all-to-all. It keeps the send buffer alive until the result is waited for.
 
     Args:
-        received: Where it arrives, or where nothing is sent the tensors themselves.
-        back: Heads come back: pieces are parts of the heads, not of the tokens.
-        work: What is under way; None: it has arrived.
-        send: What is sent.
-        what: The name of the exchange in a trace; empty where nothing is sent.
+        received: The receive buffer; on a single rank the tensors themselves.
+        gathers_heads: The exchange gathers heads and scatters tokens.
+        work: None: the exchange has finished.
+        name: Of the exchange in a trace; empty on a single rank.
 
     Attributes:
-        in_graph: What a compiled graph has received; a later exchange may be ordered after it.
+        graph_output: The received tensor in a compiled graph; orders a later exchange after it.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Pending:
             self.in_graph = received.memory
 
     def tensors(self) -> list[Tensor]:
-        """Waits for the exchange, once; the tensors [B,S,h,D] that were sent together, as views."""
+        """Waits for the exchange and returns views [B,S,h,D] of all its tensors; call it once."""
         with trace.span("a2a wait" if self.what else "copy", what=self.what):
             received = self._arrived()
             if isinstance(received, Pieces):
@@ -82,9 +81,9 @@ class Pending:
             return [x.contiguous() for x in received]
 
     def wait(self, into: Tensor | None = None) -> Tensor:
-        """Waits for an exchange of one tensor, once; returns it, which `into` gets without a copy.
+        """Waits for an exchange of one tensor and returns it; call it once.
 
-        A result without `into` is contiguous.
+        With `out` the result is written into it; without, the result is contiguous.
         """
         if not self._back:
             (x,) = self.tensors()
@@ -107,7 +106,7 @@ class Pending:
         assert received is not None, "an exchange is waited for once"
         if self._work is not None:
             self._work.wait()
-        self._received = self._work = self._send = None  # a work may hold on to what it has sent
+        self._received = self._work = self._send = None  # a Work may reference the send buffer
         return received
 
 
@@ -118,10 +117,11 @@ def all_to_all_4D(
 
     With scatter_idx=2 and gather_idx=1, [B,s,N,D] becomes [B,S,h,D]: heads are scattered and tokens
     gathered. With scatter_idx=1 and gather_idx=2, [B,S,h,D] becomes [B,s,N,D] again. float8 is sent
-    as bytes. heads: how many of N belong to each rank; None: all have as many.
+    as bytes. heads: heads of each rank; None: the same number on every rank.
 
     Raises:
-        ValueError: The axes are others, or the scattered axis is not a multiple of the ranks.
+        ValueError: The two axes are not (2, 1) or (1, 2), or the scattered axis cannot be divided
+            by the ranks.
     """
     axes = scatter_idx, gather_idx
     return start_all_to_all_4D(x, *axes, group, heads=heads, async_op=False).wait()
@@ -140,24 +140,19 @@ def start_all_to_all_4D(
 ) -> Pending:
     """Starts `all_to_all_4D` and returns a handle.
 
-    Each direction makes one contiguous copy. On the way there heads are packed by rank, so that
-    tokens arrive in order; on the way back each rank's heads are placed between the others' (with
-    a batch above 1 that takes one more copy).
+    Each direction makes one contiguous copy. Scattering packs the heads by rank, so that the
+    received tokens are in order; gathering interleaves the heads of all ranks (with a batch above
+    1 this takes one more copy).
 
     Args:
-        x: The tensor, as for `all_to_all_4D`.
-        scatter_idx: The axis that is scattered.
-        gather_idx: The axis that is gathered.
-        group: The ranks.
-        heads: As for `all_to_all_4D`.
-        async_op: The exchange runs beside what follows.
-        after: A compiler must not start this exchange before that one; eager calls keep order.
-        what: The name of the exchange in a trace.
+        async_op: Returns before the exchange has finished.
+        after: In a compiled graph this exchange is ordered after that one; eager calls keep order.
+        name: Of the exchange in a trace.
     """
     if (scatter_idx, gather_idx) not in ((2, 1), (1, 2)):
         raise ValueError(
             f"scatter_idx and gather_idx are {scatter_idx} and {gather_idx}; "
-            "use 2 and 1, or 1 and 2 for the way back."
+            "use 2 and 1 to scatter heads, or 1 and 2 to gather them."
         )
     ranks, size = group_size(group), x.shape[scatter_idx]
     if size % ranks and (scatter_idx == 1 or heads is None):
@@ -179,15 +174,14 @@ def start_in(
     after: Pending | None = None,
     what: str = "x",
 ) -> Pending:
-    """Starts one exchange of all these tensors, [B,s,N,D] each, to [B,S,h,D].
+    """Starts one all-to-all of several tensors, [B,s,N,D] each, to [B,S,h,D].
 
     Args:
-        tensors: What is sent; or the pieces that hold it already.
-        heads: How many of N belong to each rank.
-        group: The ranks.
-        async_op: The exchange runs beside what follows.
-        after: A compiler must not start this exchange before that one; eager calls keep order.
-        what: The name of the exchange in a trace.
+        tensors: The tensors, or a send buffer that holds them.
+        heads: Heads of each rank.
+        async_op: Returns before the exchange has finished.
+        after: In a compiled graph this exchange is ordered after that one; eager calls keep order.
+        name: Of the exchange in a trace.
     """
     if len(heads) == 1:
         return Pending(tensors.tensors() if isinstance(tensors, Pieces) else tensors)
@@ -205,7 +199,7 @@ def start_in(
 def start_out(
     x_BShD: Tensor, heads: Sequence[int], group: Group, *, async_op: bool = True, what: str = "out"
 ) -> Pending:
-    """Starts the exchange back, [B,S,h,D] to [B,s,N,D]; arguments as `start_in`."""
+    """Starts the all-to-all [B,S,h,D] -> [B,s,N,D]; arguments as for `start_scatter_heads`."""
     ranks = len(heads)
     if ranks == 1:
         return Pending([x_BShD], back=True)
@@ -219,11 +213,11 @@ def start_out(
 def _started(
     send: Pieces, arriving: Sequence[int], group: Group, async_op: bool, back: bool, what: str
 ) -> Pending:
-    """arriving: heads of the piece of each rank."""
+    """Starts the all-to-all of a send buffer. received_heads: heads received from each rank."""
     received = Pieces(send.parts, arriving, send.memory.device)
     arrives, leaves = received.memory, send.memory
     splits: list[list[int] | None] = [received.splits, send.splits]
-    if len({*send.heads, *arriving}) == 1:  # other sizes need flat memory
+    if len({*send.heads, *arriving}) == 1:  # unequal sizes need flat memory
         arrives, leaves, splits = received.by_rank, send.by_rank, [None, None]
     if torch.compiler.is_compiling():
         in_graph = all_to_all_in_graph(leaves, splits[0], splits[1], process_group(group))
@@ -235,7 +229,7 @@ def _started(
 
 
 def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """Gathers [B,s,...] of every rank to [B,S,...], in the order of the ranks, for any dtype."""
+    """Gathers [B,s,...] of every rank to [B,S,...] in rank order, for any dtype."""
     out = torch.empty(group_size(group), *x.shape, dtype=x.dtype, device=x.device)
     received, send = as_bytes(out).flatten(0, 1), as_bytes(x.contiguous())
     all_gather(received, send, process_group(group))
@@ -243,5 +237,5 @@ def all_gather_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Returns a view of bytes of tensors with one byte per element, because gloo has no float8."""
+    """Views a tensor with one byte per element as uint8, because gloo has no float8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -1,14 +1,14 @@
-"""Weights sharded over ranks: each keeps its rows, and a block is whole only while it runs.
+"""Weights sharded over ranks by FSDP2: a block is gathered before it runs and freed after it.
 
-FSDP2 (`fully_shard`) turns every parameter into a DTensor of rows; names stay, and there is no
-wrapper. A block's parameters are gathered in one collective, as bytes where they mix float32 and
-bfloat16 (without gradients their dtypes may differ), so what is computed with are the weights
-of the files, bit for bit. Nothing is converted on the way: what is upcast is upcast after it
-was gathered, in half the traffic of FSDP's own mixed precision.
+`fully_shard` turns every parameter into a DTensor sharded by rows; parameter names do not change,
+and there is no wrapper module. The parameters of a block are gathered in one collective, as bytes
+if they mix float32 and bfloat16 (allowed without gradients), so the gathered weights equal those
+of the files bit for bit. Weights are upcast after the all-gather, which halves the traffic of
+FSDP's mixed precision.
 
-What follows for the caller of a sharded network: every rank of the mesh must call it, as often as
-the others, through `__call__` (the gathering is in hooks). Between calls it holds its share, no
-more. On accelerators FSDP moves the arguments of the outermost call to the device.
+Every rank of the mesh must call a sharded network equally often, through `__call__` (the
+all-gathers are in hooks). Between two calls a rank holds only its shard. On accelerators FSDP moves
+the arguments of the outermost call to the device.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Sharded:
-    """Implements `wan.checkpoint.load.Sharding`: this rank's rows of every parameter.
+    """Implements `wan.checkpoint.load.Sharding`: keeps this rank's rows of every parameter.
 
-    mesh: one axis over the ranks that share the weights. blocks: the modules of a network that run
-    one after the other and are gathered one at a time; what is in none of them is gathered for the
-    whole call. Raises ValueError for a mesh of several axes.
+    Attributes:
+        mesh: One axis; ValueError for several.
+        blocks: Returns the submodules that are gathered one at a time. All other parameters are
+            gathered for the whole call.
     """
 
     mesh: DeviceMesh
@@ -43,22 +44,22 @@ class Sharded:
             )
 
     def prepare(self, network: nn.Module) -> None:
-        """Shard a network on the meta device, for inference: its parameters need no gradient."""
+        """Shards a network on the meta device, for inference: without gradients."""
         for block in self.blocks(network):
             fully_shard(block, mesh=self.mesh, reshard_after_forward=True)
-        # The root too is resharded after each call: what it frees goes to the VAE.
+        # The root is resharded after each call, too: the VAE needs the memory.
         fully_shard(network, mesh=self.mesh, reshard_after_forward=True)
 
     def share(self, parameter: Tensor) -> tuple[Tensor, slice]:
-        """The tensor that holds this rank's rows, to be written in place, and which rows."""
+        """Returns the local tensor, to be written in place, and its range of rows."""
         assert isinstance(parameter, DTensor), "the network has not been sharded"
         return parameter.to_local(), local_rows(parameter)
 
 
 def local_rows(parameter: DTensor) -> slice:
-    """This rank's rows of a parameter sharded over one axis.
+    """Computes which rows of a parameter, sharded over one axis, this rank holds.
 
-    Ranks get ceil(rows / ranks) consecutive rows in turn: the last ones fewer, or none.
+    Each rank gets ceil(rows / ranks) consecutive rows; the last ranks get fewer, or none.
     """
     rows, mesh = parameter.shape[0], parameter.device_mesh
     size = -(-rows // mesh.size())

@@ -1,7 +1,7 @@
-"""The mesh of the ranks' groups, and what all ranks exchange.
+"""The device mesh of a run, its process groups, and the collectives over all ranks.
 
-The mesh has the axes (cfg, ring, ulysses), ulysses innermost: its all-to-all is the largest traffic
-and gets the neighbouring, fastest links.
+The mesh has the axes (cfg, ring, ulysses). ulysses is innermost, because its all-to-all has the
+largest traffic and neighbouring ranks have the fastest links.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """All ranks of a run, in their mesh."""
+    """The process groups of a run: the mesh of all ranks."""
 
     mesh: DeviceMesh
     device: Device
     rank: int
-    timeout: timedelta | None = None  # for every group; None: PyTorch's own
+    timeout: timedelta | None = None  # for every group; None: PyTorch's default
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """Return this rank's group along one axis, or along several joined in their order."""
+        """Return this rank's group along one axis, or along several axes joined in order."""
         mesh = self.mesh[axes]
         if len(axes) > 1:
             mesh = torch_private.flatten(mesh, "_".join(axes))
         return self._bounded(mesh).get_group()
 
     def world_mesh(self) -> DeviceMesh:
-        """Return a mesh of all ranks along one axis, for sharded weights."""
+        """Return a mesh with one axis over all ranks, for sharded weights."""
         return self._bounded(torch_private.flatten(self.mesh, "world"))
 
     def _bounded(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Set the run's timeout, because DeviceMesh gives its groups PyTorch's default one."""
-        if self.timeout is not None and self.device.type != "npu":  # HCCL has its own limits
+        """Set the run's timeout, because DeviceMesh gives its groups PyTorch's default."""
+        if self.timeout is not None and self.device.type != "npu":  # HCCL has other limits
             torch_private.set_timeout(mesh.get_group(), self.timeout)
         return mesh
 
     def connect(self) -> None:
-        """Set all links up by one small exchange of each kind in every group.
+        """Open all connections by one small collective of each kind in every group.
 
-        Vendors' libraries do that at a group's first use, for which ranks that have loaded weights
-        at different speeds may come too late.
+        Communication libraries connect at a group's first use. If ranks reach it at different
+        times, because they load weights at different speeds, the connection may time out.
         """
         for axes in (("cfg",), ("ring",), ("ulysses",), ("ring", "ulysses")):
             group = self.group(*axes)
@@ -79,7 +79,7 @@ class Team:
         self.device.synchronize()
 
     def from_main(self, make: Callable[[], Tensor]) -> Tensor:
-        """Call make() on the main rank only, and return its tensor on every rank's device."""
+        """Call compute() on rank 0 only, and return its tensor on the device of every rank."""
         device = self.device.torch_device
         header = torch.zeros(10, dtype=torch.int64, device=device)
         tensor = None
@@ -95,21 +95,21 @@ class Team:
         return tensor
 
     def value_from_main(self, value: T) -> T:
-        """Return the main rank's picklable value on every rank."""
+        """Return the picklable value of rank 0 on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device.torch_device)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return the picklable values of all ranks, in their order, on every rank."""
+        """Return the picklable values of all ranks, in rank order, on every rank."""
         values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
 
     def common_time(self) -> tuple[int, float]:
-        """Return one point in time for all ranks, by `time.perf_counter_ns` and by `time.time`.
+        """Return one point in time for all ranks, as `time.perf_counter_ns` and `time.time`.
 
-        Ranks on the machine of rank 0 share its clock; others take the time after a barrier.
+        Ranks on the machine of rank 0 use its clock reading; others read theirs after a barrier.
         """
         dist.barrier()
         now = time.perf_counter_ns()
@@ -117,7 +117,7 @@ class Team:
         return point if machine == host.machine() else now, seconds
 
     def both_branches(self, branch: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the conditional and unconditional result; each half of the ranks computes one."""
+        """Return the results of cond and uncond; each half of the ranks computes one branch."""
         group = self.group("cfg")
         own = branch(("cond", "uncond")[dist.get_rank(group)]).contiguous()
         both = torch.empty(2, *own.shape, dtype=own.dtype, device=own.device)
@@ -125,10 +125,10 @@ class Team:
         return both[0], both[1]
 
     def agree(self, sums: Tensor, threshold: float) -> bool:
-        """Return whether sums[0] < threshold * sums[1] for float32 [2], summed over a sequence.
+        """Return whether sums[0] < threshold * sums[1], with float32 [2] summed over a sequence.
 
-        All ranks get the same answer: the first rank of each sequence compares, and where two
-        sequences compute the guidance branches, both must agree. It reads from the device once.
+        All ranks return the same: the first rank of each sequence compares. With cfg_size=2 it
+        must be true in both guidance branches. It synchronizes with the device once.
         """
         sequence = self.group("ring", "ulysses")
         dist.all_reduce(sums, group=sequence)
@@ -139,7 +139,7 @@ class Team:
         return bool(verdict)
 
     def release(self) -> None:
-        """Destroy the groups of the mesh with their threads and links, but not the process group.
+        """Destroy the groups of the mesh with their threads, but not the default process group.
 
         Every rank must call it, and all destroy the groups in the same order.
         """
@@ -149,23 +149,23 @@ class Team:
                 dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """The orderly end: all ranks have come this far. Never called on a failing path."""
+        """Destroy the process group after a barrier; not called when a run fails."""
         dist.barrier()
         dist.destroy_process_group()
 
 
 def form(device: Device, sizes: tuple[int, int, int], timeout: timedelta | None = None) -> Team:
-    """The mesh of (cfg, ring, ulysses) sizes over a process group that exists."""
+    """Make the mesh of (cfg, ring, ulysses) sizes over the initialized process group."""
     axes = ("cfg", "ring", "ulysses")
     first = None
     if device.type == "cuda":
-        # What runs beside attention must not queue behind all of its blocks. An axis as large as
-        # the world gets a communicator of its own, too: FSDP's gathers use the world's.
+        # Collectives that overlap attention must not wait for all of its blocks. An axis as large
+        # as the world also gets a separate communicator: FSDP's all-gathers use the world's.
         first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     mesh = torch_private.device_mesh(device.type, sizes, axes, first)
     return Team(mesh, device, dist.get_rank(), timeout)
 
 
 def running() -> int:
-    """Ranks in the default group; 1 where there is none."""
+    """Return the ranks of the default group; 1 if torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_initialized() else 1

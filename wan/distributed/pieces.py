@@ -1,11 +1,11 @@
-"""What an exchange sends and receives: memory with one piece for each rank.
+"""The send and receive buffer of an all-to-all: one contiguous slot for each rank.
 
-Legend: B batch, s tokens or rows of scales, N all heads, h heads of one piece, m pieces of one
-size, D channels of a tensor.
+Legend: B batch, s tokens or rows of scales, N all heads, h heads of one slot, m slots of one size,
+D channels of a tensor.
 
-A piece is contiguous: for each part [B,s,h,tensors,D], so that tensors of one shape and dtype lie
-beside each other, head by head. Q, k and v are such a part, and what has arrived of them is, for a
-batch of one, [1,S,h,3,D] without a copy. Scales of FP8 are parts behind it; then all are bytes.
+A slot holds [B,s,h,tensors,D] for each `TensorSpec`, so that tensors of one shape and dtype are
+interleaved head by head. q, k and v share a spec: with a batch of one they are received as
+[1,S,h,3,D] without a copy. The scales of FP8 follow as further specs; the buffer is then uint8.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wan.settings.schedule import Range
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors of one shape and dtype: `count` of them with `width` channels each."""
+    """Shape and dtype of `count` interleaved tensors, each with `width` channels per head."""
 
     batch: int
     rows: int
@@ -32,23 +32,23 @@ class Part:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head."""
+        """Bytes of one head of all the tensors."""
         return self.batch * self.rows * self.count * self.width * self.dtype.itemsize
 
 
 def parts_of(tensors: Sequence[Tensor]) -> tuple[Part, ...]:
-    """The parts of tensors [B,s,N,D]; neighbours of one shape and dtype share a part."""
+    """Describes tensors [B,s,N,D]; consecutive ones of one shape and dtype share a spec."""
     shapes = groupby((x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in tensors)
     return tuple(Part(b, s, len(list(same)), d, dtype) for (b, s, d, dtype), same in shapes)
 
 
 class Pieces:
-    """Memory of pieces, one behind the other.
+    """One buffer with a slot for each rank.
 
     Args:
-        parts: Of each piece.
-        heads: Of each piece, which may differ.
-        memory: What holds them, or the device on which memory is taken.
+        specs: The tensors of every slot.
+        heads: Heads of each slot.
+        memory: The buffer, or the device on which it is allocated.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Pieces:
         self.parts, self.heads = tuple(parts), tuple(heads)
         dtypes = {part.dtype for part in parts}
         one = next(iter(dtypes))
-        # gloo has no float8, so single bytes are sent as bytes
+        # gloo has no float8, so dtypes of one byte are sent as uint8
         unit = one if len(dtypes) == 1 and one.itemsize > 1 else torch.uint8
         self._per_head = sum(part.head_bytes for part in parts) // unit.itemsize
         if isinstance(memory, torch.device):
@@ -69,12 +69,12 @@ class Pieces:
 
     @property
     def splits(self) -> list[int]:
-        """Elements of each piece."""
+        """Elements of each slot."""
         return [self._per_head * heads for heads in self.heads]
 
     @property
     def by_rank(self) -> Tensor:
-        """The memory of equal pieces with an axis of ranks; of one part, with that part's axes."""
+        """The buffer [ranks, ...] if all slots have equal heads; with one spec, with its axes."""
         by_rank = self.memory.view(len(self.heads), -1)
         if len(self.parts) > 1:
             return by_rank
@@ -82,9 +82,9 @@ class Pieces:
         return by_rank.view(-1, part.batch, part.rows, heads, part.count * part.width)
 
     def runs(self, index: int) -> Iterator[tuple[Range, Tensor]]:
-        """One part as views [m,B,s,h,tensors,D], a view for each run of pieces of one size.
+        """Yields the tensors of one spec as views [m,B,s,h,tensors,D], with the heads they hold.
 
-        Beside each stands the range of its heads among the heads of all pieces.
+        Consecutive slots of equal heads share a view. The range of heads counts over all slots.
         """
         part, first = self.parts[index], 0
         before = sum(other.head_bytes for other in self.parts[:index])
@@ -99,13 +99,16 @@ class Pieces:
             first = last
 
     def chunks(self, shares: Sequence[Sequence[int]]) -> list[Pieces]:
-        """The pieces of each chunk, which take over the memory. shares: heads of its pieces."""
+        """Splits the buffer into head chunks, which take over its memory.
+
+        chunk_heads: For each chunk, the heads of its slots.
+        """
         memory = self.memory.split([self._per_head * sum(share) for share in shares])
-        self.memory = self.memory[:0].clone()  # so that it is freed when all chunks are
+        self.memory = self.memory[:0].clone()  # so that the memory is freed with the last chunk
         return [Pieces(self.parts, *both) for both in zip(shares, memory, strict=True)]
 
     def put(self, place: int, x_BsND: Tensor, row: int = 0) -> None:
-        """Writes rows of one of the tensors, which are counted through all parts."""
+        """Writes rows of tensor `index`, which counts over all specs, from `first_row` on."""
         index = 0
         while place >= self.parts[index].count:
             place -= self.parts[index].count
@@ -115,9 +118,9 @@ class Pieces:
             run[:, :, row : row + x_BsND.shape[1], :, place].copy_(heads)
 
     def tensors(self) -> list[Tensor]:
-        """What has arrived, [B,S,h,D] each; pieces have equal heads, and their rows are joined.
+        """Returns the received tensors [B,S,h,D]: joins the rows of all slots, of equal heads.
 
-        Of one part and a batch of one these are views, else each is copied once.
+        With one spec and a batch of one these are views; otherwise each is copied once.
         """
         found: list[Tensor] = []
         for index in range(len(self.parts)):
@@ -127,7 +130,7 @@ class Pieces:
 
 
 def packed(tensors: Sequence[Tensor], heads: Sequence[int]) -> Pieces:
-    """Pieces of tensors [B,s,N,D], `heads` of N for each rank in turn; each is written once."""
+    """Packs tensors [B,s,N,D] into a send buffer; each rank in turn gets `heads` of N."""
     pieces = Pieces(parts_of(tensors), heads, tensors[0].device)
     for place, x in enumerate(tensors):
         pieces.put(place, x)

@@ -1,8 +1,8 @@
-"""Ring attention (arXiv:2310.01889): ranks pass K/V blocks on and merge results by their LSE.
+"""Ring attention (arXiv:2310.01889): ranks pass on K/V blocks and merge results by log-sum-exp.
 
 Legend: B batch, S rows, N heads, D head size, R ranks in the ring. Each rank starts with the K/V
-block of its own tokens. A hop starts before the rank attends to the blocks that it has, so the two
-overlap. Besides its own block, a rank holds only these blocks and those that arrive.
+block of its tokens. A hop starts before the rank attends to the blocks of the previous hop, so
+communication and attention overlap. A rank holds its local block and the blocks of two hops.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from wan.distributed.exchange import (
 from wan.settings.parallel import RING_TYPES
 
 KvBlock = tuple[int, Tensor, Tensor]
-"""The rank that owns a block, and its k and v, [B,S,N,D] each."""
+"""The owner's rank, k and v, [B,S,N,D] each."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """What one rank does in one hop: (peer, block) pairs, blocks named by their owner's rank."""
+    """The sends and receives of one rank in one hop: pairs (peer, owner's rank of the block)."""
 
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
 
 
 def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
-    """Return the R - 1 hops of a rank, in which it receives each other rank's block exactly once.
+    """Return the R - 1 hops of a rank, in which it receives the block of each other rank once.
 
-    In a "ring" every block goes round in one direction. "bidirectional" sends blocks in both
-    directions along the line 0..R-1; the link between the last and the first rank is not used.
+    "ring" sends every block in one direction. "bidirectional" sends blocks in both directions along
+    the line 0..R-1 and does not use the link between the last and the first rank.
     """
     if ring_type not in RING_TYPES:
         raise ValueError(f"ring_type is {ring_type!r}; use one of {', '.join(RING_TYPES)}.")
@@ -63,12 +63,11 @@ def hops(ring_type: str, rank: int, size: int) -> tuple[Hop, ...]:
 
 
 class Ring:
-    """The ranks that share a sequence and exchange blocks of its K/V.
+    """Ring attention over the ranks that share a sequence.
 
     Args:
-        group: The ranks.
         ring_type: One of RING_TYPES; ValueError for another one.
-        device_type: Of the device that computes; None: that of the tensors.
+        device_type: Of the device that computes; None: the tensors' device.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Ring:
         self.hops = hops(ring_type, self.rank, self.size)
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[KvBlock]:
-        """Yield each rank's block, the own one first; all ranks must consume all of them."""
+        """Yield the block of each rank, the local one first; every rank must consume all blocks."""
         ready: dict[int, tuple[Tensor, Tensor]] = {self.rank: (k, v)}
         group = process_group(self.group)
         for hop in self.hops:
@@ -113,8 +112,8 @@ class Ring:
     ) -> list[Tensor]:
         """Attend with each query block to the keys of all ranks.
 
-        Rank i has `valid[i]` real rows. The parts that `with_lse` computes are merged by their
-        log-sum-exp.
+        Rank i has `valid_rows[i]` rows without padding. Partial results of `with_lse` are merged
+        by their log-sum-exp.
         """
         merged = [Merged(self.device_type) for _ in q_blocks]
         for owner, k_block, v_block in self.blocks(k, v):
@@ -133,21 +132,21 @@ class Ring:
         return [total.result().to(k.dtype) for total in merged]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather K or V of all ranks, [B,R*S,N,D], for kernels whose results cannot be merged."""
+        """Gather K or V of all ranks, [B,R*S,N,D], for kernels that return no log-sum-exp."""
         return all_gather_tokens(x, self.group)
 
 
 class Merged:
-    """Softmax-weighted sum of partial attention results, exact and in float32.
+    """Merges partial attention results by their log-sum-exp, in float32.
 
-    With normalised parts (o, lse): out <- out + sigmoid(lse_j - lse) (o_j - out) and
+    With normalized results (o, lse): out <- out + sigmoid(lse_j - lse) (o_j - out) and
     lse <- logaddexp(lse, lse_j), which never overflows.
 
-    An element's bits must not depend on how many heads are merged at once, but a vectorised
-    exponential differs in the last bit from the scalar one that ends a loop. So on the CPU weights
-    are float64 until rounded once, and sums are plain sub, mul, add, which are exact either way.
+    An element's bits must not depend on how many heads are merged at once, but a vectorized
+    exponential differs in the last bit from the scalar one at the end of a loop. On the CPU the
+    weights are therefore float64 and rounded once; sub, mul and add round alike either way.
 
-    device_type: Of the device that computes; None: that of the tensors.
+    device_type: Of the device that computes; None: the tensors' device.
     """
 
     def __init__(self, device_type: str | None = None) -> None:
@@ -156,7 +155,7 @@ class Merged:
         self._lse: Tensor | None = None
 
     def add(self, out_BSND: Tensor, lse_BNS: Tensor) -> None:
-        """Add a part, whose keys are disjoint from the others'; lse is a natural log in float32."""
+        """Add the result for further, disjoint keys; lse is a natural log in float32."""
         device_type = self._device_type or lse_BNS.device.type
         lse = lse_BNS.double() if device_type == "cpu" else lse_BNS.float()
         if self._out is None or self._lse is None:
@@ -168,6 +167,6 @@ class Merged:
         self._lse = torch.logaddexp(self._lse, lse)
 
     def result(self) -> Tensor:
-        """Return [B,S,N,D], in float32 if several parts were added; there must be one."""
+        """Return [B,S,N,D], in float32 if several results were added; there must be one."""
         assert self._out is not None, "no part was added"
         return self._out

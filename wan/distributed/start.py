@@ -1,13 +1,12 @@
-"""Several ranks of one run: they meet at a store, agree, work, and learn which rank was lost.
+"""Rendezvous of the ranks of a run through a key-value store, and a watchdog for lost ranks.
 
-No collective is called before every rank has stated that it can run, and with what, because a
-collective hangs where one rank does not come. On a failing path none is called at all: a rank says
-what happened and ends, and the others end because of it.
+No collective is called before every rank has reported that it can run and with which settings,
+because a collective hangs if a rank is missing. A failing rank calls none: it sends its reason to
+the other ranks and exits, and they exit too.
 
-A rank is not asked whether it still runs: rank 0 holds a connection to each of the others, and the
-kernel of a machine closes the connections of a process that ends, however it ends. Keepalive finds
-a machine that is lost, and a rank that does not answer pings is stopped. What a collective raises
-then differs in every backend and version; it is not read.
+The watchdog uses TCP connections from rank 0 to each other rank. The operating system closes them
+when a process ends, TCP keepalive detects a lost machine, and missing answers to pings detect a
+hung process. The errors of collectives are not parsed: they differ by backend and version.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 Say = Callable[[str], None]
 Describe = Callable[[BaseException], str | None]
 Once = Callable[[Callable[[], None]], None]
-"""Calls a function on local rank 0 of each machine; the others return when it is done."""
+"""Calls a function on local rank 0 of each machine; the other ranks wait until it returns."""
 
-_POLL = 0.1  # seconds between two looks at the store
+_POLL = 0.1  # seconds between two queries of the store
 _PING = 1.0  # seconds between two pings
-_OWN = 1.0  # seconds in which a rank may find for itself what has ended another rank
-_NEWS = 3.0  # seconds that the news of a lost rank may take after a collective has failed
-_GRACE = 8.0  # seconds in which the main thread should end after a rank was lost
-_ANSWER = 5.0  # seconds that the store gets for an answer
-_MARGIN = timedelta(seconds=10)  # so that a silent rank is named before a collective times out
-# A machine that acknowledges nothing for a minute is lost; a network may fail for some seconds.
+_OWN = 1.0  # seconds in which a rank may detect the failure of another one first
+_NEWS = 3.0  # seconds in which a lost rank is reported after a collective has failed
+_GRACE = 8.0  # seconds in which the main thread should exit after a rank was lost
+_ANSWER = 5.0  # seconds for an answer of the store
+_MARGIN = timedelta(seconds=10)  # a hung rank is reported before a collective times out
+# A machine that acknowledges nothing for a minute is lost; a network can fail for some seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 60_000}
 _KILLED = "ended unexpectedly (killed, or out of memory); the video was not written."
 _ORPHANED = "ended unexpectedly, because its torchrun did; the video was not written."
@@ -56,21 +55,21 @@ _ORPHANED = "ended unexpectedly, because its torchrun did; the video was not wri
 
 @dataclass(frozen=True)
 class RankEnv:
-    """What torchrun, or another launcher, tells a process in environment variables."""
+    """The environment variables of torchrun or another launcher."""
 
     rank: int
     world: int  # the number of ranks
     local_rank: int  # among the ranks of this node
-    node: str  # torchrun's number of its agent
+    node: str  # number of torchrun's agent
     address: str  # of the machine of rank 0, where the store is
     port: int  # of the store
     torchrun: bool  # torchrun's agent is the parent process
     holds_store: bool  # this rank opens the store; under torchrun its agent does
-    attempt: str  # torchrun counts restarts, and its store keeps what earlier ranks have set
+    attempt: str  # torchrun's restart count; its store keeps the keys of earlier attempts
 
 
 def rank_env() -> RankEnv:
-    """Read the launcher's variables; `wan.env` has checked those that count ranks.
+    """Read the launcher's variables; `wan.env` has validated ranks and world sizes.
 
     Raises:
         InputError: MASTER_ADDR or MASTER_PORT is missing or malformed.
@@ -96,25 +95,25 @@ def rank_env() -> RankEnv:
 
 @dataclass(frozen=True)
 class Prepared(Generic[T]):
-    """What one rank has found out by itself before anything is built."""
+    """A run that one rank has prepared, before any network is built."""
 
-    seed: int  # all ranks take that of rank 0
-    seeded: Callable[[int], T]  # returns the run with the common seed
+    seed: int  # all ranks use the seed of rank 0
+    seeded: Callable[[int], T]  # returns the run with a common seed
     device: Device
     sizes: tuple[int, int, int]  # of the mesh: (cfg, ring, ulysses)
-    timeout: timedelta  # of a collective, and of a rank that does not answer
-    facts: Mapping[str, Json]  # must be equal on all ranks, under the names a user knows
+    timeout: timedelta  # of a collective, and of a rank's answers
+    facts: Mapping[str, Json]  # values that must be equal on all ranks, by setting
 
 
 class StartError(InputError):
-    """The run cannot begin. Every rank finds so by itself, and one per node says it."""
+    """The run cannot start. Every rank raises it, and one rank per node prints it."""
 
     code = 2
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds of waiting for other ranks: until the first notice, between notices, and in all."""
+    """Seconds of waiting for other ranks: until the first notice, between notices, in total."""
 
     first: float = 30
     every: float = 60
@@ -128,21 +127,20 @@ def run(
     say: Say,
     patience: Patience = Patience(),
 ) -> int:
-    """Prepare on every rank, agree with the others, and work together.
+    """Prepare on every rank, check that all ranks agree, then call work() on every rank.
 
     Args:
-        prepare: Is called before anything is known of the others. What it raises ends all ranks.
-        work: Is called on all ranks if all can run the same; returns the exit code.
-        describe: Returns the sentence for an error that a user can act upon, None for a defect.
-        say: Shows the user one line.
-        patience: How long other ranks are waited for before the work.
+        prepare: Called before the ranks communicate. An exception ends all ranks.
+        work: Called if all ranks have prepared the same run; returns the exit code.
+        describe: Returns the message of a user's error, None for a defect.
+        notify: Prints one line to the user.
 
     Returns:
-        The exit code: that of the work, or of a run that did not begin. A rank that fails later
-        does not return: it ends its process.
+        The exit code of the work, or of a run that did not start. A rank that fails later does not
+        return: it ends its process.
     """
     env = rank_env()
-    voice = say if env.local_rank == 0 else lambda _: None  # one rank per node speaks
+    voice = say if env.local_rank == 0 else lambda _: None  # one rank per node prints
     try:
         store = _open_store(env, patience, voice)
         with _while_the_store_answers():
@@ -159,7 +157,7 @@ def run(
     except StartError as reason:
         voice(str(reason))
         code = reason.code
-    except SystemExit:  # the help was asked for
+    except SystemExit:  # --help
         watch.leave()
         raise
     except BaseException as error:
@@ -171,8 +169,8 @@ def run(
 def join(
     store: dist.Store, env: RankEnv, device: Device, sizes: tuple[int, int, int], timeout: timedelta
 ) -> Team:
-    """Form the process group and the mesh of (cfg, ring, ulysses) sizes; every rank calls it."""
-    store.set_timeout(timeout)  # groups on accelerators meet through it when first used
+    """Initialize the process group and make the mesh; every rank must call this."""
+    store.set_timeout(timeout)  # groups on accelerators use it when first used
     dist.init_process_group(
         BACKENDS[device.type],
         store=dist.PrefixStore("wan", store),
@@ -218,7 +216,7 @@ def _open_store(env: RankEnv, patience: Patience, say: Say) -> dist.Store:
 
 @contextmanager
 def _while_the_store_answers() -> Iterator[None]:
-    """Raise StartError when the store fails, which happens when the process that holds it ends."""
+    """Raise StartError if the store fails because its process has ended."""
     try:
         yield
     except dist.DistError as error:
@@ -227,7 +225,7 @@ def _while_the_store_answers() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank tells the others before the work: why it cannot run, or its facts and seed."""
+    """A rank's report before the work: its error, or its seed and invariants."""
 
     rank: int
     host: str
@@ -239,7 +237,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class _Agreement:
-    """How the ranks come to the same decision through the store."""
+    """Makes all ranks start the same run, or none, through the store."""
 
     env: RankEnv
     store: dist.Store
@@ -250,10 +248,10 @@ class _Agreement:
     def reach(
         self, prepare: Callable[[Once], Prepared[T]], describe: Describe
     ) -> tuple[Prepared[T], int]:
-        """Return what this rank has prepared, and the seed of rank 0.
+        """Return the run of this rank, and the seed of rank 0.
 
         Raises:
-            StartError: A rank has not come, cannot run, or differs; all ranks raise the same.
+            StartError: A rank is missing, cannot run, or differs; all ranks raise the same.
         """
         env, store = self.env, self.store
         store.set(f"started/{env.rank}", "")
@@ -265,7 +263,7 @@ class _Agreement:
                 self.watch.connect()
             prepared = prepare(self._once)
             own = replace(own, facts=prepared.facts, seed=prepared.seed)
-        except Exception as error:  # a defect, too: the others are not left waiting for this rank
+        except Exception as error:  # defects too: the other ranks must not wait for this one
             sentence = describe(error)
             if sentence is None:
                 traceback.print_exc()
@@ -293,7 +291,7 @@ class _Agreement:
             raise InputError(error)
 
     def _wait(self, keys: list[str]) -> None:
-        """Wait until other ranks have set keys, and say which ranks have not come so far."""
+        """Wait until other ranks have set keys, and print which ranks are missing."""
         start, notice = time.monotonic(), self.patience.first
         while not self.store.check(keys):
             waited = time.monotonic() - start
@@ -318,7 +316,7 @@ class _Agreement:
 
 
 def verdict(statements: Sequence[Statement]) -> str | None:
-    """Why the run cannot begin, in one sentence that is the same on every rank; None if it can."""
+    """Return why the run cannot start, the same sentence on every rank; None if it can."""
     main = statements[0]
     for one in statements:
         if one.error is not None:
@@ -336,10 +334,10 @@ def verdict(statements: Sequence[Statement]) -> str | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank as the others know it."""
+    """The identity of a rank."""
 
     rank: int
-    node: str  # equal for the ranks of one torchrun, whose messages one user reads
+    node: str  # equal for the ranks of one torchrun, which share a terminal
     machine: str  # equal for processes that can signal each other
     host: str
     pid: int
@@ -349,10 +347,10 @@ class _Link:
     """A connection between rank 0 and another rank; a message is one line of JSON.
 
     Attributes:
-        peer: The other rank; None until it has introduced itself.
-        open: The other rank has neither left nor ended.
-        answered: The other rank has answered the last ping.
-        silent: Seconds since the ping that is not answered yet.
+        peer: The other rank; None before its hello message.
+        is_open: The other rank has neither signed off nor ended.
+        has_answered: The other rank has answered the last ping.
+        silent_seconds: Seconds since the unanswered ping.
     """
 
     def __init__(self, connection: socket.socket, peer: Peer | None = None) -> None:
@@ -365,11 +363,11 @@ class _Link:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def send(self, *message: Json) -> None:
-        with suppress(OSError):  # the end of the connection is noticed where it is read
+        with suppress(OSError):  # the reading thread detects a closed connection
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def messages(self) -> Iterator[list[Any]]:
-        """Yield what comes until the connection ends, however it ends."""
+        """Yield messages until the connection is closed."""
         with suppress(OSError, ValueError), self._connection:
             for line in self._file:
                 message = json.loads(line)
@@ -378,15 +376,14 @@ class _Link:
 
 
 class Watch:
-    """Notices which rank is lost, in threads: the main one may be waiting in a collective.
+    """Detects lost ranks in threads, because the main thread may be waiting in a collective.
 
-    When a rank is lost, the main thread is interrupted as SIGTERM interrupts it. If it does not
-    return from what it waits for, the process is ended.
+    When a rank is lost, SIGTERM is sent to the main thread. If it does not end in time, the process
+    is ended.
 
     Attributes:
-        own: This rank.
-        limit: Seconds that a rank may be silent.
-        interrupted: The main thread was interrupted.
+        silence_limit: Seconds in which a rank must answer a ping.
+        interrupted: SIGTERM was sent to the main thread.
     """
 
     def __init__(self, env: RankEnv, store: dist.Store, say: Say) -> None:
@@ -397,7 +394,7 @@ class Watch:
         self.own = Peer(env.rank, node, machine, socket.gethostname(), os.getpid())
         self.limit, self.interrupted = float("inf"), False
         self._env, self._say, self._parent = env, say, os.getppid()
-        self._store = store.clone()  # type: ignore[attr-defined]  # no other request delays its own
+        self._store = store.clone()  # type: ignore[attr-defined]  # not delayed by other requests
         self._links: list[_Link] = []
         self._token = secrets.token_hex()
         self._loss: tuple[Peer, str] | None = None
@@ -412,7 +409,7 @@ class Watch:
         _in_thread(self._beat)
 
     def connect(self) -> None:
-        """Connect to rank 0, which has started and is on the machine of the store.
+        """Connect to rank 0, which runs on the machine of the store and has started.
 
         Raises:
             InputError: Rank 0 cannot be reached.
@@ -431,7 +428,7 @@ class Watch:
         self._join(connection, Peer(**peer)).send("hello", token, asdict(self.own))
 
     def leave(self) -> None:
-        """Tell the others not to miss this rank; rank 0, which may hold the store, ends last."""
+        """Sign off from the other ranks; rank 0, which may hold the store, ends last."""
         self._ending = True
         self._tell("left")
         deadline = time.monotonic() + _ANSWER
@@ -441,12 +438,12 @@ class Watch:
             time.sleep(0.05)
 
     def loss(self, wait: float) -> str | None:
-        """Which rank was lost, in a sentence; None if none was.
+        """Return which rank was lost, in a sentence; None if none was.
 
-        The main thread, which asks when it ends, is not interrupted any more.
+        Called when the main thread ends, which is not interrupted from then on.
 
         Args:
-            wait: Seconds that the news may take.
+            timeout: Seconds to wait for a report of a lost rank.
         """
         self._ending = True
         self._known.wait(wait)
@@ -459,11 +456,11 @@ class Watch:
         return f"Rank {culprit.rank}{there} {how}"
 
     def fail(self, how: str) -> None:
-        """Tell the others how this rank ends: "ended: Out of memory."."""
+        """Send the other ranks the reason of this rank's failure: "ended: Out of memory."."""
         self._tell("lost", asdict(self.own), how, False)
 
     def may_say(self) -> bool:
-        """Whether this rank says why the run ends: the first of each node that asks does."""
+        """Whether this rank prints why the run ends: the first caller of each node does."""
         culprit, how = self._loss or (self.own, "ended:")
         near, orphaned = culprit.node == self.own.node, how == _ORPHANED
         if (near and orphaned) or (culprit.rank == 0 and not how.startswith("ended:")):
@@ -488,14 +485,14 @@ class Watch:
         return link
 
     def _beat(self) -> None:
-        """Every second, look at torchrun and ping the ranks that have answered."""
+        """Every second, check that torchrun runs, and ping the ranks that have answered."""
         before = time.monotonic()
         while True:
-            # Only torchrun stays as long as its ranks; other launchers may start them and leave.
+            # Only torchrun runs as long as its ranks; other launchers may exit after starting them.
             if self._env.torchrun and os.getppid() != self._parent:
                 self._learn(self.own, _ORPHANED, False)
             now = time.monotonic()
-            beat, before = min(now - before, 2 * _PING), now  # a pause of this rank is not theirs
+            beat, before = min(now - before, 2 * _PING), now  # excludes a pause of this process
             for link in list(self._links):
                 if link.peer is None or not link.open:
                     continue
@@ -511,7 +508,7 @@ class Watch:
     def _listen(self, link: _Link) -> None:
         for kind, *rest in link.messages():
             if link.peer is None:
-                if kind != "hello" or rest[:1] != [self._token]:  # another program found the port
+                if kind != "hello" or rest[:1] != [self._token]:  # another program has connected
                     break
                 link.peer = Peer(**rest[1])
             elif kind == "ping":
@@ -527,14 +524,14 @@ class Watch:
         link.open = False
 
     def _learn(self, culprit: Peer, how: str, stopped: bool) -> None:
-        """A rank is lost: pass it on, and end. A stopped process of this machine is killed."""
+        """Report a lost rank to all others and end; a hung process of this machine is killed."""
         with self._lock:
             if self._loss is not None:
                 return
             self._loss = culprit, how
         self._tell("lost", asdict(culprit), how, stopped)
         self._known.set()
-        if stopped and culprit.machine == self.own.machine and culprit != self.own:  # heard late
+        if stopped and culprit.machine == self.own.machine and culprit != self.own:
             with suppress(OSError):
                 os.kill(culprit.pid, signal.SIGKILL)
         time.sleep(_OWN)
@@ -543,7 +540,7 @@ class Watch:
         self.interrupted = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         time.sleep(_GRACE)
-        if not self._ending:  # the main thread waits in code that knows no signals
+        if not self._ending:  # the main thread waits in code that handles no signals
             if self.may_say():
                 self._say(self.loss(0) or "")
             os._exit(1)
@@ -556,12 +553,12 @@ def _in_thread(work: Callable[..., None], *args: Any) -> threading.Thread:
 
 
 def _end(watch: Watch, error: BaseException, describe: Describe, say: Say) -> NoReturn:
-    """Say why this rank ends, unless another rank of the node does, and end the process."""
+    """Print why this rank ends, unless another rank of the node does, and end the process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # torchrun ends the others as soon as one has ended
     try:
         sentence = describe(error)
-        # torchrun's signal, and what collectives raise, may be the doing of another rank.
+        # SIGTERM of torchrun and errors of collectives may be caused by another rank.
         wait = 1.0 if isinstance(error, Terminated) else 0
         if sentence is None and isinstance(error, RuntimeError):
             wait = _NEWS
@@ -572,27 +569,27 @@ def _end(watch: Watch, error: BaseException, describe: Describe, say: Say) -> No
         else:
             traceback.print_exception(error)
             say(f"rank {watch.own.rank} failed: {_named(error)}")
-            watch.may_say()  # nobody else has to, after the reason is out
+            watch.may_say()  # no other rank prints it again
         if lost is None:
             watch.fail(f"ended: {sentence or _named(error)}")
         sys.stdout.flush()
         watch.leave()
-    except Exception:  # a defect in here, or nobody reads any more: the process ends all the same
+    except Exception:  # a defect here, or a closed output: the process ends nevertheless
         traceback.print_exc()
     finally:
-        # No destructors: they wait for the other ranks.
+        # Without destructors, which would wait for the other ranks.
         os._exit(1 if watch.interrupted else exit_code(error))
 
 
 def _within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
-    """The store's answer; `otherwise` where the store is gone or does not answer in time."""
+    """Return the result of a query of the store; `default` if it fails or times out."""
     answer = [otherwise]
 
     def wait() -> None:
         with suppress(dist.DistError):
             answer[0] = ask()
 
-    _in_thread(wait).join(seconds)  # most requests know no timeout
+    _in_thread(wait).join(seconds)  # most requests have no timeout
     return answer[0]
 
 

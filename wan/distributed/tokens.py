@@ -1,4 +1,4 @@
-"""Which tokens each rank computes, and in which order they stand.
+"""Shards the token sequence over ranks, optionally in a permuted order.
 
 Legend: B batch, S all tokens, L this rank's tokens, C channels.
 """
@@ -21,7 +21,6 @@ class ShardedTokens:
     """Implements `wan.modules.interfaces.TokenShard` over a group: rank i computes the i-th shard.
 
     Args:
-        group: The ranks.
         multiple: The length of a shard is a multiple of this.
         order: order(grid) returns int64 [S], the raster index of the token at each position; None
             keeps raster order.
@@ -41,18 +40,18 @@ class ShardedTokens:
         return TokenPlan(tokens, self.ranks, self.multiple)
 
     def valid(self, tokens: int) -> int:
-        """Returns how many tokens of this rank are no padding, from the length of the sequence."""
+        """Counts this rank's tokens without padding."""
         return self.plan(tokens).valid(self.rank)
 
     def first(self, tokens: int) -> int:
         return self.rank * self.plan(tokens).shard_len
 
     def arrange(self, x_BSC: Tensor, grid: Grid) -> Tensor:
-        """Puts the whole sequence from raster order into the order of `order`."""
+        """Permutes the global sequence [B,S,...] from raster order to `order`."""
         return x_BSC if self.order is None else x_BSC[:, self._index(grid, x_BSC.device)[0]]
 
     def shard(self, x_BSC: Tensor, grid: Grid) -> Tensor:
-        """Cuts this rank's shard [B,L,...] out of [B,S,...], padded with zeros at the end."""
+        """Returns this rank's shard [B,L,...] of [B,S,...], padded with zeros at the end."""
         plan = self.plan(x_BSC.shape[1])
         begin = self.rank * plan.shard_len
         end = begin + plan.valid(self.rank)
@@ -62,7 +61,7 @@ class ShardedTokens:
         missing = plan.shard_len - own.shape[1]
         if missing:
             return F.pad(own, [0, 0] * (own.dim() - 2) + [0, missing])
-        # Cloned: the block updates its input in place, and the whole sequence can be freed.
+        # Cloned: blocks update their input in place, and the global sequence can be freed.
         return own.clone() if self.order is None else own
 
     def gather(self, x_BLC: Tensor, grid: Grid) -> Tensor:
@@ -77,7 +76,7 @@ class ShardedTokens:
         return self.plan(sum(lengths)).runs(lengths, self.rank)
 
     def _index(self, grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the order and its inverse on a device; those of the last grid are kept."""
+        """Returns `order` and its inverse on a device; those of the last grid are cached."""
         assert self.order is not None
         if (grid, device) not in self._indices:
             self._indices = {k: v for k, v in self._indices.items() if k[0] == grid}
