@@ -1,1 +1,1 @@
-"""Attention kernels and methods of all devices, and quantised linear layers."""
+"""Attention kernels and backends of all devices, and quantized linear layers."""

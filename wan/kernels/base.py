@@ -1,6 +1,6 @@
-"""What attention is made of: dense kernels, methods built on kernels, and what both are given.
+"""Interfaces of attention kernels and attention backends, and the data types of their arguments.
 
-Legend: B batch, S tokens, N heads, D head size, C channels. Everything takes and returns [B,S,N,D].
+Legend: B batch, S tokens, N heads, D head size, C channels. Tensors are [B,S,N,D].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wan.settings.schedule import Grid
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """One forward pass of one expert and, inside self-attention, which call of it this is.
+    """The forward pass of an expert in which a call happens and, in self-attention, the call.
 
     Attributes:
         index: Sampling step, from 0.
@@ -28,11 +28,11 @@ class StepInfo:
         branch: "cond" or "uncond", the guidance branch.
         expert: "high_noise", "low_noise" or "dit" (models with a single network).
         grid: Tokens along frame, height and width.
-        valid_len: Number of real tokens; tokens behind it are padding.
-        sample: Which of the samples that a model computes one after the other.
+        valid_len: Number of tokens without padding, which follows them.
+        sample: Index in the batch; samples are computed one after the other.
         layer: Index of the block; None outside the blocks.
         first_head: Global index of the first head that this rank attends with.
-        first_row: Place of this rank's first query row in the whole sequence.
+        first_row: Global index of this rank's first query row.
     """
 
     index: int
@@ -48,19 +48,17 @@ class StepInfo:
 
 
 Load = Callable[[str], Any]
-"""load("module:name"): the object of that name, imported when it is asked for."""
+"""load("module:name"): imports a module and returns the object of that name."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels are built for.
+    """The device, shape and dtype that a kernel is built for.
 
     Attributes:
-        device: The device that computes, with its row of the table of devices.
-        head_dim: Channels of a head.
         dtype: Of q, k and v.
-        row: Of the table of kernels, the dense one that is built.
-        load: Imports kernels and the vendors' operators by their names.
+        load: Imports kernels and vendors' operators by name.
+        dense_row: The row of the dense kernel in the table of kernels.
     """
 
     device: Device
@@ -75,29 +73,29 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str:
-        """What computes, for logs and records."""
+        """For logs and records."""
         ...
 
     @property
     def can_return_lse(self) -> bool:
-        """Whether `with_lse` exists, which a real ring needs."""
+        """Whether `with_lse` exists, without which ring attention gathers K and V."""
         ...
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor: ...
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
-        """The result and the log-sum-exp (natural log, float32 [B,N,S]) of each row's logits."""
+        """Returns the result and the log-sum-exp of the logits (natural log, float32 [B,N,S])."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A tensor of queries, keys or values together with its scales, where it is quantised.
+    """Queries, keys or values, quantized if they have a scale.
 
     Attributes:
-        values: [B,S,N,D], any strides; with a scale they stand for values * scale.
-        scale: float32 [B,ceil(S/rows),N,1]; None where the values stand for themselves.
-        rows: Tokens that share a scale.
+        values: [B,S,N,D], any strides; with a scale the tensor is values * scale.
+        scale: float32 [B,ceil(S/rows_per_scale),N,1]; None: not quantized.
+        rows_per_scale: Tokens that share a scale.
     """
 
     values: Tensor
@@ -106,27 +104,27 @@ class Payload:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The tensors: the values, and then the scales if there are any."""
+        """The values, and the scales if quantized."""
         return (self.values,) if self.scale is None else (self.values, self.scale)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Payload:
-        """The same with every part changed, the values first: a change may be an exchange."""
+        """Applies a function to the values, then to the scales; it may be a collective."""
         values = change(self.values)
         return Payload(values, None if self.scale is None else change(self.scale), self.rows)
 
     def cut(self, first: int, last: int) -> Payload:
-        """Tokens first to last (excluded), as views; ValueError where first is inside a block."""
+        """Returns views of tokens first to last (excluded); ValueError if first splits a scale."""
         if first % self.rows:
-            raise ValueError(f"a cut must begin at a multiple of {self.rows} rows, not at {first}")
+            raise ValueError(f"slices must begin at a multiple of {self.rows} rows, not at {first}")
         scale = self.scale
         if scale is not None:
             scale = scale[:, first // self.rows : -(-last // self.rows)]
         return Payload(self.values[:, first:last], scale, self.rows)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[B,S,N,D]: what quantised values stand for, the product taken in float32, in dtype.
+        """Returns values * scale [B,S,N,D] in dtype, multiplied in float32.
 
-        Values that stand for themselves are returned as they are.
+        Values without a scale are returned unchanged.
         """
         if self.scale is None:
             return self.values
@@ -135,10 +133,10 @@ class Payload:
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor, rounded once on every device.
+    """Computes x / divisor, rounded once on every device.
 
-    Where a GPU's tensor is divided by a number, PyTorch multiplies by the reciprocal instead. A
-    scale that differs in its last bit rounds some values to another code.
+    On GPUs PyTorch divides by a Python number by multiplying with its reciprocal. A scale that
+    differs in its last bit rounds some values to another code.
     """
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
@@ -146,16 +144,16 @@ def divide(x: Tensor, divisor: float) -> Tensor:
 QKV = tuple[Payload, Payload, Payload]
 
 AttendRows = Callable[[Payload, int], Tensor]
-"""attend(q_block, first): the result [B,rows,N,D] of a block of the queries that begins at their
-row `first`, against all keys."""
+"""attend(q_block, first): the result [B,rows,N,D] of the query block that begins at query row
+`first`, against all keys."""
 
 
 class Method(Protocol):
-    """Attention that first prepares the keys and values, once for all query blocks."""
+    """An attention implementation that prepares keys and values once for all query blocks."""
 
     @property
     def name(self) -> str:
-        """What computes, for logs and records."""
+        """For logs and records."""
         ...
 
     @property
@@ -165,40 +163,40 @@ class Method(Protocol):
 
     @property
     def is_total(self) -> bool:
-        """Whether it applies to every call."""
+        """Whether the backend applies to every call."""
         ...
 
     @property
     def packs(self) -> bool:
-        """Whether `pack` makes something else of q, k and v."""
+        """Whether `quantize` changes q, k and v."""
         ...
 
     def applies(self, step: StepInfo | None) -> bool:
-        """Whether this call is computed this way. ValueError where that cannot be told."""
+        """Whether the backend computes this call; ValueError if it needs a step and gets None."""
         ...
 
     def pack(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
     ) -> QKV:
-        """What the exchanges send for q, k, v of this rank's tokens, before `prepare`.
+        """Converts q, k, v of this rank's tokens to the tensors of the all-to-all.
 
-        valid: the real ones among the tokens; what is in the rows behind them must not matter.
+        num_valid: tokens without padding; the values of padding rows must not matter.
         """
         ...
 
     def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
-        """q, k, v: what `pack` made, exchanged, without padding."""
+        """Prepares attention to k and v; q, k, v are results of `quantize`, without padding."""
         ...
 
 
 @dataclass(frozen=True)
 class SmallOps:
-    """Replacements of a block's small operations; None keeps the plain one of the same name.
+    """Vendors' kernels for the small operations of a block; None: the PyTorch operation.
 
-    Each takes and returns what the plain one (`wan.modules.small_ops`, `wan.modules.rope`) does:
-    float32 results [B,S,...]. It sees a slice of the tokens, any float dtype (rope: float32),
-    possibly strided, and must not change its inputs. rope: x [B,S,N,D] and its rows of the table,
-    (cos, signed sin) [S,1,D].
+    Arguments and results are those of the PyTorch functions (`wan.modules.small_ops`,
+    `wan.modules.rope`): float32 results [B,S,...]. An input is a slice of the tokens in any float
+    dtype (rope: float32), possibly strided, and must not be changed. rope: x [B,S,N,D] and its rows
+    of the table, (cos, signed sin) [S,1,D].
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None

@@ -1,8 +1,8 @@
-"""A block's small operations as compiled functions, on CPUs and CUDA GPUs.
+"""The small operations of a block, compiled by torch.compile on CPUs and CUDA GPUs.
 
-A step (`wan.modules.small_ops`) reads and writes its tensors once, instead of once for each of its
-operations: on a GPU that is most of its time, on a CPU the threads wait for each other once per
-step instead of once per slice. All else in a block stays as it is.
+A compiled function (`wan.modules.small_ops`) reads and writes its tensors once instead of once per
+operation, which on a GPU is most of its time. On a CPU the threads synchronize once per function
+instead of once per slice. The other operations of a block are not compiled.
 
 Legend: L this device's tokens, C channels.
 """
@@ -20,7 +20,7 @@ from wan.settings.kernels import SMALL_OPS
 from wan.torch_private import set_up_compiler
 
 STEPS = {name: row.make["cpu"].split() for name, row in SMALL_OPS.items() if "cpu" in row.make}
-"""Value of fused_ops -> the steps that it stands for."""
+"""Value of fused_ops -> names of the functions that are compiled."""
 LEAST = 1 << 22
 """L * C. Measured at this size on two cores, bf16: 19 ms saved in each block, 11 s of compiling."""
 
@@ -28,11 +28,11 @@ LEAST = 1 << 22
 class Compiled:
     """Implements `wan.modules.small_ops.Runner`.
 
-    names: keys of STEPS. least: tensors of fewer elements are computed as it is written.
-    Attribute compiled: the functions, by the step's name.
+    names: keys of STEPS_BY_OP. least: tensors of fewer elements are computed eagerly. Attribute
+    compiled: the compiled functions by name.
 
-    Each step has a graph for the first number of tokens, and one for any other; in another dtype
-    two more. Where the compiler fails, one warning says why, and everything runs as it is written.
+    Each function has a graph for the first number of tokens and one for any other, per dtype. If
+    the compiler fails, the error is logged once as a warning, and everything runs eagerly.
     """
 
     def __init__(self, names: Collection[str], least: int = LEAST) -> None:
@@ -49,15 +49,15 @@ class Compiled:
         return self._first(name, step, x, *rest)
 
     def _first(self, name: str, step: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
-        """The first call, in which the compiler works."""
+        """Compiles a function and calls it for the first time."""
         if not self.compiled:
             set_up_compiler()
             logger.info("Compiling the small operations of a block (--fused_ops) ...")
-        options: dict[str, Any] = {"cpp.dynamic_threads": True}  # their number changes in loading
+        options: dict[str, Any] = {"cpp.dynamic_threads": True}  # loading changes their number
         self.compiled[name] = torch.compile(step, options=options)
         try:
             return self.compiled[name](x, *rest)
-        except Exception as error:  # of a compiler of any kind; nothing has been computed yet
+        except Exception as error:  # any compiler's error; nothing has been computed yet
             self._steps = set()
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning(

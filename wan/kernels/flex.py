@@ -22,9 +22,9 @@ from wan.kernels.base import Payload, Target
 from wan.kernels.rainfusion_masks import kept_first
 from wan.settings.numerics import Q_ROWS
 
-_SMALLEST_HEAD = 16  # channels of a head that the compiled kernel takes
-_SHAPES = 256  # more than any process has
-# torch 2.8 cannot leave out the blocks that only gradients need.
+_SMALLEST_HEAD = 16  # smallest head size of the compiled kernel
+_SHAPES = 256  # recompilation limit, above the shapes of any process
+# torch 2.8 always computes the query blocks, which only gradients need.
 _CAN_LEAVE_OUT = "compute_q_blocks" in signature(BlockMask.from_kv_blocks).parameters
 _WITHOUT_GRADIENTS: dict[str, Any] = {"compute_q_blocks": False} if _CAN_LEAVE_OUT else {}
 
@@ -32,9 +32,8 @@ _WITHOUT_GRADIENTS: dict[str, Any] = {"compute_q_blocks": False} if _CAN_LEAVE_O
 class FlexBlocks:
     """Implements `wan.kernels.rainfusion.BlockSparseKernel`.
 
-    Quantised values are computed in the target's dtype, since FlexAttention has no scales per
-    block. attend: What computes in place of FlexAttention, which on CUDA is compiled at the first
-    call and elsewhere runs eagerly.
+    Quantized values are dequantized to the target's dtype, because FlexAttention has no scales per
+    block. flex_attend: FlexAttention; None: compiled on CUDA, eager elsewhere.
     """
 
     name = "PyTorch FlexAttention"
@@ -61,10 +60,10 @@ class FlexBlocks:
 def compiled_for_each_shape(
     function: Callable[..., Tensor], **how: object
 ) -> Callable[..., Tensor]:
-    """A compiled function that never falls back to the eager one, which would hold all scores.
+    """Compiles a function so that it never falls back to eager, which would hold all scores.
 
-    PyTorch gives up after eight shapes, and a process has more: two experts' prompts, several
-    requests, last chunks and blocks. how: further arguments of `torch.compile`.
+    PyTorch stops compiling after eight shapes, but a process has more: prompts of two experts,
+    several requests, last chunks and blocks. compile_kwargs: for `torch.compile`.
     """
     compiled = torch.compile(function, fullgraph=True, **how)  # type: ignore[call-overload]
 
@@ -76,9 +75,9 @@ def compiled_for_each_shape(
 
 
 def flex_mask(mask_BNqk: Tensor, queries: int, keys: int, k_rows: int) -> BlockMask:
-    """FlexAttention's form of a block mask, for lengths that need not be multiples of blocks.
+    """Converts a block mask to FlexAttention's, for lengths that need not be multiples of blocks.
 
-    Only a ragged last block of keys is looked at token by token; the others are kept whole.
+    Only an incomplete last key block is masked token by token; the others are full blocks.
     """
     ragged = mask_BNqk.new_zeros(mask_BNqk.shape[-1])
     ragged[-1] = keys % k_rows != 0

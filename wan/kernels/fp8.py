@@ -1,7 +1,7 @@
-"""FP8 attention: E4M3 with a scale per block of rows and head; Q and K are rotated before.
+"""FP8 attention: E4M3 with a scale per block of rows and head, after a rotation of Q and K.
 
-After mindiesd 3.1.0 (FP8RotateQuantFA): Q and K are rotated by one orthogonal matrix, which leaves
-q k^T as it was and spreads outliers; Q has a scale per 128 rows, K and V one per 256 rows.
+Follows mindiesd 3.1.0 (FP8RotateQuantFA): Q and K are rotated by the same orthogonal matrix, which
+does not change q k^T and spreads outliers. Q has a scale per 128 rows, K and V per 256 rows.
 
 Legend: B batch, s this rank's tokens, S tokens, N heads, D head size, k blocks of rows.
 """
@@ -25,14 +25,14 @@ HADAMARD_SEED = 1234  # mindiesd's
 Pair = tuple[Tensor, Tensor]
 
 BlockQuantise = Callable[[Tensor, int], Payload]
-"""quantise(x_BSND, rows): E4M3 with one float32 scale per head and `rows` tokens."""
+"""quantize(x_BSND, rows): E4M3 with one float32 scale per head and `rows` tokens."""
 
 Form = Callable[[Payload], Payload]
-"""Brings keys or values into the form that a kernel wants, once for all blocks of queries."""
+"""Converts keys or values to a kernel's memory layout, once for all query blocks."""
 
 
 class Quantiser(Protocol):
-    """How queries, keys and values are quantised: another format is another of these."""
+    """Quantizes queries, keys and values to one format."""
 
     @property
     def name(self) -> str:
@@ -41,12 +41,12 @@ class Quantiser(Protocol):
 
     @property
     def q_rows(self) -> int:
-        """Rows of a query's scale."""
+        """Query rows per scale."""
         ...
 
     @property
     def kv_rows(self) -> int:
-        """Rows of a scale of keys or values; a multiple of q_rows."""
+        """Rows of keys or values per scale; a multiple of q_rows."""
         ...
 
     def q(self, x_BSND: Tensor, step: StepInfo | None) -> Payload: ...
@@ -57,27 +57,27 @@ class Quantiser(Protocol):
 
 
 class Fp8Kernel(Protocol):
-    """softmax(q k^T / sqrt(D)) v, [B,S,N,D] in dtype; k and v come through the kernel's `Form`."""
+    """softmax(q k^T / sqrt(D)) v, [B,S,N,D] in dtype; k and v have the kernel's layout."""
 
     @property
     def name(self) -> str:
-        """What computes, for logs and records."""
+        """For logs and records."""
         ...
 
     def __call__(self, q: Payload, k: Payload, v: Payload, dtype: torch.dtype, /) -> Tensor: ...
 
 
 def quantise(x_BSND: Tensor, rows: int) -> Payload:
-    """`BlockQuantise` by plain operations, in float32: scale = absmax / 448, values = x / scale.
+    """Implements `QuantizeBlocks` in float32: scale = absmax / 448, values = x / scale.
 
-    Values are rounded half to even. A last block of fewer rows has the scale of its real rows; a
-    block of zeros has scale 1.
+    Values are rounded half to even. An incomplete last block has the scale of its rows; a block of
+    zeros has scale 1.
     """
     tokens = x_BSND.shape[1]
     x_BkrND = pad_rows(x_BSND.float(), -tokens % rows).unflatten(1, (-1, rows))
     scale = divide(x_BkrND.abs().amax(dim=(2, 4), keepdim=True), E4M3_MAX)
     scale = torch.where(scale > 0, scale, 1.0)
-    # A subnormal scale is rounded so much that values exceed 448, of which torch 2.8 makes NaN.
+    # With a rounded, subnormal scale values exceed 448, which torch 2.8 converts to NaN.
     values = (x_BkrND / scale).clamp_(-E4M3_MAX, E4M3_MAX)
     values = values.to(torch.float8_e4m3fn).flatten(1, 2)[:, :tokens]
     return Payload(values, scale.squeeze(2), rows)
@@ -86,9 +86,9 @@ def quantise(x_BSND: Tensor, rows: int) -> Payload:
 def sylvester(
     size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Sylvester's Hadamard matrix / sqrt(size), [size,size]: the rotation of mindiesd's rf_v3.
+    """Makes Sylvester's Hadamard matrix / sqrt(size), [size,size], the rotation of rf_v3.
 
-    Raises ValueError if size is no power of two.
+    Raises ValueError if size is not a power of two.
     """
     return (_signs(size) / size**0.5).to(device=device, dtype=dtype)
 
@@ -96,9 +96,9 @@ def sylvester(
 def hadamard(
     size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The same with rows of random sign (seed 1234): mindiesd's rotation of online FP8 attention.
+    """Makes the matrix with random row signs (seed 1234) of mindiesd's online FP8 attention.
 
-    Raises ValueError if size is no power of two.
+    Raises ValueError if size is not a power of two.
     """
     signs, generator = _signs(size), torch.Generator().manual_seed(HADAMARD_SEED)
     flips = 2.0 * torch.randint(0, 2, (size, 1), generator=generator) - 1.0
@@ -115,12 +115,12 @@ def _signs(size: int) -> Tensor:
 
 
 class Rotations:
-    """The matrices [D,D] of queries and of keys, for each layer.
+    """The rotation matrices [D,D] of queries and keys, by layer.
 
-    head_dim: D. build: makes the matrix that both share. exported: (expert, layer) -> matrices of
-    queries and keys, where a quantised checkpoint brings its own.
-
-    Raises ValueError for a head_dim that `build` refuses.
+    Args:
+        head_dim: D; ValueError if `build` refuses it.
+        build: Makes the matrix that queries and keys share.
+        exported: (expert, layer) -> matrices of queries and keys of a quantized checkpoint.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Rotations:
         self._placed: dict[tuple[object, torch.dtype, torch.device], Pair] = {}
 
     def of(self, x: Tensor, step: StepInfo | None) -> Pair:
-        """(of queries, of keys) in the dtype and on the device of `x`; moved there once."""
+        """Returns the matrices of queries and keys in x's dtype on its device; cached."""
         key = None if step is None or step.layer is None else (step.expert, step.layer)
         key = key if key in self._exported else None
         found = self._placed.get((key, x.dtype, x.device))
@@ -147,15 +147,15 @@ class Rotations:
 
 
 def pad_rows(x_BSND: Tensor, missing: int) -> Tensor:
-    """x with `missing` rows of zeros behind; x itself if there are none, where F.pad would copy."""
+    """Appends `missing` rows of zeros; returns x itself for none, where F.pad would copy."""
     return F.pad(x_BSND, (0, 0, 0, 0, 0, missing)) if missing else x_BSND
 
 
 def rotate(x_BSND: Tensor, rotation_DD: Tensor, tiled: bool = True) -> Tensor:
-    """x @ R in x's dtype.
+    """Computes x @ R in x's dtype.
 
-    tiled: By products of 128 rows each. On CPUs the bits of one large product depend on how many
-    rows and heads are in it, and modes divide them differently.
+    tiled: multiplies 128 rows at a time. On CPUs the bits of one large product depend on its
+    numbers of rows and heads, which differ by attention mode.
     """
     if not tiled:
         return torch.matmul(x_BSND, rotation_DD)
@@ -167,9 +167,9 @@ def rotate(x_BSND: Tensor, rotation_DD: Tensor, tiled: bool = True) -> Tensor:
 
 
 class Fp8Quantiser:
-    """Implements `Quantiser`: Q and K rotated, Q per 128 rows, K and V per 256 rows.
+    """Implements `Quantizer`: Q and K rotated, Q per 128 rows, K and V per 256 rows.
 
-    rotations: The matrices. quantise: Makes the blocks. device_type: Of the device that computes.
+    device_type: of the device that computes.
     """
 
     name = "per-block E4M3"
@@ -195,10 +195,10 @@ class Fp8Quantiser:
 
 
 class DequantisedAttention:
-    """Implements `Fp8Kernel` for devices without FP8 units: attention on what the values stand for.
+    """Implements `Fp8Kernel` for devices without FP8 units: attention on dequantized values.
 
-    On CPUs, and without a target, it computes in float32 and in tiles, so that no division changes
-    the bits; elsewhere by one call in `dtype`.
+    On CPUs, and without a target, it computes in float32 tiles, so that the bits do not depend on
+    how heads and queries are divided; elsewhere by one call in `dtype`.
     """
 
     name = "PyTorch SDPA, dequantised"
@@ -214,7 +214,7 @@ class DequantisedAttention:
 
 
 def attend_dequantised(q: Payload, k: Payload, v: Payload, dtype: torch.dtype) -> Tensor:
-    """PyTorch's attention, one call in dtype."""
+    """Dequantizes to dtype and calls PyTorch's attention."""
     q_BNSD, k_BNSD, v_BNSD = (x.dequantised(dtype).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD).transpose(1, 2)
 
@@ -223,16 +223,16 @@ DEQUANTISED = DequantisedAttention()
 
 
 def as_they_are(x: Payload) -> Payload:
-    """`Form` of kernels that take keys and values as they are."""
+    """The `KernelLayout` of kernels that take keys and values of any layout."""
     return x
 
 
 class Fp8Attention:
-    """Implements `wan.kernels.base.Method`: every call, at every step.
+    """Implements `wan.kernels.base.Method` for every call.
 
-    quantiser: how q, k, v are quantised. dtype: of the results. kernel: what computes.
-    before_exchange: they are quantised on the rank that made them, and exchanged in FP8. place: the
-    form in which the kernel wants keys and values.
+    Args:
+        dtype: Of the results.
+        quantize_before_exchange: q, k and v are quantized before the all-to-all and sent in FP8.
     """
 
     is_total = True
@@ -256,11 +256,10 @@ class Fp8Attention:
     def pack(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
     ) -> QKV:
-        """q, k, v as they are, or quantised where that comes before the exchange.
+        """Returns q, k, v, quantized if that happens before the exchange.
 
-        Then rows behind the `valid` ones become zeros, so that they change no scale. Raises
-        ValueError if s is no multiple of the rows of a key's scale: ranks' scales could not be
-        joined.
+        Padding rows are set to zero, so that they do not change a scale. Raises ValueError if s is
+        not a multiple of the rows of a key's scale: the scales of the ranks could not be joined.
         """
         if not self.packs:
             return Payload(q_BsND), Payload(k_BsND), Payload(v_BsND)
@@ -275,7 +274,7 @@ class Fp8Attention:
             return self._quantiser.q(q, step), self._quantiser.k(k, step), self._quantiser.v(v)
 
     def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
-        """Keys and values are quantised here, once; queries when their block's turn comes."""
+        """Quantizes keys and values once; each query block is quantized when it is attended."""
         quantiser = self._quantiser
         with trace.span("prepare", k.values, what="k v"):
             keys = self._place(quantiser.k(k.values, step) if k.scale is None else k)

@@ -1,11 +1,10 @@
-"""A linear layer on int8 tensors, the reference of mindiesd's W8A8_DYNAMIC: every bit is defined.
+"""An int8 linear layer, the bit-exact reference of mindiesd's W8A8_DYNAMIC.
 
 Legend: L tokens, I input channels, O output channels.
 
-Each token is quantised by its own largest value (scale = max|x| / 127, rounding to nearest, ties to
-even), the products are summed in int32, which is exact, and scaled in float32:
-((sum * weight scale) * token scale) + bias. No token sees another, so the result of a token is the
-same bit for bit however tokens are divided into calls, ranks or chunks.
+Each token is quantized by its largest value (scale = max|x| / 127, rounding half to even). Products
+are summed exactly in int32 and scaled in float32: ((sum * weight scale) * token scale) + bias. The
+bits of a token's result do not depend on how tokens are divided into calls, ranks or chunks.
 """
 
 from __future__ import annotations
@@ -20,17 +19,19 @@ from wan import torch_private
 from wan.kernels.base import divide
 from wan.settings.numerics import int8_slice_elements
 
-_CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # the int8 product of CUDA takes 17 rows or more, sizes 8n
+_CUDA_ROWS, _CUDA_MULTIPLE = 32, 8  # CUDA's int8 product needs 17 rows or more, sizes 8n
 
 
 class W8A8Linear(nn.Module):
     """x W^T + bias with an int8 weight; takes [..., I] in any float dtype, returns [..., O].
 
-    weight_OI: int8. weight_scale_O: W = weight * scale; [O] or [O,1]. bias_O, factors_I: None where
-    the layer has none; x is multiplied by the factors first (smoothing). dtype: of the result, and
-    of what comes in; scale, bias and factors are rounded to it, as mindiesd does (it knows bfloat16
-    and float16; with float32 nothing is rounded). All on the device the layer is to run on.
-    device_type: of the device that computes; None: that of the tensors.
+    Args:
+        weight_OI: int8, on the device that computes, like all tensors.
+        weight_scale_O: W = weight * scale; [O] or [O,1].
+        factors_I: x is multiplied by them first (smoothing); None: not.
+        dtype: x is converted to it, and the result has it. Scale, bias and factors are rounded to
+            it, as mindiesd does (bfloat16, float16; with float32 nothing is rounded).
+        device_type: Of the device that computes; None: the tensors' device.
     """
 
     weight: Tensor
@@ -61,7 +62,7 @@ class W8A8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_LI = x.reshape(-1, self.in_features)
-        if torch.compiler.is_compiling():  # the compiler fuses what slices keep small
+        if torch.compiler.is_compiling():  # the compiler fuses the operations
             return self._product(x_LI).view(*x.shape[:-1], self.out_features)
         rows = max(1, int8_slice_elements(self.device_type or x.device.type) // self.out_features)
         out_LO = torch.empty(len(x_LI), self.out_features, dtype=self.dtype, device=x.device)
@@ -85,7 +86,7 @@ class W8A8Linear(nn.Module):
 
 
 def per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [L,I] and float32 scales [L,1], so that x is about payload * scale; zeros stay zeros."""
+    """Quantizes to int8 [L,I] with float32 scales [L,1]: x is about values * scale."""
     x_LI = x_LI.float()
     scale_L1 = divide(x_LI.abs().amax(-1, keepdim=True), 127)
     scale_L1 = torch.where(scale_L1 > 0, scale_L1, 1.0)
@@ -93,7 +94,7 @@ def per_token(x_LI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
-    """The exact a b^T, int32 [L,O], of int8 matrices."""
+    """Computes a b^T of int8 matrices exactly, int32 [L,O]."""
     if a_LI.device.type == "cuda":
         return padded_product(torch_private.int8_matmul, a_LI, b_OI)
     return torch_private.int8_matmul(a_LI, b_OI.t())
@@ -105,9 +106,9 @@ def padded_product(
     b_OI: Tensor,
     multiple: int = _CUDA_MULTIPLE,
 ) -> Tensor:
-    """a b^T through a multiply(a_LI, b_IO) with CUDA's limits on sizes, by zeros at the ends.
+    """Computes a b^T by multiply(a_LI, b_IO), zero-padded to the sizes that CUDA needs.
 
-    multiple: of I and O.
+    multiple: I and O are padded to multiples of it.
     """
     (rows, inner), outer = a_LI.shape, len(b_OI)
     extra_rows, extra_inner = max(0, _CUDA_ROWS - rows), -inner % multiple

@@ -1,4 +1,4 @@
-"""Linear layers whose weight stays as it is stored, FP8 or GGUF: upcast in each call, or in FP8.
+"""Weight-only quantized linear layers, FP8 or GGUF: upcast in each call, or multiplied in FP8.
 
 Legend: L tokens, I input channels, O output channels, R the ranks of all LoRAs together.
 """
@@ -18,16 +18,16 @@ from wan.kernels.int8_linear import padded_product
 from wan.settings.errors import InputError
 from wan.settings.numerics import int8_slice_elements
 
-_CUDA_MULTIPLE = 16  # sizes that the FP8 product of CUDA takes
-_CUDA_FROM = (8, 9)  # the compute capability of GPUs that have it
-_SLICE = 1 << 24  # values that are upcast at a time, since they are float32 in between
+_CUDA_MULTIPLE = 16  # sizes of CUDA's FP8 product are multiples of it
+_CUDA_FROM = (8, 9)  # compute capability of the first GPUs with FP8 products
+_SLICE = 1 << 24  # weights upcast at a time, through float32
 
 
 class KeptLinear(nn.Module):
     """x W^T + bias, and up(down(x)) of LoRAs; takes [..., I] and returns [..., O] of one dtype.
 
-    The product runs in the dtype of x, on the weight that loading all of it in that dtype would
-    give: the results are the same bit for bit.
+    The weight is upcast to the dtype of x: results equal those of a weight that was upcast when it
+    was loaded, bit for bit.
     """
 
     weight: Tensor
@@ -45,15 +45,13 @@ class KeptLinear(nn.Module):
         scale: Tensor | None = None,
         lora: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Takes what the file holds.
+        """Makes the layer from stored tensors.
 
         Args:
-            weight: The O rows as they are stored.
-            to_float: Makes float32 [rows, I] of some of them.
-            bias_O: The bias.
-            in_features: I.
-            scale: What the values are multiplied by: float32 [1], or one for each row [O,1].
-            lora: up [O,R], which its factor has been multiplied into, and down [R,I].
+            weight: O rows in the format of the file.
+            to_float: Converts rows of the weight to float32 [rows, I].
+            scale: Factor of the weight: float32 [1], or one per row [O,1].
+            lora: up [O,R], multiplied by its strength, and down [R,I].
         """
         super().__init__()
         self.out_features, self.in_features = len(weight), in_features
@@ -97,11 +95,12 @@ class KeptLinear(nn.Module):
 
 
 class FP8Linear(KeptLinear):
-    """The same for an FP8 weight, with the product itself in FP8.
+    """A `WeightOnlyLinear` with an FP8 weight that multiplies in FP8.
 
-    Each token is rounded to E4M3 by its own largest value (scale = max|x| / 448); products are
-    summed in float32, and ((sum * weight scale) * token scale) + bias is rounded once. LoRAs run in
-    the dtype of x. Elsewhere than on CUDA the sums are those of the values in float32: a reference.
+    Each token is quantized to E4M3 by its largest value (scale = max|x| / 448). Products are summed
+    in float32, and ((sum * weight scale) * token scale) + bias is rounded once. LoRAs are computed
+    in the dtype of x. On devices other than CUDA the values are multiplied in float32, as a
+    reference.
     """
 
     def _product(self, x: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ class FP8Linear(KeptLinear):
 
 
 def fp8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
-    """Returns a b^T of FP8 matrices, summed in float32, [L,O]."""
+    """Computes a b^T of FP8 matrices, summed in float32, [L,O]."""
     if a_LI.device.type == "cuda":
         return padded_product(torch_private.fp8_matmul, a_LI, b_OI, _CUDA_MULTIPLE)
     a_LI, step = a_LI.float(), max(1, _SLICE // b_OI.shape[1])
@@ -134,13 +133,13 @@ def fp8_product(a_LI: Tensor, b_OI: Tensor) -> Tensor:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuses a GPU that has no FP8 products."""
+    """Refuses a GPU without FP8 products."""
     if device.type == "cuda":
         check_capability(torch.cuda.get_device_capability(device))
 
 
 def check_capability(capability: tuple[int, int]) -> None:
-    """The same by its compute capability."""
+    """Refuses the compute capability of a GPU without FP8 products."""
     if capability < _CUDA_FROM:
         why = f"needs compute capability 8.9; this GPU has {capability[0]}.{capability[1]}"
         raise InputError("`fp8_weights=multiply`", None, why, "use `fp8_weights=keep`")

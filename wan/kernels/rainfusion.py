@@ -1,8 +1,8 @@
-"""RainFusion: attention that leaves out, per head, the blocks of keys that matter least.
+"""RainFusion: block-sparse attention that skips, per head, the key blocks with the lowest scores.
 
-`rainfusion_masks` says which blocks; here is when a mask is made anew, and the method. What
-computes a block-sparse product is a `BlockSparseKernel`: the reference here, FlexAttention on CUDA,
-MindIE-SD's operators on NPUs.
+`rainfusion_masks` computes the block masks. This module caches them and implements the attention
+backend. A `BlockSparseKernel` computes the block-sparse product: the reference below, FlexAttention
+on CUDA, MindIE-SD's operators on NPUs.
 
 Legend: B batch, S tokens in RainFusion's order, N heads, D head size, nq and nk blocks.
 """
@@ -28,15 +28,15 @@ _Key = tuple[int, str, int | None, int]
 
 
 class BlockSparseKernel(Protocol):
-    """softmax(q k^T / sqrt(D)) v, [B,S,N,D], where a block of 128 queries sees some blocks of keys.
+    """softmax(q k^T / sqrt(D)) v, [B,S,N,D], with a mask of key blocks for each 128 queries.
 
-    q, k, v: none quantised or, where the kernel takes them, all (then any floating dtype may come
-    back). mask_BNqk: bool [B, N, ceil(Sq / 128), ceil(Sk / k_rows)], True = attend.
+    q, k, v: none quantized or, if the kernel supports it, all (then the result may have any
+    floating dtype). mask_BNqk: bool [B, N, ceil(Sq / 128), ceil(Sk / k_rows)], True = attend.
     """
 
     @property
     def name(self) -> str:
-        """What computes, for logs and records."""
+        """For logs and records."""
         ...
 
     def __call__(
@@ -45,12 +45,12 @@ class BlockSparseKernel(Protocol):
 
 
 class ReferenceBlocks:
-    """`BlockSparseKernel` on any device: correct, of the same bits for every division, and slow."""
+    """Reference `BlockSparseKernel` for any device: slow, same bits for any query division."""
 
     name = "PyTorch SDPA, masked in tiles"
 
     def __init__(self, target: Target | None = None) -> None:
-        """Makes the kernel; it computes on any device."""
+        """Makes the kernel; target is ignored."""
 
     def __call__(
         self, q: Payload, k: Payload, v: Payload, mask_BNqk: Tensor, k_rows: int, /
@@ -63,13 +63,12 @@ REFERENCE = ReferenceBlocks()
 
 
 class MaskCache:
-    """Masks of (sample, branch, layer, first head) of the expert at work, for `refresh` steps.
+    """Caches block masks by (sample, branch, layer, first head), each for `refresh` steps.
 
-    Counted from the first sparse step, start_step(number of steps): that one and every `refresh`-th
-    after it make every mask anew, and so does a mask's absence, another shape, or a step that lies
-    in another such period. A mask is dropped when used for the last time, before its period or the
-    sampling ends; another expert, or a step that a head has been in already (another video), drops
-    everything.
+    Periods of `refresh` steps begin at the first sparse step, start_step(number of steps). A mask
+    is computed at the first step of a period, and whenever the period has no mask of that shape. A
+    mask is freed at its last use. Another expert, or a step index that does not increase (another
+    video), clears the cache.
     """
 
     def __init__(self, start_step: Callable[[int], int], refresh: int) -> None:
@@ -78,7 +77,7 @@ class MaskCache:
         self._expert, self._last = "", dict[_Key, int]()
 
     def get(self, step: StepInfo, shape: Sequence[int]) -> Tensor | None:
-        """Returns the mask that is used again, or None where a new one is due."""
+        """Returns the cached mask, or None if a new one must be computed."""
         if step.expert != self._expert or step.index <= self._last.get(_key(step), -1):
             self._masks.clear()
             self._last.clear()
@@ -92,13 +91,13 @@ class MaskCache:
         return mask
 
     def put(self, step: StepInfo, mask: Tensor) -> None:
-        """Keeps the mask of this call if a later step will use it."""
+        """Caches the mask of this call if the next step uses it."""
         if self._used_later(step):
             period = (step.index - self._start(step.count)) // self._refresh
             self._masks[_key(step)] = (period, mask)
 
     def _used_later(self, step: StepInfo) -> bool:
-        """Says whether the next step uses the same mask."""
+        """Whether the next step uses the same mask."""
         following, start = step.index + 1, self._start(step.count)
         return following < step.count and (following - start) % self._refresh != 0
 
@@ -106,13 +105,15 @@ class MaskCache:
 class RainFusionAttention:
     """Implements `wan.kernels.base.Method`: rf_v2 / rf_v3 of MindIE-SD, from start_step on.
 
-    kind: "v2" or "v3"; they attend alike, only v3 can be quantised. sparsity: share of each row's
-    blocks that is left out, 0 <= sparsity < 1. start_step: the first sparse step, or a function of
-    the number of steps. refresh: steps for which a mask is used.
-    kernel: what computes. quantiser: blocks are scored before they are quantised; blocks of keys
-    are then its scales' rows. place: the form in which the kernel wants keys and values.
+    Args:
+        kind: "v2" or "v3"; they compute the same, but only v3 can be quantized.
+        sparsity: Share of the key blocks that a row skips, 0 <= sparsity < 1.
+        start_step: The first sparse step, or a function of the number of steps.
+        refresh: Steps for which a mask is used, at least 1.
+        quantizer: Blocks are scored before quantization; key blocks have its rows per scale.
 
-    Raises ValueError for values outside what is said here.
+    Raises:
+        ValueError: A value is outside its range.
     """
 
     q_multiple = Q_ROWS
@@ -151,21 +152,21 @@ class RainFusionAttention:
         self._kernel, self._quantiser, self._place = kernel, quantiser, place
 
     def applies(self, step: StepInfo | None) -> bool:
-        """Says whether the step of this call is sparse; raises ValueError without a step."""
+        """Whether the step of this call is sparse; raises ValueError without a step."""
         known = _known(step)
         return known.index >= self._start(known.count)
 
     def pack(
         self, q_BsND: Tensor, k_BsND: Tensor, v_BsND: Tensor, valid: int, step: StepInfo | None
     ) -> QKV:
-        """Returns q, k and v unchanged, because blocks are scored before they are quantised."""
+        """Returns q, k and v unchanged, because blocks are scored before quantization."""
         return Payload(q_BsND), Payload(k_BsND), Payload(v_BsND)
 
     def prepare(self, q: Payload, k: Payload, v: Payload, step: StepInfo | None) -> AttendRows:
-        """q: at least one row, from step.first_row on; k, v: all rows of step.grid.
+        """Gets the mask, and quantizes keys and values, once for all query blocks.
 
-        The mask is made (or found) here, once for all blocks of queries; keys and values are
-        quantised here. Raises ValueError if step is None, or does not fit q and k.
+        q: at least one row, from step.first_row on. k, v: all rows of step.grid. Raises ValueError
+        if step is None, or does not fit q and k.
         """
         mask, quantiser = self._mask(q.values, k.values, _known(step)), self._quantiser
         with trace.span("prepare", k.values, what="k v"):
@@ -201,5 +202,5 @@ def _key(step: StepInfo) -> _Key:
 
 def _known(step: StepInfo | None) -> StepInfo:
     if step is None or step.layer is None:
-        raise ValueError("RainFusion must be told step and layer of each call: pass step and layer")
+        raise ValueError("RainFusion needs step and layer of each call: pass step and layer")
     return step

@@ -1,8 +1,8 @@
-"""RainFusion's plan: the order of the tokens and which blocks attend to which, as pure functions.
+"""RainFusion's token order and block masks, as pure functions.
 
-Follows rf_v2 / rf_v3 of MindIE-SD 3.1.0, bit for bit on one device, because a block near the
-threshold would otherwise be kept here and left out there. Three differences, all where MindIE-SD
-fails: grids narrower than a window, a single frame, and rows that are a part of the sequence.
+Equal to rf_v2 / rf_v3 of MindIE-SD 3.1.0 bit for bit on one device, because rounding decides about
+blocks near the threshold. Supports three cases in which MindIE-SD fails: grids narrower than a
+window, a single frame, and query rows that are a part of the sequence.
 
 Legend: B batch, S tokens, N heads, D head size, nq and nk blocks of queries and of keys.
 """
@@ -22,11 +22,11 @@ WINDOW = 8  # rows and columns of a window
 
 
 def window_order(grid: Grid) -> Tensor:
-    """int64 [S]: the raster place of the token that stands at each place of RainFusion's order.
+    """Returns int64 [S], the raster index of the token at each position of RainFusion's order.
 
-    Neighbours in space become neighbours in the sequence: windows of 8 x 8 tokens of one frame.
-    Where they do not fill a frame, the first frame keeps its raster order, and each later frame is
-    its windows, then the rows below them (full width), then the columns beside them.
+    Each frame is ordered by windows of 8 x 8 tokens. If they do not fill a frame, the first frame
+    keeps raster order, and each later frame is its windows, then the remaining rows (full width),
+    then the remaining columns.
 
     Raises ValueError for a grid that is not three positive sizes.
     """
@@ -43,14 +43,14 @@ def window_order(grid: Grid) -> Tensor:
 
 
 def _windows(x: Tensor) -> Tensor:
-    """[t, h, w] -> [t, h/8, w/8, 8, 8]."""
+    """Splits frames into windows: [t, h, w] -> [t, h/8, w/8, 8, 8]."""
     frames, height, width = x.shape
     split = x.reshape(frames, height // WINDOW, WINDOW, width // WINDOW, WINDOW)
     return split.transpose(2, 3)
 
 
 def pooled(x_BSND: Tensor, rows: int) -> Tensor:
-    """[B,ceil(S/rows),N,D] in x's dtype: the mean of each run of rows, of the last what is there.
+    """Computes means of `rows` consecutive rows (the last of fewer): [B,ceil(S/rows),N,D].
 
     Raises ValueError for rows < 1.
     """
@@ -65,10 +65,10 @@ def pooled(x_BSND: Tensor, rows: int) -> Tensor:
 
 
 def block_mask(q_pool: Tensor, k_pool: Tensor, sparsity: float, scale: float) -> Tensor:
-    """bool [B,N,nq,nk], True = attend: each row's highest ceil(nk * (1 - sparsity)) blocks.
+    """Selects each row's ceil(nk * (1 - sparsity)) highest key blocks: bool [B,N,nq,nk].
 
     q_pool [B,nq,N,D], k_pool [B,nk,N,D]: means of blocks. The scores are a softmax in their dtype.
-    A block as high as the last one kept is kept too, so a row may keep more.
+    Ties with the lowest selected score are selected too.
 
     Raises ValueError for a sparsity outside 0 <= sparsity < 1.
     """
@@ -83,9 +83,9 @@ def block_mask(q_pool: Tensor, k_pool: Tensor, sparsity: float, scale: float) ->
 def protect(
     mask_BNqk: Tensor, grid: Grid, first_block: int = 0, q_rows: int = Q_ROWS, k_rows: int = Q_ROWS
 ) -> Tensor:
-    """The mask with all that the first frame's blocks attend to, and all that attends to them.
+    """Sets the rows and columns of the first frame's blocks in a mask.
 
-    first_block: place of the mask's first row among all blocks of queries.
+    first_block: global index of the mask's first query block.
     """
     nq, nk = mask_BNqk.shape[-2:]
     frame = grid[1] * grid[2]
@@ -98,13 +98,13 @@ def protect(
 def plan(
     q_BSND: Tensor, k_BSND: Tensor, grid: Grid, sparsity: float, first_row: int, k_rows: int
 ) -> Tensor:
-    """bool [B,N,nq,nk]: which blocks of k_rows keys each block of 128 queries attends to.
+    """Returns bool [B,N,nq,nk]: the blocks of k_rows keys that each 128 queries attend to.
 
-    q, k in `window_order`; k is the whole sequence, q may be a part of it that begins at first_row.
-    A part gets the rows of the whole's mask: its scores are computed in the whole's shape, since
-    another shape may round otherwise.
+    q and k are in the order of `make_window_order`. k is the global sequence; q may be a part of it
+    that begins at first_row. Its scores are computed in the shape of the global mask, because
+    another shape may round differently.
 
-    Raises ValueError where first_row is no multiple of 128, q has no row, or q, k and grid do not
+    Raises ValueError if first_row is not a multiple of 128, q has no row, or q, k and grid do not
     fit together.
     """
     total, rows = k_BSND.shape[1], q_BSND.shape[1]
@@ -124,19 +124,19 @@ def plan(
 
 
 def kept_first(mask: Tensor, fill: int = 0) -> tuple[Tensor, Tensor]:
-    """For a bool mask [..., n]: int32 [..., n], each row's kept places ascending and then `fill`;
-    int32 [...], how many are kept.
+    """Converts a bool mask [..., n] to int32 indices [..., n] and counts [...].
 
-    No sort: a place is scattered to where it stands among the kept ones.
+    Each row has the indices of its True values, ascending, then `fill`. Uses a scatter instead of a
+    sort.
     """
     size = mask.shape[-1]
     places = torch.arange(size, dtype=torch.int32, device=mask.device).expand(mask.shape)
-    rank = torch.where(mask, mask.cumsum(-1) - 1, size)  # what is left out goes behind the end
+    rank = torch.where(mask, mask.cumsum(-1) - 1, size)  # False values go to an extra slot
     kept = places.new_full((*mask.shape[:-1], size + 1), fill).scatter_(-1, rank, places)
     return kept[..., :-1].contiguous(), mask.sum(-1, dtype=torch.int32)
 
 
 def select_table(mask_Nqk: Tensor) -> tuple[Tensor, Tensor]:
-    """rf_v2's table: int64 [nq,N,nk], a row's kept blocks and then -1; int64 [nq,N], how many."""
+    """Makes rf_v2's table: int64 block indices [nq,N,nk] padded by -1, and counts [nq,N]."""
     blocks, kept = kept_first(mask_Nqk.transpose(0, 1), -1)
     return blocks.long(), kept.long()

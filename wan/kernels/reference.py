@@ -1,7 +1,7 @@
-"""Attention in tiles of 128 query rows: the reference behind FP8 and block-sparse attention.
+"""Attention in tiles of 128 query rows: the reference of FP8 and block-sparse attention.
 
-Each mode divides heads and queries differently and must still give the same bits, so each tile is
-computed by operations of one shape, wherever the division is (at multiples of 128 rows).
+Attention modes divide heads and queries differently (at multiples of 128 rows) and must give the
+same bits, so all tiles are computed by operations of one shape.
 
 Legend: B batch, S tokens, N heads, D head size; q, k in block masks: blocks of queries, of keys.
 """
@@ -22,15 +22,15 @@ def tiled_attention(
     block_mask_BNqk: Tensor | None = None,
     k_rows: int = Q_ROWS,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v as contiguous [B,S,N,D] in q's dtype; any floating dtypes.
+    """Computes softmax(q k^T / sqrt(D)) v, contiguous [B,S,N,D] in q's dtype; any floating dtypes.
 
-    block_mask_BNqk: bool [B, N, ceil(Sq / 128), ceil(Sk / k_rows)], which blocks of `k_rows` keys
-    the queries of a tile see; None: all. Each tile sees at least one block, or its rows are nan.
+    block_mask_BNqk: bool [B, N, ceil(Sq / 128), ceil(Sk / k_rows)], True = attend; None: dense.
+    Rows without a block are nan.
 
-    Tiles are computed in float32: for 16-bit tensors PyTorch's kernel on CPUs chooses its products
-    by the number of heads and threads, and with them the bits.
+    Tiles are computed in float32: for 16-bit tensors PyTorch's CPU kernel chooses its matrix
+    products, and with them the bits, by the numbers of heads and threads.
 
-    Raises ValueError where the mask's shape does not fit.
+    Raises ValueError if the mask's shape does not fit.
     """
     rows, keys = q_BSND.shape[1], k_BSND.shape[1]
     tiles = -(-rows // Q_ROWS)
@@ -40,7 +40,7 @@ def tiled_attention(
     for tile in range(tiles):
         here = slice(tile * Q_ROWS, min((tile + 1) * Q_ROWS, rows))
         q_BNtD = q_BSND[:, here].transpose(1, 2).float()
-        missing = Q_ROWS - q_BNtD.shape[2]  # the last tile gets the shape of the others
+        missing = Q_ROWS - q_BNtD.shape[2]  # the last tile is padded to the shape of the others
         q_BNtD = F.pad(q_BNtD, (0, 0, 0, missing)) if missing else q_BNtD.contiguous()
         seen = None
         if block_mask_BNqk is not None:

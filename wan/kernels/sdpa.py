@@ -1,10 +1,10 @@
 """PyTorch's scaled dot-product attention: the kernel of CPUs and CUDA GPUs, the default anywhere.
 
-The log-sum-exp is no part of the public function, so the operators under it are called by name. On
-CUDA one of them is chosen when the kernel is made, and computes with and without the log-sum-exp:
-cuDNN's on Hopper and later, FlashAttention from Ampere on, both for 16-bit tensors, and else the
-memory-efficient one. Elsewhere the public function computes the result alone; for the log-sum-exp
-it is flash attention on the CPU, and on NPUs the operator behind PyTorch's function there.
+The public function does not return the log-sum-exp, so its operators are called directly. On CUDA
+one operator is selected when the kernel is made and used with and without log-sum-exp: cuDNN on
+Hopper and later, FlashAttention from Ampere on, both for 16-bit tensors, otherwise the
+memory-efficient one. Other devices use the public function, and for the log-sum-exp PyTorch's flash
+attention for CPUs, or npu_fusion_attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class CudaOperator:
-    """One of PyTorch's attention operators. name: for logs and records."""
+    """One of PyTorch's CUDA attention operators. name: for logs and records."""
 
     name: str
     attend: Attend
@@ -42,20 +42,18 @@ CUDNN = CudaOperator("PyTorch cuDNN attention", cudnn_attention_on_cuda)
 FLASH = CudaOperator("PyTorch FlashAttention", flash_attention_on_cuda)
 EFFICIENT = CudaOperator("PyTorch memory-efficient attention", efficient_attention_on_cuda)
 
-_CUDNN_FROM = 91600  # before 9.16, lengths that are no multiple of 128 could come out wrong
-_CUDNN_HEAD, _FLASH_HEAD = 128, 256  # channels of the largest heads that they take everywhere
+_CUDNN_FROM = 91600  # before 9.16, lengths that are not multiples of 128 could give wrong results
+_CUDNN_HEAD, _FLASH_HEAD = 128, 256  # largest head sizes on every supported GPU
 
 
 def cuda_operator(
     capability: tuple[int, int], dtype: torch.dtype, head: int, cudnn: int | None
 ) -> CudaOperator:
-    """The fastest of PyTorch's operators that computes such attention.
+    """Selects the fastest of PyTorch's operators that supports these arguments.
 
     Args:
-        capability: The device's compute capability.
-        dtype: Of q, k, v.
-        head: Channels of a head.
-        cudnn: cuDNN's version as PyTorch writes it, 91600 for 9.16.0; None: not to be used.
+        capability: Compute capability of the device.
+        cudnn: cuDNN's version as in PyTorch, 91600 for 9.16.0; None: cuDNN is not used.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return EFFICIENT
@@ -66,7 +64,7 @@ def cuda_operator(
 
 
 def check_cudnn(capability: tuple[int, int], head: int, cudnn: int | None) -> None:
-    """InputError where cuDNN's kernel cannot compute; arguments as `cuda_operator`."""
+    """Raises InputError if cuDNN's kernel does not support the arguments."""
     wrong = None
     if cudnn is None:
         wrong = "needs cuDNN, which this PyTorch does not have"
@@ -81,7 +79,7 @@ def check_cudnn(capability: tuple[int, int], head: int, cudnn: int | None) -> No
 
 
 class CudaKernel:
-    """Implements `wan.kernels.base.Kernel` by one operator, whichever path is taken."""
+    """Implements `wan.kernels.base.Kernel` by one operator, with and without log-sum-exp."""
 
     can_return_lse = True
 
@@ -101,37 +99,37 @@ class CudaKernel:
 def _fastest(
     device: torch.device, dtype: torch.dtype, head: int, with_cudnn: bool = True
 ) -> CudaKernel:
-    """PyTorch's kernel for such tensors on a device; chosen once."""
+    """Makes the kernel of the fastest operator for such tensors on a device; cached."""
     capability, cudnn = torch.cuda.get_device_capability(device), cudnn_version()
     return CudaKernel(cuda_operator(capability, dtype, head, cudnn if with_cudnn else None))
 
 
 def on_cuda(target: Target) -> CudaKernel:
-    """The fastest of PyTorch's kernels on a GPU."""
+    """Makes the fastest of PyTorch's kernels on a GPU."""
     return _fastest(target.device.torch_device, target.dtype, target.head_dim)
 
 
 def sdpa_on_cuda(target: Target) -> CudaKernel:
-    """The fastest of PyTorch's own kernels on a GPU, which cuDNN's is not."""
+    """Makes the fastest of PyTorch's kernels on a GPU, without cuDNN."""
     return _fastest(target.device.torch_device, target.dtype, target.head_dim, with_cudnn=False)
 
 
 def by_cudnn(target: Target) -> CudaKernel:
-    """cuDNN's kernel. InputError where there is none on this device."""
+    """Makes cuDNN's kernel; InputError if the device does not support it."""
     capability = torch.cuda.get_device_capability(target.device.torch_device)
     check_cudnn(capability, target.head_dim, cudnn_version())
     return CudaKernel(CUDNN)
 
 
 def cudnn_version() -> int | None:
-    """As PyTorch writes it; None without. AMD's GPUs have MIOpen under its name."""
+    """Returns cuDNN's version; None without. On AMD GPUs PyTorch reports MIOpen's instead."""
     return torch.backends.cudnn.version() if torch.version.hip is None else None
 
 
 class SdpaKernel:
-    """Implements `wan.kernels.base.Kernel`, on the device of the tensors.
+    """Implements `wan.kernels.base.Kernel` on the device of the tensors.
 
-    target: What it is built for; None: for any tensors.
+    target: only for the name; None: any device.
     """
 
     can_return_lse = True
@@ -154,16 +152,16 @@ class SdpaKernel:
             kernel = _fastest(q_BSND.device, q_BSND.dtype, q_BSND.shape[-1])
             return kernel.with_lse(q_BSND, k_BSND, v_BSND)
         q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSND, v_BSND))
-        out, lse = flash_attention_on_cpu(q, k, v)  # also of the meta device: nothing is computed
+        out, lse = flash_attention_on_cpu(q, k, v)  # also on the meta device
         return out.transpose(1, 2), lse
 
 
 def padded_heads(
     attend: Attend, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """attend(q, k, v, scale) with heads of a multiple of 8 channels, which CUDA's operators need.
+    """Calls attend(q, k, v, scale) with heads padded to a multiple of 8 channels, as CUDA needs.
 
-    Only heads that are none are copied, into padded ones.
+    Other head sizes are copied.
     """
     head = q_BNSD.shape[-1]
     scale = head**-0.5

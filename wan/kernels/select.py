@@ -1,6 +1,6 @@
-"""Which kernels and methods a run's attention is made of: what was asked for, on what is there.
+"""Selects the attention kernels and attention backends of a run, by its settings and device.
 
-The rows of `wan.settings.kernels` name what makes each kernel.
+The rows of `wan.settings.kernels` name the factory of each kernel.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from wan.settings.kernels import FP8, RAINFUSION, SMALL_OPS, KernelRow
 from wan.settings.schedule import Grid
 
 Exported = Mapping[tuple[str, int], tuple[Tensor, Tensor]]
-"""(expert, layer) -> rotations of its queries and keys, as a quantised checkpoint brings them."""
+"""(expert, layer) -> rotations of queries and keys, from a quantized checkpoint."""
 
 
 @dataclass(frozen=True)
 class Selected:
-    """What computes attention in a run.
+    """The kernels and attention backends of a run.
 
     Attributes:
         device_type: Of the device that computes.
-        dense: Self-attention's kernel where none of `methods` applies.
-        text: Cross-attention's kernel.
-        methods: In the order in which they are asked.
-        listed: The (expert, layer) that `methods` serve; None: all.
-        otherwise: The methods of the other layers.
-        order: The order of the tokens of a grid; None: raster order.
-        ops: Small operations that are a vendor's kernels.
-        run: Carries out the small operations of a block; None: as they are written.
-        clock: Entered around self-attention.
+        dense_kernel: Self-attention's kernel for calls to which no backend applies.
+        text_kernel: Cross-attention's kernel.
+        backends: The first that applies to a call computes it.
+        layers: The (expert, layer) pairs that use `backends`; None: all.
+        fallback: The backends of all other layers.
+        token_order: Returns the token order of a grid; None: raster order.
+        ops: Vendors' kernels for small operations.
+        op_runner: Runs the small operations of a block; None: eagerly.
+        clock: A context manager around self-attention.
     """
 
     device_type: str
@@ -65,12 +65,12 @@ class Selected:
     clock: AbstractContextManager[object] | None = None
 
     def methods_of(self, expert: str, layer: int) -> tuple[Method, ...]:
-        """The methods of a block's self-attention."""
+        """Returns the attention backends of a block."""
         is_listed = self.listed is None or (expert, layer) in self.listed
         return self.methods if is_listed else self.otherwise
 
     def describe(self) -> str:
-        """What computes self-attention; of several, the first that applies to a call."""
+        """Names the backends and the kernel of self-attention, in the order in which they apply."""
         asked: list[Method | Kernel] = [*self.methods, *self.otherwise, self.dense]
         if self.listed is None:
             total = [i for i, method in enumerate(self.methods) if method.is_total]
@@ -81,13 +81,11 @@ class Selected:
 def select(
     attention: Attention, target: Target, exported: Exported, compiled: bool = False
 ) -> Selected:
-    """What a checked run needs.
+    """Selects the kernels and backends of a run whose settings have been checked.
 
     Args:
-        attention: What was asked for.
-        target: What the kernels are built for.
-        exported: Rotations of a quantised checkpoint; empty without one.
-        compiled: Whole blocks are compiled.
+        exported: Rotations of a quantized checkpoint; empty without one.
+        compile_blocks: Blocks are compiled, so small operations are not compiled separately.
 
     Raises:
         ValueError: A kernel does not exist on the device, or does not compute there.
@@ -117,7 +115,7 @@ def select(
 
 
 def vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallOps:
-    """The vendor's kernels of NPUs for these values of fused_ops; other operations stay plain."""
+    """Makes the NPU vendor's kernels for these values of fused_ops; others stay PyTorch's."""
     ops = PLAIN
     for name, row in SMALL_OPS.items():
         if name in names:
@@ -126,13 +124,13 @@ def vendor_ops(names: Collection[str], load: Load = resolve_name) -> SmallOps:
 
 
 def dense(attention: Attention, target: Target) -> Kernel:
-    """Self-attention's dense kernel, tried where it is xfuser's; see `select`."""
+    """Makes self-attention's dense kernel; one of xfuser is tried on the device."""
     kernel: Kernel = _made(attention.dense, replace(target, row=attention.dense))
     return kernel
 
 
 def _made(row: KernelRow, target: Target) -> Any:
-    """The kernel of a row of the table, for a device that has it."""
+    """Makes the kernel of a row of the table; ValueError if the device does not have it."""
     can = target.device.can
     if not can.has(row):
         raise ValueError(f"There is no kernel {row.name!r} on this device ({can.name}).")
@@ -167,7 +165,7 @@ def _fp8(attention: Attention, target: Target, exported: Exported) -> tuple[Meth
 
 
 def fp8_quantiser(target: Target, rotations: Rotations) -> Fp8Quantiser:
-    """What quantises queries, keys and values on this target."""
+    """Makes the quantizer of queries, keys and values on this target."""
     where = target.device.type
     if where in FP8.quantise:
         return Fp8Quantiser(rotations, target.load(FP8.quantise[where])(target), where)
@@ -175,7 +173,7 @@ def fp8_quantiser(target: Target, rotations: Rotations) -> Fp8Quantiser:
 
 
 def _place(target: Target) -> Form:
-    """Devices without FP8 units compute with what the FP8 values stand for."""
+    """Returns the layout of keys and values; devices without FP8 units get dequantized values."""
     if target.device.type == "npu":
         return placed_head_first
     inner = torch.float32 if target.device.type == "cpu" else target.dtype

@@ -1,9 +1,9 @@
-"""Attention kernels of xfuser's registry, behind our `Kernel`.
+"""Attention kernels of xfuser's registry as `wan.kernels.base.Kernel`.
 
-xfuser (xDiT) keeps functions that call FlashAttention 2, 3, 4, SageAttention, AITER and others. Its
-parallel layers are not used. What a function can do is not declared there, so each is tried once,
-on the run's device, with its dtype and head size: whether it runs, whether it computes attention,
-and whether its second value is the log-sum-exp. A ring merges by that only where it is.
+xfuser (xDiT) has functions that call FlashAttention 2, 3, 4, SageAttention, AITER and others. Its
+parallel layers are not used. The registry does not declare the inputs a function supports, so each
+is tried once on the run's device, with its dtype and head size: whether it runs, is attention, and
+returns the log-sum-exp as its second value, which ring attention needs for merging.
 
 Legend: B batch, S tokens, N heads, D head size. xfuser's functions take and return [B,N,S,D].
 """
@@ -23,12 +23,12 @@ from wan.settings.errors import InputError
 from wan.settings.kernels import Dense
 
 Function = Callable[..., tuple[Tensor, Tensor | None]]
-"""function(q, k, v, dropout, is_causal): the result and perhaps the log-sum-exp."""
+"""function(q, k, v, dropout, is_causal): the result and, if supported, the log-sum-exp."""
 
-# Of a trial: two heads, and lengths that differ and are multiples of nothing, as a run's may be.
+# Heads, queries and keys of a trial: lengths that are not multiples of a block, as in runs.
 _HEADS, _ROWS, _KEYS = 2, 203, 137
-# Largest error of a result, relative to its size, and of a log-sum-exp; of what quantises, the
-# second. A log-sum-exp to base 2 is off by 44 %, that is by 2.
+# Largest relative error of a result and absolute error of a log-sum-exp, in full and in low
+# precision. A log-sum-exp to base 2 is off by 44 %, that is by 2.
 _RESULT, _LSE = (0.02, 0.3), (0.02, 0.1)
 _INSTEAD = "use `attention_backend=auto`"
 
@@ -36,7 +36,7 @@ _INSTEAD = "use `attention_backend=auto`"
 class XfuserKernel:
     """Implements `wan.kernels.base.Kernel` by a function of xfuser's registry.
 
-    can_return_lse: whether a trial has shown that its second value is the log-sum-exp.
+    can_return_lse: the function's second value is the log-sum-exp, by a trial.
     """
 
     def __init__(self, name: str, function: Function, can_return_lse: bool) -> None:
@@ -48,18 +48,18 @@ class XfuserKernel:
 
     def with_lse(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> tuple[Tensor, Tensor]:
         out, lse = _attend(self._function, q_BSND, k_BSND, v_BSND)
-        assert lse is not None, "a trial has shown that there is one"
-        return out, lse[..., : q_BSND.shape[1]]  # of the memory-efficient operator: padded to 32
+        assert lse is not None, "the trial returned a log-sum-exp"
+        return out, lse[..., : q_BSND.shape[1]]  # the memory-efficient operator pads it to 32
 
 
 def kernel(target: Target) -> XfuserKernel:
-    """The kernel of the target's row, tried on the device.
+    """Makes the kernel of the target's row and tries it on the device.
 
     Raises:
-        InputError: Where a package is missing, or the function does not compute this.
+        InputError: A package is missing, or the function does not compute attention here.
     """
     device, head, dtype, row = target.device.torch_device, target.head_dim, target.dtype, target.row
-    assert row is not None, "a row says which function it is"
+    assert row is not None, "the target has a row"
     for module in ("xfuser", *row.modules):
         if not _is_there(module):
             what = "-r requirements-cuda.txt" if module == "xfuser" else " ".join(row.install)
@@ -79,7 +79,7 @@ def kernel(target: Target) -> XfuserKernel:
 
 
 def _is_there(module: str) -> bool:
-    """Whether it could be imported; what it is part of is."""
+    """Whether a module can be imported; this imports its parent packages."""
     try:
         return find_spec(module) is not None
     except (ImportError, OSError):
@@ -87,10 +87,10 @@ def _is_there(module: str) -> bool:
 
 
 def _registered(row: Dense) -> tuple[Any, Function]:
-    """xfuser's name of a function, and the function."""
+    """Returns a function of xfuser's registry, and its key."""
     try:
         from xfuser.core.distributed import attention_backend as registry
-    except Exception as error:  # whatever a foreign package raises where it does not fit
+    except Exception as error:  # any error of an incompatible package
         why = (
             "needs xfuser, which does not load here: it needs a PyTorch for CUDA or ROCm and the "
             f"packages of requirements-cuda.txt ({_reason(error)})"
@@ -109,8 +109,8 @@ def _registered(row: Dense) -> tuple[Any, Function]:
 def _trial(
     function: Function, device: torch.device, head: int, dtype: torch.dtype, low_precision: bool
 ) -> bool | str:
-    """Whether its second value is the log-sum-exp; a text: why it does not compute attention."""
-    generator = torch.Generator().manual_seed(0)  # the run's own randomness is left alone
+    """Tries a function: whether it returns the log-sum-exp; a text if it is not attention."""
+    generator = torch.Generator().manual_seed(0)  # the global random state is not changed
     q, k, v = (
         torch.randn(1, rows, _HEADS, head, generator=generator).to(device, dtype)
         for rows in (_ROWS, _KEYS, _KEYS)
@@ -118,7 +118,7 @@ def _trial(
     try:
         with torch.no_grad():
             out, lse = _attend(function, q, k, v)
-    except Exception as error:  # whatever a foreign kernel raises where it does not fit
+    except Exception as error:  # any error of an incompatible kernel
         return _reason(error)
     logits = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1)) * head**-0.5
     expected = (logits.softmax(-1) @ v.float().transpose(1, 2)).transpose(1, 2)
@@ -131,7 +131,7 @@ def _trial(
 
 
 def _is_lse(found: object, expected_BNS: Tensor, tolerance: float) -> bool:
-    """Whether it is the log-sum-exp in float32, maybe with more rows behind."""
+    """Whether a value is the log-sum-exp in float32; it may have further rows."""
     if not isinstance(found, Tensor) or found.dtype != torch.float32 or found.dim() != 3:
         return False
     lse = found[..., : expected_BNS.shape[-1]]

@@ -1,11 +1,12 @@
-"""Block-sparse attention of Ascend NPUs, through mindiesd: the kernels behind RainFusion v2 and v3.
+"""Block-sparse attention on Ascend NPUs: the mindiesd kernels for RainFusion v2 and v3.
 
-The public mindiesd.sparse_attention would reorder the tokens and plan the masks in every call; here
-both are done outside, so its inner functions are called. The vendor's operators are imported when
-an object is made, after `wan.device` has imported the packages in the order they need.
+The public mindiesd.sparse_attention reorders the tokens and computes the masks in every call. The
+kernels here call its inner functions, because RainFusion orders the tokens once and caches masks.
+Each constructor imports its operator, after `wan.device` has imported torch_npu and mindiesd in the
+required order.
 
-Legend: B batch, S tokens, N heads, D head size, T = S tokens of one sample; q and k in masks:
-blocks of queries and of keys.
+Legend: B batch, S tokens, N heads, D head size, T tokens of one sample; in masks q blocks of
+queries, k blocks of keys.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from wan.settings.numerics import Q_ROWS
 
 
 class RainKernelV2:
-    """rain_fusion_attention with a table of kept blocks; A2 and A3. 128 rows a block.
+    """Implements `wan.kernels.rainfusion.BlockSparseKernel` by rain_fusion_attention; A2 and A3.
 
-    Implements `wan.kernels.rainfusion.BlockSparseKernel`, of tensors that are not quantised.
+    Blocks have 128 rows of queries and of keys. q, k and v must not be quantized.
     """
 
     name = "npu rain_fusion_attention"
@@ -39,7 +40,7 @@ class RainKernelV2:
     ) -> Tensor:
         if k_rows != Q_ROWS:
             raise ValueError(f"rf_v2 takes blocks of {Q_ROWS} keys, not {k_rows}; use v3.")
-        # mindiesd's table describes one sample only, so each has a call of its own.
+        # mindiesd's select table describes a single sample: one call per sample.
         outs = [
             self._one(q_TND, k_TND, v_TND, mask_Nqk)
             for q_TND, k_TND, v_TND, mask_Nqk in zip(
@@ -67,10 +68,10 @@ class RainKernelV2:
 
 
 class RainKernelV3:
-    """Block-sparse attention with a byte mask; A2, A3 and A5, in FP8 A5 only.
+    """Implements `wan.kernels.rainfusion.BlockSparseKernel` by rain_fusion_attention_v3.
 
-    Implements `wan.kernels.rainfusion.BlockSparseKernel`. FP8: q, k, v have a scale per 128, 256
-    and 256 rows, k_rows is 256.
+    Runs on A2, A3 and A5, in FP8 on A5 only. In FP8, q has a scale per 128 rows, k and v per 256
+    rows, and k_rows is 256.
     """
 
     name = "npu block_sparse_attention"
@@ -96,7 +97,7 @@ class RainKernelV3:
             q.values,
             k.values,
             v.values,
-            block_sparse_mask=mask_BNqk.contiguous().view(torch.int8),  # a bool is a byte already
+            block_sparse_mask=mask_BNqk.contiguous().view(torch.int8),  # a bool has 1 byte
             scale=q.values.shape[3] ** -0.5,
             head_num=q.values.shape[1],
             input_layout="BNSD",

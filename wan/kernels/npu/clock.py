@@ -1,8 +1,8 @@
-"""The clock of the NPU's compute cores around a piece of work, through mindiesd.
+"""Lowers the clock of the NPU's compute cores inside a `with` block, through mindiesd.
 
     python clock.py DEVICE MHZ
 
-is the process that restores it when the one that writes to its standard input is gone.
+waits until its standard input is closed and then restores the clock, unless it has read "done".
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 
 class FrequencyCap:
-    """`with cap:` runs at `cap` MHz and leaves `restore` MHz behind, also when the work fails.
+    """Context manager: sets the clock to cap_mhz on entry and to restore_mhz on exit.
 
-    It holds no state, so one object serves any number of uses. There is no way to read the clock,
-    so `restore` has to be told. Each of the two calls waits for the stream (mindiesd 3.1.0 copies
-    the operator's status to the host): once per block is affordable, once per chunk is not.
+    The object can be entered any number of times. restore_mhz is an argument because the clock
+    cannot be read. Entry and exit each wait for the stream (mindiesd 3.1.0 copies the operator's
+    status to the host), which is affordable per block, but not per head chunk.
 
-    Making one restores the clock, in case an earlier run has left it low, and sees to it that
-    SIGTERM, with which torchrun ends ranks, restores it before the process ends. Python does not
-    hear of that while it waits for the device, nor ever of SIGKILL: then a small process of its own
-    restores the clock.
+    The constructor sets restore_mhz, in case an earlier run ended with a lowered clock, and
+    installs a SIGTERM handler (torchrun ends ranks by SIGTERM) that restores the clock. Python
+    runs no handler while it waits for the device, and none for SIGKILL. Therefore the constructor
+    also starts a process that restores the clock when this one ends without writing "done" to it.
     """
 
     def __init__(self, cap: int, restore: int) -> None:
@@ -48,19 +48,19 @@ class FrequencyCap:
         os.kill(os.getpid(), number)
 
     def _dismiss(self) -> None:
-        """The clock is as it was: nothing is left to restore."""
+        """Ends the restore process without a change of the clock, which is already restored."""
         guard = self._guard.stdin
         if guard is not None and not guard.closed:
             try:
                 guard.write(b"done")
                 guard.close()
-            except BrokenPipeError:  # somebody has ended it
+            except BrokenPipeError:  # the restore process has been killed
                 pass
 
     def __enter__(self) -> None:
         try:
             self._set(self.cap)
-        except BaseException:  # whether the clock has changed is unknown, and __exit__ is not run
+        except BaseException:  # the clock may have changed, and Python does not call __exit__
             self._set(self.restore)
             raise
 
@@ -69,17 +69,17 @@ class FrequencyCap:
 
 
 def _guard(restore: int) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that what ends this one's processes does not end it."""
+    """Starts this file as a process in a new session, so that no signal to this session ends it."""
     import torch_npu
 
     device = str(torch_npu.npu.current_device())
-    # By its file: it needs nothing of wan, which may not be installed. -P: nor what lies beside it.
+    # By its path, because wan may not be installed; -P keeps its directory out of sys.path.
     command = [sys.executable, "-P", __file__, device, str(restore)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def main(device: int, mhz: int) -> None:
-    """Wait until the writer is gone; restore the clock unless it has said that all is done."""
+    """Restores the clock when standard input is closed, unless "done" was written to it."""
     if sys.stdin.buffer.read() == b"done":
         return
     import torch_npu

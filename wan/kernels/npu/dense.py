@@ -1,8 +1,8 @@
-"""Dense attention of Ascend NPUs, through mindiesd and torch-npu.
+"""Dense attention on Ascend NPUs, through mindiesd and torch-npu.
 
-The vendor's operators are imported when a kernel is made, after `wan.device` has imported the
-packages in the order they need. The environment variable MINDIE_SD_FA_TYPE makes mindiesd take
-another kernel than the one asked for here; `wan.env` refuses it.
+Each constructor imports its operator, after `wan.device` has imported torch_npu and mindiesd in the
+required order. The environment variable MINDIE_SD_FA_TYPE would override the kernels selected here;
+`wan.env` refuses it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from wan.kernels.base import Load, Target
 from wan.settings.kernels import DENSE
 from wan.settings.numerics import LASER_HEAD, LASER_ROWS
 
-_ALL = 2**31 - 1  # "every token before and after", which the operators also want without a mask
+_ALL = 2**31 - 1  # an unlimited window; the operator needs the argument also without a mask
 
 
 class FusedKernel:
-    """npu_fusion_attention; implements `wan.kernels.base.Kernel`.
+    """Implements `wan.kernels.base.Kernel` by npu_fusion_attention.
 
-    Chosen by hand: mindiesd's default would first time every kernel on the live tensors (43
-    launches on A2) and may then choose otherwise in the next run.
+    opt_mode="manual": mindiesd's default first times all kernels on the first call's tensors (43
+    launches on A2) and may select different kernels in different runs.
     """
 
     name = "npu fused_attn_score"
@@ -33,8 +33,8 @@ class FusedKernel:
         self._forward, self._load = target.load("mindiesd:attention_forward"), target.load
 
     def __call__(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, /) -> Tensor:
-        # BSND is how the tensors lie in memory; BNSD would copy each of them into its order. Rows
-        # of several samples do not lie so, and the operator's reference allows no strides.
+        # The tensors have BSND memory order; layout="BNSD" would make mindiesd copy them. Slices of
+        # a batch are not contiguous, and the operator's reference allows no strides.
         q, k, v = (x.contiguous() for x in (q_BSND, k_BSND, v_BSND))
         return self._forward(
             q, k, v, fused=True, opt_mode="manual", op_type="fused_attn_score", layout="BSND"
@@ -47,7 +47,7 @@ class FusedKernel:
 def fusion_with_lse(
     q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, load: Load = resolve_name
 ) -> tuple[Tensor, Tensor]:
-    """`Kernel.with_lse` by npu_fusion_attention itself: mindiesd keeps the result only."""
+    """Computes `Kernel.with_lse` by npu_fusion_attention; mindiesd's wrapper returns no LSE."""
     heads, size = q_BSND.shape[2:]
     out_BSND, max_BNS8, sum_BNS8, *_ = load("torch_npu:npu_fusion_attention")(
         *(x.contiguous() for x in (q_BSND, k_BSND, v_BSND)),
@@ -57,16 +57,16 @@ def fusion_with_lse(
         pre_tockens=_ALL,
         next_tockens=_ALL,
     )
-    # Each row's maximum and sum of exponentials are float32 and stand there eight times.
+    # A row's maximum and its sum of exponentials are float32, each repeated eight times.
     return out_BSND, max_BNS8[..., 0] + sum_BNS8[..., 0].log()
 
 
 class LaserKernel:
-    """mindiesd's ascend_laser_attention; implements `wan.kernels.base.Kernel`.
+    """Implements `wan.kernels.base.Kernel` by mindiesd's ascend_laser_attention; A2 and A3.
 
-    Computes in float16 and pads rows to 256 and heads to 128 by itself. Where mindiesd would
-    silently take another kernel, this one raises ValueError: on A5 when it is made, for
-    short sequences, wide heads and float32 when it is called.
+    The operator computes in float16 and pads rows to 256 and heads to 128 channels. For short
+    sequences, wide heads and float32 a call raises ValueError, because mindiesd would silently run
+    another kernel.
     """
 
     name = "npu ascend_laser_attention"

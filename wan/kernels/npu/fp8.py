@@ -1,8 +1,9 @@
-"""FP8 tensors and FP8 attention of Ascend NPUs (A5), through mindiesd.
+"""FP8 quantization and FP8 attention on Ascend NPUs (A5 only), through mindiesd.
 
-The vendor's operators are imported when an object is made, after `wan.device` has imported the
-packages in the order they need. Both objects are callables, to be given to `Fp8Quantiser` and
-`Fp8Attention`; they exist on A5 only.
+Each constructor imports its operator, after `wan.device` has imported torch_npu and mindiesd in the
+required order.
+
+Legend: B batch, S tokens, N heads, D head size.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from torch import Tensor
 from wan.kernels.base import Payload, Target
 from wan.settings.kernels import FP8
 
-_ALL = 2**31 - 1  # "every token before and after"
-_PER_BLOCK = 7  # quant_mode of one scale per head and block of rows
+_ALL = 2**31 - 1  # an unlimited window
+_PER_BLOCK = 7  # the quant_mode with one scale per head and block of rows
 
 
 class NpuBlockQuantise:
-    """quantise(x [B,S,N,D] 16-bit, rows) -> Payload, one scale per head and `rows` rows.
+    """Implements `wan.kernels.fp8.QuantizeBlocks` for 16-bit tensors.
 
-    Values and scales are views of [B,N,S,D] memory, which is what the attention kernels take.
+    Values and scales are views of contiguous [B,N,S,D] tensors, the layout of the FP8 attention
+    kernels.
     """
 
     def __init__(self, target: Target) -> None:
@@ -29,9 +31,9 @@ class NpuBlockQuantise:
         self._dtype = target.load("torch_npu:float8_e4m3fn")
 
     def __call__(self, x_BSND: Tensor, rows: int) -> Payload:
-        # Only BNSD means the same to every release of mindiesd, and the operator drops the batch.
-        # What it makes of a block of zeros is not documented: only padding has them, and whatever
-        # it becomes is cut away before it is attended to.
+        # One call per sample, because the operator drops the batch dimension; BNSD is the only
+        # layout with the same meaning in all releases of mindiesd. Its result for a block of zeros
+        # is not documented, but such blocks are padding, which is removed before attention.
         done = [
             self._quantise(
                 x_BSND[b : b + 1].transpose(1, 2).contiguous(),
@@ -46,9 +48,9 @@ class NpuBlockQuantise:
 
 
 class NpuFp8Attention:
-    """Implements `wan.kernels.fp8.Fp8Kernel` through fused_infer_attention_score_v2.
+    """Implements `wan.kernels.fp8.Fp8Kernel` by fused_infer_attention_score_v2.
 
-    q: one scale per 128 rows; k and v: per 256 rows. Heads of 64 or 128 channels; no log-sum-exp.
+    q has one scale per 128 rows, k and v one per 256 rows. Heads have 64 or 128 channels.
     """
 
     name = "npu fused_infer_attention_score_v2"
@@ -79,16 +81,16 @@ class NpuFp8Attention:
             dequant_scale_value=v_scale,
             out_dtype=dtype,
         )[0]
-        return out_BNSD[:, :, :rows].transpose(1, 2)  # mindiesd reckons with rows behind the last
+        return out_BNSD[:, :, :rows].transpose(1, 2)  # mindiesd may append padding rows
 
 
 def placed_head_first(x: Payload) -> Payload:
-    """x lying in memory as [B,N,S,D], which the kernels take, and seen as [B,S,N,D]."""
+    """Returns x [B,S,N,D] as views of contiguous [B,N,S,D] tensors; the `KernelLayout` of NPUs."""
     return head_first(x).map(lambda part: part.transpose(1, 2))
 
 
 def head_first(x: Payload) -> Payload:
-    """Contiguous values [B,N,S,D] and scales [B,N,blocks,1]; copied only if they lie otherwise."""
+    """Returns contiguous values [B,N,S,D] and scales [B,N,blocks,1]; copies only if needed."""
     return x.map(lambda part: part.transpose(1, 2).contiguous())
 
 

@@ -1,4 +1,4 @@
-"""Quantised linear layers on an NPU, by mindiesd."""
+"""Quantized linear layers on Ascend NPUs, through mindiesd."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ def quantise(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Let mindiesd replace the layers of an export in a network, which may be on the meta device.
+    """Replaces linear layers of a network by mindiesd's quantized layers and moves them to device.
 
-    description: the export's JSON; files of a mode mindiesd refuses are the caller's to explain.
-    linears: names of the layers it replaces, whose tensors are moved to device here. use_nz: int8
-    weights in the NPU's own layout. dtype: bfloat16 or float16, of inputs and results. Self-
-    attentions with FA entries also get mindiesd's `fa_quant`, which nothing calls: rotations are
-    the FP8 method's.
+    The network may be on the meta device. mindiesd also adds a submodule `fa_quant` to each self-
+    attention with FA entries; it is unused, because the FP8 attention backend rotates q and k.
+
+    Args:
+        description_path: JSON description of the quantized export. mindiesd's errors about it are
+            not caught.
+        linear_names: Names of all layers that the description quantizes.
+        use_nz: Whether int8 weights are stored in the NPU's FRACTAL_NZ layout.
+        dtype: bfloat16 or float16, of the layers' inputs and outputs.
     """
     import torch_npu
     from mindiesd import quantize
 
-    # The layout cast falls back to the plain layout, with a warning, where the switch is off.
+    # Without this switch the cast to NZ warns and leaves the weights in the plain layout.
     torch_npu.npu.config.allow_internal_format = use_nz
     try:
         quantize(network, quant_des_path=str(description), use_nz=use_nz, dtype=dtype)

@@ -1,11 +1,11 @@
-"""The small operations of a block as fused kernels of an NPU, through mindiesd and torch-npu.
+"""Fused kernels of Ascend NPUs for the small operations of a block, through mindiesd and torch-npu.
 
-Each function here adds the kernels of one value of fused_ops to those that it gets. A kernel is the
-twin of a function of `wan.modules.small_ops` or `rope`: it has the same arguments and the same
-result up to rounding, float32 inside and out.
+Each function returns `ops` with the kernels of one value of fused_ops added. A kernel has the
+arguments and, up to rounding, the float32 result of the function with its name in
+`wan.modules.small_ops` or `wan.modules.rope`.
 
-layer_norm stands for every layer norm, so also for the one inside modulated_norm, unless
-scale_shift brings a kernel for the whole of that.
+layer_norm also replaces the layer norm inside modulated_norm; scale_shift replaces modulated_norm
+by a single kernel.
 
 Legend: B batch, S or L tokens, N heads, D head size, C channels.
 """
@@ -25,7 +25,7 @@ _ROTARY_SIZE = 896  # ... and D below this
 
 
 def rms_norm(ops: SmallOps, load: Load) -> SmallOps:
-    # All that mindiesd.RMSNorm calls; that class owns its weight.
+    # The operator of mindiesd.RMSNorm, a module that cannot take the weight as an argument.
     kernel = load("torch_npu:npu_rms_norm")
 
     def rms_norm(x_BLC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -35,7 +35,7 @@ def rms_norm(ops: SmallOps, load: Load) -> SmallOps:
 
 
 def layer_norm(ops: SmallOps, load: Load) -> SmallOps:
-    # Behind mindiesd.fast_layernorm, which would need a module that owns weight and bias.
+    # The operator of mindiesd.fast_layernorm, which takes weight and bias from a module.
     layernorm = load("mindiesd.layers._custom_ops:layernorm")
 
     def layer_norm(
@@ -48,7 +48,7 @@ def layer_norm(ops: SmallOps, load: Load) -> SmallOps:
         )[0]
 
     def modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
-        if x_BLC.shape[0] == 1:  # one row: it is the affine part of the norm
+        if x_BLC.shape[0] == 1:  # one sample: they are a weight and a bias
             return layer_norm(x_BLC, 1 + scale_B1C[0, 0], shift_B1C[0, 0], eps)
         return torch.addcmul(shift_B1C, layer_norm(x_BLC, None, None, eps), 1 + scale_B1C)
 
@@ -57,7 +57,7 @@ def layer_norm(ops: SmallOps, load: Load) -> SmallOps:
 
 def scale_shift(ops: SmallOps, load: Load) -> SmallOps:
     layernorm_scale_shift = load("mindiesd:layernorm_scale_shift")
-    # mindiesd reads channels and eps from a module; one without weights serves all layers.
+    # mindiesd takes only the number of channels and eps from the module: one serves all layers.
     norm = lru_cache(lambda size, eps: nn.LayerNorm(size, eps, elementwise_affine=False))
 
     def modulated_norm(x_BLC: Tensor, shift_B1C: Tensor, scale_B1C: Tensor, eps: float) -> Tensor:
@@ -79,8 +79,9 @@ def rope(ops: SmallOps, load: Load) -> SmallOps:
                 "--fused_ops."
             )
         cos_S1D, signed_S1D = table
-        # It calls npu_rotary_mul, which rotates pairs on every NPU (npu_apply_rotary_pos_emb: A5).
-        # Our table holds (-sin, sin) for each pair, the kernel wants (sin, sin) and negates itself.
+        # mindiesd calls npu_rotary_mul, which rotates channel pairs on every NPU;
+        # npu_apply_rotary_pos_emb does so on A5 only. The table has (-sin, sin) for each pair, the
+        # kernel takes (sin, sin) and negates the first sine.
         sin_S1D = signed_S1D[..., 1::2].repeat_interleave(2, dim=-1)
         return rotary_position_embedding(
             x_BSND,
