@@ -1,1 +1,1 @@
-"""Step caches: what of a step is taken from an earlier one instead of being computed."""
+"""Step caches: parts of a step are reused from an earlier step instead of being computed."""

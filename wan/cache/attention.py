@@ -1,4 +1,4 @@
-"""MindIE-SD's attention cache: self-attention's outputs of an earlier step are used again.
+"""MindIE-SD's attention cache: reuses the self-attention outputs of an earlier step.
 
 Legend: B batch, L this rank's tokens, C channels.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AttentionPolicy(Policy):
-    """Self-attention is computed up to a step, behind another one, and at intervals."""
+    """Computes self-attention up to start_step, after end_step, and at intervals in between."""
 
     skips = "attention"
 
@@ -56,7 +56,7 @@ class AttentionPolicy(Policy):
 
 
 class AttentionCache(Cache):
-    """Keeps the output of each layer, guidance branch and sample."""
+    """Caches the self-attention output of each layer, guidance branch and sample."""
 
     rehearsed = (True, *(False,) * TRAIN_TIMESTEPS)
 
@@ -69,7 +69,7 @@ class AttentionCache(Cache):
         self._kept.clear()
 
     def __call__(self, attend: Callable[[], Tensor], step: StepInfo | None, layer: int) -> Tensor:
-        """Returns what attend() returns, [B,L,C], or what it returned in an earlier step."""
+        """Returns attend(), [B,L,C], or its result of an earlier step."""
         import torch
 
         if step is None or not self.listed or torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""First Block Cache (ParaAttention's), and a list of steps that repeats a run of it."""
+"""ParaAttention's First Block Cache, and a fixed list of steps that repeats such a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from wan.settings.request import Request
 
 
 class FirstBlock(Policy):
-    """Lists no step, since the first block's residual decides in the run."""
+    """Lists no step: the residual of the first block decides in every step."""
 
     first = 1
     decides = True
@@ -18,7 +18,7 @@ class FirstBlock(Policy):
 
 
 class Steps(Policy):
-    """Computes the listed steps, such as those that First Block Cache has computed."""
+    """Computes a given list of steps, such as those computed by a First Block Cache run."""
 
     first = 1
 

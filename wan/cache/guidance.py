@@ -1,10 +1,10 @@
-"""The unconditional branch, rebuilt from the conditional one (FasterCache's CFG cache).
+"""FasterCache's CFG cache: approximates the unconditional branch by the conditional one.
 
 Legend: Z latent channels, f h w latent frames/height/width.
 
-The two branches differ by little that changes slowly: of the last step that computed both, the
-difference of their spectra is kept, and added to the conditional spectrum of a step that computes
-one. High frequencies count a little more, as late in a run they do.
+The difference of the branches is small and changes slowly. A step that computes both caches the
+difference of their spectra; a step that computes only cond adds it to cond's spectrum. High
+frequencies get a larger weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOW, _HIGH = 1.0, 1.2
 
 
 class GuidancePolicy(Policy):
-    """MaxDiffusion's rule: four of five late steps compute the conditional branch alone."""
+    """MaxDiffusion's rule: four of five late steps compute only the conditional branch."""
 
     skips = "uncond"
 
@@ -45,8 +45,8 @@ class GuidancePolicy(Policy):
     def own(self, request: Request, changes: Changes | None) -> Lists:
         """Skips steps of the low-noise expert or of a single network.
 
-        They lie between a third of the run and its last step, or nine tenths of the run for 720p
-        and more.
+        They lie between a third of the steps and the last step; for 720p and more, between a third
+        and nine tenths of the steps.
         """
         experts, steps = schedule(request).experts, request.sample_steps
         width, height = request.video_size
@@ -64,7 +64,7 @@ class GuidancePolicy(Policy):
 
 
 class GuidanceCache(Cache):
-    """Keeps the weighted difference of the two branches' spectra."""
+    """Caches the weighted difference of the two branches' spectra."""
 
     def __init__(self, policy: Policy, together: bool = False) -> None:
         super().__init__(policy, together)
@@ -83,9 +83,8 @@ class GuidanceCache(Cache):
         """Returns the results of both guidance branches in a step, float32 [Z,f,h,w] each.
 
         Args:
-            step: Index of the step.
-            branches: Computes both branches.
-            branch: Computes a branch, by its name.
+            compute_branches: Calls compute_branch for both branches.
+            compute_branch: Computes the branch "cond" or "uncond".
         """
         import torch
 
@@ -102,7 +101,7 @@ class GuidanceCache(Cache):
 
 
 def _weights(x_Zfhw: Tensor) -> Tensor:
-    """Weighs the frequencies along h and w; low ones are below a quarter of the rate."""
+    """Makes weights of the frequencies along h and w; low ones are below a quarter of the rate."""
     import torch
 
     h, w = x_Zfhw.shape[-2:]

@@ -1,8 +1,8 @@
-"""MagCache: a step is skipped while a curve says that its residual is like the last one.
+"""MagCache: skips a step while a calibrated curve predicts a small change of the residual.
 
-ratio[i] of a guidance branch is mean |R_i| / |R_(i-1)| over tokens, where R_i is what all blocks
-together add to the residual stream in step i (arXiv:2506.09045); ratio[0] is 1. A curve holds for
-the task, shift and boundary that it was made with.
+ratio[i] of a guidance branch is mean |R_i| / |R_(i-1)| over tokens, where R_i is the sum that all
+blocks add to the residual stream in step i (arXiv:2506.09045); ratio[0] is 1. A curve is valid for
+the task, shift and boundary of its calibration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wan.settings.step_cache import StepCache
 from wan.settings.timesteps import schedule
 
 FILE = "mag_curve.json"
-"""The curve of a checkpoint, in its folder."""
+"""File name of the curve in a checkpoint folder."""
 CURVE = json_kind("a curve of tools/calibrate_mag.py", "task", "sample_shift", "steps", "ratios")
 _PUBLISHED = Path(__file__).with_name("magcache_curves.json")
 _REMEDY = "make a curve with tools/calibrate_mag.py and give it with `step_cache_curve`"
@@ -31,15 +31,14 @@ _REMEDY = "make a curve with tools/calibrate_mag.py and give it with `step_cache
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve and the run that it was made with.
+    """A curve and the settings of its calibration run.
 
     Attributes:
-        task: The task.
         sample_shift: The shift of the noise schedule.
-        steps: The sampling steps.
-        high_noise_steps: How many of them the high-noise expert takes; 0 for a single network.
+        steps: Number of sampling steps.
+        high_noise_steps: Steps of the high-noise expert; 0 for a single network.
         ratios: Guidance branch -> a ratio for each step.
-        origin: Where the curve comes from, for messages.
+        origin: File or name of the curve, for messages.
     """
 
     task: str
@@ -50,15 +49,15 @@ class Curve:
     origin: str = ""
 
     def save(self, path: Path) -> None:
-        """Writes JSON that `load` reads."""
+        """Writes the JSON that `read_curve` reads."""
         record = {key: value for key, value in asdict(self).items() if key != "origin"}
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
     def fitted(self, request: Request) -> dict[str, tuple[float, ...]]:
-        """Returns the ratios of a run's steps: the nearest ones of each branch and expert.
+        """Resamples the ratios to the steps of a run: the nearest step of the same expert.
 
         Raises:
-            InputError: The curve was made for another shift or boundary.
+            InputError: The run has another shift or boundary.
         """
         steps, shift = request.sample_steps, request.sample_shift
         here = schedule(request).high_noise_steps
@@ -84,10 +83,10 @@ class Curve:
 
 
 class Mag(Policy):
-    """The rule of MagCache's authors for Wan2.2, with a curve of its own task.
+    """The rule of MagCache's authors for Wan2.2, with a curve of the run's task.
 
     Attributes:
-        curve: The given one or the checkpoint's; None: the published one of the video.
+        curve: Of `step_cache_curve` or of the checkpoint; None: the published curve.
     """
 
     by_shift = True
@@ -144,12 +143,12 @@ class Mag(Policy):
         return {branch: self.rule(ratios[branch], experts, branch) for branch in BRANCHES}
 
     def rule(self, ratios: Sequence[float], experts: Sequence[str], branch: str) -> Computed:
-        """Returns the list of one guidance branch.
+        """Returns which steps one guidance branch computes.
 
-        The error of a skipped step is how far the product of ratios since the last computed one is
-        from 1. Errors are summed up, and a step is skipped while the sum is below the threshold.
-        The first steps of each expert are computed; image-to-video computes all of the high-noise
-        expert's. The counters go on at the switch of experts.
+        The error of a skipped step is |1 - product of the ratios since the last computed step|.
+        Errors are summed, and a step is skipped while the sum is below the threshold. The first
+        steps of each expert are computed, for image-to-video all steps of the high-noise expert.
+        The counters are not reset when the expert changes.
 
         Args:
             ratios: For each step.
@@ -183,23 +182,23 @@ class Mag(Policy):
 
     def _curve_of(self, request: Request) -> Curve:
         curve = self.curve or published(self.preset.task, request.image_size is not None)
-        assert curve is not None, "the constructor has looked"
+        assert curve is not None, "checked in the constructor"
         return curve
 
 
 def load(path: Path) -> Curve:
-    """Reads a curve from a file; raises InputError where the file holds none."""
+    """Reads a curve from a file; raises InputError if the file is none."""
     return _curve(read_json(path), str(path))
 
 
 def published(task: str, with_image: bool) -> Curve | None:
-    """Returns the curve that MagCache's authors have published for a task, if there is one."""
+    """Loads the curve that MagCache's authors have published for a task, or None."""
     rows = json.loads(_PUBLISHED.read_text(encoding="utf-8"))
     key = f"{task} ({'image' if with_image else 'text'})" if task == "ti2v-5B" else task
     if key not in rows:
         return None
     row, ratios = rows[key], {}
-    for place, branch in enumerate(BRANCHES):  # in turn, from the second step on
+    for place, branch in enumerate(BRANCHES):  # interleaved, from the second step on
         ratios[branch] = [1.0, *row["ratios"][place::2]]
     whole = {"task": task, "high_noise_steps": 0, **row, "ratios": ratios}
     return _curve(whole, f"The published curve of {key}")
@@ -226,7 +225,7 @@ def _curve(record: Any, origin: str) -> Curve:
 
 
 def _nearest(step: int, first: int, end: int, own_first: int, own_end: int) -> int:
-    """Returns the step of [own_first, own_end) that lies where `step` does in [first, end)."""
+    """Maps a step of [first, end) to the nearest step of [curve_first, curve_end)."""
     if end - first == 1:
         return own_end - 1
     return own_first + round((step - first) * (own_end - 1 - own_first) / (end - 1 - first))

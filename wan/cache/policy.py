@@ -1,7 +1,7 @@
-"""What a step cache policy is, and the caches of a pipeline's runs.
+"""The base classes of step cache policies and of step caches.
 
-A policy is one class in a file beside this one and one row of `wan.settings.step_cache.POLICIES`.
-What it checks and lists is known before the run and needs no torch; the cache that it makes does.
+A policy is a class in a module of this package and a row of `wan.settings.step_cache.POLICIES`. It
+checks a video and lists its steps before the run, without torch; its cache needs torch.
 """
 
 from __future__ import annotations
@@ -26,27 +26,24 @@ if TYPE_CHECKING:
 BRANCHES = ("cond", "uncond")
 FEWEST_STEPS = 8
 Skips = Literal["blocks", "attention", "uncond"]
-"""What a cache leaves out of a step: blocks, self-attention, or the unconditional branch."""
+"""The part of a step that a cache skips: blocks, self-attention, or the uncond branch."""
 Computed = tuple[bool, ...]
-"""For each step, whether it computes what the policy could leave out."""
+"""For each step, whether the part that the policy may skip is computed."""
 Lists = dict[str, Computed]
-"""Guidance branch -> its list."""
+"""Guidance branch -> its computed steps."""
 Changes = Callable[[str, Sequence[float]], Sequence[float]]
-"""changes(expert, timesteps): of each step, how much its time embedding differs from the last."""
+"""compute_changes(expert, timesteps): relative change of the time embedding in each step."""
 
 
 class Policy(ABC):
-    """Decides which steps of a run are computed; what it is told is checked when it is made.
+    """Decides which steps of a run are computed; the constructor checks its parameters.
 
     Attributes:
-        skips: What it leaves out.
-        first: How many blocks, from the first one on, are computed in every step.
-        decides: A step that the list leaves out is computed all the same where the residual of the
+        num_first_blocks: Leading blocks that every step computes.
+        decides_per_step: A step that is not listed is computed nevertheless if the residual of the
             first blocks has changed by more than the threshold.
-        by_shift: It holds only for the noise levels that `sample_shift` makes.
-        settings: Its parameters.
-        preset: The task.
-        content: What has to be equal on all ranks and is no setting; None: nothing.
+        requires_shift: Valid only for the noise schedule of `sample_shift`.
+        content: Data, not settings, that must be equal on all ranks; None: no data.
     """
 
     skips: ClassVar[Skips] = "blocks"
@@ -56,20 +53,20 @@ class Policy(ABC):
     content: Any = None
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
-        """Refuses parameters that do not go with the task or the checkpoint's folder."""
+        """Refuses parameters that do not fit the task or the checkpoint folder."""
         self.settings, self.preset = settings, preset
 
     @abstractmethod
     def own(self, request: Request, changes: Changes | None) -> Lists | None:
-        """Returns the lists by the policy's own rule; None where it needs `changes` of networks."""
+        """Returns the steps that the policy's rule computes; None if it needs `compute_changes`."""
 
     def check(self, request: Request) -> tuple[str, ...]:
-        """Returns notices about a video, and refuses one whose steps or guidance do not fit."""
+        """Returns notices about a video; refuses it if its steps or guidance do not fit."""
         if request.sample_steps < FEWEST_STEPS and not self.settings.step_cache_force:
             raise InputError(
                 "`step_cache`",
                 self.settings.policy,
-                f"with {request.sample_steps} steps: so few are too far apart for one to stand for "
+                f"with {request.sample_steps} steps: so few are too far apart for one to replace "
                 "another",
                 "drop it, or add `step_cache_force`",
             )
@@ -78,15 +75,15 @@ class Policy(ABC):
     def lists(
         self, request: Request, together: bool = False, changes: Changes | None = None
     ) -> Lists | None:
-        """Returns what a run computes: what the policy's rule says, and what is always computed.
+        """Returns the steps that a run computes: those of the policy's rule and forced ones.
 
-        The first step of each expert has nothing to reuse. `step_cache_warmup` adds steps to it,
-        and the last step of each expert.
+        The first step of each expert has nothing to reuse. `step_cache_warmup` forces further first
+        steps, and the last step, of each expert.
 
         Args:
-            request: The video.
-            together: The guidance branches must agree, since other ranks compute each.
-            changes: Of the loaded networks; without it, the lists of some policies are None.
+            sync_branches: Both guidance branches compute the same steps, because different ranks
+                compute them.
+            compute_changes: Of the loaded networks; some policies return None without it.
         """
         own = self.own(request, changes)
         if own is None:
@@ -99,7 +96,7 @@ class Policy(ABC):
         return found
 
     def describe(self, request: Request, together: bool) -> str:
-        """Says in one line what a plan promises. The arguments are those of `lists`."""
+        """Describes the computed steps in one line, for a plan; arguments as for `list_steps`."""
         lists, name = self.lists(request, together), self.settings.policy
         if self.decides:
             threshold = self.settings.threshold
@@ -118,11 +115,11 @@ class Policy(ABC):
         return f"Step cache {name}: {'; '.join(branches)}; {gain}"
 
     def cache(self, together: bool = False, agree: Agree | None = None) -> Cache:
-        """Makes what is kept in runs.
+        """Makes the cache of this policy.
 
         Args:
-            together: As in `lists`.
-            agree: How the ranks of a video take a decision; None: they are one process.
+            sync_branches: As for `list_steps`.
+            all_agree: Decides for all ranks of a video; None: there is one process.
         """
         from wan.cache.residual import ResidualCache
 
@@ -130,13 +127,13 @@ class Policy(ABC):
 
 
 def make(settings: StepCache, preset: Preset, folder: Path | None = None) -> Policy | None:
-    """Makes the policy that the settings ask for, with the arguments and errors of `Policy`."""
+    """Makes the policy of the settings; arguments and errors as for `Policy`."""
     row = POLICIES.get(settings.policy)
     return None if row is None else resolve_name(row.make)(settings, preset, folder)
 
 
 def phases(experts: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Returns each expert with its first step and the end of its steps."""
+    """Splits the steps into (expert, first step, end)."""
     found, first = [], 0
     for expert, group in groupby(experts):
         end = first + len(list(group))
@@ -146,7 +143,7 @@ def phases(experts: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def forced(experts: Sequence[str], warmup: int) -> Computed:
-    """Returns the steps that are computed whatever a policy says; see `Policy.lists`."""
+    """Lists the steps that are computed under every policy; see `Policy.list_steps`."""
     always = [False] * len(experts)
     for _, first, end in phases(experts):
         count = min(max(warmup, 1), end - first)
@@ -156,7 +153,7 @@ def forced(experts: Sequence[str], warmup: int) -> Computed:
 
 
 def _ranges(row: Computed) -> str:
-    """Writes the computed steps as the policy `steps` takes them."""
+    """Formats the computed steps as an argument of the policy `steps`."""
     found = []
     for computed, group in groupby(range(len(row)), key=row.__getitem__):
         first, *others = group
@@ -166,21 +163,21 @@ def _ranges(row: Computed) -> str:
 
 
 class Cache:
-    """What is kept in the runs of a pipeline. This base class keeps nothing, without a policy.
+    """The step cache of a pipeline. This base class has no policy and caches nothing.
 
     Attributes:
-        policy: What decides; None: every step is computed.
-        changes: See `Policy.own`; set where the networks are known.
-        listed: The policy's lists; empty outside of a run, where everything is computed.
-        computed: Guidance branch -> steps of this run that were computed.
-        skipped: Guidance branch -> steps of this run that were not.
+        policy: None: every step is computed.
+        compute_changes: See `Policy.compute_steps`; set by the owner of the networks.
+        step_lists: The policy's lists; empty outside of a run, where everything is computed.
+        computed: Guidance branch -> computed steps of this run.
+        skipped: Guidance branch -> skipped steps of this run.
     """
 
     rehearsed: ClassVar[Computed] = (True,) * TRAIN_TIMESTEPS
-    """The list of a plan's steps, which keep what a run would keep."""
+    """Computed steps of a simulated run, which caches as much as a real one."""
 
     def __init__(self, policy: Policy | None = None, together: bool = False) -> None:
-        """Takes the arguments of `Policy.cache`."""
+        """Takes the arguments of `Policy.make_cache`."""
         self.policy, self._together = policy, together
         self.changes: Changes | None = None
         self.listed: Lists = {}
@@ -189,32 +186,32 @@ class Cache:
         self._steps = 0
 
     def at(self, place: Skips) -> Any:
-        """Returns this cache if it is called at this place, else None."""
+        """Returns this cache if it skips this part of a step, else None."""
         return self if self.policy is not None and self.policy.skips == place else None
 
     def start(self, request: Request) -> None:
-        """Begins a video."""
+        """Lists the steps of a video and starts its run."""
         self._steps = request.sample_steps
         if self.policy is not None:
             lists = self.policy.lists(request, self._together, self.changes)
-            assert lists is not None, "the networks are known"
+            assert lists is not None, "compute_changes is set"
             self.begin(lists)
 
     def begin(self, lists: Lists) -> None:
-        """Begins a run with these lists; nothing is kept from the run before."""
+        """Starts a run with these lists, with an empty cache."""
         self.end()
         self.listed, self.computed, self.skipped = lists, {}, {}
 
     def end(self) -> None:
-        """Frees what is kept."""
+        """Frees the cached tensors."""
         self.listed = {}
 
     def kept_bytes(self) -> int:
-        """Returns the bytes of what is kept and belongs to no layer."""
+        """Counts the bytes of cached tensors that belong to no layer."""
         return 0
 
     def note(self, branch: str, step: int, computes: bool, **facts: object) -> None:
-        """Notes a decision for the record, once a step, and for a trace, at each call."""
+        """Records a decision once per step for the record, and at each call for a trace."""
         steps = (self.computed if computes else self.skipped).setdefault(branch, [])
         if step not in steps:
             steps.append(step)
@@ -222,7 +219,7 @@ class Cache:
         trace.mark("cache", what=self.policy and self.policy.skips, decision=decision, **facts)
 
     def skipped_steps(self) -> int:
-        """Counts the steps of this run so far in which a branch left something out."""
+        """Counts the steps of this run in which a branch was skipped so far."""
         return max(map(len, self.skipped.values()), default=0)
 
     def record(self) -> dict[str, Any] | None:
@@ -230,12 +227,12 @@ class Cache:
         if self.policy is None:
             return None
         computed = self.computed
-        if self._together and "cond" in computed:  # the other half of the ranks does the same
+        if self._together and "cond" in computed:  # the other ranks compute the same steps
             computed = dict.fromkeys(BRANCHES, computed["cond"])
         return {"policy": self.policy.settings.policy, "computed": computed}
 
     def summary(self) -> str | None:
-        """Says in one line what was skipped."""
+        """Summarizes the skipped steps in one line."""
         if self.policy is None:
             return None
         skipped = [f"{name} {len(steps)} of {self._steps}" for name, steps in self.skipped.items()]

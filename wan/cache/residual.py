@@ -1,12 +1,11 @@
-"""The cache of a forward's residual: a step that is skipped adds what an earlier one added.
+"""A cache of residuals: a skipped step adds the residual of an earlier step.
 
 Legend: B batch, L this rank's tokens, C channels.
 
-With x_i the residual stream behind block i, MagCache and TeaCache keep R = x_N - x_0 and skip all
-blocks; First Block Cache (ParaAttention's) computes the first block, keeps R = x_N - x_1, and skips
-the rest where x_1 - x_0 has changed little since the last step that computed all. A list of steps
-does as First Block Cache, and so repeats its runs. Kept tensors are in the dtype of the matrix
-products.
+With x_i the residual stream after block i, MagCache and TeaCache cache R = x_N - x_0 and skip all
+blocks. ParaAttention's First Block Cache computes the first block, caches R = x_N - x_1, and skips
+the other blocks if x_1 - x_0 has changed little since the last step that computed all of them. The
+policy `steps` skips the same blocks. Cached tensors have the dtype of the matrix products.
 """
 
 from __future__ import annotations
@@ -23,26 +22,24 @@ from wan.modules.interfaces import Blocks
 from wan.settings.schedule import Grid
 
 Agree = Callable[[Tensor, float], bool]
-"""agree(sums, threshold): whether sums[0] < threshold * sums[1], the float32 sums of all ranks; the
-same answer on all ranks that share a video."""
+"""all_agree(sums, threshold): whether sums[0] < threshold * sums[1], summed in float32 over all
+ranks that share a video; all of them get the same result."""
 
 
 def alone(sums: Tensor, threshold: float) -> bool:
-    """Implements `Agree` for one process; it reads from the device once."""
+    """Implements `AllAgree` for one process; it synchronizes with the device once."""
     change, size = sums.tolist()
     return bool(change < threshold * size)
 
 
 @dataclass
 class _Kept:
-    """What is kept of one expert, guidance branch and sample.
+    """The cached tensors of one expert, guidance branch and sample.
 
     Attributes:
-        expert: The expert.
-        grid: The token grid.
-        first: x_1 - x_0 of the last step that computed all blocks.
+        first_change: x_1 - x_0 of the last step that computed all blocks.
         residual: R of that step.
-        slope: The change of R from step to step.
+        slope: The change of R per step.
         step: Index of that step.
     """
 
@@ -55,7 +52,7 @@ class _Kept:
 
 
 class ResidualCache(Cache):
-    """Keeps what blocks added to the residual stream, and adds it where they are skipped."""
+    """Caches the residual of skippable blocks, and adds it in steps that skip them."""
 
     def __init__(self, policy: Policy, together: bool = False, agree: Agree | None = None) -> None:
         super().__init__(policy, together)
@@ -80,18 +77,17 @@ class ResidualCache(Cache):
         valid: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns the residual stream behind all blocks.
+        """Returns the residual stream after all blocks.
 
         Args:
             x_BLC: The stream before the first block, float32; it is updated in place.
-            blocks: Computes blocks.
-            step: Where in the run this is; None: everything is computed.
-            valid: How many of this rank's tokens are real.
-            dtype: What is kept in.
+            step: None: everything is computed.
+            num_valid: This rank's tokens without padding.
+            dtype: Of cached tensors.
         """
         if not self.listed or step is None or torch.is_grad_enabled():
             return blocks(x_BLC, 0, None)
-        for key, one in list(self._kept.items()):  # other experts' and grids' are freed
+        for key, one in list(self._kept.items()):  # frees those of other experts and grids
             if (one.expert, one.grid) != (step.expert, step.grid):
                 del self._kept[key]
         kept = self._kept.setdefault((step.branch, step.sample), _Kept(step.expert, step.grid))
@@ -109,7 +105,7 @@ class ResidualCache(Cache):
                 reuses = self._agree(sums, self._threshold)
             kept.first = kept.first if reuses else first
 
-        def distance() -> float | None:  # of all ranks: `Agree` adds them up in place
+        def distance() -> float | None:  # of all ranks: `AllAgree` sums in place
             changed, size = (0.0, 0.0) if sums is None else sums.tolist()
             return changed / size if size else None
 
@@ -132,7 +128,7 @@ class ResidualCache(Cache):
 
 
 def change(first: Tensor, kept: Tensor, valid: int) -> Tensor:
-    """Sums over real tokens how much `first` changed and what it was: float32 [2]."""
+    """Sums |current - previous| and |previous| over tokens without padding: float32 [2]."""
     was = kept[:, :valid]
     change = torch.linalg.vector_norm(first[:, :valid] - was, 1, dtype=torch.float32)
     return torch.stack((change, torch.linalg.vector_norm(was, 1, dtype=torch.float32)))

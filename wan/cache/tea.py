@@ -1,4 +1,4 @@
-"""TeaCache: a step is skipped while the time embedding has changed little."""
+"""TeaCache: skips steps while the time embedding has changed little."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PUBLISHED = {
 
 
 class Tea(Policy):
-    """Estimates by a polynomial how much the output changes when the embedding does."""
+    """Estimates the change of the output by a polynomial in the change of the embedding."""
 
     def __init__(self, settings: StepCache, preset: Preset, folder: Path | None = None) -> None:
         super().__init__(settings, preset, folder)
@@ -65,11 +65,11 @@ class Tea(Policy):
 
 
 def embedding_changes(weights: Mapping[str, Tensor], timesteps: Sequence[float]) -> list[float]:
-    """Returns mean |e - e_prev| / mean |e_prev| of each timestep's embedding e, 0 for the first.
+    """Computes mean |e - e_prev| / mean |e_prev| of each timestep's embedding e, 0 for the first.
 
     Args:
         weights: The two layers of the network's `time_embedding`, float32, under their names.
-        timesteps: What the network is told in each step.
+        timesteps: The model's timestep in each step.
     """
     import torch
     import torch.nn.functional as F
