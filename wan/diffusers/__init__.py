@@ -4,9 +4,9 @@
     parallelize_pipe(pipe, ulysses_size=4, comm_type=1)  # on every rank, after init_process_group
     apply_cache_on_pipe(pipe, "first_block", threshold=0.08)
 
-Nothing of diffusers is changed: attention processors and its hooks do it, see `hooks`.
+diffusers itself is not changed: `hooks` uses its attention processors and hooks.
 """
-# ruff: noqa: E402 (a version is refused before anything of it is imported)
+# ruff: noqa: E402 (the version is checked before diffusers is imported)
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ KEYWORDS = frozenset(
 def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
     """Makes the ranks of torch.distributed share each video of a pipeline; returns the pipeline.
 
-    Every rank calls it, and then the pipeline, with the same arguments and equal generators; every
-    rank gets the video. One process alone may call it, too: for FP8 or block-sparse attention.
+    Every rank must call it, and then the pipeline, with the same arguments and equal generators;
+    every rank gets the video. A single process may call it too, for FP8 or block-sparse attention.
 
     Args:
-        pipe: In any of its forms. Offloading by `enable_model_cpu_offload` comes afterwards.
-        **settings: `KEYWORDS`: comm_type, ulysses_size, fa_quant, ... What is not given is chosen
-            as by the command line; device: where the networks are or, if that is the CPU, auto.
+        pipe: Call `enable_model_cpu_offload` after this function.
+        **settings: `KEYWORDS`: comm_type, ulysses_size, fa_quant, ... Defaults are those of the
+            command line; device: that of the networks or, if it is the CPU, auto.
 
     Raises:
-        InputError: A ValueError, for what the command line refuses, and for networks whose
-            attention or hooks are not diffusers' usual ones.
+        InputError: A ValueError, for settings that the command line refuses, and for networks whose
+            attention or hooks are not diffusers' default ones.
     """
     with spoken(DIFFUSERS):
         networks = _networks(pipe)
@@ -81,9 +81,9 @@ def parallelize_pipe(pipe: Pipe, **settings: Any) -> Pipe:
 
 
 def parallelize_transformer(transformer: Transformer, **settings: Any) -> Transformer:
-    """Does what `parallelize_pipe` does for one network that another program calls.
+    """Parallelizes one network that is called by another program than a pipeline; returns it.
 
-    Block-sparse attention has to know the step: from diffusers 0.41 on, call the network inside
+    Block-sparse attention needs the step: from diffusers 0.41 on, call the network inside
     `transformer.cache_context("cond", step_index=..., num_inference_steps=...)`.
     """
     with spoken(DIFFUSERS):
@@ -97,18 +97,17 @@ def parallelize_transformer(transformer: Transformer, **settings: Any) -> Transf
 
 
 def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
-    """Gives a pipeline a step cache, instead of the one it has; returns the pipeline.
+    """Sets the step cache of a pipeline, replacing an existing one; returns the pipeline.
 
-    Ranks that share its videos skip together: `parallelize_pipe` comes first.
+    Call `parallelize_pipe` first, so that ranks that share a video skip the same steps.
 
     Args:
-        pipe: The pipeline.
-        policy: As --step_cache; "none" takes the cache away.
+        policy: As --step_cache; "none" removes the cache.
         **parameters: Flags of the step cache without `step_cache_`: threshold, warmup, ...
 
     Raises:
-        InputError: As the command line. What does not go with the steps or the guidance of a video
-            is refused when the pipeline is called.
+        InputError: As the command line. A policy that does not fit the steps or the guidance of a
+            video is refused when the pipeline is called.
     """
     with spoken(DIFFUSERS):
         long: dict[str, Any] = {"step_cache": policy}
@@ -133,7 +132,7 @@ def apply_cache_on_pipe(pipe: Pipe, policy: str, **parameters: Any) -> Pipe:
 
 
 def deparallelize(pipe: Any) -> Any:
-    """Undoes the other functions on a pipeline, or on a transformer; returns it."""
+    """Removes parallelism and step cache from a pipeline or a transformer; returns it."""
     alone = isinstance(pipe, nn.Module)
     networks = _checked({"dit": pipe}, ours=True) if alone else _networks(pipe, ours=True)
     session = hooks.session(networks)
@@ -149,7 +148,7 @@ def _start(session: Session) -> None:
 
 
 def _for_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out what shares videos on one process, so that a script runs as 1 or N ranks."""
+    """Drops settings of parallelism in a single process, so that a script runs on 1 or N ranks."""
     if mesh.running() > 1:
         return values
     shares = {name for name in options(Parallel) if values.get(name)} - {"dist_timeout"}
@@ -167,7 +166,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _networks(pipe: Any, ours: bool = False) -> Networks:
-    """Returns the networks of a pipeline; with `ours` they may have our hooks."""
+    """Returns the checked networks of a pipeline by expert."""
     if not isinstance(pipe, WanPipeline | WanImageToVideoPipeline | WanVACEPipeline):
         raise InputError(
             f"{type(pipe).__name__} is not supported; WanPipeline, WanImageToVideoPipeline and "
@@ -192,7 +191,10 @@ def _checked(networks: Networks, ours: bool = False) -> Networks:
 
 
 def _objections(network: Any, ours: bool) -> Iterator[str]:
-    """Yields a sentence for everything on a network that does not work with our hooks."""
+    """Yields a sentence for each property of a network that is incompatible with our hooks.
+
+    allow_hooks: the network may have our hooks.
+    """
     if hasattr(network, "_orig_mod") or getattr(network, "_compiled_call_impl", None) is not None:
         yield "The network is compiled as a whole; compile its blocks: compile_repeated_blocks()."
     if not isinstance(network, WanTransformer3DModel | WanVACETransformer3DModel):
@@ -202,7 +204,7 @@ def _objections(network: Any, ours: bool) -> Iterator[str]:
         )
     if any(hasattr(module, "_hf_hook") for module in network.modules()):
         yield (
-            "The network has accelerate's hooks, of an offload or a device_map; take them away "
+            "The network has accelerate's hooks, of an offload or a device_map; remove them "
             "(pipe.remove_all_hooks()), and offload after this call."
         )
     if network.is_cache_enabled:

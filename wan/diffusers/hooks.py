@@ -1,8 +1,8 @@
-"""What is put on diffusers' networks: its own kind of hooks, and an attention processor.
+"""Hooks and an attention processor for diffusers' networks.
 
-A network's tokens are sharded behind the patch embedding and gathered behind the last projection.
-What is between them, cross-attention too, is diffusers' own and works on a rank's tokens; only
-self-attention needs the others', and is computed by our layer.
+A network's tokens are sharded after the patch embedding and gathered after the last projection.
+In between diffusers' modules, including cross-attention, compute on a rank's tokens. Only
+self-attention needs the tokens of all ranks; our attention layer computes it.
 
 Legend: B batch, S all tokens, L this rank's tokens, C channels, N heads, D head size.
 """
@@ -26,11 +26,11 @@ from wan.modules.rope import RopeTable, apply_rope
 from wan.settings.schedule import Grid
 
 NAME = "wan"
-_SCALES = 3  # the place of VACE's scales among the arguments behind the timestep
+_SCALES = 3  # index of VACE's scales in the arguments after the timestep
 
 
 def attach(session: Session) -> None:
-    """Puts the hooks of a session on its networks."""
+    """Registers the hooks of a session on its networks."""
     for expert, network in session.networks.items():
         hook = _Network(session, expert, _Hints(network))
         _registry(network).register_hook(hook, NAME)
@@ -44,13 +44,13 @@ def attach(session: Session) -> None:
 
 
 def detach(networks: Networks) -> None:
-    """Takes our hooks away from networks."""
+    """Removes our hooks from networks."""
     for network in networks.values():
         _registry(network).remove_hook(NAME, recurse=True)
 
 
 def session(networks: Networks) -> Session | None:
-    """Returns the session whose hooks are on the networks, if there are any."""
+    """Returns the session whose hooks are on the networks, or None."""
     found = [_registry(network).get_hook(NAME) for network in networks.values()]
     return found[0].session if found and found[0] is not None else None
 
@@ -60,7 +60,7 @@ def _registry(module: Any) -> Any:
 
 
 class _Calls(StateManager):
-    """Keeps what `cache_context` says of the present call: only a name before diffusers 0.41."""
+    """Stores the `cache_context` of the current call: only a name before diffusers 0.41."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -71,12 +71,12 @@ class _Calls(StateManager):
 
 
 class _Hints:
-    """VACE's control blocks of a network, for a step cache: each runs behind its block.
+    """Runs VACE's control blocks after their layers, for a step cache.
 
     Attributes:
-        blocks: Layer -> the control block whose hint is added behind it; empty for other networks.
-        scales: What hints are multiplied with; None: nothing.
-        stream: The control's tokens [B,L,C], as far as they have come.
+        blocks: Layer -> the control block whose hint is added after it; empty for other networks.
+        scales: Factors of the hints; None: 1.
+        stream: The control stream [B,L,C] after the last computed control block.
     """
 
     def __init__(self, network: Any) -> None:
@@ -86,14 +86,17 @@ class _Hints:
         self.stream: Tensor | None = None
 
     def hint(self, layer: int, x_BLC: Tensor, given: tuple[Any, ...]) -> Tensor:
-        """Computes what is added behind a block, from the stream before it and what it got."""
+        """Computes the hint of a layer.
+
+        x_BLC: the video stream before the layer's block.
+        """
         text, modulation, rope = given
         found, self.stream = self.blocks[layer](x_BLC, text, self.stream, modulation, rope)
         return found if self.scales is None else found * self.scales[[*self.blocks].index(layer)]
 
 
 class _Network(ModelHook):
-    """The hook on a transformer finds out which step a call is, and shards its tokens."""
+    """The hook on a transformer: determines the step of a call and shards the tokens."""
 
     _is_stateful = True
 
@@ -104,7 +107,7 @@ class _Network(ModelHook):
 
     def initialize_hook(self, module: Any) -> Any:
         self.processors = module.attn_processors
-        first = {"blocks": 0, "vace_blocks": len(module.blocks)}  # the layers of control come last
+        first = {"blocks": 0, "vace_blocks": len(module.blocks)}  # layers of control blocks follow
         ours = {}
         for name in self.processors:
             if name.endswith("attn1.processor"):
@@ -118,7 +121,7 @@ class _Network(ModelHook):
         return module
 
     def reset_state(self, module: Any) -> Any:
-        """Ends a video, because a pipeline calls this then."""
+        """Ends a video: a pipeline calls this after it."""
         self.session.end()
         return module
 
@@ -150,7 +153,7 @@ class _Network(ModelHook):
             session.now, session.valid_len = step, prod(grid)
             scales = args[_SCALES] if len(args) > _SCALES else None
             self.hints.scales = kwargs.get("control_hidden_states_scale", scales)
-            # For this call only: a LoRA may put other modules in the place of these.
+            # For this call only: a LoRA may replace these modules.
             handles = [getattr(module, name).register_forward_hook(at[name]) for name in at]
             try:
                 return self.fn_ref.original_forward(hidden_states, timestep, *args, **kwargs)
@@ -163,12 +166,12 @@ class _Network(ModelHook):
         return session.pair(step, hidden_states, compute)
 
     def _step(self, grid: Grid) -> StepInfo | None:
-        """Returns the step that the present call computes; None if nobody says it."""
+        """Returns the step of the current call; None if it is unknown."""
         told, pipe = self.calls.told, self.session.pipe
         if pipe is None:
             index = getattr(told, "step_index", None)
             count = getattr(told, "num_inference_steps", None)
-        else:  # the scheduler counts from its first step on
+        else:  # the scheduler has no index before its first step
             index, count = pipe.scheduler.step_index or 0, pipe.num_timesteps
         if index is None or count is None:
             return None
@@ -179,7 +182,7 @@ class _Network(ModelHook):
 class _LazyHint(ModelHook):
     """The hook on a control block, which diffusers calls before all blocks, for a step cache.
 
-    It only keeps the control's tokens; the hint that diffusers adds behind the block is nothing.
+    It stores the control stream and returns a hint of zero.
     """
 
     def __init__(self, session: Session, hints: _Hints) -> None:
@@ -205,7 +208,7 @@ class _Block(ModelHook):
             return self.fn_ref.original_forward(x_BLC, *given)
         return x_BLC if self.layer else self._all(x_BLC, given)
 
-    @torch.compiler.disable  # the blocks inside are compiled, if they are
+    @torch.compiler.disable  # the blocks may be compiled
     def _all(self, x_BLC: Tensor, given: tuple[Any, ...]) -> Tensor:
         session, cache = self.session, self.session.given.step_cache
         assert cache is not None
@@ -240,9 +243,9 @@ class _AttentionProcessor:
         attention_mask: Tensor | None = None,
         rotary_emb: RopeTable | None = None,
     ) -> Tensor:
-        """Returns [B,L,C], as diffusers asks for it; `_shard_rotation` has made rotary_emb."""
+        """Returns [B,L,C]; rotary_emb is a result of `_shard_rotation`."""
         session, cache = self.session, self.session.given.attention_cache
-        assert rotary_emb is not None, "self-attention rotates"
+        assert rotary_emb is not None, "self-attention has RoPE"
 
         def attend() -> Tensor:
             if attn.fused_projections:
@@ -262,18 +265,18 @@ class _AttentionProcessor:
 
 
 def _rotated(x_BLC: Tensor, heads: int, table: RopeTable) -> Tensor:
-    """Returns the rotated heads [B,L,N,D]."""
+    """Splits x into heads [B,L,N,D] and applies RoPE."""
     return apply_rope(x_BLC.unflatten(-1, (heads, -1)).float(), table).type_as(x_BLC)
 
 
 def _shard_patches(x_BCFHW: Tensor, tokens: TokenShard, grid: Grid) -> Tensor:
-    """Returns a rank's patches [B,C,L,1,1], strided like a convolution's output."""
+    """Shards patch embeddings to [B,C,L,1,1], strided like a convolution's output."""
     x_BLC = tokens.shard(x_BCFHW.flatten(2).transpose(1, 2), grid)
     return x_BLC.transpose(1, 2).contiguous()[..., None, None]
 
 
 def _shard_rotation(table: RopeTable, tokens: TokenShard, grid: Grid) -> RopeTable:
-    """Returns a rank's part of diffusers' table, two of [1,S,1,D], as `apply_rope` takes it."""
+    """Shards diffusers' RoPE table, two tensors [1,S,1,D], in the form of `apply_rope`."""
     cos, sin = (tokens.shard(rows, grid) for rows in table)
     signs = torch.tensor([-1.0, 1.0], device=sin.device).repeat(sin.shape[-1] // 2)
     return cos, sin * signs

@@ -1,4 +1,4 @@
-"""Attention, shards and caches for a diffusers pipeline, composed as for the command line.
+"""Builds attention, token shards and step caches of a diffusers pipeline.
 
 Legend: B batch, C channels, F H W latent frames/height/width.
 """
@@ -41,12 +41,12 @@ _PRECISIONS = {dtype: name for name, dtype in build.DTYPES.items()}
 
 
 class Session:
-    """The hooks on the networks of one pipeline share this.
+    """The state that the hooks on the networks of one pipeline share.
 
     Attributes:
-        given: Attention, shards and caches.
-        pairs: The two calls of a step are computed together, in the second one.
-        now: Which forward pass is under way; its tokens are `valid_len`.
+        components: Attention, token shard and caches.
+        pairs_branches: Both calls of a step are computed in the second one.
+        step: The current forward pass; it has `valid_len` tokens without padding.
         in_blocks: A cache is computing blocks.
     """
 
@@ -58,14 +58,13 @@ class Session:
         world: int,
         team: Team | None = None,
     ) -> None:
-        """Checks the settings and composes attention, shards and caches.
+        """Checks the settings and builds attention, token shard and caches.
 
         Args:
-            networks: The networks of the pipeline.
-            pipe: The pipeline; None if another program calls the network.
-            values: Checked settings.
-            world: Ranks that share each video.
-            team: The same ranks, if their groups exist already.
+            pipe: None if another program calls the network.
+            values: Parsed settings.
+            world_size: Ranks that share each video.
+            groups: Existing groups of these ranks; None: they are made.
         """
         self.networks, self.pipe, self.values = networks, pipe, values
         one = next(iter(networks.values()))
@@ -89,14 +88,14 @@ class Session:
         self._notices, self._line = notices, build.attention_line(self.setup, selected)
 
     def announce(self) -> None:
-        """Logs on the main rank how the run is carried out."""
+        """Logs the attention and the notices on the main rank."""
         if self.team is None or self.team.is_main:
             for notice in self._notices:
                 logger.warning(DIFFUSERS.render(notice))
             logger.info("%s", self._line)
 
     def begin(self, grid: Grid, x_BCFHW: Tensor) -> None:
-        """Begins a video, and refuses on all ranks alike what does not fit it."""
+        """Starts a video; all ranks refuse settings that do not fit it."""
         self._waiting = None
         request = self._request(grid)
         if self.team is not None:
@@ -113,14 +112,14 @@ class Session:
         self._running = True
 
     def check_inputs(self, x_BCFHW: Tensor, others: Sequence[Any]) -> None:
-        """Refuses texts, images and videos that are not the same on all ranks.
+        """Refuses texts, images and videos that differ between ranks.
 
-        64 values of each tensor are compared. Ranks on other devices may round otherwise, but
-        other inputs differ by more than a fiftieth of the largest value.
+        64 values of each tensor are compared. Devices may round differently, but different inputs
+        differ by more than 2 % of the largest value.
 
         Args:
-            x_BCFHW: What the network gets; the channels after the latents hold an image.
-            others: The network's other arguments.
+            x_BCFHW: The network's input; the channels after the latents hold an image.
+            other_inputs: The network's other arguments.
         """
         if self.team is None:
             return
@@ -141,32 +140,32 @@ class Session:
             )
 
     def check_noise(self, x_BCFHW: Tensor) -> None:
-        """Refuses a scheduler that has added other noise on each rank in the first step."""
+        """Refuses a scheduler that has added different noise on each rank in the first step."""
         if self.team is None:
             return
         x = x_BCFHW[:, : self.setup.preset.latent_channels, -1].float()
         means = self.team.gather(x.mean().item())
-        if max(means) - min(means) > 1e-4 * x.std().item():  # other noise differs by more
+        if max(means) - min(means) > 1e-4 * x.std().item():  # different noise differs by more
             raise InputError(
                 f"{type(self.pipe.scheduler).__name__} draws noise from PyTorch's own generator: "
                 "call torch.manual_seed with the same seed on each rank before the pipeline."
             )
 
     def check_network(self, network: Any) -> None:
-        """Refuses what has been put on a network since, and a call by another program."""
+        """Refuses a network that was changed after the hooks, and a call by another program."""
         if network.is_cache_enabled or getattr(network, "_parallel_config", None) is not None:
             raise InputError(
-                "The network has been given diffusers' own cache or parallelism beside ours; call "
+                "diffusers' own cache or parallelism was enabled on the network besides ours; call "
                 "deparallelize, and choose one of them."
             )
         if self.pipe is not None and getattr(self.pipe, "current_timestep", None) is None:
             raise InputError(
-                "The network is called by another program than its pipeline, which says the steps; "
-                "give that one to parallelize_pipe, or the network to parallelize_transformer."
+                "The network is called by another program than its pipeline, which has the steps; "
+                "pass that pipeline to parallelize_pipe, or the network to parallelize_transformer."
             )
 
     def end(self) -> None:
-        """Ends a video: frees what is kept, and logs what was skipped."""
+        """Ends a video: frees cached tensors and logs the skipped steps."""
         summary = self.caches.summary() if self._running else None
         if summary is not None and (self.team is None or self.team.is_main):
             logger.info("%s", summary)
@@ -174,9 +173,9 @@ class Session:
         self.caches.end()
 
     def pair(self, step: StepInfo, x_BCFHW: Tensor, compute: Callable[[], Any]) -> tuple[Tensor]:
-        """Computes a call of a step whose two branches are computed together.
+        """Computes one call of a step whose two branches are computed together.
 
-        The conditional call returns a tensor of NaNs; the unconditional one fills it in.
+        The cond call returns a tensor of NaNs, which the uncond call fills.
         """
         if step.branch == "cond":
             if not self.pipe.do_classifier_free_guidance or self._waiting is not None:
@@ -201,7 +200,7 @@ class Session:
         return (uncond.to(out.dtype),)
 
     def _request(self, grid: Grid) -> Request:
-        """Returns the pipeline's video in the form that checks and step caches take."""
+        """Makes the request of the pipeline's video, for checks and step caches."""
         pipe, preset, config = self.pipe, self.setup.preset, self.pipe.scheduler.config
         told, boundary = pipe.scheduler.timesteps.tolist(), pipe.config.boundary_ratio
         high = sum(t >= (boundary or 0) * config.num_train_timesteps for t in told)
@@ -249,7 +248,7 @@ class Session:
 
 
 def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setup, tuple[str, ...]]:
-    """Returns the setup, and notices, for networks that are loaded already."""
+    """Makes the setup of loaded networks, with notices."""
     one = next(iter(networks.values()))
     dtypes = {network.dtype for network in networks.values()}
     if dtypes - _PRECISIONS.keys() or len(dtypes) > 1:
@@ -265,7 +264,7 @@ def _setup(networks: Networks, values: dict[str, Any], world: int) -> tuple[Setu
 
 
 def _described(networks: Networks) -> tuple[Preset, Checkpoint]:
-    """Returns the task of a pipeline, and its networks as a checkpoint without files."""
+    """Finds the task of networks, and describes them as a checkpoint without files."""
     one = next(iter(networks.values()))
     config, controlled = one.config, isinstance(one, WanVACETransformer3DModel)
     kind = "vace" if controlled else KINDS.get(config.in_channels)
